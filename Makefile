@@ -1,0 +1,49 @@
+# For people: each target does all of its set-up on a machine that has python3 >= 3.10 and a C++ compiler.
+#   make train   build, then train a GPT on the Python standard library's sources over two processes
+#   make test    build, then run the tests
+#   make bench   build, then run every bench and write rows to benchmarks/results/
+#   make lint    ruff and mypy
+#   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CONFIG ?= examples/gpt_small.toml
+RANKS  ?= 2
+SOURCES := setup.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
+
+.PHONY: train test bench lint gpu clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.built
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pyops train $(CONFIG)
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest tests
+
+bench: $(VENV)/.built
+	$(BIN)/python -m pyops bench
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu:
+	bash benchmarks/gpu.sh
+
+$(VENV)/.packages: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit("pyops needs Python 3.10 or newer; call make PYTHON=python3.12, say" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -m venv $(VENV) || (echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel "pybind11>=2.13" "cmake>=3.24" ninja triton \
+	    numpy "safetensors>=0.4" "rich>=13" "tensorboard>=2.14" "matplotlib>=3.7" "tokenizers>=0.15" "tomli>=2" \
+	    "pytest>=8" "hypothesis>=6.90" "ruff>=0.9" "mypy>=1.13"
+	touch $@
+
+$(VENV)/.built: $(VENV)/.packages $(SOURCES)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf build $(VENV) pyops/_C.so pyops/_native*.so pyops/_build.json
