@@ -8,6 +8,7 @@ TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 SOURCES := setup.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
@@ -35,14 +36,12 @@ gpu:
 $(VENV)/.packages: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit("pyops needs Python 3.10 or newer; call make PYTHON=python3.12, say" if sys.version_info < (3, 10) else 0)'
 	@$(PYTHON) -m venv $(VENV) || (echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check "setuptools>=77" wheel "pybind11>=2.13" "cmake>=3.24" ninja triton \
-	    numpy "safetensors>=0.4" "rich>=13" "tensorboard>=2.14" "matplotlib>=3.7" "tokenizers>=0.15" "tomli>=2" \
-	    "pytest>=8" "hypothesis>=6.90" "ruff>=0.9" "mypy>=1.13"
+	$(PIP) "$(TORCH)"
+	$(PIP) "setuptools>=77" wheel "pybind11>=2.13" "cmake>=3.24" ninja
 	touch $@
 
 $(VENV)/.built: $(VENV)/.packages $(SOURCES)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation -e ".[train,test,lint]"
 	touch $@
 
 clean:
