@@ -1,0 +1,1 @@
+"""Benches: `python -m benchmarks [NAME...]` from the source tree, or `pyops bench`."""

@@ -1,0 +1,63 @@
+"""`python -m benchmarks [NAME...]`: run benches, append their rows under results/, write the tables anew.
+
+Each `bench_NAME.py` beside this file has `run(options) -> list of rows`; it prints as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Options", "main", "names"]
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a bench is told. `only`: cases whose name contains this; None: all."""
+
+    device: torch.device
+    rounds: int = 15
+    only: str | None = None
+
+
+def names() -> list[str]:
+    """The benches there are."""
+    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benches named, or all; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, then time, pyops and its rivals.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names())}; all when none is given")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each implementation")
+    parser.add_argument("--only", help="only cases whose name contains this")
+    parser.add_argument("--no-save", action="store_true", help="print only: append no rows, write no tables")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.names) - set(names()))
+    if unknown:
+        parser.error(f"no bench called {', '.join(unknown)}; there are {', '.join(names())}")
+    options = Options(device=torch.device(given.device), rounds=given.rounds, only=given.only)
+    from benchmarks import harness, report
+
+    for name in given.names or names():
+        print(f"{name} on {options.device}, {torch.get_num_threads()} threads", flush=True)
+        rows = importlib.import_module(f"benchmarks.bench_{name}").run(options)
+        if not given.no_save and (path := harness.append_rows(rows)) is not None:
+            print(f"{len(rows)} rows appended to {path.relative_to(FOLDER.parent)}")
+    if not given.no_save:
+        for path in report.write_tables():
+            print(f"tables written in {path.relative_to(FOLDER.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""How everything is timed here: first check the result, then time ours and its rivals in turn.
+
+    check -> calibrate -> ours peer ours peer ours peer ... -> median, 20 % and 80 % quantiles -> one JSON line
+
+Rounds are interleaved so that a machine that slows down for a while slows all alike; a speed-up is the median of the
+ratios within each round. A case that gives a wrong result raises instead of printing a number.
+
+Several processes time a case together through `Ranks`: a barrier before each sample, the slowest rank's time counts,
+and the number of repetitions is the first rank's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks import machine
+
+__all__ = ["Alone", "Case", "Ranks", "append_rows", "format_row", "measure", "run_cases"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+
+
+class Ranks(Protocol):
+    """What the harness asks of several processes that time one case together."""
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    def agree(self, value: int) -> int:
+        """The first rank's value, on every rank."""
+
+    def slowest(self, seconds: float) -> float:
+        """The largest value of all ranks, on every rank."""
+
+
+class Alone:
+    """One process: nobody to wait for."""
+
+    def barrier(self) -> None:
+        return None
+
+    def agree(self, value: int) -> int:
+        return value
+
+    def slowest(self, seconds: float) -> float:
+        return seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a bench: the same work by pyops and by its rivals.
+
+    implementations: name -> callable without arguments; the first is ours.
+    check: raises when our result is wrong; returns the largest error, or None where there is nothing to say.
+    prepare: name -> callable run before each call and not timed (fresh gradients, say).
+    bytes_moved: bytes that one call must read and write at least; gives GB/s and percent of a copy.
+    targets: rival -> how many times faster than it ours ought to be, for the report.
+    facts: anything else the row ought to record.
+    """
+
+    bench: str
+    name: str
+    implementations: Mapping[str, Callable[[], object]]
+    check: Callable[[], float | None]
+    device: torch.device = torch.device("cpu")
+    prepare: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    bytes_moved: int | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _sample(case: Case, name: str, *, repeats: int, ranks: Ranks) -> float:
+    """Seconds for one call of an implementation: the mean of `repeats` calls, preparation left out."""
+    call, prepare = case.implementations[name], case.prepare.get(name)
+    cuda = case.device.type == "cuda"
+    ranks.barrier()
+    total = 0.0
+    for _ in range(repeats if prepare else 1):
+        if prepare:
+            prepare()
+        if cuda:
+            torch.cuda.synchronize(case.device)
+        start = time.perf_counter()
+        for _ in range(1 if prepare else repeats):
+            call()
+        if cuda:
+            torch.cuda.synchronize(case.device)
+        total += time.perf_counter() - start
+    return ranks.slowest(total / repeats)
+
+
+def _calibrate(case: Case, name: str, *, sample_seconds: float, ranks: Ranks) -> int:
+    """How many calls make a sample of at least `sample_seconds`."""
+    for _ in range(3):
+        _sample(case, name, repeats=1, ranks=ranks)
+    once = min(_sample(case, name, repeats=1, ranks=ranks) for _ in range(3))
+    return ranks.agree(max(1, min(1000, round(sample_seconds / max(once, 1e-7)))))
+
+
+def _quantiles(seconds: list[float]) -> list[float]:
+    """20 % quantile, median and 80 % quantile, in microseconds."""
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    low, high = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+    return [round(1e6 * value, 3) for value in (low, statistics.median(ordered), high)]
+
+
+def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks: Ranks | None = None) -> Row:
+    """Check the case, time it, and return its row.
+
+    rounds: how often each implementation is sampled, in turn. sample_seconds: calls are repeated within a sample
+    until it lasts about that long. Whatever `case.check` raises is raised.
+    """
+    ranks = ranks if ranks is not None else Alone()
+    error = case.check()
+    names = list(case.implementations)
+    repeats = {name: _calibrate(case, name, sample_seconds=sample_seconds, ranks=ranks) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        # Each goes first in turn: what runs second finds caches as the first left them.
+        for name in names if turn % 2 == 0 else reversed(names):
+            seconds[name].append(_sample(case, name, repeats=repeats[name], ranks=ranks))
+    ours, *rivals = names
+    row: Row = {
+        "bench": case.bench,
+        "case": case.name,
+        "device": case.device.type,
+        "us": {name: _quantiles(seconds[name]) for name in names},
+        "speedup": {
+            name: round(statistics.median(r / o for r, o in zip(seconds[name], seconds[ours], strict=True)), 3)
+            for name in rivals
+        },
+        "max_error": error,
+        "rounds": rounds,
+    }
+    if case.bytes_moved is not None:
+        per_second = case.bytes_moved / statistics.median(seconds[ours])
+        row["bytes"] = case.bytes_moved
+        row["gb_per_s"] = round(per_second / 1e9, 2)
+        row["percent_of_copy"] = round(100 * per_second / machine.copy_bandwidth(case.device), 1)
+        row["copy_gb_per_s"] = round(machine.copy_bandwidth(case.device) / 1e9, 2)
+    if case.targets:
+        row["targets"] = dict(case.targets)
+    row |= dict(case.facts)
+    row["machine"] = machine.describe(case.device)
+    row["versions"], row["commit"] = machine.versions(), machine.commit()
+    row["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return row
+
+
+def format_row(row: Row) -> str:
+    """One line for a terminal: ours, then each rival with the speed-up over it, and whether the target was met."""
+    ours, *rivals = row["us"]
+    low, middle, high = row["us"][ours]
+    line = f"{row['case']:<52} {middle:>10.1f} us ({low:.1f}-{high:.1f})"
+    if "gb_per_s" in row:
+        line += f" {row['gb_per_s']:6.1f} GB/s {row['percent_of_copy']:5.1f} % of copy"
+    for name in rivals:
+        line += f" | {row['speedup'][name]:.2f}x {name}"
+        if name in row.get("targets", {}):
+            met = row["speedup"][name] >= row["targets"][name]
+            line += f" ({'meets' if met else 'BELOW'} {row['targets'][name]:g}x)"
+    return line
+
+
+def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
+    """Append rows as JSON lines to the file of their machine; returns that file, or None if there were no rows."""
+    path = None
+    for row in rows:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{machine.slug(row['machine'])}.jsonl"
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def run_cases(
+    cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01
+) -> list[Row]:
+    """Measure cases one after another in this process and print each row as it comes.
+
+    A case may be given as a function that makes it, so that its tensors exist only while it is measured.
+    """
+    rows = []
+    for case in cases:
+        row = measure(case if isinstance(case, Case) else case(), rounds=rounds, sample_seconds=sample_seconds)
+        print(format_row(row), flush=True)
+        rows.append(row)
+    return rows

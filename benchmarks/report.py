@@ -1,0 +1,116 @@
+"""Tables from rows: the newest row of each case and machine, written between markers in README.md and docs/*.md.
+
+    <!-- results:optim -->
+    ... a table per machine, generated; edits are lost ...
+    <!-- /results -->
+
+`results:optim` takes every case of the bench; `results:optim/clip` those whose name contains `clip`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+__all__ = ["fill", "read_rows", "table", "write_tables"]
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKED = re.compile(r"(<!-- results:([\w./ +-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+Row = dict[str, Any]
+
+
+def read_rows(folder: Path = ROOT / "benchmarks" / "results") -> list[Row]:
+    """All rows, in the order they were measured; a line that is no row raises ValueError naming file and line."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path.name}, line {number} is not JSON: {error}; delete or mend the line") from error
+    return rows
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each (machine, bench, case, device), in the order in which cases first appeared."""
+    found: dict[tuple[str, str, str, str], Row] = {}
+    for row in rows:
+        found[(machine.slug(row["machine"]), row["bench"], row["case"], row["device"])] = row
+    return list(found.values())
+
+
+def duration(microseconds: float) -> str:
+    """Three digits and a unit that fits."""
+    if microseconds >= 1e6:
+        return f"{microseconds / 1e6:.3g} s"
+    return f"{microseconds / 1e3:.3g} ms" if microseconds >= 1e3 else f"{microseconds:.3g} us"
+
+
+def against(row: Row, name: str) -> str:
+    """One rival's cell: how many times faster ours is, and the target where there is one."""
+    if name not in row["speedup"]:
+        return ""
+    target = row.get("targets", {}).get(name)
+    return f"{row['speedup'][name]:.2f}x" + (f" (aim {target:g}x)" if target else "")
+
+
+def table(rows: list[Row]) -> str:
+    """One Markdown table: a line per case, a column per rival."""
+    rivals = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
+    titles = ["case", "pyops", "GB/s", "% of copy", *(f"vs {name}" for name in rivals)]
+    lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
+    for row in rows:
+        ours = next(iter(row["us"].values()))
+        speed = f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else ""
+        share = f"{row['percent_of_copy']:.0f}" if "percent_of_copy" in row else ""
+        cells = [row["case"], duration(ours[1]), speed, share, *(against(row, name) for name in rivals)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def heading(row: Row) -> str:
+    """What a table was measured on."""
+    where = row["machine"]
+    what = where.get("gpu") or f"{where['cpu']}, {where['cores']} cores"
+    stamp = f"torch {row['versions']['torch']}, commit {row['commit']}, {row['date']}"
+    return f"{what} ({where['threads']} threads); {stamp}:"
+
+
+def section(rows: list[Row], what: str) -> str:
+    """All tables of one marker: one for each machine and device."""
+    bench, _, part = what.partition("/")
+    chosen = [row for row in newest(rows) if row["bench"] == bench and part in row["case"]]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in chosen:
+        groups.setdefault((machine.slug(row["machine"]), row["device"]), []).append(row)
+    if not groups:
+        return "(no rows yet)\n"
+    return "\n".join(f"{heading(group[-1])}\n\n{table(group)}\n" for group in groups.values())
+
+
+def fill(text: str, rows: list[Row]) -> str:
+    """The text with every marked section generated anew."""
+    return MARKED.sub(lambda match: f"{match[1]}{section(rows, match[2])}{match[3]}", text)
+
+
+def write_tables(root: Path = ROOT) -> list[Path]:
+    """Write the tables into README.md and docs/*.md; returns the files that changed."""
+    rows = read_rows(root / "benchmarks" / "results")
+    changed = []
+    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        if path.exists() and (after := fill(before := path.read_text(), rows)) != before:
+            path.write_text(after)
+            changed.append(path)
+    return changed
+
+
+if __name__ == "__main__":
+    for written in write_tables():
+        print(f"tables written in {written.relative_to(ROOT)}")
