@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Compiles every CUDA source for sm_80 and sm_90 with warnings as errors, and fails on a spill or a stack frame in any
+# kernel. Needs nvcc and torch's headers, no GPU. Prints one line per source: kernels and the most registers of one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+NVCC=${NVCC:-$(command -v nvcc || true)}
+[ -n "$NVCC" ] || { echo "CUDA sources: no nvcc on this machine: skipped"; exit 0; }
+
+torch=$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])') ||
+  { echo "CUDA sources: $PYTHON has no torch, whose headers they need (PYTHON=... names another)" >&2; exit 1; }
+export NVCC INCLUDE="$torch/include" LOGS
+LOGS=$(mktemp -d)
+trap 'rm -rf "$LOGS"' EXIT
+
+compile() {  # source architecture -> log; the object is thrown away
+  local stem fmad=() log
+  stem=$(basename "$1" .cu)
+  log="$LOGS/$stem.sm_$2"
+  [ "$stem" = random ] && fmad=(-fmad=false)   # the same bits as on the CPU
+  "$NVCC" -std=c++17 -O3 --extended-lambda --expt-relaxed-constexpr "${fmad[@]}" -Werror all-warnings -Xptxas -v -Xcompiler -Wall,-Werror,-fPIC \
+    -DTORCH_TARGET_VERSION=0x020a000000000000 -isystem "$INCLUDE" -gencode "arch=compute_$2,code=sm_$2" \
+    -c "$1" -o "$log.o" >"$log" 2>&1 || { echo "== $1 for sm_$2 does not compile:"; cat "$log"; return 1; }
+  if grep -E '[1-9][0-9]* bytes (stack frame|spill stores|spill loads)' "$log" >"$log.bad"; then
+    echo "== $1 for sm_$2 uses local memory:"
+    grep -E -B1 '[1-9][0-9]* bytes (stack frame|spill stores|spill loads)' "$log"
+    return 1
+  fi
+  awk -v name="$stem.cu sm_$2" '/Used [0-9]+ registers/ { n++; for (i = 1; i < NF; ++i) if ($i == "Used" && $(i+1) > most) most = $(i+1) }
+    END { printf "CUDA source %-20s %3d kernels, at most %3d registers, nothing in local memory\n", name, n, most }' "$log"
+}
+export -f compile
+for source in csrc/cuda/*.cu; do for architecture in 80 90; do echo "$source $architecture"; done; done |
+  xargs -P 2 -L 1 bash -c 'compile "$0" "$1"'
