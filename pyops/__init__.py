@@ -1,0 +1,35 @@
+"""pyops: fused optimizers, collectives and parallel layers for models that one device can't hold or can't feed.
+
+    batch -> model -> backward -> buckets -> collective -> optimizer -> checkpoint
+             models   flat        comm       comm          optim        checkpoint
+
+Rooms are imported when they are first used, so `import pyops` is light and `pyops.optim.AdamW` just works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyops.ops.library import has_kernel
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "has_kernel"]
+
+_ROOMS = frozenset(
+    ["ops", "mesh", "flat", "random", "optim", "comm", "data_parallel", "checkpoint", "models", "data", "config", "train"]
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"pyops.{name}")
+    if name == "has_kernel":
+        return importlib.import_module("pyops.ops.library").has_kernel
+    raise AttributeError(f"module 'pyops' has no attribute {name!r}; its rooms are {sorted(_ROOMS)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS, "has_kernel"])

@@ -1,0 +1,134 @@
+"""Loads the kernels and keeps the list of ops: the one place that knows whether there is an extension.
+
+    define(schema, reference, fake)           pyops/ops/<stem>.py, at import
+        |-- schema and fake: always
+        |-- extension built:  C++ kernels answer for CPU and CUDA; for any other device the op raises and says how to build
+        `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["build_info", "define", "has_kernel", "isa", "isas", "library", "load", "native", "use_isa"]
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_HOW_TO_BUILD = "pip install --no-build-isolation -e . (or PYOPS_NO_EXT=1 pip install ... for plain torch, without kernels)"
+
+
+@functools.cache
+def build_info() -> Mapping[str, Any]:
+    """What was built: extension, torch, compiler, isas, cuda, cuda_architectures.
+
+    Raises ImportError when pyops was never built. The environment variable PYOPS_NO_EXT=1 chooses plain torch for one run.
+    """
+    if os.environ.get("PYOPS_NO_EXT", "0") not in ("", "0"):
+        return MappingProxyType({"extension": False, "cuda": False})
+    try:
+        info = json.loads((_PACKAGE / "_build.json").read_text())
+    except FileNotFoundError:
+        raise ImportError(f"pyops is not built. In the folder that holds setup.py, run: {_HOW_TO_BUILD}") from None
+    return MappingProxyType(info)
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Load pyops/_C.so, whose kernels register themselves. None when pyops was installed without kernels."""
+    if not build_info()["extension"]:
+        return None
+    path = _PACKAGE / "_C.so"
+    if not path.exists():
+        raise ImportError(f"pyops/_C.so is missing although pyops was built with kernels. Build again: {_HOW_TO_BUILD}")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"pyops/_C.so was built against torch {build_info().get('torch')} and does not load in torch "
+            f"{torch.__version__}: {error}. pyops needs torch 2.11 or newer; build again: {_HOW_TO_BUILD}"
+        ) from error
+    handle = ctypes.CDLL(str(path))  # already loaded: the same library
+    handle.pyops_cpu_isa.restype = ctypes.c_char_p
+    handle.pyops_use_cpu_isa.argtypes = [ctypes.c_char_p]
+    if (unknown := os.environ.get("PYOPS_CPU_ISA")) and handle.pyops_use_cpu_isa(unknown.encode()) != 0:
+        raise ImportError(f"PYOPS_CPU_ISA={unknown} is not among what this build and this machine have: {isas(handle)}")
+    return handle
+
+
+library = torch.library.Library("pyops", "DEF")
+load()
+
+
+def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on shapes."""
+    name = schema[: schema.index("(")]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"pyops::{name}", fake, lib=library)
+    # This key answers for every device that has no kernel of its own.
+    library.impl(name, _missing_kernel(name) if build_info()["extension"] else reference, "CompositeExplicitAutograd")
+
+
+def _missing_kernel(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+        device = tensors[0].device.type if tensors else "no"
+        build = "build with PYOPS_CUDA=ON" if device == "cuda" else "move the tensors to cpu or cuda"
+        raise RuntimeError(
+            f"pyops::{name} has no kernel for {device} tensors in this installation; {build}, or install with PYOPS_NO_EXT=1 "
+            "for the plain-torch path. pyops.has_kernel(op, device) tells."
+        )
+
+    return refuse
+
+
+def has_kernel(op: str, device: str) -> bool:
+    """Whether `op` (such as "adam_") has a compiled kernel for `device` ("cpu", "cuda") in this installation."""
+    if not build_info()["extension"]:
+        return False
+    importlib.import_module("pyops.ops")
+    name, key = op.removeprefix("pyops::"), {"cpu": "CPU", "cuda": "CUDA"}.get(device.split(":")[0])
+    if not hasattr(torch.ops.pyops, name):
+        raise ValueError(f"pyops has no op {op!r}; dir(torch.ops.pyops) lists them")
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"pyops::{name}", key)
+
+
+@functools.cache
+def native() -> ModuleType | None:
+    """The pybind11 module `pyops._native`, or None when pyops was installed without kernels."""
+    return importlib.import_module("pyops._native") if build_info()["extension"] else None
+
+
+def isa() -> str:
+    """The instruction set whose CPU kernels are in use: baseline, avx2 or avx512; "none" without kernels."""
+    handle = load()
+    return handle.pyops_cpu_isa().decode() if handle is not None else "none"
+
+
+def isas(handle: ctypes.CDLL | None = None) -> list[str]:
+    """The instruction sets that both this build and this machine have, slowest first."""
+    handle = handle if handle is not None else load()
+    if handle is None:
+        return []
+    return [name for name in build_info()["isas"] if handle.pyops_has_cpu_isa(name.encode())]
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Run the block with the CPU kernels of another instruction set: for tests. Affects the whole process."""
+    handle, before = load(), isa()
+    if handle is None or handle.pyops_use_cpu_isa(name.encode()) != 0:
+        raise ValueError(f"instruction set {name!r} is not among what this build and this machine have: {isas()}")
+    try:
+        yield
+    finally:
+        handle.pyops_use_cpu_isa(before.encode())

@@ -1,0 +1,119 @@
+"""The table of an optimizer's rows: pointers, sizes and dtypes, checked once and used by every step.
+
+    one int64 row per parameter (csrc/math/table.h holds the same numbers)
+
+      0      1     2        3           4    5       6     7     8      9       10      11
+    | param | grad | exp_avg | exp_avg_sq | max | master | copy | step | numel | dtypes | offset | first chunk |
+
+Pointers are 0 where a tensor is absent. `dtypes` packs 4 bits each for param, grad, moments, master, copy: 0 fp32, 1 bf16,
+2 fp16. `first chunk` is the number of chunks of CHUNK elements in the rows above: CUDA's work list.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK", "COLUMNS", "DTYPES", "GRAD", "OFFSET", "hidden_operands", "row_problem", "table_of", "tensor_at"]
+
+COLUMNS = 12
+CHUNK = 16384
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP, NUMEL, PACKED, OFFSET, FIRST_CHUNK = range(COLUMNS)
+_FIELD_OF_DTYPE = {PARAM: 0, GRAD: 1, EXP_AVG: 2, EXP_AVG_SQ: 2, MAX: 2, MASTER: 3, COPY: 4}
+_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "copies", "steps")
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gap or overlap, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _layout(t: Tensor) -> list[tuple[int, int]]:
+    return [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1]
+
+
+def row_problem(name: str, index: int, t: Tensor, param: Tensor) -> str | None:
+    """What keeps `t` from being walked beside `param`, or None."""
+    where = f"{name}[{index}]"
+    if t.dtype not in DTYPES:
+        return f"{where} is {t.dtype}; expected one of {DTYPES}"
+    if t.device != param.device:
+        return f"{where} is on {t.device}, its parameter on {param.device}; move it there"
+    if not _is_dense(t):
+        return f"{where} with shape {tuple(t.shape)} and strides {t.stride()} has gaps or overlaps; pass a dense copy"
+    if t.numel() != param.numel() or (t.numel() and _layout(t) != _layout(param)):
+        return (
+            f"{where} has shape {tuple(t.shape)} and strides {t.stride()}, its parameter {tuple(param.shape)} and "
+            f"{param.stride()}; all tensors of a row must be laid out alike"
+        )
+    return None
+
+
+def _check_rows(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
+    params, steps = lists[PARAM], lists[STEP]
+    for name, tensors in zip(_NAMES, lists, strict=True):
+        optional = name in ("max_exp_avg_sqs", "masters", "copies")
+        if len(tensors) != len(params) and not (optional and not tensors):
+            raise ValueError(f"{name} has {len(tensors)} tensors for {len(params)} params; expected one for each")
+        if name == "steps":
+            continue
+        for i, t in enumerate(tensors):
+            if optional and t.numel() == 0:
+                continue
+            if (problem := row_problem(name, i, t, params[i])) is not None:
+                raise ValueError(problem)
+    for i, step in enumerate(steps):
+        if step.dtype != torch.float32 or step.numel() != 1 or step.device != params[i].device:
+            raise ValueError(f"steps[{i}] must be one float32 on {params[i].device}, got {step.dtype} {tuple(step.shape)}")
+    for i, moments in enumerate(zip(*(group for group in lists[EXP_AVG : MAX + 1] if group), strict=True)):
+        if len({t.dtype for t in moments if t.numel()}) > 1:
+            raise ValueError(f"moments of row {i} have dtypes {[t.dtype for t in moments]}; expected one for all")
+    if offsets and len(offsets) != len(params):
+        raise ValueError(f"offsets has {len(offsets)} numbers for {len(params)} params; expected one for each, or none")
+
+
+def table_of(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> Tensor:
+    """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the row that doesn't fit."""
+    _check_rows(lists, offsets)
+    rows, chunks = [], 0
+    for i, param in enumerate(lists[PARAM]):
+        row = [0] * COLUMNS
+        for column, tensors in enumerate(lists):
+            if tensors and tensors[i].numel():
+                row[column] = tensors[i].data_ptr()
+                if column in _FIELD_OF_DTYPE:
+                    row[PACKED] |= DTYPES.index(tensors[i].dtype) << (4 * _FIELD_OF_DTYPE[column])
+        row[NUMEL], row[OFFSET], row[FIRST_CHUNK] = param.numel(), offsets[i] if offsets else 0, chunks
+        # The field of the moments is or-ed in two or three times with the same number.
+        chunks += -(-param.numel() // CHUNK)
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, COLUMNS)
+
+
+def tensor_at(row: Sequence[int], column: int) -> Tensor | None:
+    """The tensor whose pointer stands in a row of a CPU table, flat and in memory order; None where it is absent."""
+    pointer, numel = row[column], 1 if column == STEP else row[NUMEL]
+    if not pointer or not numel:
+        return None
+    dtype = torch.float32 if column == STEP else DTYPES[(row[PACKED] >> (4 * _FIELD_OF_DTYPE[column])) & 15]
+    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def hidden_operands(op: str, instead: str) -> Callable[..., Any]:
+    """A fake for an op that reaches its operands through pointers, which no compiler can follow."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"pyops::{op} works through pointers and can't be traced; call pyops.ops {instead} instead")
+
+    return refuse
