@@ -1,0 +1,191 @@
+"""Ranks for tests: a pool of gloo workers that lives as long as the test run, and fresh processes for ranks that must die.
+
+    def body(rank, group, x):                       # at module level, so that a worker can import it
+        return pyops.comm.all_reduce(torch.full((x,), rank), group=group)
+
+    def test_sum(world):
+        first, second = world(2).run(body, 7)       # results in rank order
+
+A worker's exception is raised again in the test, with the rank and the worker's traceback; a body that takes longer than its
+timeout fails the test and shows where each rank stood. After either, the next test gets a new pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+__all__ = ["Outcome", "Pool", "RankError", "spawn_ranks", "world"]
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
+Body = Callable[..., Any]  # (rank, group, *args) -> anything that can be pickled
+
+
+class RankError(AssertionError):
+    """What went wrong in the workers, rank by rank."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: with a result, with an error (the traceback's text), or without a word (exitcode)."""
+
+    rank: int
+    result: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+
+
+def _context() -> Any:
+    # The fork server has imported torch but started no thread, so a worker is ready in a tenth of a second instead of three.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    return context
+
+
+def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: str) -> None:
+    """A worker's life: join the group, then run one body after another until the pipe closes."""
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        limit = datetime.timedelta(seconds=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        while True:
+            try:
+                module, name, args = pipe.recv()
+            except EOFError:
+                break
+            try:
+                torch.manual_seed(0)
+                body = getattr(importlib.import_module(module), name)
+                answer = (body(rank, dist.group.WORLD, *args), None)
+            except BaseException:  # of a body: it belongs to the test, whatever it is
+                answer = (None, traceback.format_exc())
+            pipe.send(answer)
+    # A peer may be gone already; leaving without ceremony is what keeps a failed test short.
+    os._exit(0)
+
+
+class Pool:
+    """`size` worker processes, each one rank of a gloo group. `run` is all a test needs."""
+
+    def __init__(self, size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
+        self.size = size
+        self.failed = False
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        context = _context()
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, self._store.port, group_timeout, theirs, self._stacks(rank))
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}")
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _stacks(self, rank: int) -> str:
+        return os.path.join(self._folder.name, f"rank{rank}.txt")
+
+    def run(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """body(rank, group, *args) on every rank; the results in rank order. RankError when a rank fails or is late."""
+        outcomes = self.outcomes(body, *args, timeout=timeout)
+        bad = [o for o in outcomes if o.error is not None or o.exitcode is not None]
+        if bad:
+            raise RankError("\n".join(f"rank {o.rank}: {o.error or f'died with exit code {o.exitcode}'}" for o in bad))
+        return [o.result for o in outcomes]
+
+    def outcomes(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Outcome]:
+        """As `run`, but failures are returned; the pool is not to be used again after one."""
+        for pipe in self._pipes:
+            pipe.send((body.__module__, body.__qualname__, args))
+        waiting = dict(enumerate(self._pipes))
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = multiprocessing.connection.wait(list(waiting.values()), left)
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                found[rank] = self._receive(rank)
+                del waiting[rank]
+        for rank in waiting:
+            found[rank] = Outcome(rank, error=f"no answer within {timeout:g} s; it stood at\n{self._where(rank)}")
+        self.failed = any(o.error is not None or o.exitcode is not None for o in found.values())
+        if self.failed:
+            self.close()
+        return [found[rank] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            result, error = self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(5)
+            return Outcome(rank, exitcode=self._processes[rank].exitcode or -1)
+        return Outcome(rank, result=result, error=error)
+
+    def _where(self, rank: int) -> str:
+        with contextlib.suppress(ProcessLookupError, TypeError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return Path(self._stacks(rank)).read_text() if os.path.exists(self._stacks(rank)) else "(its start)"
+
+    def close(self) -> None:
+        """End the workers: by closing their pipes, by force when they don't listen."""
+        for pipe in self._pipes:
+            pipe.close()
+        if not self.failed:
+            deadline = time.monotonic() + 5
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+        self._folder.cleanup()
+
+
+def spawn_ranks(
+    size: int, body: Body, *args: Any, timeout: float = 60.0, group_timeout: float = GROUP_TIMEOUT
+) -> list[Outcome]:
+    """Run `body` on fresh processes, of which some may die; how each rank ended, in rank order. Nothing is raised."""
+    pool = Pool(size, group_timeout=group_timeout)
+    try:
+        return pool.outcomes(body, *args, timeout=timeout)
+    finally:
+        if not pool.failed:
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], Pool]]:
+    """world(n): the pool of n ranks, started when it is first asked for and started anew after a failure."""
+    pools: dict[int, Pool] = {}
+
+    def get(size: int) -> Pool:
+        if size not in pools or pools[size].failed:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield get
+    for pool in pools.values():
+        if not pool.failed:
+            pool.close()
