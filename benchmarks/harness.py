@@ -72,7 +72,7 @@ class Case:
     name: str
     implementations: Mapping[str, Callable[[], object]]
     check: Callable[[], float | None]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prepare: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     bytes_moved: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)

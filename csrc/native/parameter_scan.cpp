@@ -1,3 +1,275 @@
+// ParameterScan: has anything changed since the optimizer made its table of pointers?
+//
+//   every step, per parameter:  same object? same memory? gradient present as before? at the same address?
+//   SAME     nothing changed: the table is good as it is
+//   MOVED    gradients lie elsewhere but fit: their addresses were written to the table's gradient column
+//   REBUILD  anything else
+//
+// It asks the tensors through Python (no torch headers), about 0.1 us each. It holds no reference to a gradient, which
+// would keep its memory alive through the next forward pass; weak references tell whether a gradient is the same
+// object, and only a new one is asked for its dtype, size and strides.
+//
+// StateWatch: is every entry of the optimizer's state the same object as before? It keeps the entries alive, so that
+// an address is never that of a freed tensor.
 #include <pybind11/pybind11.h>
 
-void bind_parameter_scan(pybind11::module_& m) { (void)m; }
+#include <cstdint>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+enum Verdict { SAME = 0, MOVED = 1, REBUILD = 2 };
+
+// Attributes and methods of torch.Tensor. For exactly torch.Tensor and nn.Parameter their C functions are called
+// directly; a subclass might override them and is asked in the ordinary way.
+struct TensorProtocol {
+    PyTypeObject* tensor = nullptr;
+    PyTypeObject* parameter = nullptr;
+
+    struct Getter {
+        PyObject* name;
+        PyGetSetDef* direct;
+    };
+    struct Method {
+        PyObject* name;
+        PyMethodDef* direct;
+    };
+    Getter grad, dtype, nbytes, is_cpu;
+    Method data_ptr, is_contiguous, stride;
+    py::object no_arguments = py::tuple();
+
+    TensorProtocol(py::type tensor_type, py::type parameter_type)
+        : tensor(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())),
+          parameter(reinterpret_cast<PyTypeObject*>(parameter_type.ptr())),
+          grad(getter("grad")), dtype(getter("dtype")), nbytes(getter("nbytes")), is_cpu(getter("is_cpu")),
+          data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")), stride(method("stride")) {}
+
+    // Both types must find the very same descriptor, or the direct call would go past an override.
+    PyObject* descriptor(PyObject* name) const {
+        PyObject* found = _PyType_Lookup(tensor, name);
+        return found == _PyType_Lookup(parameter, name) ? found : nullptr;
+    }
+    Getter getter(const char* text) const {
+        PyObject* name = PyUnicode_InternFromString(text);
+        PyObject* found = descriptor(name);
+        const bool direct = found && Py_TYPE(found) == &PyGetSetDescr_Type;
+        return {name, direct ? reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset : nullptr};
+    }
+    Method method(const char* text) const {
+        PyObject* name = PyUnicode_InternFromString(text);
+        PyObject* found = descriptor(name);
+        const bool direct = found && Py_TYPE(found) == &PyMethodDescr_Type;
+        return {name, direct ? reinterpret_cast<PyMethodDescrObject*>(found)->d_method : nullptr};
+    }
+    bool exact(PyObject* object) const { return Py_TYPE(object) == tensor || Py_TYPE(object) == parameter; }
+
+    py::object get(const Getter& what, PyObject* object) const {
+        PyObject* found = what.direct && exact(object) ? what.direct->get(object, what.direct->closure)
+                                                       : PyObject_GetAttr(object, what.name);
+        if (!found) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(found);
+    }
+    py::object call(const Method& what, PyObject* object) const {
+        PyObject* found = nullptr;
+        if (what.direct && exact(object) && what.direct->ml_flags == METH_NOARGS) {
+            found = what.direct->ml_meth(object, nullptr);
+        } else if (what.direct && exact(object) && what.direct->ml_flags == (METH_VARARGS | METH_KEYWORDS)) {
+            auto with_keywords = reinterpret_cast<PyCFunctionWithKeywords>(
+                reinterpret_cast<void (*)()>(what.direct->ml_meth));
+            found = with_keywords(object, no_arguments.ptr(), nullptr);
+        } else {
+            found = PyObject_CallMethodNoArgs(object, what.name);
+        }
+        if (!found) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(found);
+    }
+    std::int64_t integer(const py::object& number) const {
+        const long long value = PyLong_AsLongLong(number.ptr());
+        if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+        return value;
+    }
+    std::int64_t address(PyObject* object) const { return integer(call(data_ptr, object)); }
+};
+
+// Whether `reference` (a weakref or empty) still leads to `object`.
+bool leads_to(const py::object& reference, PyObject* object) {
+    if (!reference) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* found = nullptr;
+    if (PyWeakref_GetRef(reference.ptr(), &found) != 1) return false;
+    Py_DECREF(found);
+    return found == object;
+#else
+    return PyWeakref_GetObject(reference.ptr()) == object;
+#endif
+}
+
+class ParameterScan {
+public:
+    ParameterScan(py::list parameters, py::list in_table, py::type tensor, py::type parameter)
+        : protocol_(tensor, parameter), list_(parameters) {
+        if (parameters.size() != in_table.size())
+            throw py::value_error("ParameterScan: parameters and in_table must have one entry each per parameter");
+        for (std::size_t i = 0; i < parameters.size(); ++i) {
+            const bool in = in_table[i].cast<bool>();
+            seen_.push_back(remember(py::reinterpret_borrow<py::object>(parameters[i]), in));
+            rows_ += in;
+        }
+    }
+
+    // Where addresses of gradients go: row r at `base[r * columns + column]`, int64, memory that the caller keeps.
+    void attach(std::uintptr_t base, std::int64_t columns, std::int64_t column) {
+        column_ = reinterpret_cast<std::int64_t*>(base) + column;
+        columns_ = columns;
+    }
+
+    std::int64_t rows() const { return rows_; }
+
+    int check() {
+        try {
+            return scan();
+        } catch (py::error_already_set&) {
+            return REBUILD;  // a gradient that can't even be asked: the caller looks closely and explains
+        }
+    }
+
+private:
+    struct Seen {
+        py::object parameter;
+        std::int64_t address = 0, bytes = 0;
+        bool in_table = false, contiguous = false, on_cpu = false;
+        std::int64_t gradient = 0, gradient_bytes = 0;
+        py::object weak, dtype, strides;
+    };
+
+    Seen remember(py::object parameter, bool in_table) const {
+        Seen seen;
+        seen.parameter = parameter;
+        seen.in_table = in_table;
+        if (!in_table) return seen;
+        py::object gradient = protocol_.get(protocol_.grad, parameter.ptr());
+        seen.address = protocol_.address(parameter.ptr());
+        seen.bytes = protocol_.integer(protocol_.get(protocol_.nbytes, parameter.ptr()));
+        seen.gradient = protocol_.address(gradient.ptr());
+        seen.gradient_bytes = protocol_.integer(protocol_.get(protocol_.nbytes, gradient.ptr()));
+        seen.dtype = protocol_.get(protocol_.dtype, gradient.ptr());
+        seen.on_cpu = protocol_.get(protocol_.is_cpu, gradient.ptr()).ptr() == Py_True;
+        seen.contiguous = protocol_.call(protocol_.is_contiguous, gradient.ptr()).ptr() == Py_True;
+        if (!seen.contiguous) seen.strides = protocol_.call(protocol_.stride, gradient.ptr());
+        seen.weak = weak(gradient.ptr());
+        return seen;
+    }
+
+    static py::object weak(PyObject* gradient) {
+        PyObject* made = PyWeakref_NewRef(gradient, nullptr);
+        if (!made) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+    }
+
+    // Whether a gradient that has not been seen before can stand in for the last one.
+    bool fits(const Seen& seen, PyObject* gradient) const {
+        if (protocol_.get(protocol_.dtype, gradient).ptr() != seen.dtype.ptr()) return false;
+        if ((protocol_.get(protocol_.is_cpu, gradient).ptr() == Py_True) != seen.on_cpu) return false;
+        if (protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) != seen.gradient_bytes) return false;
+        if (seen.contiguous) return protocol_.call(protocol_.is_contiguous, gradient).ptr() == Py_True;
+        return protocol_.call(protocol_.stride, gradient).equal(seen.strides);
+    }
+
+    int scan() {
+        const auto count = static_cast<std::size_t>(PyList_GET_SIZE(list_.ptr()));
+        if (count != seen_.size()) return REBUILD;
+        int verdict = SAME;
+        std::int64_t row = 0, strangers = 0;
+        const bool make_weak = patience_ == 0;
+        if (patience_ > 0) --patience_;
+        for (std::size_t i = 0; i < count; ++i) {
+            Seen& seen = seen_[i];
+            PyObject* parameter = PyList_GET_ITEM(list_.ptr(), static_cast<Py_ssize_t>(i));
+            if (parameter != seen.parameter.ptr()) return REBUILD;
+            py::object gradient = protocol_.get(protocol_.grad, parameter);
+            if (gradient.is_none() != !seen.in_table) return REBUILD;
+            if (!seen.in_table) continue;
+            if (protocol_.address(parameter) != seen.address ||
+                protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes)
+                return REBUILD;
+            const std::int64_t address = protocol_.address(gradient.ptr());
+            const bool known = leads_to(seen.weak, gradient.ptr()) && address == seen.gradient;
+            if (!known) {
+                if (!fits(seen, gradient.ptr())) return REBUILD;
+                seen.weak = make_weak ? weak(gradient.ptr()) : py::object();
+                ++strangers;
+            }
+            if (address != seen.gradient) {
+                seen.gradient = address;
+                if (column_) column_[row * columns_] = address;
+                verdict = MOVED;
+            }
+            ++row;
+        }
+        // Gradients made anew each step: don't pay for weak references that will be dead by the next.
+        if (make_weak && 2 * strangers > rows_) patience_ = 31;
+        return verdict;
+    }
+
+    TensorProtocol protocol_;
+    py::list list_;
+    std::vector<Seen> seen_;
+    std::int64_t rows_ = 0, patience_ = 0, columns_ = 1;
+    std::int64_t* column_ = nullptr;
+};
+
+class StateWatch {
+public:
+    explicit StateWatch(py::dict state) : state_(state) {
+        walk([this](PyObject* entry) {
+            entries_.push_back(py::reinterpret_borrow<py::object>(entry));
+            return true;
+        });
+    }
+
+    bool unchanged(py::handle state) const {
+        if (state.ptr() != state_.ptr()) return false;
+        std::size_t position = 0;
+        const bool same = walk([this, &position](PyObject* entry) {
+            return position < entries_.size() && entries_[position++].ptr() == entry;
+        });
+        return same && position == entries_.size();
+    }
+
+private:
+    // Every key and value of the state and of each parameter's dictionary, in order, until `visit` says false.
+    template <class Visit>
+    bool walk(Visit visit) const {
+        PyObject *parameter, *entry, *name, *value;
+        Py_ssize_t outer = 0;
+        while (PyDict_Next(state_.ptr(), &outer, &parameter, &entry)) {
+            if (!visit(parameter) || !visit(entry)) return false;
+            Py_ssize_t inner = 0;
+            while (PyDict_CheckExact(entry) && PyDict_Next(entry, &inner, &name, &value))
+                if (!visit(name) || !visit(value)) return false;
+        }
+        return true;
+    }
+
+    py::dict state_;
+    std::vector<py::object> entries_;
+};
+
+}  // namespace
+
+void bind_parameter_scan(py::module_& m) {
+    py::class_<ParameterScan>(m, "ParameterScan", "Notices what changed in parameters and gradients since it was made.")
+        .def(py::init<py::list, py::list, py::type, py::type>(), py::arg("parameters"), py::arg("in_table"),
+             py::arg("tensor"), py::arg("parameter"))
+        .def("attach", &ParameterScan::attach, py::arg("base"), py::arg("columns"), py::arg("column"))
+        .def("check", &ParameterScan::check)
+        .def_property_readonly("rows", &ParameterScan::rows)
+        .def_property_readonly_static("SAME", [](const py::object&) { return static_cast<int>(SAME); })
+        .def_property_readonly_static("MOVED", [](const py::object&) { return static_cast<int>(MOVED); })
+        .def_property_readonly_static("REBUILD", [](const py::object&) { return static_cast<int>(REBUILD); });
+    py::class_<StateWatch>(m, "StateWatch", "Notices any entry of an optimizer's state that was replaced.")
+        .def(py::init<py::dict>(), py::arg("state"))
+        .def("unchanged", &StateWatch::unchanged, py::arg("state"));
+}
