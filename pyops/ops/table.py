@@ -21,7 +21,7 @@ from torch import Tensor
 __all__ = ["CHUNK", "COLUMNS", "DTYPES", "GRAD", "OFFSET", "hidden_operands", "row_problem", "table_of", "tensor_at"]
 
 COLUMNS = 12
-CHUNK = 16384
+CHUNK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP, NUMEL, PACKED, OFFSET, FIRST_CHUNK = range(COLUMNS)
 _FIELD_OF_DTYPE = {PARAM: 0, GRAD: 1, EXP_AVG: 2, EXP_AVG_SQ: 2, MAX: 2, MASTER: 3, COPY: 4}
