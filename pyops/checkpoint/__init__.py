@@ -1,0 +1,14 @@
+"""Training state on disk: tensors in safetensors files, the rest in a JSON manifest, nothing pickled.
+
+save(folder, state, own=..., group=...)      written beside `folder`, then renamed: whole or not there
+load(folder, group=...) -> (state, own)      checked against the manifest first: a damaged file is named
+Checkpoints(folder, keep=2)                  folder/step-00000100, ...: the newest `keep` stay
+
+state    nested dicts, lists and tuples of tensors, numbers, strings, booleans and None; the same on all ranks
+own      the same kind of thing, of this rank alone: the state of its random number generator
+"""
+
+from pyops.checkpoint.folder import Checkpoints, load, save
+from pyops.checkpoint.manifest import CheckpointError
+
+__all__ = ["CheckpointError", "Checkpoints", "load", "save"]
