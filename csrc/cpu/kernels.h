@@ -1,0 +1,48 @@
+// The CPU kernels: plain loops over raw memory, single-threaded, no torch. One table per instruction set (isa.h); `kernels()` is
+// the one in use. Both _C.so and _native link them. Dtypes are codes of math/table.h: 0 fp32, 1 bf16, 2 fp16, 3 fp64.
+#pragma once
+#include <cstdint>
+
+#include "../math/adam.h"
+#include "../math/table.h"
+
+namespace pyops {
+
+// A stretch of one row of the optimizer's table: the same `n` elements of each tensor.
+struct AdamSpan {
+    void *param, *grad, *exp_avg, *exp_avg_sq, *max, *master, *copy;  // null where absent
+    int64_t n;
+    int64_t packed;  // dtypes, as in the table
+    bool l2, zero_grad, stochastic_rounding;
+    uint64_t seed, index;  // for stochastic rounding: key, and global index of the first element
+    uint32_t step;
+};
+
+struct Kernels {
+    const char* name;
+
+    void (*adam)(const AdamSpan& span, const Adam<float>& adam);
+
+    // Sum of squares in float64 in an order that depends on n alone, and the number of inf and nan.
+    double (*squared_sum)(const void* data, int64_t n, int dtype);
+    int64_t (*count_nonfinite)(const void* data, int64_t n, int dtype);
+
+    // out = round(scale * ((rows[0] + rows[1]) + ...)), out may be one of the rows. fp64 goes with fp64 only.
+    void (*sum_rows)(void* out, const void* const* rows, int num_rows, int64_t n, int dtype_out, int dtype_in, double scale);
+    // out = round(scale * (out + a)) and out = round(scale * a)
+    void (*accumulate)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
+    void (*scale_cast)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
+
+    // Elements index, index + 1, ... of the stream `key`.
+    void (*uniform)(float* out, int64_t n, uint64_t key, uint64_t index);
+    void (*normal)(float* out, int64_t n, uint64_t key, uint64_t index);
+    void (*dropout_mask)(uint8_t* out, int64_t n, float p, uint64_t key, uint64_t index);
+};
+
+const Kernels& kernels();
+
+// Whether this build and this machine have the instruction set; switch to it (false: they don't, and nothing is changed).
+bool has_isa(const char* name);
+bool use_isa(const char* name);
+
+}  // namespace pyops

@@ -1,0 +1,162 @@
+// The checks and the table of csrc/cpu/table.h, and what library.py asks the shared object.
+#include "table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels.h"
+
+namespace pyops {
+namespace {
+
+using Layout = std::vector<std::pair<int64_t, int64_t>>;  // (stride, size), sizes of 1 left out
+
+Layout layout_of(const Tensor& t) {
+    Layout layout;
+    const auto sizes = t.sizes(), strides = t.strides();
+    for (size_t d = 0; d < sizes.size(); ++d)
+        if (sizes[d] != 1) layout.emplace_back(strides[d], sizes[d]);
+    return layout;
+}
+
+bool same_layout(const Tensor& a, const Tensor& b) {
+    if (a.numel() != b.numel()) return false;
+    return a.numel() == 0 || layout_of(a) == layout_of(b);
+}
+
+bool same_device(const Tensor& a, const Tensor& b) {
+    return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
+struct List {
+    const char* name;
+    const Tensors* tensors;
+    int field;  // where its dtype goes, -1 for the step
+    bool optional;
+};
+
+// Checks tensor i of a list against its parameter and returns its dtype code.
+int check_operand(const List& column, size_t i, const Tensor& param, const char* op) {
+    const Tensor& t = (*column.tensors)[i];
+    const int dtype = dtype_code(t);
+    require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", column.name, "[", i,
+            "] must be float32, bfloat16 or float16; cast it, or leave it to torch");
+    require(same_device(t, param), "pyops::", op, ": ", column.name, "[", i,
+            "] is on another device than the parameters; move it there");
+    require(is_dense(t), "pyops::", op, ": ", column.name, "[", i, "] has shape ", shape_of(t),
+            ": gaps or overlaps in memory; pass a dense copy");
+    require(same_layout(t, param), "pyops::", op, ": ", column.name, "[", i, "] has shape ", shape_of(t), ", its parameter ",
+            shape_of(param), "; all tensors of a row must be laid out alike");
+    return dtype;
+}
+
+void check_step(const Tensor& step, size_t i, const Tensor& param, const char* op) {
+    require(dtype_code(step) == FP32 && step.numel() == 1 && same_device(step, param), "pyops::", op, ": steps[", i,
+            "] must be one float32 number on its parameter's device, got shape ", shape_of(step));
+}
+
+}  // namespace
+
+int dtype_code(const Tensor& tensor) {
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    if (dtype == aoti_torch_dtype_float32()) return FP32;
+    if (dtype == aoti_torch_dtype_bfloat16()) return BF16;
+    if (dtype == aoti_torch_dtype_float16()) return FP16;
+    return dtype == aoti_torch_dtype_float64() ? FP64 : -1;
+}
+
+bool is_dense(const Tensor& tensor) {
+    if (tensor.is_contiguous()) return true;
+    Layout layout = layout_of(tensor);
+    std::sort(layout.begin(), layout.end());
+    int64_t expected = 1;
+    for (const auto& [stride, size] : layout) {
+        if (stride != expected) return false;
+        expected *= size;
+    }
+    return true;
+}
+
+std::string shape_of(const Tensor& tensor) {
+    std::ostringstream text;
+    const auto list = [&](const auto& numbers) {
+        text << "[";
+        for (size_t d = 0; d < numbers.size(); ++d) text << (d ? ", " : "") << numbers[d];
+        text << "]";
+    };
+    list(tensor.sizes());
+    text << " with strides ";
+    list(tensor.strides());
+    return text.str();
+}
+
+std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, const char* op) {
+    const List columns[] = {{"params", lists.params, PARAM_DTYPE, false},
+                              {"grads", lists.grads, GRAD_DTYPE, false},
+                              {"exp_avgs", lists.exp_avgs, MOMENT_DTYPE, false},
+                              {"exp_avg_sqs", lists.exp_avg_sqs, MOMENT_DTYPE, false},
+                              {"max_exp_avg_sqs", lists.max_exp_avg_sqs, MOMENT_DTYPE, true},
+                              {"masters", lists.masters, MASTER_DTYPE, true},
+                              {"copies", lists.copies, COPY_DTYPE, true},
+                              {"steps", lists.steps, -1, false}};
+    const Tensors& params = *lists.params;
+    for (const List& c : columns)
+        require(c.tensors->size() == params.size() || (c.optional && c.tensors->empty()), "pyops::", op, ": ", c.name, " has ",
+                c.tensors->size(), " tensors for ", params.size(), " params; expected one for each");
+    require(offsets.empty() || offsets.size() == params.size(), "pyops::", op, ": offsets has ", offsets.size(), " numbers for ",
+            params.size(), " params; expected one for each, or none");
+    std::vector<int64_t> table(params.size() * COLUMNS, 0);
+    int64_t chunks = 0;
+    for (size_t i = 0; i < params.size(); ++i) {
+        int64_t* row = table.data() + i * COLUMNS;
+        const Tensor& param = params[i];
+        require(same_device(param, params[0]), "pyops::", op, ": params[", i, "] is on another device than params[0]; step them apart");
+        int moment_dtype = -1;
+        for (int column = PARAM; column <= STEP; ++column) {
+            const List& c = columns[column];
+            if (c.tensors->empty() || (c.optional && (*c.tensors)[i].numel() == 0)) continue;
+            const Tensor& t = (*c.tensors)[i];
+            if (column == STEP) {
+                check_step(t, i, param, op);
+            } else {
+                const int dtype = check_operand(c, i, param, op);
+                require(c.field != MOMENT_DTYPE || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ", c.name, "[", i,
+                        "] has another dtype than exp_avgs[", i, "]; the moments of a row share one");
+                if (c.field == MOMENT_DTYPE) moment_dtype = dtype;
+                if (c.field != MOMENT_DTYPE || column == EXP_AVG) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
+            }
+            row[column] = t.numel() ? reinterpret_cast<int64_t>(t.data_ptr()) : 0;
+        }
+        row[NUMEL] = param.numel();
+        row[OFFSET] = offsets.empty() ? 0 : offsets[i];
+        row[FIRST_CHUNK] = chunks;
+        chunks += (row[NUMEL] + CHUNK - 1) / CHUNK;
+    }
+    return table;
+}
+
+int64_t check_table(const Tensor& table, const char* op) {
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(table.get(), &dtype));
+    require(dtype == aoti_torch_dtype_int64() && table.dim() == 2 && table.size(1) == COLUMNS && table.is_contiguous(), "pyops::",
+            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by adam_table, got ", shape_of(table));
+    return table.size(0);
+}
+
+void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed) {
+    if (!scalar) return;
+    const int dtype = dtype_code(*scalar);
+    require((dtype == FP32 || (float64_allowed && dtype == FP64)) && scalar->numel() == 1 && scalar->is_cuda() == on_cuda, "pyops: ",
+            name, " must be one float32", float64_allowed ? " or float64" : "", " number on the parameters' device, got shape ",
+            shape_of(*scalar));
+}
+
+}  // namespace pyops
+
+// Asked by pyops/ops/library.py through ctypes.
+extern "C" {
+__attribute__((visibility("default"))) const char* pyops_cpu_isa() { return pyops::kernels().name; }
+__attribute__((visibility("default"))) int pyops_has_cpu_isa(const char* name) { return pyops::has_isa(name); }
+__attribute__((visibility("default"))) int pyops_use_cpu_isa(const char* name) { return pyops::use_isa(name) ? 0 : 1; }
+}

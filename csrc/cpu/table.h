@@ -1,0 +1,51 @@
+// From lists of tensors to the optimizer's table, with every check that keeps a kernel from walking foreign memory. Host code over
+// the stable ABI; serves tensors of any device.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../math/adam.h"
+#include "../math/table.h"
+
+namespace pyops {
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// Throws a RuntimeError whose text is the arguments one after the other: the value, what was expected, the fix.
+template <typename... Parts>
+void require(bool condition, const Parts&... parts) {
+    if (condition) return;
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+}
+
+// The eight lists in the order of the table's first columns.
+struct TensorLists {
+    const Tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters, *copies, *steps;
+};
+
+// Rows of COLUMNS numbers; throws before anything is written when a row does not fit together. `op` names the caller.
+std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, const char* op);
+
+// The dtype code of a tensor, or -1 for any other dtype. FP64 only where the caller allows it.
+int dtype_code(const Tensor& tensor);
+// Whether the elements fill a stretch of memory, in whatever order of dimensions.
+bool is_dense(const Tensor& tensor);
+// "[3, 4] with strides [1, 3]"
+std::string shape_of(const Tensor& tensor);
+
+// A table made by adam_table, on the CPU or not: int64 [n, COLUMNS], contiguous. Returns n.
+int64_t check_table(const Tensor& table, const char* op);
+// A one-element fp32 tensor (or float64 where allowed) on the same kind of device as the op; throws otherwise.
+void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed);
+
+}  // namespace pyops

@@ -1,0 +1,36 @@
+// The table of this instruction set's kernels, by the name that isa.cpp knows.
+#include "isa.h"
+
+#define PYOPS_JOIN_(a, b) a##b
+#define PYOPS_JOIN(a, b) PYOPS_JOIN_(a, b)
+#define PYOPS_TEXT_(a) #a
+#define PYOPS_TEXT(a) PYOPS_TEXT_(a)
+
+namespace pyops {
+namespace PYOPS_ISA {
+void adam_kernel(const AdamSpan&, const Adam<float>&);
+double squared_sum_kernel(const void*, int64_t, int);
+int64_t count_nonfinite_kernel(const void*, int64_t, int);
+void sum_rows_kernel(void*, const void* const*, int, int64_t, int, int, double);
+void accumulate_kernel(void*, const void*, int64_t, int, int, double);
+void scale_cast_kernel(void*, const void*, int64_t, int, int, double);
+void uniform_kernel(float*, int64_t, uint64_t, uint64_t);
+void normal_kernel(float*, int64_t, uint64_t, uint64_t);
+void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
+}  // namespace PYOPS_ISA
+
+extern const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA);
+const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
+    PYOPS_TEXT(PYOPS_ISA),
+    PYOPS_ISA::adam_kernel,
+    PYOPS_ISA::squared_sum_kernel,
+    PYOPS_ISA::count_nonfinite_kernel,
+    PYOPS_ISA::sum_rows_kernel,
+    PYOPS_ISA::accumulate_kernel,
+    PYOPS_ISA::scale_cast_kernel,
+    PYOPS_ISA::uniform_kernel,
+    PYOPS_ISA::normal_kernel,
+    PYOPS_ISA::dropout_mask_kernel,
+};
+
+}  // namespace pyops
