@@ -1,5 +1,5 @@
 // Sum of squares in float64, 32 partial sums side by side; the order depends on the number of elements alone.
-#include "isa.h"
+#include "vector.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -38,7 +38,7 @@ double squared_sum_kernel(const void* data, int64_t n, int dtype) {
     float scratch[TILE];
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
-        add_squares(sums, load(scratch, at(data, start, dtype), count, dtype), count);
+        add_squares(sums, as_fp32(scratch, at(data, start, dtype), count, dtype), count);
     }
     const Double8 total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
@@ -49,7 +49,7 @@ int64_t count_nonfinite_kernel(const void* data, int64_t n, int dtype) {
     int64_t found = 0;
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
-        const float* x = load(scratch, at(data, start, dtype), count, dtype);
+        const float* x = as_fp32(scratch, at(data, start, dtype), count, dtype);
         int32_t here = 0;
         for (int64_t i = 0; i < count; ++i) here += (bits_of(x[i]) & 0x7F800000u) == 0x7F800000u;
         found += here;

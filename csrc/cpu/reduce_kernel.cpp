@@ -1,5 +1,5 @@
 // The arithmetic of collectives: sums of rows in the order given, in fp32 (float64 for float64), rounded once.
-#include "isa.h"
+#include "vector.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -16,10 +16,20 @@ void scale_one(T* out, const T* a, int64_t n, T scale) {
     for (int64_t i = 0; i < n; ++i) out[i] = a[i] * scale;
 }
 
-// Two rows of bf16 to bf16, the heart of the all-reduce over shared memory: everything in registers.
-void add_two_bf16(uint16_t* out, const uint16_t* a, const uint16_t* b, int64_t n, float scale) {
+// Two rows of bf16 to bf16, the heart of the all-reduce over shared memory: everything stays in registers.
+void add_two_bf16(Bf16* out, const Bf16* a, const Bf16* b, int64_t n, float scale) {
+    int64_t i = 0;
+#if defined(__AVX2__)
+    const Vec factor(scale);
+    for (; i + 2 * Vec::N <= n; i += 2 * Vec::N) {
+        Vec even_a, odd_a, even_b, odd_b;
+        load_split(a + i, even_a, odd_a);
+        load_split(b + i, even_b, odd_b);
+        store_split(out + i, (even_a + even_b) * factor, (odd_a + odd_b) * factor);
+    }
+#endif
     PYOPS_VECTORISE
-    for (int64_t i = 0; i < n; ++i) out[i] = float_to_bf16((bf16_to_float(a[i]) + bf16_to_float(b[i])) * scale);
+    for (; i < n; ++i) out[i].bits = float_to_bf16((bf16_to_float(a[i].bits) + bf16_to_float(b[i].bits)) * scale);
 }
 
 void sum_rows_fp64(double* out, const void* const* rows, int num_rows, int64_t n, double scale) {
@@ -39,22 +49,21 @@ void sum_rows_kernel(void* out, const void* const* rows, int num_rows, int64_t n
     if (dtype_out == FP64) return sum_rows_fp64(static_cast<double*>(out), rows, num_rows, n, scale);
     const float factor = static_cast<float>(scale);
     if (num_rows == 2 && dtype_in == BF16 && dtype_out == BF16)
-        return add_two_bf16(static_cast<uint16_t*>(out), static_cast<const uint16_t*>(rows[0]),
-                            static_cast<const uint16_t*>(rows[1]), n, factor);
+        return add_two_bf16(static_cast<Bf16*>(out), static_cast<const Bf16*>(rows[0]), static_cast<const Bf16*>(rows[1]), n, factor);
     float first[TILE], next[TILE], total[TILE];
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
         float* result = dtype_out == FP32 ? static_cast<float*>(out) + start : total;
-        const float* sum = load(first, at(rows[0], start, dtype_in), count, dtype_in);
+        const float* sum = as_fp32(first, at(rows[0], start, dtype_in), count, dtype_in);
         if (num_rows == 1) scale_one(result, sum, count, factor);
         for (int r = 1; r < num_rows; ++r) {
-            const float* row = load(next, at(rows[r], start, dtype_in), count, dtype_in);
+            const float* row = as_fp32(next, at(rows[r], start, dtype_in), count, dtype_in);
             const bool last = r + 1 == num_rows;
             // `out` may be a row that is still to be read, so only the last addition goes there.
             add_two(last ? result : total, sum, row, count, last ? factor : 1.0f);
             sum = total;
         }
-        store(at(out, start, dtype_out), result, count, dtype_out);
+        from_fp32(at(out, start, dtype_out), result, count, dtype_out);
     }
 }
 
@@ -66,11 +75,11 @@ void accumulate_kernel(void* out, const void* a, int64_t n, int dtype_out, int d
     float first[TILE], second[TILE];
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
-        const float* x = load(first, at(out, start, dtype_out), count, dtype_out);
-        const float* y = load(second, at(a, start, dtype_in), count, dtype_in);
+        const float* x = as_fp32(first, at(out, start, dtype_out), count, dtype_out);
+        const float* y = as_fp32(second, at(a, start, dtype_in), count, dtype_in);
         float* result = dtype_out == FP32 ? static_cast<float*>(out) + start : first;
         add_two(result, x, y, count, static_cast<float>(scale));
-        store(at(out, start, dtype_out), result, count, dtype_out);
+        from_fp32(at(out, start, dtype_out), result, count, dtype_out);
     }
 }
 

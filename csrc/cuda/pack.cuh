@@ -10,9 +10,12 @@
 
 #include <cstdint>
 
+#include "../math/round.h"
+#include "../math/table.h"
+
 namespace pyops::cuda {
 
-enum Dtype : int { DYNAMIC = -1, FP32 = 0, BF16 = 1, FP16 = 2, FP64 = 3 };
+constexpr int DYNAMIC = -1;
 
 __host__ __device__ constexpr int bytes_of(int dtype) { return dtype == FP64 ? 8 : (dtype == FP32 || dtype == DYNAMIC ? 4 : 2); }
 
@@ -35,130 +38,153 @@ struct Word<16> {
   using type = uint4;
 };
 
+// What a dtype is in memory; the 16-bit ones are told apart by a tag that costs nothing.
 template <int DTYPE>
 struct Element {
+  uint16_t bits;
+};
+template <int DTYPE>
+struct ElementOf {
+  using type = Element<DTYPE>;
+};
+template <>
+struct ElementOf<FP32> {
   using type = float;
 };
 template <>
-struct Element<BF16> {
-  using type = __nv_bfloat16_raw;
+struct ElementOf<DYNAMIC> {
+  using type = float;
 };
 template <>
-struct Element<FP16> {
-  using type = __half_raw;
-};
-template <>
-struct Element<FP64> {
+struct ElementOf<FP64> {
   using type = double;
 };
 
 template <int DTYPE, int N>
 struct alignas(N * bytes_of(DTYPE) > 16 ? 16 : N * bytes_of(DTYPE)) Pack {
-  typename Element<DTYPE>::type element[N];
+  typename ElementOf<DTYPE>::type element[N];
 };
 
-// The data is touched once per step: evict it first, and leave the caches to what is read again.
-template <typename T>
-__device__ __forceinline__ T read_words(const void* from) {
-  constexpr int WIDTH = sizeof(T) > 16 ? 16 : sizeof(T);
-  using W = typename Word<WIDTH>::type;
-  union {
-    T value;
-    W word[sizeof(T) / WIDTH];
-  } bits;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / WIDTH); ++i) bits.word[i] = __ldcs(static_cast<const W*>(from) + i);
-  return bits.value;
-}
-
-template <typename T>
-__device__ __forceinline__ void write_words(void* to, const T& value) {
-  constexpr int WIDTH = sizeof(T) > 16 ? 16 : sizeof(T);
-  using W = typename Word<WIDTH>::type;
-  union {
-    T value;
-    W word[sizeof(T) / WIDTH];
-  } bits;
-  bits.value = value;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / WIDTH); ++i) __stcs(static_cast<W*>(to) + i, bits.word[i]);
-}
-
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__nv_bfloat16_raw x) { return __uint_as_float(static_cast<unsigned>(x.x) << 16); }
-__device__ __forceinline__ float widen(__half_raw x) { return __half2float(__half(x)); }
 __device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(Element<BF16> x) { return bf16_to_float(x.bits); }
+__device__ __forceinline__ float widen(Element<FP16> x) { return __half2float(__ushort_as_half(x.bits)); }
 
-template <int DTYPE>
-__device__ __forceinline__ typename Element<DTYPE>::type narrow(float x) {
+// To nearest even. The hardware's conversions: the bits of math/round.h, except for which nan a nan becomes.
+template <int DTYPE, typename Scalar>
+__device__ __forceinline__ typename ElementOf<DTYPE>::type narrow(Scalar x) {
   if constexpr (DTYPE == BF16) {
-    return static_cast<__nv_bfloat16_raw>(__float2bfloat16_rn(x));
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
   } else if constexpr (DTYPE == FP16) {
-    return static_cast<__half_raw>(__float2half_rn(x));
+    return {__half_as_ushort(__float2half_rn(x))};
+  } else {
+    return x;
+  }
+}
+
+// Up or down at random; fp32 needs no rounding.
+template <int DTYPE>
+__device__ __forceinline__ typename ElementOf<DTYPE>::type narrow(float x, uint32_t random) {
+  if constexpr (DTYPE == BF16) {
+    return {float_to_bf16(x, random)};
+  } else if constexpr (DTYPE == FP16) {
+    return {float_to_fp16(x, random)};
   } else {
     return x;
   }
 }
 
 template <int DTYPE>
-__device__ __forceinline__ void* address(void* base, int64_t index) {
+__device__ __forceinline__ void* at(void* base, int64_t index) {
   return static_cast<char*>(base) + index * bytes_of(DTYPE);
 }
 
+// Everything here is touched once: read and written so that the caches evict it first.
 template <int DTYPE, int N>
 __device__ __forceinline__ Pack<DTYPE, N> load(const void* base, int64_t index) {
   static_assert(DTYPE != DYNAMIC, "give the row's own dtype");
-  return read_words<Pack<DTYPE, N>>(static_cast<const char*>(base) + index * bytes_of(DTYPE));
+  using P = Pack<DTYPE, N>;
+  using W = typename Word<alignof(P)>::type;
+  constexpr int WORDS = sizeof(P) / sizeof(W);
+  const W* from = reinterpret_cast<const W*>(static_cast<const char*>(base) + index * bytes_of(DTYPE));
+  W words[WORDS];
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) words[i] = __ldcs(from + i);
+  P pack;
+  memcpy(&pack, words, sizeof pack);
+  return pack;
 }
 
 template <int DTYPE, int N>
 __device__ __forceinline__ void store(void* base, int64_t index, const Pack<DTYPE, N>& pack) {
-  write_words(address<DTYPE>(base, index), pack);
-}
-
-template <int DTYPE, int N>
-__device__ __forceinline__ void store(void* base, int64_t index, const float (&values)[N]) {
-  Pack<DTYPE, N> pack;
+  using P = Pack<DTYPE, N>;
+  using W = typename Word<alignof(P)>::type;
+  constexpr int WORDS = sizeof(P) / sizeof(W);
+  W words[WORDS];
+  memcpy(words, &pack, sizeof pack);
+  W* to = static_cast<W*>(at<DTYPE>(base, index));
 #pragma unroll
-  for (int j = 0; j < N; ++j) pack.element[j] = narrow<DTYPE>(values[j]);
-  write_words(address<DTYPE>(base, index), pack);
+  for (int i = 0; i < WORDS; ++i) __stcs(to + i, words[i]);
 }
 
-// The same where `dtype` is the row's: fp32 in registers.
 template <int DTYPE, int N>
-__device__ __forceinline__ Pack<DTYPE, N> load(const void* base, int64_t index, int dtype) {
+__device__ __forceinline__ void widen(const Pack<DTYPE, N>& pack, float (&values)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) values[j] = widen(pack.element[j]);
+}
+
+// Calls body(constant of the dtype): a branch at run time, a compile-time code inside.
+template <int DTYPE>
+struct Code {
+  static constexpr int value = DTYPE;
+};
+
+template <typename Body>
+__device__ __forceinline__ void with_dtype(int dtype, const Body& body) {
+  if (dtype == FP32) {
+    body(Code<FP32>{});
+  } else if (dtype == BF16) {
+    body(Code<BF16>{});
+  } else {
+    body(Code<FP16>{});
+  }
+}
+
+// `load` where DTYPE may be DYNAMIC, and `dtype` then is the row's.
+template <int DTYPE, int N>
+__device__ __forceinline__ Pack<DTYPE, N> load_as(const void* base, int64_t index, int dtype) {
   if constexpr (DTYPE != DYNAMIC) {
     return load<DTYPE, N>(base, index);
   } else {
     Pack<DYNAMIC, N> out;
-    if (dtype == FP32) {
-      const auto raw = load<FP32, N>(base, index);
-#pragma unroll
-      for (int j = 0; j < N; ++j) out.element[j] = raw.element[j];
-    } else if (dtype == BF16) {
-      const auto raw = load<BF16, N>(base, index);
-#pragma unroll
-      for (int j = 0; j < N; ++j) out.element[j] = widen(raw.element[j]);
-    } else {
-      const auto raw = load<FP16, N>(base, index);
-#pragma unroll
-      for (int j = 0; j < N; ++j) out.element[j] = widen(raw.element[j]);
-    }
+    with_dtype(dtype, [&](auto code) { widen(load<decltype(code)::value, N>(base, index), out.element); });
     return out;
   }
 }
 
-template <int DTYPE, int N>
-__device__ __forceinline__ void store(void* base, int64_t index, int dtype, const float (&values)[N]) {
+// Rounds `values` by `round(value, j)` of each dtype and stores them; leaves what was stored in `values`.
+template <int DTYPE, int N, typename Round>
+__device__ __forceinline__ void store_as(void* base, int64_t index, int dtype, float (&values)[N], const Round& round) {
+  const auto store_rounded = [&](auto code) {
+    constexpr int KNOWN = decltype(code)::value;
+    Pack<KNOWN, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; ++j) pack.element[j] = round(code, values[j], j);
+    widen(pack, values);
+    store<KNOWN, N>(base, index, pack);
+  };
   if constexpr (DTYPE != DYNAMIC) {
-    store<DTYPE, N>(base, index, values);
-  } else if (dtype == FP32) {
-    store<FP32, N>(base, index, values);
-  } else if (dtype == BF16) {
-    store<BF16, N>(base, index, values);
+    store_rounded(Code<DTYPE>{});
   } else {
-    store<FP16, N>(base, index, values);
+    with_dtype(dtype, store_rounded);
   }
 }
+
+struct ToNearest {
+  template <int DTYPE>
+  __device__ __forceinline__ typename ElementOf<DTYPE>::type operator()(Code<DTYPE>, float value, int) const {
+    return narrow<DTYPE>(value);
+  }
+};
 
 }  // namespace pyops::cuda

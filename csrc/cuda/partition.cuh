@@ -75,18 +75,28 @@ PYOPS_EVERYWHERE Range elements_of(int64_t index, int64_t numel, int64_t chunk, 
   return {begin < numel ? begin : numel, end < numel ? end : numel};
 }
 
-// Visits [begin, end) once, split over `threads` threads: one(i) for scalars, `many(i)` for UNROLL packs of N at
-// i, i + threads * N, ..., `pack(i)` for the packs that are left. `head` elements precede the first pack.
-template <int N, int UNROLL, typename Many, typename Pack, typename One>
-PYOPS_EVERYWHERE void walk(Range range, int head, int thread, int threads, const Many& many, const Pack& pack, const One& one) {
-  int64_t start = range.begin + head < range.end ? range.begin + head : range.end;
-  const int64_t packs_end = start + (range.end - start) / N * N;
-  if (range.begin + thread < start) one(range.begin + thread);
-  int64_t i = start + static_cast<int64_t>(thread) * N;
+// The whole packs of a range whose first `head` elements precede the first pack.
+PYOPS_EVERYWHERE Range packs_of(Range range, int head, int pack) {
+  const int64_t begin = range.begin + head < range.end ? range.begin + head : range.end;
+  return {begin, begin + (range.end - begin) / pack * pack};
+}
+
+// Visits the packs of N, split over `threads` threads: `many(i)` for UNROLL packs at i, i + threads * N, ..., then
+// `pack(i)` for those that are left.
+template <int N, int UNROLL, typename Many, typename Pack>
+PYOPS_EVERYWHERE void walk_packs(Range packs, int thread, int threads, const Many& many, const Pack& pack) {
+  int64_t i = packs.begin + static_cast<int64_t>(thread) * N;
   const int64_t stride = static_cast<int64_t>(threads) * N;
-  for (; i + (UNROLL - 1) * stride < packs_end; i += UNROLL * stride) many(i);
-  for (; i < packs_end; i += stride) pack(i);
-  if (packs_end + thread < range.end) one(packs_end + thread);
+  for (; i + (UNROLL - 1) * stride < packs.end; i += UNROLL * stride) many(i);
+  for (; i < packs.end; i += stride) pack(i);
+}
+
+// Visits the elements before and after the packs, fewer than half of `threads` on either side: one(i).
+template <typename One>
+PYOPS_EVERYWHERE void walk_edges(Range range, Range packs, int thread, int threads, const One& one) {
+  const bool before = thread < threads / 2;
+  const int64_t i = before ? range.begin + thread : packs.end + (thread - threads / 2);
+  if (i < (before ? packs.begin : range.end)) one(i);
 }
 
 }  // namespace pyops::cuda

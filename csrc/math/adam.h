@@ -13,6 +13,16 @@ struct AdamOptions {
     bool decoupled, maximize;
 };
 
+PYOPS_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
+PYOPS_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+
+// The larger; a nan on either side stays, as in torch.maximum.
+template <typename T>
+PYOPS_HOST_DEVICE T larger(T a, T b) {
+    return (a > b || a != a) ? a : b;
+}
+
+// T is float, double, or a register of them that has + - * /, square_root and larger.
 template <typename T>
 struct Adam {
     T factor;           // of the gradient: unscale, clip, and the sign of maximize
@@ -37,6 +47,12 @@ struct Adam {
           rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - beta2_power))),
           eps(static_cast<T>(o.eps)) {}
 
+    // The same in another type, say each number spread over a register.
+    template <typename U>
+    explicit PYOPS_HOST_DEVICE Adam(const Adam<U>& a)
+        : factor(a.factor), l2(a.l2), decay(a.decay), one_minus_beta1(a.one_minus_beta1), beta2(a.beta2),
+          one_minus_beta2(a.one_minus_beta2), step_size(a.step_size), rsqrt_bc2(a.rsqrt_bc2), eps(a.eps) {}
+
     // L2: whether l2 is used at all (0 * inf would be nan). AMSGRAD: whether vmax is.
     template <bool L2, bool AMSGRAD>
     PYOPS_HOST_DEVICE void operator()(T& p, T g, T& m, T& v, T& vmax) const {
@@ -46,16 +62,12 @@ struct Adam {
         v = beta2 * v + one_minus_beta2 * g * g;
         T largest = v;
         if (AMSGRAD) {
-            vmax = (v > vmax || v != v) ? v : vmax;  // a nan on either side stays, as in torch.maximum
+            vmax = larger(v, vmax);
             largest = vmax;
         }
         const T denominator = square_root(largest) * rsqrt_bc2 + eps;
         p = p * decay - step_size * (m / denominator);
     }
-
-  private:
-    static PYOPS_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
-    static PYOPS_HOST_DEVICE double square_root(double x) { return sqrt(x); }
 };
 
 }  // namespace pyops

@@ -1,6 +1,8 @@
 // ParameterScan: has anything changed since the optimizer made its table of pointers?
 //
 //   every step, per parameter:  same object? same memory? gradient present as before? at the same address?
+//   (a parameter may also be outside of the table: without gradient, with one that is handled elsewhere, or ignored)
+//
 //   SAME     nothing changed: the table is good as it is
 //   MOVED    gradients lie elsewhere but fit: their addresses were written to the table's gradient column
 //   REBUILD  anything else
@@ -21,6 +23,7 @@ namespace py = pybind11;
 namespace {
 
 enum Verdict { SAME = 0, MOVED = 1, REBUILD = 2 };
+enum Kind { ABSENT = 0, ROW = 1, ELSEWHERE = 2, IGNORED = 3 };
 
 // Attributes and methods of torch.Tensor. For exactly torch.Tensor and nn.Parameter their C functions are called
 // directly; a subclass might override them and is asked in the ordinary way.
@@ -108,14 +111,14 @@ bool leads_to(const py::object& reference, PyObject* object) {
 
 class ParameterScan {
 public:
-    ParameterScan(py::list parameters, py::list in_table, py::type tensor, py::type parameter)
+    ParameterScan(py::list parameters, py::list kinds, py::type tensor, py::type parameter)
         : protocol_(tensor, parameter), list_(parameters) {
-        if (parameters.size() != in_table.size())
-            throw py::value_error("ParameterScan: parameters and in_table must have one entry each per parameter");
+        if (parameters.size() != kinds.size())
+            throw py::value_error("ParameterScan: kinds must have one entry per parameter");
         for (std::size_t i = 0; i < parameters.size(); ++i) {
-            const bool in = in_table[i].cast<bool>();
-            seen_.push_back(remember(py::reinterpret_borrow<py::object>(parameters[i]), in));
-            rows_ += in;
+            const int kind = kinds[i].cast<int>();
+            seen_.push_back(remember(py::reinterpret_borrow<py::object>(parameters[i]), kind));
+            rows_ += kind == ROW;
         }
     }
 
@@ -139,16 +142,17 @@ private:
     struct Seen {
         py::object parameter;
         std::int64_t address = 0, bytes = 0;
-        bool in_table = false, contiguous = false, on_cpu = false;
+        int kind = ABSENT;
+        bool contiguous = false, on_cpu = false;
         std::int64_t gradient = 0, gradient_bytes = 0;
         py::object weak, dtype, strides;
     };
 
-    Seen remember(py::object parameter, bool in_table) const {
+    Seen remember(py::object parameter, int kind) const {
         Seen seen;
         seen.parameter = parameter;
-        seen.in_table = in_table;
-        if (!in_table) return seen;
+        seen.kind = kind;
+        if (kind != ROW) return seen;
         py::object gradient = protocol_.get(protocol_.grad, parameter.ptr());
         seen.address = protocol_.address(parameter.ptr());
         seen.bytes = protocol_.integer(protocol_.get(protocol_.nbytes, parameter.ptr()));
@@ -188,9 +192,10 @@ private:
             Seen& seen = seen_[i];
             PyObject* parameter = PyList_GET_ITEM(list_.ptr(), static_cast<Py_ssize_t>(i));
             if (parameter != seen.parameter.ptr()) return REBUILD;
+            if (seen.kind == IGNORED) continue;
             py::object gradient = protocol_.get(protocol_.grad, parameter);
-            if (gradient.is_none() != !seen.in_table) return REBUILD;
-            if (!seen.in_table) continue;
+            if (gradient.is_none() != (seen.kind == ABSENT)) return REBUILD;
+            if (seen.kind != ROW) continue;
             if (protocol_.address(parameter) != seen.address ||
                 protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes)
                 return REBUILD;
@@ -261,14 +266,18 @@ private:
 
 void bind_parameter_scan(py::module_& m) {
     py::class_<ParameterScan>(m, "ParameterScan", "Notices what changed in parameters and gradients since it was made.")
-        .def(py::init<py::list, py::list, py::type, py::type>(), py::arg("parameters"), py::arg("in_table"),
+        .def(py::init<py::list, py::list, py::type, py::type>(), py::arg("parameters"), py::arg("kinds"),
              py::arg("tensor"), py::arg("parameter"))
         .def("attach", &ParameterScan::attach, py::arg("base"), py::arg("columns"), py::arg("column"))
         .def("check", &ParameterScan::check)
         .def_property_readonly("rows", &ParameterScan::rows)
         .def_property_readonly_static("SAME", [](const py::object&) { return static_cast<int>(SAME); })
         .def_property_readonly_static("MOVED", [](const py::object&) { return static_cast<int>(MOVED); })
-        .def_property_readonly_static("REBUILD", [](const py::object&) { return static_cast<int>(REBUILD); });
+        .def_property_readonly_static("REBUILD", [](const py::object&) { return static_cast<int>(REBUILD); })
+        .def_property_readonly_static("ABSENT", [](const py::object&) { return static_cast<int>(ABSENT); })
+        .def_property_readonly_static("ROW", [](const py::object&) { return static_cast<int>(ROW); })
+        .def_property_readonly_static("ELSEWHERE", [](const py::object&) { return static_cast<int>(ELSEWHERE); })
+        .def_property_readonly_static("IGNORED", [](const py::object&) { return static_cast<int>(IGNORED); });
     py::class_<StateWatch>(m, "StateWatch", "Notices any entry of an optimizer's state that was replaced.")
         .def(py::init<py::dict>(), py::arg("state"))
         .def("unchanged", &StateWatch::unchanged, py::arg("state"));
