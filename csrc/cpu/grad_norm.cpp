@@ -59,7 +59,7 @@ Tensor squared_norm(const Tensors tensors) {
         const int dtype = dtype_code(tensors[i]);
         require(dtype >= 0 && dtype != FP64, "pyops::squared_norm: tensors[", i, "] must be float32, bfloat16 or float16");
         require(tensors[i].is_cpu(), "pyops::squared_norm: tensors[", i, "] is on another device than the first; move it there");
-        require(is_dense(tensors[i]), "pyops::squared_norm: tensors[", i, "] has shape ", shape_of(tensors[i]),
+        require(is_dense(tensors[i]), "pyops::squared_norm: tensors[", i, "] has shape ", Shape{tensors[i]},
                 ": gaps or overlaps in memory; pass a dense copy");
         pieces.push_back({tensors[i].numel() ? tensors[i].data_ptr() : nullptr, tensors[i].numel(), dtype});
     }

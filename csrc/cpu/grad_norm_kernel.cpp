@@ -1,47 +1,59 @@
-// Sum of squares in float64, 32 partial sums side by side; the order depends on the number of elements alone.
+// Sum of squares in float64, 32 partial sums side by side: number i goes to sum i % 32, whatever the instruction set.
 #include "vector.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
 
-typedef float Float8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef double Double8 __attribute__((vector_size(64)));
+constexpr int64_t SUMS = 32;
 
 // A square of fp32 is exact in float64, so contraction can't change the sum: the same bits at every instruction set.
-void add_squares(Double8 sums[4], const float* x, int64_t n) {
-    Double8 s0 = sums[0], s1 = sums[1], s2 = sums[2], s3 = sums[3];
+template <typename T>
+void add_squares(double* sums, const T* x, int64_t n) {
     int64_t i = 0;
-    for (; i + 32 <= n; i += 32) {
-        const Double8 a = __builtin_convertvector(*reinterpret_cast<const Float8*>(x + i), Double8);
-        const Double8 b = __builtin_convertvector(*reinterpret_cast<const Float8*>(x + i + 8), Double8);
-        const Double8 c = __builtin_convertvector(*reinterpret_cast<const Float8*>(x + i + 16), Double8);
-        const Double8 d = __builtin_convertvector(*reinterpret_cast<const Float8*>(x + i + 24), Double8);
-        s0 += a * a;
-        s1 += b * b;
-        s2 += c * c;
-        s3 += d * d;
+#if defined(__AVX512F__)
+    __m512d s[4] = {_mm512_loadu_pd(sums), _mm512_loadu_pd(sums + 8), _mm512_loadu_pd(sums + 16), _mm512_loadu_pd(sums + 24)};
+    for (; i + SUMS <= n; i += SUMS)
+        for (int k = 0; k < 2; ++k) {
+            Vec a;
+            load(a, x + i + 16 * k);
+            const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a.x)), up = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.x, 1));
+            s[2 * k] = _mm512_fmadd_pd(low, low, s[2 * k]);
+            s[2 * k + 1] = _mm512_fmadd_pd(up, up, s[2 * k + 1]);
+        }
+    for (int k = 0; k < 4; ++k) _mm512_storeu_pd(sums + 8 * k, s[k]);
+#elif defined(__AVX2__)
+    __m256d s[8];
+    for (int k = 0; k < 8; ++k) s[k] = _mm256_loadu_pd(sums + 4 * k);
+    for (; i + SUMS <= n; i += SUMS)
+        for (int k = 0; k < 4; ++k) {
+            Vec a;
+            load(a, x + i + 8 * k);
+            const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a.x)), up = _mm256_cvtps_pd(_mm256_extractf128_ps(a.x, 1));
+            s[2 * k] = _mm256_fmadd_pd(low, low, s[2 * k]);
+            s[2 * k + 1] = _mm256_fmadd_pd(up, up, s[2 * k + 1]);
+        }
+    for (int k = 0; k < 8; ++k) _mm256_storeu_pd(sums + 4 * k, s[k]);
+#endif
+    for (; i < n; i += SUMS) {
+        const int64_t count = n - i < SUMS ? n - i : SUMS;
+        for (int64_t k = 0; k < count; ++k) {
+            float value;
+            load(value, x + i + k);
+            sums[k] += static_cast<double>(value) * static_cast<double>(value);
+        }
     }
-    for (; i < n; ++i) {
-        const double value = x[i];
-        s0[i & 7] += value * value;
-    }
-    sums[0] = s0;
-    sums[1] = s1;
-    sums[2] = s2;
-    sums[3] = s3;
 }
 
 }  // namespace
 
 double squared_sum_kernel(const void* data, int64_t n, int dtype) {
-    Double8 sums[4] = {};
-    float scratch[TILE];
-    for (int64_t start = 0; start < n; start += TILE) {
-        const int64_t count = n - start < TILE ? n - start : TILE;
-        add_squares(sums, as_fp32(scratch, at(data, start, dtype), count, dtype), count);
-    }
-    const Double8 total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    return ((total[0] + total[1]) + (total[2] + total[3])) + ((total[4] + total[5]) + (total[6] + total[7]));
+    double sums[SUMS] = {};
+    if (dtype == FP32) add_squares(sums, static_cast<const float*>(data), n);
+    else if (dtype == BF16) add_squares(sums, static_cast<const Bf16*>(data), n);
+    else add_squares(sums, static_cast<const Fp16*>(data), n);
+    for (int64_t half = SUMS / 2; half > 0; half /= 2)
+        for (int64_t k = 0; k < half; ++k) sums[k] += sums[k + half];
+    return sums[0];
 }
 
 int64_t count_nonfinite_kernel(const void* data, int64_t n, int dtype) {

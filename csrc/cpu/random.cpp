@@ -14,7 +14,7 @@ int64_t check_place(const Tensor& out, const Place& place, bool boolean, const c
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(out.get(), &dtype));
     require(dtype == (boolean ? aoti_torch_dtype_bool() : aoti_torch_dtype_float32()) && out.is_contiguous(), "pyops::", op,
-            ": out must be a contiguous ", boolean ? "bool" : "float32", " tensor, got shape ", shape_of(out));
+            ": out must be a contiguous ", boolean ? "bool" : "float32", " tensor, got shape ", Shape{out});
     require(place.offset >= 0 && place.row >= 1 && place.row_stride >= 0, "pyops::", op,
             ": need offset >= 0, row >= 1, row_stride >= 0; got ", place.offset, ", ", place.row, ", ", place.row_stride);
     return out.numel();

@@ -13,7 +13,7 @@ int check_operand(const Tensor& out, const Tensor& a, const char* op) {
             ": dtypes must be of float32, bfloat16, float16, or all float64");
     require(a.is_cpu() && out.is_cpu(), "pyops::", op, ": operands are on different devices");
     require(a.numel() == out.numel() && a.is_contiguous() && out.is_contiguous(), "pyops::", op,
-            ": operands must be contiguous and of one size, got ", shape_of(out), " and ", shape_of(a));
+            ": operands must be contiguous and of one size, got ", Shape{out}, " and ", Shape{a});
     return dtype;
 }
 

@@ -9,6 +9,22 @@
 namespace pyops {
 namespace {
 
+// What the checks ask of a tensor, asked once: each question is a call into libtorch.
+struct Facts {
+    const Tensor& tensor;
+    int64_t numel;
+    int32_t device_type = 0, device_index = 0;
+    bool contiguous;
+
+    explicit Facts(const Tensor& t) : tensor(t), numel(t.numel()), contiguous(t.is_contiguous()) {
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
+    }
+    bool same_device(const Facts& other) const {
+        return device_type == other.device_type && device_index == other.device_index;
+    }
+};
+
 using Layout = std::vector<std::pair<int64_t, int64_t>>;  // (stride, size), sizes of 1 left out
 
 Layout layout_of(const Tensor& t) {
@@ -19,13 +35,14 @@ Layout layout_of(const Tensor& t) {
     return layout;
 }
 
-bool same_layout(const Tensor& a, const Tensor& b) {
-    if (a.numel() != b.numel()) return false;
-    return a.numel() == 0 || layout_of(a) == layout_of(b);
-}
-
-bool same_device(const Tensor& a, const Tensor& b) {
-    return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();
+bool same_layout(const Facts& a, const Facts& b) {
+    if (a.numel != b.numel) return false;
+    if (a.numel == 0) return true;
+    if (a.contiguous && b.contiguous) {
+        const auto x = a.tensor.sizes(), y = b.tensor.sizes();
+        if (x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin())) return true;
+    }
+    return layout_of(a.tensor) == layout_of(b.tensor);
 }
 
 struct List {
@@ -36,34 +53,32 @@ struct List {
 };
 
 // Checks tensor i of a list against its parameter and returns its dtype code.
-int check_operand(const List& column, size_t i, const Tensor& param, const char* op) {
-    const Tensor& t = (*column.tensors)[i];
-    const int dtype = dtype_code(t);
-    require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", column.name, "[", i,
+int check_operand(const List& list, size_t i, const Facts& t, const Facts& param, const char* op) {
+    const int dtype = dtype_code(t.tensor);
+    require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", list.name, "[", i,
             "] must be float32, bfloat16 or float16; cast it, or leave it to torch");
-    require(same_device(t, param), "pyops::", op, ": ", column.name, "[", i,
+    require(t.same_device(param), "pyops::", op, ": ", list.name, "[", i,
             "] is on another device than the parameters; move it there");
-    require(is_dense(t), "pyops::", op, ": ", column.name, "[", i, "] has shape ", shape_of(t),
+    require(t.contiguous || is_dense(t.tensor), "pyops::", op, ": ", list.name, "[", i, "] has shape ", Shape{t.tensor},
             ": gaps or overlaps in memory; pass a dense copy");
-    require(same_layout(t, param), "pyops::", op, ": ", column.name, "[", i, "] has shape ", shape_of(t), ", its parameter ",
-            shape_of(param), "; all tensors of a row must be laid out alike");
+    require(same_layout(t, param), "pyops::", op, ": ", list.name, "[", i, "] has shape ", Shape{t.tensor}, ", its parameter ",
+            Shape{param.tensor}, "; all tensors of a row must be laid out alike");
     return dtype;
 }
 
-void check_step(const Tensor& step, size_t i, const Tensor& param, const char* op) {
-    require(dtype_code(step) == FP32 && step.numel() == 1 && same_device(step, param), "pyops::", op, ": steps[", i,
-            "] must be one float32 number on its parameter's device, got shape ", shape_of(step));
+void check_step(const Facts& step, size_t i, const Facts& param, const char* op) {
+    require(dtype_code(step.tensor) == FP32 && step.numel == 1 && step.same_device(param), "pyops::", op, ": steps[", i,
+            "] must be one float32 number on its parameter's device, got shape ", Shape{step.tensor});
 }
 
 }  // namespace
 
 int dtype_code(const Tensor& tensor) {
+    static const int32_t fp32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16();
+    static const int32_t fp16 = aoti_torch_dtype_float16(), fp64 = aoti_torch_dtype_float64();
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    if (dtype == aoti_torch_dtype_float32()) return FP32;
-    if (dtype == aoti_torch_dtype_bfloat16()) return BF16;
-    if (dtype == aoti_torch_dtype_float16()) return FP16;
-    return dtype == aoti_torch_dtype_float64() ? FP64 : -1;
+    return dtype == fp32 ? FP32 : dtype == bf16 ? BF16 : dtype == fp16 ? FP16 : dtype == fp64 ? FP64 : -1;
 }
 
 bool is_dense(const Tensor& tensor) {
@@ -78,17 +93,16 @@ bool is_dense(const Tensor& tensor) {
     return true;
 }
 
-std::string shape_of(const Tensor& tensor) {
-    std::ostringstream text;
+std::ostream& operator<<(std::ostream& text, const Shape& shape) {
     const auto list = [&](const auto& numbers) {
         text << "[";
         for (size_t d = 0; d < numbers.size(); ++d) text << (d ? ", " : "") << numbers[d];
         text << "]";
     };
-    list(tensor.sizes());
+    list(shape.tensor.sizes());
     text << " with strides ";
-    list(tensor.strides());
-    return text.str();
+    list(shape.tensor.strides());
+    return text;
 }
 
 std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, const char* op) {
@@ -107,28 +121,31 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
     require(offsets.empty() || offsets.size() == params.size(), "pyops::", op, ": offsets has ", offsets.size(), " numbers for ",
             params.size(), " params; expected one for each, or none");
     std::vector<int64_t> table(params.size() * COLUMNS, 0);
+    if (params.empty()) return table;
+    const Facts first(params[0]);
     int64_t chunks = 0;
     for (size_t i = 0; i < params.size(); ++i) {
         int64_t* row = table.data() + i * COLUMNS;
-        const Tensor& param = params[i];
-        require(same_device(param, params[0]), "pyops::", op, ": params[", i, "] is on another device than params[0]; step them apart");
+        const Facts param(params[i]);
+        require(i == 0 || param.same_device(first), "pyops::", op, ": params[", i, "] is on another device than params[0]; step them apart");
         int moment_dtype = -1;
         for (int column = PARAM; column <= STEP; ++column) {
             const List& c = columns[column];
-            if (c.tensors->empty() || (c.optional && (*c.tensors)[i].numel() == 0)) continue;
-            const Tensor& t = (*c.tensors)[i];
+            if (c.tensors->empty()) continue;
+            const Facts t((*c.tensors)[i]);
+            if (c.optional && t.numel == 0) continue;
             if (column == STEP) {
                 check_step(t, i, param, op);
             } else {
-                const int dtype = check_operand(c, i, param, op);
+                const int dtype = check_operand(c, i, t, param, op);
                 require(c.field != MOMENT_DTYPE || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ", c.name, "[", i,
                         "] has another dtype than exp_avgs[", i, "]; the moments of a row share one");
                 if (c.field == MOMENT_DTYPE) moment_dtype = dtype;
                 if (c.field != MOMENT_DTYPE || column == EXP_AVG) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
             }
-            row[column] = t.numel() ? reinterpret_cast<int64_t>(t.data_ptr()) : 0;
+            row[column] = t.numel ? reinterpret_cast<int64_t>(t.tensor.data_ptr()) : 0;
         }
-        row[NUMEL] = param.numel();
+        row[NUMEL] = param.numel;
         row[OFFSET] = offsets.empty() ? 0 : offsets[i];
         row[FIRST_CHUNK] = chunks;
         chunks += (row[NUMEL] + CHUNK - 1) / CHUNK;
@@ -140,7 +157,7 @@ int64_t check_table(const Tensor& table, const char* op) {
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(table.get(), &dtype));
     require(dtype == aoti_torch_dtype_int64() && table.dim() == 2 && table.size(1) == COLUMNS && table.is_contiguous(), "pyops::",
-            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by adam_table, got ", shape_of(table));
+            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by adam_table, got ", Shape{table});
     return table.size(0);
 }
 
@@ -149,7 +166,7 @@ void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on
     const int dtype = dtype_code(*scalar);
     require((dtype == FP32 || (float64_allowed && dtype == FP64)) && scalar->numel() == 1 && scalar->is_cuda() == on_cuda, "pyops: ",
             name, " must be one float32", float64_allowed ? " or float64" : "", " number on the parameters' device, got shape ",
-            shape_of(*scalar));
+            Shape{*scalar});
 }
 
 }  // namespace pyops

@@ -8,7 +8,6 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "../math/adam.h"
@@ -40,8 +39,11 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
 int dtype_code(const Tensor& tensor);
 // Whether the elements fill a stretch of memory, in whatever order of dimensions.
 bool is_dense(const Tensor& tensor);
-// "[3, 4] with strides [1, 3]"
-std::string shape_of(const Tensor& tensor);
+// Written as "[3, 4] with strides [1, 3]".
+struct Shape {
+    const Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& text, const Shape& shape);
 
 // A table made by adam_table, on the CPU or not: int64 [n, COLUMNS], contiguous. Returns n.
 int64_t check_table(const Tensor& table, const char* op);
