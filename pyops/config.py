@@ -1,0 +1,231 @@
+"""A run's configuration: a TOML file, whose sections are the frozen dataclasses of the rooms they configure.
+
+    name = "small"          # outputs go to <train.folder>/<name>/
+    [model]                 # pyops.models.GPTConfig
+    [data]                  # pyops.data.DataConfig
+    [optimizer]             # OptimizerConfig
+    [train]                 # TrainConfig
+
+`load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
+and the fix; nothing has been started by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from pyops.data import DataConfig
+from pyops.models import GPTConfig
+
+__all__ = ["Config", "ConfigError", "OptimizerConfig", "TrainConfig", "load_config"]
+
+
+class ConfigError(ValueError):
+    """A configuration can't be used; the message names the key, its value and the fix."""
+
+
+def _require(config: Any, condition: str, fields: Sequence[str], holds: Any) -> None:
+    for name in fields:
+        if not holds(getattr(config, name)):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, and the learning rate's way: a straight warmup, then half a cosine down to `final_lr_ratio` of the peak.
+
+    max_grad_norm: gradients with a larger norm are scaled down to it; 0: never. weight_decay goes to weights of two or
+    more dimensions only.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 100
+    final_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require(self, "more than 0", ("lr", "eps"), lambda v: v > 0)
+        _require(self, "0 or more, and less than 1", ("beta1", "beta2"), lambda v: 0 <= v < 1)
+        _require(self, "0 or more", ("weight_decay", "max_grad_norm", "warmup_steps"), lambda v: v >= 0)
+        _require(self, "between 0 and 1", ("final_lr_ratio",), lambda v: 0 <= v <= 1)
+
+    def lr_at(self, step: int, *, num_steps: int) -> float:
+        """The learning rate of step 0, 1, ..., num_steps - 1."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
+        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much at a time, on what, and what is kept.
+
+    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0:
+    all of its share. precision: "fp32", or "bf16": bf16 parameters and gradients, fp32 master weights and moments.
+    device: "auto" is cuda where there is one. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every,
+    checkpoint_every: steps; 0: only at the end. keep: checkpoints that stay.
+    """
+
+    steps: int = 1000
+    batch: int = 32
+    micro_batch: int = 0
+    seed: int = 0
+    precision: str = "fp32"
+    device: str = "auto"
+    compile: bool = False
+    algorithm: str = "auto"
+    bucket_mib: float = 25.0
+    log_every: int = 10
+    validate_every: int = 100
+    validation_sequences: int = 128
+    checkpoint_every: int = 200
+    keep: int = 2
+    sample_tokens: int = 300
+    folder: str = "runs"
+
+    def __post_init__(self) -> None:
+        _require(self, "1 or more", ("steps", "batch", "log_every", "keep", "validation_sequences"), lambda v: v >= 1)
+        _require(
+            self,
+            "0 or more",
+            ("micro_batch", "validate_every", "checkpoint_every", "sample_tokens", "seed"),
+            lambda v: v >= 0,
+        )
+        _require(self, "more than 0", ("bucket_mib",), lambda v: v > 0)
+        _require(self, "fp32 or bf16", ("precision",), lambda v: v in ("fp32", "bf16"))
+        _require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
+        _require(self, "auto, native, ring, two_shot or shared_memory", ("algorithm",),
+                 lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of a run."""
+
+    name: str = "run"
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's outputs go."""
+        return Path(self.train.folder) / self.name
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError unless `num_ranks` ranks can share a batch, and micro-batches a rank's share of it."""
+        batch, micro = self.train.batch, self.train.micro_batch
+        if batch % num_ranks:
+            near = max(num_ranks, round(batch / num_ranks) * num_ranks)
+            raise ConfigError(
+                f"train.batch is {batch} sequences, which {num_ranks} ranks can't share; set it to a multiple of "
+                f"{num_ranks}, such as {near}"
+            )
+        share = batch // num_ranks
+        if micro and share % micro:
+            raise ConfigError(
+                f"train.micro_batch is {micro}, which does not divide a rank's {share} sequences (train.batch "
+                f"{batch} / {num_ranks} ranks); set it to a divisor of {share}, or to 0 for all at once"
+            )
+
+
+def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be left out)."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"config {path} can't be read: {error.strerror}; name a TOML file, such as examples/gpt_small.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
+    for override in overrides:
+        _override(tree, override)
+    return _build(Config, tree, prefix="")
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise ConfigError(
+            f"--set {override} is no assignment; write --set section.key=value, such as --set train.steps=10"
+        )
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {section} is a value, not a section; write --set {section}=value")
+    try:
+        tree[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[last] = text
+
+
+def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
+    """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages."""
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            fix = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(prefix + n for n in names)}"
+            raise ConfigError(f"unknown key {prefix}{key} = {value!r}; {fix}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] and its keys below"
+                )
+            values[key] = _build(typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}.")
+        else:
+            values[key] = _convert(value, hints[key], key=prefix + key)
+    try:
+        return kind(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
+
+
+def _convert(value: Any, hint: Any, *, key: str) -> Any:
+    """`value` as the field's type; an int will do for a float, nothing else is converted."""
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]')
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        raise ConfigError(f"{key} is {value!r}; it must be {EXPECTED[hint]}")
+    return value

@@ -1,0 +1,35 @@
+"""Text on disk becomes batches of tokens, the same global batch on any number of ranks.
+
+files --corpus--> bytes --tokenizer--> tokens --prepare--> cache folder --open--> Corpus
+                                          |                                        | memory-mapped
+                                          `-> pairs of bytes -> bigram             v
+                                                                 Batches(corpus.train, ...).next() -> rows [B, T+1]
+
+corpus = prepare(DataConfig(), vocab_size=256, group=group)       # rank 0 builds the cache, the others wait
+batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, rank=rank, num_ranks=num_ranks)
+rows = batches.next()                                             # int64 [32 / num_ranks, 257]
+batches.state_dict(), batches.load_state_dict(state)              # the cursor
+corpus.bigram_loss                                                # what a byte-bigram model reaches, nats per byte
+"""
+
+from pyops.data.batches import Batches, validation_rows
+from pyops.data.bigram import bigram_loss, count_pairs
+from pyops.data.cache import Corpus, prepare
+from pyops.data.corpus import CorpusError, DataConfig, Document, find_documents
+from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "CorpusError",
+    "DataConfig",
+    "Document",
+    "PairTokenizer",
+    "Tokenizer",
+    "bigram_loss",
+    "count_pairs",
+    "find_documents",
+    "prepare",
+    "validation_rows",
+]

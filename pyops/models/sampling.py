@@ -1,0 +1,41 @@
+"""Continues a text with a model: one token at a time, drawn from the softmax of the last logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pyops import random
+
+__all__ = ["sample"]
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module, prompt: Tensor, *, num_tokens: int, context: int, temperature: float = 0.8, seed: int = 0
+) -> Tensor:
+    """The prompt [T] int64, T >= 1, followed by `num_tokens` drawn tokens.
+
+    context: how many of the last tokens the model is shown, at most its sequence length. temperature 0 takes the
+    likeliest token. The draws are keyed by `seed`: the same model continues the same way on any device.
+    """
+    if prompt.ndim != 1 or prompt.numel() == 0:
+        raise ValueError(
+            f"the prompt has shape {list(prompt.shape)}; give one sequence of at least one token, shape [T]"
+        )
+    was_training = model.training
+    model.eval()
+    uniform = random.uniform(seed, "sample", (num_tokens,), dtype=torch.float32, device=prompt.device)
+    tokens = prompt
+    for i in range(num_tokens):
+        logits_V = model(tokens[None, -context:])[0, -1].float()
+        if temperature > 0:
+            cumulative_V = torch.softmax(logits_V / temperature, dim=0).double().cumsum(0)
+            # The last entry is 1 but for rounding; scaling by it keeps the index inside the vocabulary.
+            chosen = torch.searchsorted(cumulative_V, uniform[i].double() * cumulative_V[-1], right=True)
+            chosen = chosen.clamp(max=logits_V.numel() - 1)
+        else:
+            chosen = logits_V.argmax()
+        tokens = torch.cat([tokens, chosen.reshape(1)])
+    model.train(was_training)
+    return tokens

@@ -1,0 +1,281 @@
+"""The GPT against its formula written out in float64, and the promises that training rests on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyops.models import GPT, GPTConfig, sample
+
+TINY = GPTConfig(vocab_size=11, sequence_length=9, num_layers=2, num_heads=2, dim=12)
+VARIANTS = [
+    dataclasses.replace(TINY, norm=norm, activation=activation, positions=positions, tied_head=tied, bias=bias)
+    for norm, activation, positions, tied, bias in itertools.product(
+        ("layernorm", "rmsnorm"), ("gelu", "swiglu"), ("learned", "rotary"), (True, False), (True, False)
+    )
+]
+
+
+def short(config: GPTConfig) -> str:
+    tied = "tied" if config.tied_head else "untied"
+    return f"{config.norm}-{config.activation}-{config.positions}-{tied}-{'bias' if config.bias else 'no_bias'}"
+
+
+def perturbed(config: GPTConfig, device: torch.device, **kwargs: torch.dtype) -> GPT:
+    """A model none of whose parameters is 0 or 1, so that each of them matters."""
+    model = GPT(config, seed=3, device=device, **kwargs)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+            parameter.add_(noise.to(parameter))
+    return model
+
+
+def formula(p: dict[str, Tensor], tokens: Tensor, config: GPTConfig) -> Tensor:
+    """Logits, from the papers: no module, no fused attention, no shared code."""
+    T, H, K = tokens.shape[1], config.num_heads, config.dim // config.num_heads
+
+    def affine(x: Tensor, name: str) -> Tensor:
+        y = torch.einsum("...i,oi->...o", x, p[f"{name}.weight"])
+        return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if config.norm == "rmsnorm":
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+        centered = x - x.mean(-1, keepdim=True)
+        y = centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+        return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+    def turn(x: Tensor) -> Tensor:
+        """Rotary positions as multiplication by complex numbers of length 1."""
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (
+            -torch.arange(0, K, 2, dtype=torch.float64) / K
+        )
+        unit = torch.polar(torch.ones_like(angle), angle).to(x.device, torch.promote_types(x.dtype, torch.complex64))
+        z = torch.complex(x[..., : K // 2], x[..., K // 2 :]) * unit
+        return torch.cat([z.real, z.imag], -1)
+
+    def attention(x: Tensor, name: str) -> Tensor:
+        heads = []
+        for h in range(H):
+            rows = affine(x, f"{name}.qkv")[..., 3 * K * h : 3 * K * (h + 1)]
+            q, k, v = rows[..., :K], rows[..., K : 2 * K], rows[..., 2 * K :]
+            if config.positions == "rotary":
+                q, k = turn(q), turn(k)
+            score = q @ k.transpose(-1, -2) / math.sqrt(K)
+            weight = torch.exp(score) * torch.ones(T, T, dtype=score.dtype, device=x.device).tril()
+            heads.append(weight / weight.sum(-1, keepdim=True) @ v)
+        return affine(torch.cat(heads, -1), f"{name}.output")
+
+    def mlp(x: Tensor, name: str) -> Tensor:
+        up = affine(x, f"{name}.up")
+        if config.activation == "swiglu":
+            gate = affine(x, f"{name}.gate")
+            return affine(gate / (1 + torch.exp(-gate)) * up, f"{name}.down")
+        return affine(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))), f"{name}.down")
+
+    x = p["embedding.token.weight"][tokens]
+    if config.positions == "learned":
+        x = x + p["embedding.position.weight"][:T]
+    for i in range(config.num_layers):
+        x = x + attention(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention")
+        x = x + mlp(norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp")
+    head = "embedding.token.weight" if config.tied_head else "head.output.weight"
+    return norm(x, "head.norm") @ p[head].T
+
+
+def loss_and_gradients(parameters: dict[str, Tensor], logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return loss, *torch.autograd.grad(loss, list(parameters.values()))
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=short)
+def test_every_variant_computes_its_formula(config, device):
+    tokens = torch.randint(config.vocab_size, (3, 7), device=device)
+    target = torch.randint(config.vocab_size, (3, 7), device=device)
+
+    def ours(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        model = perturbed(config, device).to(dtype)
+        return loss_and_gradients(dict(model.named_parameters()), model(tokens), target)
+
+    def plain(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        copies = {n: p.detach().to(dtype).requires_grad_() for n, p in perturbed(config, device).named_parameters()}
+        return loss_and_gradients(copies, formula(copies, tokens, config), target)
+
+    names = ["loss", *dict(perturbed(config, device).named_parameters())]
+    exact = plain(torch.float64)
+    for name, found, wanted in zip(names, ours(torch.float64), exact, strict=True):
+        size = wanted.abs().max().item()
+        assert size > 1e-6, f"{name} gets no gradient, so this shows nothing"
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=1e-13 * max(size, 1.0), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+    def error(found: tuple[Tensor, ...]) -> float:
+        """Over all gradients: in which element float32 rounds worst is chance, as sums run in another order."""
+        return math.sqrt(sum((f - w).pow(2).sum().item() for f, w in zip(found, exact, strict=True)))
+
+    assert error(ours(torch.float32)) <= 2 * error(plain(torch.float32))
+
+
+@pytest.mark.parametrize("config", VARIANTS[::5], ids=short)
+def test_layers_composed_are_the_model(config, device):
+    model = perturbed(config, device)
+    tokens = torch.randint(config.vocab_size, (2, 5), device=device)
+    x = tokens
+    for layer in model.layers():
+        x = layer(x)
+    assert torch.equal(x, model(tokens))
+    assert len(model.layers()) == config.num_layers + 2
+    held = {id(p) for layer in model.layers() for p in layer.parameters()}
+    assert held == {id(p) for p in model.parameters()}
+
+
+def test_a_token_sees_nothing_of_later_ones(device):
+    model = perturbed(TINY, device)
+    tokens = torch.randint(TINY.vocab_size, (1, 8), device=device)
+    other = tokens.clone()
+    other[0, 5:] = (other[0, 5:] + 1) % TINY.vocab_size
+    assert torch.equal(model(tokens)[0, :5], model(other)[0, :5])
+    assert not torch.equal(model(tokens)[0, 5:], model(other)[0, 5:])
+
+
+def test_initial_parameters_depend_on_seed_and_name_alone(device):
+    torch.manual_seed(1)
+    first = GPT(TINY, seed=4, device=device)
+    torch.manual_seed(2)
+    deeper = GPT(dataclasses.replace(TINY, num_layers=5, vocab_size=30), seed=4)
+    again, other = GPT(TINY, seed=4).state_dict(), GPT(TINY, seed=5).state_dict()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor.cpu(), again[name]), name
+        if name.startswith("blocks") and not name.endswith(("output.weight", "down.weight")):
+            assert torch.equal(tensor.cpu(), deeper.state_dict()[name]), name
+        if tensor.ndim == 2:
+            assert not torch.equal(tensor.cpu(), other[name]), name
+    drawn = [t.cpu() for n, t in first.state_dict().items() if t.ndim == 2 and "head" not in n]
+    assert len({t.flatten()[0].item() for t in drawn}) == len(drawn), "two parameters share a stream"
+
+
+def test_initial_sizes(device):
+    state = GPT(dataclasses.replace(TINY, dim=128, num_layers=2), device=device).state_dict()
+    assert state["blocks.0.attention.qkv.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert state["blocks.1.mlp.down.weight"].std().item() == pytest.approx(0.01, rel=0.05)
+    assert not state["blocks.1.mlp.down.bias"].any()
+    assert (state["blocks.0.norm1.weight"] == 1).all()
+
+
+def test_tied_head_is_one_parameter(device):
+    tied, untied = GPT(TINY, device=device), GPT(dataclasses.replace(TINY, tied_head=False), device=device)
+    assert tied.head.output.weight is tied.embedding.token.weight
+    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+
+
+def test_bf16_keeps_the_angles_of_rotary_positions_exact(device):
+    config = dataclasses.replace(TINY, positions="rotary")
+    fp32, bf16 = GPT(config, device=device), GPT(config, device=device, dtype=torch.bfloat16)
+    assert bf16(torch.zeros(1, 4, dtype=torch.int64, device=device)).dtype == torch.bfloat16
+    assert torch.equal(fp32.blocks[0].attention.rotary.table_2TK, bf16.blocks[0].attention.rotary.table_2TK)
+
+
+def dropped(model: GPT, tokens: Tensor, **where: int) -> Tensor:
+    model.draw_dropout((tokens.shape[0], tokens.shape[1]), seed=7, **where)
+    return model(tokens)
+
+
+def test_dropout_is_of_the_row_of_the_global_batch_and_the_step(device):
+    model = perturbed(dataclasses.replace(TINY, dropout=0.3), device)
+    tokens = torch.randint(TINY.vocab_size, (4, 6), device=device)
+    whole = dropped(model, tokens, step=2, num_rows=4)
+    parts = [dropped(model, tokens[i : i + 2], step=2, first_row=i, num_rows=4) for i in (0, 2)]
+    torch.testing.assert_close(torch.cat(parts), whole)
+    assert not torch.allclose(dropped(model, tokens, step=3, num_rows=4), whole)
+    assert not torch.allclose(dropped(model, tokens[2:], step=2, first_row=0, num_rows=4), whole[2:])
+    masks = [m.mask.float() for m in model.modules() if getattr(m, "mask", None) is not None]
+    assert len(masks) == 1 + 2 * TINY.num_layers
+    assert not torch.equal(masks[0], masks[1])
+    assert torch.stack(masks).mean().item() == pytest.approx(0.7, abs=0.05)
+    model.eval()
+    plain = GPT(TINY, device=device)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_dropout_keeps_the_mean(device):
+    model = GPT(dataclasses.replace(TINY, dropout=0.25), device=device)
+    model.embedding.dropout.draw("x", (64, 16, 16), seed=0, first_row=0, num_rows=64, device=device)
+    ones = model.embedding.dropout(torch.ones(64, 16, 16, device=device))
+    assert ones.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert ones.mean().item() == pytest.approx(1.0, abs=0.02)
+
+
+def test_dropout_without_masks_says_what_to_call(device):
+    model = GPT(dataclasses.replace(TINY, dropout=0.3), device=device)
+    with pytest.raises(RuntimeError, match=r"call model.draw_dropout"):
+        model(torch.zeros(1, 4, dtype=torch.int64, device=device))
+
+
+@pytest.mark.slow
+def test_torch_compile_breaks_no_graph(device):
+    model = perturbed(dataclasses.replace(TINY, dropout=0.2, positions="rotary", activation="swiglu"), device)
+    tokens = torch.randint(TINY.vocab_size, (2, 9), device=device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):  # new masks every time, and no new graph
+        model.draw_dropout((2, 9), seed=7, step=step)
+        with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+def test_sampling_is_keyed_by_its_seed(device):
+    model = perturbed(TINY, device)
+    prompt = torch.tensor([1, 2, 3], device=device)
+    first = sample(model, prompt, num_tokens=20, context=TINY.sequence_length, seed=1)
+    assert first.shape == (23,)
+    assert torch.equal(first[:3], prompt)
+    assert torch.equal(first, sample(model, prompt, num_tokens=20, context=9, seed=1))
+    assert not torch.equal(first, sample(model, prompt, num_tokens=20, context=9, seed=2))
+    assert model.training
+    greedy = sample(model, prompt, num_tokens=1, context=9, temperature=0)
+    assert greedy[-1] == model(prompt[None])[0, -1].argmax()
+    with pytest.raises(ValueError, match="at least one token"):
+        sample(model, prompt[:0], num_tokens=1, context=9)
+
+
+def test_sampling_follows_the_softmax(device):
+    class Fixed(torch.nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return torch.tensor([0.1, 0.6, 0.3], device=tokens.device).log().expand(1, tokens.shape[1], 3)
+
+    drawn = sample(
+        Fixed(), torch.zeros(1, dtype=torch.int64, device=device), num_tokens=2000, context=4, temperature=1.0
+    )
+    shares = torch.bincount(drawn[1:], minlength=3) / 2000
+    torch.testing.assert_close(shares.cpu(), torch.tensor([0.1, 0.6, 0.3]), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 10, "num_heads": 4}, "dim is 10, which num_heads = 4 does not divide"),
+        ({"num_layers": 0}, "num_layers is 0; it must be 1 or more"),
+        ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of layernorm, rmsnorm"),
+        ({"activation": "relu"}, "activation is 'relu'; choose one of gelu, swiglu"),
+        ({"positions": "rotary", "dim": 6, "num_heads": 2}, "a head is 3 wide"),
+        ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
+        ({"hidden": -1}, "hidden is -1"),
+    ],
+)
+def test_a_bad_shape_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+def test_a_sequence_that_is_too_long(device):
+    with pytest.raises(ValueError, match="10 tokens is longer than sequence_length = 9"):
+        GPT(TINY, device=device)(torch.zeros(1, 10, dtype=torch.int64, device=device))
