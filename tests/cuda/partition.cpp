@@ -62,8 +62,11 @@ int64_t visit(const Table& table, int misaligned, int64_t ctas, int threads) {
         const auto many = [&](int64_t i) {
           for (int u = 0; u < UNROLL; ++u) pack(i + static_cast<int64_t>(u) * threads * N);
         };
-        for (int thread = 0; thread < threads; ++thread)
-          walk<N, UNROLL>(range, index == 0 ? head : 0, thread, threads, many, pack, one);
+        const Range packs = packs_of(range, index == 0 ? head : 0, N);
+        for (int thread = 0; thread < threads; ++thread) {
+          walk_packs<N, UNROLL>(packs, thread, threads, many, pack);
+          walk_edges(range, packs, thread, threads, one);
+        }
       }
     }
   int64_t elements = 0;
@@ -77,7 +80,7 @@ int64_t visit_all(const Table& table) {
   int64_t elements = 0;
   for (int64_t ctas : {1, 2, 3, 7, 64})
     for (int misaligned = 0; misaligned < 8; ++misaligned) {
-      elements += visit<8, 2>(table, misaligned, ctas, 8);
+      elements += visit<8, 2>(table, misaligned, ctas, 16);
       elements += visit<4, 4>(table, misaligned % 4, ctas, 8);
       elements += visit<2, 1>(table, misaligned % 2, ctas, 32);
       elements += visit<1, 2>(table, 0, ctas, 16);

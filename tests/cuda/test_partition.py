@@ -33,7 +33,7 @@ def test_every_element_is_visited_once(tmp_path: Path):
 @pytest.mark.parametrize(
     ("right", "wrong", "complaint"),
     [
-        ("i < packs_end; i += stride", "i + stride < packs_end; i += stride", "never visited"),
+        ("i < packs.end; i += stride", "i + stride < packs.end; i += stride", "never visited"),
         ("index == 0 ? 0 : index * chunk + head", "index * chunk", "visited twice"),
         ("return (pack - misaligned) % pack", "return misaligned % pack", "out of line"),
         ("(cta + 1) * here / ctas", "(cta + 1) * here / ctas - (cta == 1)", "never visited"),

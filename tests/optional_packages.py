@@ -1,0 +1,51 @@
+"""A pytest plugin for machines that lack an optional package: what needs it is skipped, and says which one.
+
+    python -m pytest -p tests.optional_packages
+
+Without it, a test module whose package is missing is an error, as it should be where everything was installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OPTIONAL = {"hypothesis", "matplotlib", "rich", "safetensors", "tensorboard", "tokenizers", "tomli", "triton"}
+
+
+def missing(error: BaseException | None) -> str | None:
+    """The optional package that an import error, or one of its causes, is about."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] in OPTIONAL:
+            return error.name.split(".")[0]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+class Module(pytest.Module):
+    def collect(self) -> Iterable[Any]:
+        try:
+            return list(super().collect())
+        except self.CollectError as error:
+            package = missing(error)
+            if package is None:
+                raise
+            pytest.skip(f"needs {package}, which is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        package = missing(error)
+        if package is None:
+            raise
+        pytest.skip(f"needs {package}, which is not installed")
