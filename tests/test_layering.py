@@ -1,11 +1,11 @@
 """The house rule that imports point down, executed: a file imports only from lower layers or from its own room.
 
-    5  config  train  metrics  display  cli      train -> config and cli -> both are the sanctioned exceptions
-    4  models  data
-    3  data_parallel  checkpoint                 strategies; never import each other
-    2  optim  comm
-    1  mesh  flat  random
-    0  ops                                       the contracts of the kernels; the only importer of torch.ops.pyops
+5  config  train  metrics  display  cli      train -> config and cli -> both are the sanctioned exceptions
+4  models  data
+3  data_parallel  checkpoint                 strategies; never import each other
+2  optim  comm
+1  mesh  flat  random
+0  ops                                       the contracts of the kernels; the only importer of torch.ops.pyops
 """
 
 from __future__ import annotations

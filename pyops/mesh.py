@@ -1,0 +1,83 @@
+"""Names for the axes of a grid of ranks, and the only place where process groups are made.
+
+    Axes(dp=2, tp=2)         tp ->            group("tp") of rank 2 is ranks 2, 3
+                       dp    0   1            group("dp") of rank 2 is ranks 0, 2
+                        v    2   3
+
+Axes from the outside in: pp (pipeline), dp (data), cp (context), tp (tensor). The innermost axis talks most, so its ranks are
+neighbours, on one host where possible (Narayanan et al., 2021, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["Axes", "Mesh"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How many ranks each axis has; 1 for an axis that is not used."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, degree in self.degrees().items():
+            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+                raise ValueError(f"{name} is {degree!r}; an axis has 1 rank or more")
+
+    def degrees(self) -> dict[str, int]:
+        """Axis name -> degree, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that the axes take together."""
+        return prod(self.degrees().values())
+
+
+class Mesh:
+    """A grid of all ranks, with a process group for every line of ranks along an axis.
+
+    axes: the degrees; their product must be the number of ranks. device_type: "cpu" or "cuda".
+    Works without torch.distributed as well, for one rank: then every group is None.
+    """
+
+    def __init__(self, axes: Axes, *, device_type: str = "cpu") -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if axes.size != world:
+            product = " x ".join(f"{name} {degree}" for name, degree in axes.degrees().items())
+            raise ValueError(
+                f"{product} = {axes.size} ranks, but {world} run; start {axes.size} with torchrun --nproc-per-node, or change a degree"
+            )
+        self.axes = axes
+        self.device_mesh: DeviceMesh | None = None
+        if dist.is_initialized():
+            degrees = axes.degrees()
+            self.device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The group of ranks that differ from this one in `axis` alone; None where one rank runs alone."""
+        self._check(axis)
+        return self.device_mesh.get_group(axis) if self.device_mesh is not None else None
+
+    def rank(self, axis: str) -> int:
+        """This rank's coordinate along `axis`."""
+        self._check(axis)
+        return self.device_mesh.get_local_rank(axis) if self.device_mesh is not None else 0
+
+    def size(self, axis: str) -> int:
+        """The degree of `axis`."""
+        self._check(axis)
+        return self.axes.degrees()[axis]
+
+    def _check(self, axis: str) -> None:
+        if axis not in self.axes.degrees():
+            raise ValueError(f"no axis {axis!r}; there are {', '.join(self.axes.degrees())}")

@@ -1,0 +1,52 @@
+"""The mesh: degrees are checked, and each axis has the right ranks in its group."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from pyops.mesh import Axes, Mesh
+
+pytestmark = pytest.mark.cpu_only
+
+
+def _lines(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[int, int, list[int]]]:
+    mesh = Mesh(Axes(dp=2, tp=2))
+    found = {}
+    for axis in ("pp", "dp", "cp", "tp"):
+        line = mesh.group(axis)
+        assert line is not None
+        found[axis] = (mesh.rank(axis), mesh.size(axis), dist.get_process_group_ranks(line))
+    return found
+
+
+def test_groups_of_a_2_by_2_grid(world):
+    ranks = world(4).run(_lines)
+    assert [r["dp"] for r in ranks] == [(0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3])]
+    assert [r["tp"] for r in ranks] == [(0, 2, [0, 1]), (1, 2, [0, 1]), (0, 2, [2, 3]), (1, 2, [2, 3])]
+    assert [r["pp"] for r in ranks] == [(0, 1, [rank]) for rank in range(4)]
+
+
+def _refused(rank: int, group: dist.ProcessGroup) -> str:
+    with pytest.raises(ValueError) as caught:
+        Mesh(Axes(dp=3))
+    return str(caught.value)
+
+
+def test_a_product_other_than_the_number_of_ranks_is_refused_on_all(world):
+    messages = world(2).run(_refused)
+    assert "pp 1 x dp 3 x cp 1 x tp 1 = 3 ranks, but 2 run; start 3" in messages[0]
+    assert messages[0] == messages[1]
+
+
+def test_one_rank_needs_no_torch_distributed():
+    mesh = Mesh(Axes())
+    assert (mesh.group("dp"), mesh.rank("dp"), mesh.size("dp")) == (None, 0, 1)
+    with pytest.raises(ValueError, match="no axis 'data'; there are pp, dp, cp, tp"):
+        mesh.size("data")
+
+
+@pytest.mark.parametrize("degree", [0, -1, True, 2.0])
+def test_degrees_are_positive_integers(degree):
+    with pytest.raises(ValueError, match=r"dp is .*; an axis has 1 rank or more"):
+        Axes(dp=degree)
