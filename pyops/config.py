@@ -80,7 +80,7 @@ class TrainConfig:
 
     batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0:
     all of its share. precision: "fp32", or "bf16": bf16 parameters and gradients, fp32 master weights and moments.
-    device: "auto" is cuda where there is one. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every,
+    device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every,
     checkpoint_every: steps; 0: only at the end. keep: checkpoints that stay.
     """
 
@@ -91,6 +91,7 @@ class TrainConfig:
     precision: str = "fp32"
     device: str = "auto"
     compile: bool = False
+    deterministic: bool = True
     algorithm: str = "auto"
     bucket_mib: float = 25.0
     log_every: int = 10
@@ -130,9 +131,7 @@ class Config:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
-            raise ValueError(
-                f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256"
-            )
+            raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
 
     @property
     def folder(self) -> Path:
@@ -176,9 +175,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):
-        raise ConfigError(
-            f"--set {override} is no assignment; write --set section.key=value, such as --set train.steps=10"
-        )
+        raise ConfigError(f"--set {override} is no assignment; write --set section.key=value, such as --set train.steps=10")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
@@ -201,9 +198,7 @@ def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
             raise ConfigError(f"unknown key {prefix}{key} = {value!r}; {fix}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] and its keys below"
-                )
+                raise ConfigError(f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] and its keys below")
             values[key] = _build(typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}.")
         else:
             values[key] = _convert(value, hints[key], key=prefix + key)

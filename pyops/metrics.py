@@ -74,6 +74,11 @@ class MetricsLog:
         except OSError as error:
             self.problems.append(f"{self.path} can't be written: {error.strerror or error}")
 
+    def take_problems(self) -> list[str]:
+        """What went wrong since the last call."""
+        found, self.problems = self.problems, []
+        return found
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()

@@ -77,7 +77,7 @@ class Batches:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch after which `state` was taken. Raises ValueError when it is of another order."""
+        """Continue behind the batch after which `state` was taken. Raises CorpusError when it is of another order."""
         own = self.state_dict()
         fixes = {
             "digest": "the same corpus, data.tokenizer and data.validation_fraction",
@@ -86,7 +86,7 @@ class Batches:
         }
         for key, fix in fixes.items():
             if state[key] != own[key]:
-                raise ValueError(
+                raise CorpusError(
                     f"the data was at {key} {state[key]}, but is now at {key} {own[key]}: it can't continue where it "
                     f"was; use {fix}"
                 )
@@ -94,9 +94,7 @@ class Batches:
         self._order = self._permutation()
 
 
-def validation_rows(
-    corpus: Corpus, *, sequence_length: int, num_sequences: int, rank: int = 0, num_ranks: int = 1
-) -> Tensor:
+def validation_rows(corpus: Corpus, *, sequence_length: int, num_sequences: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
     """This rank's share of at most `num_sequences` sequences spread evenly over the validation part: int64 [n, T + 1].
 
     n may be 0 on some ranks, when there are fewer sequences than ranks.

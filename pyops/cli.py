@@ -1,0 +1,122 @@
+"""The command `pyops`: train, bench, env.
+
+    pyops train CONFIG.toml [--set section.key=value]... [--resume]      alone, or: torchrun --nproc-per-node 2 -m
+    pyops train ... pyops bench [NAME]... [options of python -m benchmarks]
+    pyops env
+
+What the user can put right is one line on rank 0 and exit code 2; a run stopped by a signal ends with 128 + its number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyops
+
+__all__ = ["main"]
+
+STOPPED = 128
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pyops", description="Train, measure, and describe this installation.")
+    parser.add_argument("--version", action="version", version=f"pyops {pyops.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a GPT on text, as a TOML file says")
+    train.add_argument("config", metavar="CONFIG.toml")
+    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                       help="override a key of the file: --set train.steps=10")  # fmt: skip
+    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
+    bench = commands.add_parser("bench", help="check and time the kernels beside their rivals", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="NAME")
+    commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
+    given = parser.parse_args(arguments)
+    if given.command == "train":
+        return _train(given.config, given.overrides, resume=given.resume)
+    return _bench(given.rest) if given.command == "bench" else _env()
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _fail(error: object) -> int:
+    if _first_rank():
+        print(f"pyops: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _train(config: str, overrides: Sequence[str], *, resume: bool) -> int:
+    from pyops.checkpoint import CheckpointError
+    from pyops.config import ConfigError, load_config
+    from pyops.data import CorpusError
+    from pyops.train import train
+
+    try:
+        outcome = train(load_config(config, overrides=overrides), resume=resume)
+    except (ConfigError, CorpusError, CheckpointError) as error:
+        return _fail(error)
+    except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
+        return STOPPED + 2
+    return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    checkout = Path(pyops.__file__).resolve().parent.parent
+    if not (checkout / "benchmarks" / "__main__.py").exists():
+        return _fail(
+            f"the benches are part of a source checkout, and {checkout} is none: clone the repository, install it with "
+            "pip install --no-build-isolation -e . and call pyops bench again"
+        )
+    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=checkout).returncode
+
+
+def _env() -> int:
+    import torch
+
+    from pyops.ops import library
+
+    info = library.build_info()
+    cuda = f"{torch.version.cuda}, {torch.cuda.device_count()} device(s)" if torch.version.cuda else "not in this torch"
+    backends = [name for name in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(name)]
+    lines = {
+        "pyops": pyops.__version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "torch cuda": cuda,
+        "backends": ", ".join(backends) or "none",
+        "build": "with kernels" if info["extension"] else "plain torch, without kernels",
+        **{f"build {key}": _show(value) for key, value in info.items() if key != "extension"},
+        "cpu isa": f"{library.isa()} (of {', '.join(library.isas()) or 'none'})",
+    }
+    for key, value in lines.items():
+        print(f"{key:26s}{value}")
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        print(f"{f'gpu {i}':26s}{torch.cuda.get_device_name(i)}, sm_{major}{minor}")
+    print(f"{'kernels':26s}cpu   cuda")
+    for name in sorted(_ops()):
+        present = ["yes" if pyops.has_kernel(name, device) else "-" for device in ("cpu", "cuda")]
+        print(f"  {name:24s}{present[0]:6s}{present[1]}")
+    return 0
+
+
+def _show(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+
+
+def _ops() -> set[str]:
+    """The names of all ops of pyops."""
+    import torch
+
+    import pyops.ops
+
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("pyops::").split(".")[0] for name in names if name.startswith("pyops::")}

@@ -1,0 +1,351 @@
+"""The training run: the only file that knows every room, and it reads the way the data goes.
+
+    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints -> loop
+
+    one step:   rows -> forward -> loss -> backward --buckets, all-reduce--> optimizer -> metrics
+
+The loss of a micro-batch is divided by the tokens of the global batch before backward, and gradients are summed over ranks
+and micro-batches, so nothing is divided afterwards. The same code runs as one process and under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.checkpoint import Checkpoints, load
+from pyops.checkpoint.flat_state import flat_state, named_state
+from pyops.comm.agreement import on_first_rank
+from pyops.config import Config, ConfigError, TrainConfig
+from pyops.data import Batches, prepare, validation_rows
+from pyops.data_parallel import DataParallel
+from pyops.display import Display
+from pyops.mesh import Axes, Mesh
+from pyops.metrics import MetricsLog, peak_memory_gib, plot_losses
+from pyops.models import GPT, sample
+from pyops.optim import AdamW
+
+__all__ = ["Outcome", "Run", "train"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. Losses in nats per byte; stopped_by: the signal, 0 when all steps were done."""
+
+    steps: int
+    validation_loss: float | None
+    bigram_loss: float
+    skipped: int
+    stopped_by: int = 0
+
+
+def train(config: Config, *, resume: bool = False) -> Outcome:
+    """Train as `config` says; outputs go to config.folder.
+
+    resume: continue from the newest checkpoint there, if there is one; else a folder of an earlier run is moved aside.
+    Runs alone, or as one of the ranks that torchrun started. Raises ConfigError, CorpusError, CheckpointError on every rank
+    alike for what the user can put right.
+    """
+    config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
+    with _ranks(config.train) as device:
+        run = Run(config, device=device, resume=resume)
+        with StopRequest() as request:
+            stopped = run.loop(request)
+        return run.finish(stopped_by=request.number or signal.SIGTERM if stopped else 0)
+
+
+@contextmanager
+def _ranks(config: TrainConfig) -> Iterator[torch.device]:
+    """Join the ranks that torchrun started, if any; this rank's device."""
+    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.cuda.set_device(device)
+    start = "RANK" in os.environ and not dist.is_initialized()
+    if start:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    yield device
+    if start:  # not after an error: another rank may not come here
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """SIGTERM and Ctrl-C ask for a checkpoint and an end; the loop looks at `number` once in a step."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
+    return "decayed" if parameter.ndim >= 2 else "not decayed"
+
+
+class Run:
+    """Everything a run consists of, made in the order in which the data goes through it."""
+
+    def __init__(self, config: Config, *, device: torch.device, resume: bool = False) -> None:
+        self.config, self.device = config, device
+        mesh = Mesh(Axes(dp=dist.get_world_size() if dist.is_initialized() else 1), device_type=device.type)
+        self.group, self.rank, num_ranks = mesh.group("dp"), mesh.rank("dp"), mesh.size("dp")
+        model, options = config.model, config.train
+        rows = {"sequence_length": model.sequence_length, "rank": self.rank, "num_ranks": num_ranks}
+
+        self.corpus = prepare(config.data, vocab_size=model.vocab_size, sequence_length=model.sequence_length, group=self.group)
+        self.batches = Batches(self.corpus, global_batch=options.batch, seed=options.seed, **rows)
+        self.held_out = validation_rows(self.corpus, num_sequences=options.validation_sequences, **rows)
+        self.micro_batch = options.micro_batch or options.batch // num_ranks
+
+        dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+        self.model = GPT(model, seed=options.seed, device=device, dtype=dtype)
+        if options.compile:
+            self.model.compile()
+        self.parallel = DataParallel(
+            self.model, group=self.group, op="sum", algorithm=options.algorithm,
+            bucket_bytes=int(options.bucket_mib * 2**20), group_by=_weight_decay_group,
+        )  # fmt: skip
+        self.optimizer = self._make_optimizer()
+        self.step, self.skipped = 0, 0
+
+        on_first_rank(lambda: _prepare_folder(config, resume=resume), group=self.group)
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep)
+        latest = self.checkpoints.latest() if resume else None
+        if latest is not None:
+            self.restore(latest)
+        self.log = MetricsLog(config.folder, first_step=self.step) if self.rank == 0 else None
+        self.display = Display(config.name, num_steps=options.steps, first_step=self.step, every=options.log_every,
+                               quiet=self.rank != 0)  # fmt: skip
+        self.display.note(self._introduction(num_ranks, resumed=latest, wanted=resume))
+
+    def _make_optimizer(self) -> AdamW:
+        options = self.config.optimizer
+        groups = [
+            {"params": [buffer.parameter], "weight_decay": options.weight_decay if key == "decayed" else 0.0}
+            for key, buffer in zip(self.parallel.keys, self.parallel.flat, strict=True)
+        ]
+        # A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite.
+        return AdamW(
+            groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps,
+            max_grad_norm=options.max_grad_norm or float("inf"), zero_grad=True,
+            master_weights=self.config.train.precision == "bf16",
+        )  # fmt: skip
+
+    def _introduction(self, num_ranks: int, *, resumed: Path | None, wanted: bool) -> str:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        text = (
+            f"{parameters / 1e6:.2f} M parameters on {num_ranks} x {self.device.type}, {self.corpus.train.size:,} tokens of "
+            f"{self.corpus.path}; a byte-bigram model reaches {self.corpus.bigram_loss:.3f} nats per byte"
+        )
+        if resumed is not None:
+            return f"{text}\nresumed from {resumed}"
+        return f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning" if wanted else text
+
+    def loop(self, request: StopRequest) -> bool:
+        """All steps that are left; True when a signal to any rank ended them early."""
+        options = self.config.train
+        while self.step < options.steps:
+            row, stop = self.train_step(stop=bool(request.number))
+            number, last = self.step, self.step == options.steps
+            if last or (options.validate_every and number % options.validate_every == 0):
+                row["validation_loss"] = self.validate()
+            self.display.step(row)
+            if self.log is not None:
+                self.log.write(row, tensorboard=last or "validation_loss" in row or number % options.log_every == 0)
+                for problem in self.log.take_problems():
+                    self.display.note(problem)
+            if stop or last or (options.checkpoint_every and number % options.checkpoint_every == 0):
+                self.save()
+            if stop and not last:
+                return True
+        return False
+
+    def train_step(self, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
+        """One optimizer step; its row of metrics, and whether any rank wants to stop."""
+        started = time.perf_counter()
+        options, length = self.config.train, self.config.model.sequence_length
+        rows_BT = self.batches.next()
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, bytes, ranks that want to stop
+        totals[1] = self.corpus.tokenizer.token_bytes(rows_BT[:, 1:].numpy())
+        totals[2] = float(stop)
+        micro_batches = rows_BT.to(self.device).split(self.micro_batch)
+        for i, micro_BT in enumerate(micro_batches):
+            self.model.draw_dropout(
+                (micro_BT.shape[0], length), seed=options.seed, step=self.step,
+                first_row=self.batches.first_row + i * self.micro_batch, num_rows=options.batch,
+            )  # fmt: skip
+            with nullcontext() if i + 1 == len(micro_batches) else self.parallel.no_sync():
+                nats = self._nats(self.parallel, micro_BT)
+                (nats / (options.batch * length)).backward()
+            totals[0] += nats.detach()
+        nats_all, bytes_all, stops = self._sum(totals).tolist()
+
+        lr = self.config.optimizer.lr_at(self.step, num_steps=options.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        grad_norm = self._update(finite=_is_finite(nats_all))
+        row = {
+            "step": self.step, "loss": nats_all / bytes_all if _is_finite(nats_all) else None, "lr": lr,
+            "grad_norm": grad_norm, "tokens_per_s": options.batch * length / (time.perf_counter() - started),
+            "memory_gib": peak_memory_gib(self.device), "skipped": self.skipped,
+        }  # fmt: skip
+        self.step += 1
+        return row, stops > 0
+
+    def _update(self, *, finite: bool) -> float | None:
+        """Step the optimizer, unless the loss or a gradient is not finite; the gradient's norm, None when it is not."""
+        if finite:
+            self.optimizer.step()  # looks at the norm itself, and changes nothing but zeroes gradients if it is not finite
+            norm = float(self.optimizer.grad_norm)
+            if _is_finite(norm):
+                return norm
+        for buffer in self.parallel.flat:
+            buffer.zero_grad()
+        self.skipped += 1
+        return None
+
+    def _nats(self, model: nn.Module, rows_BT: Tensor) -> Tensor:
+        """Sum over the rows of -ln p(next token)."""
+        logits_BTV = model(rows_BT[:, :-1])
+        return functional.cross_entropy(logits_BTV.float().flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
+
+    def _sum(self, totals: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(totals, group=self.group)
+        return totals
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Nats per byte on the held-out sequences."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals[1] = self.corpus.tokenizer.token_bytes(self.held_out[:, 1:].numpy())
+        for rows_BT in self.held_out.split(self.micro_batch):
+            if len(rows_BT):
+                totals[0] += self._nats(self.model, rows_BT.to(self.device))
+        self.model.train()
+        nats, num_bytes = self._sum(totals).tolist()
+        return nats / num_bytes
+
+    def save(self) -> Path:
+        """Write a checkpoint of the steps done so far."""
+        states = self.optimizer.state_dict()["state"]
+        moments: dict[str, Any] = {}
+        for i, buffer in enumerate(self.parallel.flat):
+            moments |= named_state(states.get(i, {}), buffer.layout)
+        state = {
+            "step": self.step, "skipped": self.skipped, "model_config": asdict(self.config.model),
+            "precision": self.config.train.precision, "model": self.model.state_dict(), "optimizer": moments,
+            "data": self.batches.state_dict(),
+        }  # fmt: skip
+        own = {"torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(self.device)
+        return self.checkpoints.save(self.step, state, own=own, group=self.group)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
+        state, own = load(path, group=self.group)
+        now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
+        now["train.precision"] = self.config.train.precision
+        before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"train.precision": state["precision"]}
+        for key, value in now.items():
+            if before.get(key, value) != value:
+                raise ConfigError(f"{key} is {value!r}, but checkpoint {path} was made with {before[key]!r}; set it to that, "
+                                  "or give this run another name")  # fmt: skip
+        self.batches.load_state_dict(state["data"])
+        self.model.load_state_dict(state["model"])
+        moments = self.optimizer.state_dict()
+        for i, buffer in enumerate(self.parallel.flat):
+            if flat := flat_state(state["optimizer"], buffer.layout):
+                moments["state"][i] = flat
+        self.optimizer.load_state_dict(moments)
+        self.step, self.skipped = state["step"], state["skipped"]
+        if own is not None:
+            torch.set_rng_state(own["torch"])
+            if self.device.type == "cuda" and "cuda" in own:
+                torch.cuda.set_rng_state(own["cuda"], self.device)
+
+    def finish(self, *, stopped_by: int = 0) -> Outcome:
+        """Draw the curve, write a sample of text, say how it went."""
+        self.display.close()
+        rows = self.log.rows if self.log is not None else []
+        held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        outcome = Outcome(self.step, held_out[-1] if held_out else None, self.corpus.bigram_loss, self.skipped, stopped_by)
+        if self.log is None:
+            return outcome
+        self.log.close()
+        folder = self.config.folder
+        if plot_losses(folder / "loss.png", rows, bigram_loss=outcome.bigram_loss, title=self.config.name):
+            self.display.note(f"loss curve: {folder / 'loss.png'}")
+        if stopped_by:
+            name = signal.Signals(stopped_by).name
+            self.display.note(f"stopped by {name} after step {self.step}; continue with --resume")
+            return outcome
+        if self.config.train.sample_tokens:
+            text = self.sample()
+            (folder / "sample.txt").write_text(text)
+            self.display.note(f"--- a sample ({folder / 'sample.txt'}) ---\n{text}\n---")
+        skipped = f", {self.skipped} steps skipped (loss or gradient not finite)" if self.skipped else ""
+        loss = "none" if outcome.validation_loss is None else f"{outcome.validation_loss:.3f}"
+        self.display.note(
+            f"validation loss {loss} nats per byte, a byte-bigram model {outcome.bigram_loss:.3f}; {self.step} steps{skipped}, "
+            f"peak memory {peak_memory_gib(self.device):.2f} GiB per process"
+        )
+        return outcome
+
+    def sample(self) -> str:
+        """The beginning of the first held-out sequence, continued by the model."""
+        prompt = self.held_out[0, :64].to(self.device)
+        tokens = sample(self.model, prompt, num_tokens=self.config.train.sample_tokens,
+                        context=self.config.model.sequence_length, seed=self.config.train.seed)  # fmt: skip
+        return self.corpus.tokenizer.decode(tokens.tolist())
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+def _prepare_folder(config: Config, *, resume: bool) -> None:
+    """Make the folder of the run, note the configuration in it; without `resume` an earlier run there is moved aside."""
+    folder = config.folder
+    try:
+        if not resume and (folder / "metrics.jsonl").exists():
+            number = 1
+            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+                number += 1
+            folder.rename(aside)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2))
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder") from None
