@@ -11,6 +11,7 @@ copied in or out.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +28,8 @@ ALIGNMENT = 64  # elements: 256 bytes of fp32, 128 of bf16; at least a cache lin
 class FlatLayout:
     """Which tensor lies where in a flat buffer; pure arithmetic.
 
-    names, shapes, offsets: one entry per tensor, offsets in elements, increasing. numel: elements of the buffer, padding included.
+    names, shapes, offsets: one entry per tensor, offsets in elements, increasing.
+    numel: elements of the buffer, padding included.
     """
 
     names: tuple[str, ...]
@@ -57,25 +59,25 @@ class FlatLayout:
             end = offsets[-1] + prod(shape)
         return cls(names, shapes, tuple(offsets), -(-end // multiple_of) * multiple_of)
 
-    def slice(self, name: str) -> slice:
+    def slice(self, name: str) -> builtins.slice:
         """Where the tensor's elements are in the buffer. KeyError names the tensors there are."""
         if name not in self.names:
             raise KeyError(f"no tensor {name!r} in this layout; it has {list(self.names)}")
         return self.slice_at(self.names.index(name))
 
-    def slice_at(self, index: int) -> slice:
+    def slice_at(self, index: int) -> builtins.slice:
         """As `slice`, by the tensor's position."""
         start = self.offsets[index]
-        return slice(start, start + prod(self.shapes[index]))
+        return builtins.slice(start, start + prod(self.shapes[index]))
 
-    def shards(self, start: int, stop: int) -> list[tuple[str, slice, slice]]:
+    def shards(self, start: int, stop: int) -> list[tuple[str, builtins.slice, builtins.slice]]:
         """The parts of tensors within [start, stop): (name, slice of the flattened tensor, slice of the buffer)."""
         found = []
         for index, name in enumerate(self.names):
             whole = self.slice_at(index)
             low, high = max(start, whole.start), min(stop, whole.stop)
             if low < high:
-                found.append((name, slice(low - whole.start, high - whole.start), slice(low, high)))
+                found.append((name, builtins.slice(low - whole.start, high - whole.start), builtins.slice(low, high)))
         return found
 
 
@@ -90,11 +92,7 @@ class Shard:
     def __post_init__(self) -> None:
         ends = [o + n for o, n in zip(self.offset, self.tensor.shape, strict=False)]
         fits = len(self.global_shape) == len(self.offset) == self.tensor.dim()
-        if (
-            not fits
-            or any(o < 0 for o in self.offset)
-            or any(e > n for e, n in zip(ends, self.global_shape, strict=True))
-        ):
+        if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, self.global_shape, strict=True)):
             raise ValueError(
                 f"a shard of shape {tuple(self.tensor.shape)} at offset {self.offset} does not lie within {self.global_shape}; "
                 "offset needs one number per dim"
@@ -119,9 +117,7 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
                 "make one FlatBuffer per dtype and device"
             )
         if parameter.layout != torch.strided or not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(
-                f"{name} is {parameter.dtype}, {parameter.layout}; expected a dense floating-point parameter"
-            )
+            raise ValueError(f"{name} is {parameter.dtype}, {parameter.layout}; expected a dense floating-point parameter")
 
 
 class FlatBuffer:
@@ -172,9 +168,7 @@ class FlatBuffer:
     def index(self, parameter: nn.Parameter) -> int:
         """The parameter's position in the buffer."""
         if id(parameter) not in self._index:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is not in this buffer, which holds {self.names}"
-            )
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in this buffer, which holds {self.names}")
         return self._index[id(parameter)]
 
     def zero_grad(self) -> None:

@@ -98,6 +98,13 @@ class SharedMemoryRing {
         });
     }
 
+    // What `peer` called in the latest collective, for messages: kind, size or digest of sizes, dtype, bits of the scale, tag.
+    py::tuple signature(int peer) {
+        if (peer < 0 || peer >= size_ || sequence_ == 0) throw std::invalid_argument("no such rank, or no collective yet");
+        const uint64_t* words = region_->control(peer).signatures[(sequence_ - 1) % 2];
+        return py::make_tuple(words[0] % 16, words[1], words[2], words[3], words[0] / 16);
+    }
+
   private:
     static uint64_t bits(double x) {
         uint64_t word;
@@ -296,6 +303,7 @@ void bind_shared_memory(py::module_& m) {
         .def(py::init<const std::string&, int, int, bool, int64_t, int64_t>(), py::arg("name"), py::arg("rank"), py::arg("size"),
              py::arg("create"), py::arg("chunk_bytes") = 256 << 10, py::arg("small_bytes") = 32 << 10)
         .def("unlink", &SharedMemoryRing::unlink)
+        .def("signature", &SharedMemoryRing::signature)
         .def("all_reduce", &SharedMemoryRing::all_reduce)
         .def("reduce_scatter", &SharedMemoryRing::reduce_scatter)
         .def("all_gather", &SharedMemoryRing::all_gather);

@@ -1,0 +1,264 @@
+"""The collectives: any dtype, any size, any strides, one result on all ranks, bit for bit.
+
+    tensor -> flat contiguous view (or copy) of a summable dtype -> algorithm over a transport -> back
+
+What a call needs of its group is in its Communicator. These functions check what the caller passed, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.comm import ring, two_shot
+from pyops.comm.arithmetic import check_reducible, scale_in_place, summable_view
+from pyops.comm.communicator import ALGORITHMS, Communicator
+from pyops.comm.failure import PeerError
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+SEGMENT_BYTES = 1 << 20  # of a ring's piece or a slice: on TCP the time of a message is well above its latency from here on
+
+
+def all_reduce(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None, op: str = "sum", algorithm: str = "auto",
+    segment_bytes: int | None = None, async_op: bool = False, offset: int = 0, label: str = "",
+    communicator: Communicator | None = None,
+) -> Any:  # fmt: skip
+    """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Returns it, or a Work when `async_op`.
+
+    16-bit floats are summed in fp32 and rounded once, at the end (except by "native"); a mean divides before that rounding.
+    Integers wrap, bool is a logical or. The result has the same bits on all ranks, and they don't depend on timing or run.
+
+    algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native" (the backend's own), or "auto",
+        the fastest by measurement. "two_shot" and "shared_memory" sum in rank order; the ring in an order that depends on an
+        element's position in the buffer of which the tensor is the part at `offset` (in elements) and on `segment_bytes`.
+    segment_bytes: length of a piece, 1 MiB by default.
+    label: what this is, for error messages ("bucket 3 of 7"). communicator: saves looking up that of `group`.
+
+    ValueError: another op or algorithm, a sparse or overlapping tensor. TypeError: a dtype without a sum, a mean of integers.
+    CommunicationError: a rank died or stalled, by name. DisagreementError: ranks called different things.
+    """
+    comm = communicator if communicator is not None else Communicator.of(group)
+    check_reducible(tensor, op=op)
+    segment = _check(tensor, algorithm, segment_bytes, written=True)
+    if offset < 0:
+        raise ValueError(f"offset is {offset}; give the tensor's first position in its buffer, 0 or more")
+    scale = 1.0 / comm.size if op == "mean" else 1.0
+    staged = tensor.is_cuda and comm.size > 1 and algorithm != "native" and comm.backend(tensor.device) == "gloo"
+    direct = tensor.is_cuda and not staged
+    factor = 2 if tensor.dtype.is_complex else 1
+
+    def call(spins: int) -> Tensor:
+        flat, copied = _flat(tensor, host=staged)
+        _reduce(comm, flat, scale, algorithm, segment, offset * factor, spins)
+        if copied:
+            tensor.copy_(_like(flat, tensor).view(tensor.shape))
+        return tensor
+
+    what = f"all_reduce{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    with torch.no_grad():
+        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=direct)
+
+
+def _reduce(comm: Communicator, flat: Tensor, scale: float, algorithm: str, segment: int, offset: int, spins: int) -> None:
+    """Sum a flat tensor in place by the named algorithm."""
+    if comm.size == 1:
+        scale_in_place(flat, scale=scale)
+        return
+    pieces = max(1, segment // flat.element_size())
+
+    def runner(name: str) -> Callable[[Tensor], None]:
+        return lambda x: _reduce(comm, x, scale, name, segment, 0, spins)
+
+    chosen = comm.choose(algorithm, flat, runners=runner)
+    if chosen == "shared_memory":
+        comm.shared_memory().all_reduce(flat, scale=scale, spins=spins)
+        return
+    if chosen == "native":
+        _native(comm, lambda: dist.all_reduce(flat, group=comm.group))
+        scale_in_place(flat, scale=scale)
+        return
+    if not flat.is_cuda:
+        details = (chosen, scale, segment, offset)
+        comm.agree("all_reduce", numel=flat.numel(), dtype=flat.dtype, details=details)
+    if chosen == "ring":
+        ring.all_reduce(flat, transport=comm.transport, segment=pieces, scale=scale, offset=offset)
+    else:
+        two_shot.all_reduce(flat, transport=comm.transport, segment=pieces, scale=scale)
+
+
+def reduce_scatter(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None, op: str = "sum", algorithm: str = "auto",
+    segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+) -> Any:  # fmt: skip
+    """This rank's part of the sum, or mean, of `tensor` over the ranks; `tensor` is left as it is. A Work when `async_op`.
+
+    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does: the first N % n ranks get one row more. Numbers,
+    algorithms and errors are those of `all_reduce`.
+    """
+    comm = communicator if communicator is not None else Communicator.of(group)
+    check_reducible(tensor, op=op)
+    segment = _check(tensor, algorithm, segment_bytes, written=False)
+    if tensor.dim() == 0:
+        raise ValueError("reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)")
+    scale = 1.0 / comm.size if op == "mean" else 1.0
+    rows = _row_starts(len(tensor), comm.size)
+    staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
+
+    def call(spins: int) -> Tensor:
+        flat, _ = _flat(tensor, host=staged)
+        width = flat.numel() // len(tensor) if len(tensor) else 0
+        starts = [row * width for row in rows]
+        out = flat.new_empty(starts[comm.rank + 1] - starts[comm.rank])
+        _reduce_scatter(comm, flat, out, starts, scale, algorithm, segment, spins)
+        shape = (rows[comm.rank + 1] - rows[comm.rank], *tensor.shape[1:])
+        return _like(out, tensor).view(shape).to(tensor.device)
+
+    what = f"reduce_scatter{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    with torch.no_grad():
+        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged)
+
+
+def _reduce_scatter(
+    comm: Communicator, flat: Tensor, out: Tensor, starts: list[int], scale: float, algorithm: str, segment: int, spins: int
+) -> None:
+    if comm.size == 1:
+        out.copy_(flat)
+        scale_in_place(out, scale=scale)
+        return
+    chosen = comm.choose(algorithm, flat, runners=lambda name: lambda x: _reduce(comm, x, 1.0, name, segment, 0, spins))
+    if chosen == "shared_memory":
+        comm.shared_memory().reduce_scatter(flat, out, starts=starts, scale=scale, spins=spins)
+        return
+    if chosen == "native":
+        parts = [flat[a:b] for a, b in itertools.pairwise(starts)]
+        if any(len(part) != len(parts[0]) for part in parts):  # backends want equal parts
+            total = flat.clone()
+            _native(comm, lambda: dist.all_reduce(total, group=comm.group))
+            out.copy_(total[starts[comm.rank] : starts[comm.rank + 1]])
+        else:
+            _native(comm, lambda: dist.reduce_scatter_tensor(out, flat, group=comm.group))
+        scale_in_place(out, scale=scale)
+        return
+    if not flat.is_cuda:
+        comm.agree("reduce_scatter", numel=flat.numel(), dtype=flat.dtype, details=(chosen, scale, segment, starts))
+    function = ring.reduce_scatter if chosen == "ring" else two_shot.reduce_scatter
+    pieces = max(1, segment // flat.element_size())
+    function(flat, out, starts=starts, transport=comm.transport, segment=pieces, scale=scale)
+
+
+def all_gather(
+    tensor: Tensor, *, group: dist.ProcessGroup | None = None, length: int | None = None, algorithm: str = "auto",
+    segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+) -> Any:  # fmt: skip
+    """The ranks' tensors, one after the other along dim 0, on every rank. Any dtype. Returns a new tensor, or a Work.
+
+    length: rows of the result when the ranks' parts are those of torch.tensor_split (as `reduce_scatter` makes them); by
+    default every rank gives equally many rows. A tensor without dims counts as one row.
+    """
+    comm = communicator if communicator is not None else Communicator.of(group)
+    segment = _check(tensor, algorithm, segment_bytes, written=False)
+    mine = tensor if tensor.dim() else tensor.reshape(1)
+    rows = _row_starts(len(mine) * comm.size if length is None else length, comm.size)
+    if len(mine) != rows[comm.rank + 1] - rows[comm.rank]:
+        raise ValueError(
+            f"rank {comm.rank} gives {len(mine)} rows, but its part of length={length} over {comm.size} ranks is "
+            f"{rows[comm.rank + 1] - rows[comm.rank]} rows"
+        )
+    staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
+
+    def call(spins: int) -> Tensor:
+        x = mine.detach().contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+        x = x.cpu() if staged else x
+        width = mine[:1].numel() * mine.element_size() if len(mine) else _width_of_row(mine)
+        starts = [row * width for row in rows]
+        out = x.new_empty(starts[-1])
+        _all_gather(comm, x, out, starts, algorithm, segment, spins)
+        return out.to(tensor.device).view(tensor.dtype).view(rows[-1], *mine.shape[1:])
+
+    what = f"all_gather{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    with torch.no_grad():
+        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged)
+
+
+def _all_gather(
+    comm: Communicator, x: Tensor, out: Tensor, starts: list[int], algorithm: str, segment: int, spins: int
+) -> None:
+    if comm.size == 1:
+        out.copy_(x)
+        return
+    chosen = comm.choose(algorithm, x, runners=lambda name: lambda y: _reduce(comm, y, 1.0, name, segment, 0, spins))
+    if chosen == "shared_memory":
+        comm.shared_memory().all_gather(x, out, starts=starts, spins=spins)
+    elif chosen == "native":
+        parts = [out[a:b] for a, b in itertools.pairwise(starts)]
+        longest = max(len(part) for part in parts)
+        padded = [x.new_empty(longest) for _ in parts]
+        sent = x.new_zeros(longest)
+        sent[: len(x)].copy_(x)
+        _native(comm, lambda: dist.all_gather(padded, sent, group=comm.group))
+        for part, row in zip(parts, padded, strict=True):
+            part.copy_(row[: len(part)])
+    else:
+        if not x.is_cuda:
+            comm.agree("all_gather", numel=starts[-1], dtype=x.dtype, details=(chosen, segment, starts))
+        function = ring.all_gather if chosen == "ring" else two_shot.all_gather
+        function(x, out, starts=starts, transport=comm.transport, segment=segment)
+
+
+def _native(comm: Communicator, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except RuntimeError as error:
+        raise PeerError(-1, error) from error
+
+
+def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written: bool) -> int:
+    """ValueError for arguments that no collective takes; the bytes of a segment."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"a tensor of layout {tensor.layout} can't be communicated; pass tensor.to_dense()")
+    if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
+    if algorithm == "shared_memory" and tensor.is_cuda:
+        raise ValueError("algorithm='shared_memory' takes CPU tensors; use 'two_shot' or 'native' on CUDA")
+    if segment_bytes is None:
+        return SEGMENT_BYTES
+    if segment_bytes < 1024:
+        raise ValueError(f"segment_bytes is {segment_bytes}; give at least 1024")
+    return segment_bytes
+
+
+def _flat(tensor: Tensor, *, host: bool) -> tuple[Tensor, bool]:
+    """(flat contiguous tensor of a summable dtype, whether it is a copy)."""
+    whole = tensor.detach()
+    plain = whole.is_contiguous() and not host and not whole.is_conj() and not whole.is_neg()
+    if not plain:
+        whole = whole.resolve_conj().resolve_neg().contiguous()
+        whole = whole.cpu() if host else whole
+    return summable_view(whole.view(-1)), whole.data_ptr() != tensor.data_ptr() or host
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    """Undo `summable_view`."""
+    return flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
+
+
+def _row_starts(rows: int, size: int) -> list[int]:
+    each, more = divmod(rows, size)
+    return [rank * each + min(rank, more) for rank in range(size + 1)]
+
+
+def _width_of_row(tensor: Tensor) -> int:
+    """Bytes of a row of a tensor that has no rows."""
+    width = tensor.element_size()
+    for size in tensor.shape[1:]:
+        width *= size
+    return width

@@ -1,0 +1,219 @@
+"""Everything a process group needs beside itself to run collectives: transport, shared memory, costs, one thread, one sequence.
+
+Communicator.of(group)     made at the first collective of the group, kept as long as the group itself
+  .run(call, ...)          here and now, on the thread when the call is asynchronous or others are still waiting there,
+                           or on a CUDA stream; failures get the names of rank, collective and bucket
+  .choose(...)             which algorithm, the same on every rank
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.comm import probe
+from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
+from pyops.comm.shared_memory import SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
+from pyops.comm.transport import ProcessGroupTransport, exchange_bytes
+from pyops.comm.work import StreamWork, Work, Worker
+
+__all__ = ["ALGORITHMS", "Communicator", "communicator_for", "release"]
+
+ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
+_ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+_CARD = struct.Struct("<16s3q")
+_TABLE_WIDTH = 512
+
+# The one cache at module level: what belongs to a group lives as long as the group and is found by it. Entries don't hold their
+# group, so a destroyed one is forgotten by itself; a group that is made anew is another object with an entry of its own.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_communicators.clear)
+
+
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Let go of what was kept for `group` (its thread, its shared memory) before the group itself goes."""
+    target = group if group is not None else dist.group.WORLD
+    found = _communicators.pop(target, None) if target is not None else None
+    if found is not None:
+        found.stop()
+
+
+class Communicator:
+    """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.transport = ProcessGroupTransport(group)
+        self.worker = Worker(f"pyops collectives of {group.group_name}")
+        self.sequence = 0  # collectives called so far; equal on all ranks
+        self._current = 0  # the one that runs
+        self._shared: SharedMemory | str | None = None  # a text says why there is none
+        self._costs: dict[tuple[str, str], probe.Table] = {}
+        self._broken: CommunicationError | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Communicator:
+        """The communicator of a group, by default of all ranks. ValueError where torch.distributed is not running."""
+        if group is None:
+            if not dist.is_initialized():
+                raise ValueError(
+                    "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group"
+                )
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a process group that this rank is in, got {group!r}")
+        found = _communicators.get(group)
+        if found is None:
+            found = _communicators[group] = cls(group)
+        return found
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("this communicator's process group was destroyed; make it anew with Communicator.of(group)")
+        return group
+
+    def backend(self, device: torch.device) -> str:
+        """ "gloo", "nccl", ...: what carries tensors of this device."""
+        return str(self.group._get_backend(device).name()).lower()
+
+    def timeout(self, device: torch.device) -> float:
+        """The group's timeout in seconds."""
+        options = getattr(self.group._get_backend(device), "options", None)
+        return float(options._timeout.total_seconds()) if options is not None else 1800.0
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self._shared = None
+
+    def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
+        """`pyops.comm.all_reduce` over this group, with the same options."""
+        from pyops.comm.collectives import all_reduce  # here, because that module is written in terms of this one
+
+        return all_reduce(tensor, communicator=self, **options)
+
+    # --- running -----------------------------------------------------------------------------------------------------------
+
+    def run(self, call: Callable[[int], Tensor], *, what: str, tensor: Tensor, async_op: bool, direct: bool) -> Any:
+        """Run `call(spins)` in the order of calls. Returns its tensor, or a Work when `async_op`.
+
+        direct: the call only puts work on a CUDA stream, so it never goes to the thread.
+        """
+        self.sequence += 1
+        number = self.sequence
+        if direct:
+            return self._on_stream(call, tensor) if async_op else call(SPINS_ALONE)
+        if not async_op and not self.worker.busy:
+            return self._guarded(call, SPINS_ALONE, what, number)
+        work = self.worker.submit(lambda: self._guarded(call, SPINS_BESIDE_COMPUTE, what, number))
+        return work if async_op else work.wait()
+
+    def _guarded(self, call: Callable[[int], Tensor], spins: int, what: str, number: int) -> Tensor:
+        if self._broken is not None:
+            raise CommunicationError(f"{what} was not started, after: {self._broken}", ranks=self._broken.ranks)
+        self._current = number
+        try:
+            return call(spins)
+        except DisagreementError as error:  # all ranks raise it, and the group is as good as before
+            raise DisagreementError(f"{what}: {error}", ranks=error.ranks) from None
+        except CommunicationError as error:
+            self._broken = CommunicationError(f"{what}: {error}", ranks=error.ranks)
+            raise self._broken from None
+        except PeerError as error:
+            self._broken = lost_peer(what, group=self.group, cause=error, sequence=number)
+            raise self._broken from error
+
+    def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
+        """Put the collective on a stream of its own, after what the current stream has so far."""
+        device = tensor.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            result = call(SPINS_ALONE)
+            return StreamWork(result, stream.record_event())
+
+    # --- choosing -----------------------------------------------------------------------------------------------------------
+
+    def shared_memory(self) -> SharedMemory:
+        """Collective at the first call. ValueError, on every rank alike, when the ranks can't share memory."""
+        if self._shared is None:
+            try:
+                self._shared = SharedMemory(self.transport, timeout=self.timeout(torch.device("cpu")))
+            except Unavailable as reason:
+                self._shared = str(reason)
+        if isinstance(self._shared, str):
+            raise ValueError(f"algorithm='shared_memory' does not work here: {self._shared}; use 'auto' or 'two_shot'")
+        return self._shared
+
+    def choose(self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]) -> str:
+        """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a group's first call.
+
+        On the CPU "auto" takes only algorithms that give the same bits, so a measurement never changes a result: those that
+        sum in rank order, and the ring where the order does not matter (two ranks, integers). On CUDA it weighs the
+        backend's own against two_shot.
+        """
+        if algorithm != "auto" or self.size == 1:
+            return algorithm
+        if flat.is_cuda:
+            names = ["native", "two_shot"]
+        else:
+            names = ["two_shot", "ring"] if self.size == 2 or flat.dtype in _ORDER_FREE else ["two_shot"]
+            try:
+                self.shared_memory()
+                names.insert(0, "shared_memory")
+            except ValueError:
+                pass
+        if len(names) == 1:
+            return names[0]
+        key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
+        if key not in self._costs:
+            table = probe.measure({n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device)
+            self._costs[key] = self._of_rank_0(table, flat.device)
+        return probe.fastest(self._costs[key], nbytes=flat.numel() * flat.element_size())
+
+    def _of_rank_0(self, table: probe.Table, device: torch.device) -> probe.Table:
+        padded = probe.to_json(table).encode().ljust(_TABLE_WIDTH, b"\0")
+        if device.type == "cpu":
+            return probe.from_json(exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0"))
+        on_device = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+        dist.broadcast(on_device, group_src=0, group=self.group)
+        return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
+
+    def agree(self, kind: str, *, numel: int, dtype: torch.dtype, details: tuple[Any, ...]) -> None:
+        """DisagreementError, on every rank, unless all ranks are about to run this very collective.
+
+        Gloo ends the process when a message has another size than expected, so ranks compare first: one small message to each
+        peer.
+        """
+        name = str(dtype).removeprefix("torch.")
+        check = zlib.crc32(repr((kind, details)).encode())
+        card = _CARD.pack(name.encode()[:16], numel, self._current, check)
+        for peer, theirs in enumerate(exchange_bytes(self.transport, card, width=_CARD.size)):
+            if theirs != card:
+                their_dtype, their_numel, their_number, _ = _CARD.unpack(theirs)
+                raise DisagreementError(
+                    f"rank {self.rank} called its collective {self._current}, {kind} of {numel} elements of {name} {details}; "
+                    f"rank {peer} called its collective {their_number}, with {their_numel} elements of "
+                    f"{their_dtype.rstrip(bytes(1)).decode()} or other options; ranks must call the same collectives in the "
+                    "same order, with equal shapes, dtypes and options",
+                    ranks=[peer],
+                )
+
+
+def communicator_for(group: dist.ProcessGroup | None = None) -> Communicator:
+    """`Communicator.of(group)`."""
+    return Communicator.of(group)

@@ -1,0 +1,72 @@
+"""Which algorithm is the fastest for a tensor of some size: measured once, not guessed.
+
+    seconds(bytes) = latency + bytes / bandwidth        two sizes are timed, the line goes through both
+
+All ranks use rank 0's table, so they always choose alike.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["SIZES", "Cost", "fastest", "from_json", "measure", "to_json"]
+
+SIZES = (4096, 1 << 20)  # bytes
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """seconds = latency + nbytes * per_byte."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency + nbytes * self.per_byte
+
+
+Table = dict[str, Cost]
+
+
+def _time(run: Callable[[Tensor], None], tensor: Tensor) -> float:
+    """The least of a few runs: what disturbs one only makes it longer. The first run warms up."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        start = time.perf_counter()
+        run(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def measure(candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.dtype, device: torch.device) -> Table:
+    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it with the same names."""
+    table = {}
+    for name, run in candidates.items():
+        small, large = (_time(run, torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)) for nbytes in SIZES)
+        per_byte = max(0.0, (large - small) / (SIZES[1] - SIZES[0]))
+        table[name] = Cost(max(0.0, small - per_byte * SIZES[0]), per_byte)
+    return table
+
+
+def fastest(table: Table, *, nbytes: int) -> str:
+    """The candidate with the least cost at this size; the first one of equals."""
+    return min(table, key=lambda name: table[name].seconds(nbytes))
+
+
+def to_json(table: Table) -> str:
+    return json.dumps({name: [cost.latency, cost.per_byte] for name, cost in table.items()})
+
+
+def from_json(text: str | bytes) -> Table:
+    return {name: Cost(*numbers) for name, numbers in json.loads(text).items()}

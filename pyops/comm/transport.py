@@ -1,0 +1,210 @@
+"""How tensors go from rank to rank: the one primitive that every algorithm is written against, and two carriers.
+
+    post(sends, receives) -> Pending        start some sends and receives together; wait() until all are done
+
+    ProcessGroupTransport   point-to-point messages of a torch process group (Gloo, NCCL)
+    VirtualTransport        n threads of one process as ranks: tests without processes, n ranks on one GPU
+
+Messages between two ranks arrive in the order they were posted. Empty tensors are not sent; both sides know their sizes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.comm.failure import PeerError
+
+__all__ = [
+    "Pending",
+    "ProcessGroupTransport",
+    "Transport",
+    "VirtualTransport",
+    "exchange_bytes",
+    "run_staggered",
+    "run_virtual",
+]
+
+Messages = Sequence[tuple[Tensor, int]]  # (flat contiguous tensor, group rank)
+T = TypeVar("T")
+_TAG = 0x70796F  # keeps these messages apart from the user's own on the same group
+
+
+class Pending(Protocol):
+    def wait(self) -> None:
+        """Return when the sent tensors may be written and the received ones read. PeerError names a rank that failed."""
+
+
+class Transport(Protocol):
+    rank: int
+    size: int
+
+    def post(self, sends: Messages, receives: Messages) -> Pending:
+        """Start sending and receiving; tensors must be left alone until the wait."""
+
+
+class _Works:
+    """Several c10d works, each with the rank at the other end."""
+
+    def __init__(self, works: list[tuple[Any, int]], tensors: list[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors  # alive until the wait
+
+    def wait(self) -> None:
+        for work, peer in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(peer, error) from error
+        self._tensors.clear()
+
+
+class ProcessGroupTransport:
+    """Messages over a process group. Tensors travel as bytes where the backend is choosy about dtypes.
+
+    On Gloo the messages carry a tag of their own, so they never meet the user's collectives, whichever thread posts them. On
+    NCCL the sends and receives of a `post` form one batch, so that they can't deadlock, and they follow the current stream.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def post(self, sends: Messages, receives: Messages) -> Pending:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this transport was destroyed")
+        sends = [(t, peer) for t, peer in sends if t.numel()]
+        receives = [(t, peer) for t, peer in receives if t.numel()]
+        tensors = [t for t, _ in (*sends, *receives)]
+        if tensors and tensors[0].is_cuda:
+            return _Works(self._batch(group, sends, receives), tensors)
+        # Receives first: Gloo sends when it knows that somebody waits.
+        works = [self._start(group.recv, t, peer) for t, peer in receives]
+        works += [self._start(group.send, t, peer) for t, peer in sends]
+        return _Works(works, tensors)
+
+    @staticmethod
+    def _start(function: Callable[..., Any], tensor: Tensor, peer: int) -> tuple[Any, int]:
+        try:
+            return function([tensor], peer, _TAG), peer
+        except RuntimeError as error:
+            raise PeerError(peer, error) from error
+
+    @staticmethod
+    def _batch(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[tuple[Any, int]]:
+        if not sends and not receives:
+            return []
+        operations = [
+            dist.P2POp(function, t.view(torch.uint8), group=group, group_peer=peer)
+            for function, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for t, peer in messages
+        ]
+        first_peer = (*sends, *receives)[0][1]
+        return [(work, first_peer) for work in dist.batch_isend_irecv(operations)]
+
+
+class _Mail:
+    def __init__(self, receives: list[tuple[Tensor, int, queue.SimpleQueue[Any]]], timeout: float) -> None:
+        self._receives, self._timeout = receives, timeout
+
+    def wait(self) -> None:
+        for tensor, peer, box in self._receives:
+            try:
+                found = box.get(timeout=self._timeout)
+            except queue.Empty:
+                raise PeerError(peer, f"nothing came within {self._timeout:g} s") from None
+            if found is None:
+                raise PeerError(peer, "it ended")
+            if found.numel() != tensor.numel() or found.dtype != tensor.dtype:
+                sizes = f"{found.numel()} of {found.dtype} came for {tensor.numel()} of {tensor.dtype}"
+                raise PeerError(peer, sizes)
+            tensor.copy_(found)
+
+
+class VirtualTransport:
+    """One of n ranks that are threads of this process; `run_virtual` makes them. Messages are copied when they are posted."""
+
+    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[Any]]], *, timeout: float) -> None:
+        self.rank, self.size = rank, len(boxes)
+        self._boxes, self._timeout = boxes, timeout
+
+    def post(self, sends: Messages, receives: Messages) -> Pending:
+        for tensor, peer in sends:
+            if tensor.numel():
+                self._boxes[self.rank][peer].put(tensor.clone())
+        waiting = [(t, peer, self._boxes[peer][self.rank]) for t, peer in receives if t.numel()]
+        return _Mail(waiting, self._timeout)
+
+    def end(self) -> None:
+        """Tell every peer that nothing more will come."""
+        for box in self._boxes[self.rank]:
+            box.put(None)
+
+
+def run_virtual(size: int, body: Callable[[Transport], T], *, timeout: float = 60.0) -> list[T]:
+    """body(transport) on `size` threads, each a rank; the results in rank order. The first rank's exception is raised."""
+    boxes: list[list[queue.SimpleQueue[Any]]] = [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def run(rank: int) -> None:
+        transport = VirtualTransport(rank, boxes, timeout=timeout)
+        try:
+            results[rank] = body(transport)
+        except BaseException as error:
+            errors[rank] = error
+            transport.end()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # A rank that failed by itself tells more than one that waited for it.
+    for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, PeerError)):
+        raise error
+    return results
+
+
+def run_staggered(rounds: Iterable[Iterator[Pending]], *, window: int) -> None:
+    """Run generators that yield what they wait for, `window` of them at a time: while one waits, another computes.
+
+    Every rank must be given generators that yield equally often: the order of posts is then the same on all ranks.
+    """
+    waiting: deque[tuple[Iterator[Pending], Pending]] = deque()
+
+    def advance(generator: Iterator[Pending]) -> None:
+        pending = next(generator, None)
+        if pending is not None:
+            waiting.append((generator, pending))
+
+    for generator in rounds:
+        while len(waiting) >= window:
+            oldest, pending = waiting.popleft()
+            pending.wait()
+            advance(oldest)
+        advance(generator)
+    while waiting:
+        oldest, pending = waiting.popleft()
+        pending.wait()
+        advance(oldest)
+
+
+def exchange_bytes(transport: Transport, payload: bytes, *, width: int) -> list[bytes]:
+    """Every rank's payload, in rank order, filled up with zeros to `width` bytes (equal on all ranks); CPU only."""
+    if len(payload) > width:
+        raise ValueError(f"payload of {len(payload)} bytes does not fit into width {width}")
+    mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+    rows = [mine if r == transport.rank else torch.empty(width, dtype=torch.uint8) for r in range(transport.size)]
+    others = [r for r in range(transport.size) if r != transport.rank]
+    transport.post([(mine, r) for r in others], [(rows[r], r) for r in others]).wait()
+    return [bytes(row.tolist()) for row in rows]
