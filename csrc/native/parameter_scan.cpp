@@ -126,6 +126,9 @@ public:
     void attach(std::uintptr_t base, std::int64_t columns, std::int64_t column) {
         column_ = reinterpret_cast<std::int64_t*>(base) + column;
         columns_ = columns;
+        std::int64_t row = 0;
+        for (const Seen& seen : seen_)
+            if (seen.kind == ROW) column_[row++ * columns_] = seen.gradient;
     }
 
     std::int64_t rows() const { return rows_; }

@@ -1,0 +1,334 @@
+"""The base of the fused optimizers: torch.optim.Optimizer outside, one launch per param group inside.
+
+    step()   check everything -> gather or reuse each group's table -> norm -> factor -> launch
+             a mistake raises before anything is changed             (clip, unscale: one device scalar)
+
+Subclasses say which states a parameter has and which kernel steps a batch of rows (see adam.py).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.ops.grad_norm import squared_norm, squared_norm_from_table
+from pyops.ops.library import has_kernel, native
+from pyops.optim.checks import (
+    DTYPES,
+    check_gradient,
+    check_gradients_apart,
+    check_hyperparameters,
+    check_parameter,
+    check_settings,
+    name_of,
+    number,
+)
+from pyops.optim.clip import gradient_factor
+from pyops.optim.loading import Loading
+from pyops.optim.plan import Plan
+from pyops.optim.rows import GRAD, PARAM, Batch, Row, batch_of, split_rows
+from pyops.optim.state import check_state, complete_state
+
+__all__ = ["FusedOptimizer"]
+
+Group = dict[str, Any]
+Launch = tuple[Group, Plan | Batch]
+SETTINGS = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_norm", "zero_grad")
+
+
+class FusedOptimizer(Loading, torch.optim.Optimizer):
+    """What all fused optimizers share. `grad_norm`: after a step with max_grad_norm, the norm of all gradients,
+    unscaled and before clipping, a float32 scalar on the device. `reduce_squared_norm`: set it where each process
+    holds a part of the gradients: a callable that takes this process' float64 [2] (sum of squares, count of
+    non-finite elements) and returns the sum over all processes; it is not pickled."""
+
+    _step_supports_amp_scaling = True
+    _table_op = ""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: Group,
+        *,
+        master_weights: bool,
+        state_dtype: torch.dtype,
+        stochastic_rounding: bool,
+        max_grad_norm: float | None,
+        zero_grad: bool,
+    ) -> None:
+        who = type(self).__name__
+        check_settings(
+            state_dtype=state_dtype, master_weights=master_weights, stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm, who=who,
+        )  # fmt: skip
+        self.master_weights, self.state_dtype = master_weights, state_dtype
+        self.stochastic_rounding = stochastic_rounding
+        self.max_grad_norm, self.zeroes_gradients = max_grad_norm, zero_grad
+        self.grad_norm: Tensor | None = None
+        self.reduce_squared_norm: Callable[[Tensor], Tensor] | None = None
+        self._forget()
+        check_hyperparameters(defaults, who=who)
+        params = params if isinstance(params, Tensor) else list(params)
+        if isinstance(params, list) and not params:
+            raise ValueError(f"{who} got an empty parameter list; pass model.parameters() of a model that has some")
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _moments(self, group: Group) -> tuple[str | None, ...]:
+        """Names of the states that a row has, in column order; None for a column that this group leaves empty."""
+
+    @abstractmethod
+    def _make_table(self, columns: list[list[Tensor]], offsets: list[int]) -> Tensor:
+        """A table of the columns."""
+
+    @abstractmethod
+    def _launch(
+        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip: found_inf."""
+
+    # ------------------------------------------------------------------------------------------------ param groups
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as torch.optim does; ValueError or TypeError before anything is added."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
+        who, group = type(self).__name__, dict(param_group)
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        if misplaced := sorted(set(SETTINGS) & set(group)):
+            raise ValueError(f"{who}: {misplaced} belong to the whole optimizer; pass them to {who}(...), not in a group")
+        check_hyperparameters({**self.defaults, **group}, who=who)
+        named = [p if isinstance(p, tuple) else (None, p) for p in group["params"]]
+        tensors = [p for _, p in named]
+        for i, (name, param) in enumerate(named):
+            if isinstance(param, Tensor):
+                label = f"parameter {name!r}" if name else f"parameter {i} of its group (shape {tuple(param.shape)})"
+                check_parameter(param, name=label, who=who)
+        if len({id(p) for p in tensors}) != len(tensors):
+            raise ValueError(f"{who}: a parameter appears twice in one group; pass each once, list(dict.fromkeys(params))")
+        for key in ("copies", "offsets"):
+            if group.get(key) is not None and len(group[key]) != len(tensors):
+                raise ValueError(
+                    f"{who}: {key!r} has {len(group[key])} entries for {len(tensors)} parameters; give one for each"
+                )
+        super().add_param_group(group)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop every plan: the next step gathers anew."""
+        self._plans: dict[int, list[Plan]] = {}
+        self._watch: Any = None
+
+    def _offsets(self, group: Group) -> list[int]:
+        """The number of each parameter's first element, for stochastic rounding: counted through all groups."""
+        if group.get("offsets") is not None:
+            return list(group["offsets"])
+        start = 0
+        for each in self.param_groups:
+            sizes = [p.numel() for p in each["params"]]
+            if each is group:
+                return [start + before for before in accumulate([0, *sizes[:-1]])]
+            start += sum(sizes)
+        raise AssertionError("the group is not one of this optimizer's")
+
+    # ------------------------------------------------------------------------------------------------ gathering
+
+    def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
+        """Raise for anything about these parameters that can't be stepped. Nothing is changed."""
+        indices = list(indices)
+        if self.zeroes_gradients:
+            check_gradients_apart([group["params"][i].grad for i in indices], who=type(self).__name__)
+        who, moments = type(self).__name__, [m for m in self._moments(group) if m]
+        copies = group.get("copies")
+        for i in indices:
+            param, name = group["params"][i], name_of(group, i)
+            check_parameter(param, name=name, who=who)
+            check_gradient(param.grad, param, name=name, who=who, zeroed=self.zeroes_gradients)
+            if state := self.state.get(param):
+                check_state(state, param, moments=moments, name=name, who=who)
+            copy = copies[i] if copies is not None else None
+            if copy is not None and (copy.dtype not in DTYPES or copy.shape != param.shape or copy.device != param.device):
+                raise ValueError(f"{who}: the copy of {name} is {tuple(copy.shape)} on {copy.device}; expected {param.device}")
+
+    def _gather(self, group: Group, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
+        """Rows of checked parameters by device, their state made or completed."""
+        moments = self._moments(group)
+        names = [m for m in moments if m]
+        offsets = self._offsets(group) if self.stochastic_rounding else None
+        copies, rows = group.get("copies"), defaultdict(list)
+        for i in indices:
+            param = group["params"][i]
+            state = self.state[param]
+            master = self.master_weights and param.dtype != torch.float32
+            complete_state(state, param, moments=names, state_dtype=self.state_dtype, master=master)
+            columns = [param, param.grad, *(state[m] if m else None for m in moments)]
+            columns += [state["master"] if master else None, copies[i] if copies is not None else None, state["step"]]
+            rows[param.device].append(Row(i, columns, offsets[i] if offsets is not None else 0))
+        return rows
+
+    def _key(self, group: Group) -> tuple[Any, ...]:
+        """What, besides tensors, decides the columns of a group's table."""
+        copies, offsets = group.get("copies"), group.get("offsets")
+        return (
+            self._moments(group), self.master_weights, self.stochastic_rounding, self.zeroes_gradients,
+            None if copies is None else tuple(map(id, copies)), None if offsets is None else tuple(offsets),
+        )  # fmt: skip
+
+    def _prepare(self) -> list[Launch]:
+        """Every launch of this step. All checks come before any state is made."""
+        if self._watch is not None and not self._watch.unchanged(self.state):
+            self._forget()
+        valid: set[int] = set()
+        wanted: list[list[int]] = []
+        for g, group in enumerate(self.param_groups):
+            check_hyperparameters(group, who=type(self).__name__)
+            params, plans = group["params"], self._plans.get(g)
+            if plans is not None and all(plan.still_holds(params, self._key(group)) for plan in plans):
+                valid.add(g)
+                wanted.append([i for plan in plans for each in plan.leftover for i in each])
+            else:
+                self._plans.pop(g, None)
+                wanted.append([i for i, p in enumerate(params) if p.grad is not None])
+            self._check_rows(group, wanted[g])
+        launches: list[Launch] = []
+        for g, group in enumerate(self.param_groups):
+            rows = self._gather(group, wanted[g]) if wanted[g] else {}
+            if g not in valid:
+                rows = self._make_plans(g, rows)
+            launches += [(group, plan) for plan in self._plans.get(g, ()) if plan.table is not None]
+            for some in rows.values():
+                fast, others = split_rows(some)
+                each = ([fast] if fast else []) + others
+                launches += [(group, batch_of(one, zero_grads=self.zeroes_gradients)) for one in each]
+        if self._plans and (self._watch is None or len(valid) != len(self.param_groups)):
+            module = native()
+            self._watch = module.StateWatch(self.state) if module is not None else None
+        return launches
+
+    def _make_plans(self, g: int, rows: dict[torch.device, list[Row]]) -> dict[torch.device, list[Row]]:
+        """Plans for a group's rows, where there are kernels; returns the rows that no table took."""
+        module, params = native(), self.param_groups[g]["params"]
+        if module is None or not all(has_kernel(self._table_op, device.type) for device in rows):
+            return rows
+        plans, left = [], {}
+        # A group without any gradient has a plan too: to notice the first one.
+        for device, some in (rows or {torch.device("cpu"): []}).items():
+            plan = Plan(params, some, make_table=self._make_table, native=module, zero_grads=self.zeroes_gradients)
+            plan.key = self._key(self.param_groups[g])
+            out = {i for each in plan.leftover for i in each}
+            left[device] = [row for row in some if row.place in out]
+            plans.append(plan)
+        self._plans[g] = plans
+        return {device: some for device, some in left.items() if some}
+
+    def _prepare_traced(self) -> list[Launch]:
+        """Launches for torch.compile: lists of tensors that it can follow, no pointers, no checks of memory."""
+        launches: list[Launch] = []
+        for group in self.param_groups:
+            rows = self._gather(group, [i for i, p in enumerate(group["params"]) if p.grad is not None])
+            launches += [(group, batch_of(some, zero_grads=self.zeroes_gradients)) for some in rows.values()]
+        return launches
+
+    # ------------------------------------------------------------------------------------------------ stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step over every parameter that has a gradient; returns what `closure` returned, called with grad enabled.
+
+        Raises TypeError or ValueError, before anything is changed, for parameters or gradients that can't be stepped.
+        With max_grad_norm, or under a GradScaler, a step whose gradients hold an inf or a nan changes nothing;
+        otherwise it spreads them, as torch.optim does. Never waits for an accelerator.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        compiling = torch.compiler.is_compiling()
+        launches = self._prepare_traced() if compiling else self._prepare()
+        device = self.param_groups[0]["params"][0].device if not launches else device_of(launches[0][1])
+        if device.type == "cuda" and not compiling:
+            self._check_capture()
+        squared = []
+        for _, work in launches:
+            if isinstance(work, Batch):
+                work.load()
+            if self.max_grad_norm is not None:
+                squared.append(squared_norm_of(work))
+        factor, skip, self.grad_norm = gradient_factor(
+            squared, max_norm=self.max_grad_norm, grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None), device=device, reduce=self.reduce_squared_norm,
+        )  # fmt: skip
+        for group, work in launches:
+            self._run(group, work, factor, skip)
+
+    def _run(self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None) -> None:
+        """Launch one table or batch, copy back stand-ins, and tell autograd what was written."""
+        device = device_of(work)
+        lr = group["lr"]
+        rate = lr.reshape(()).to(device, torch.float32) if isinstance(lr, Tensor) and number(lr) is None else None
+        if factor is not None and factor.device != device:
+            factor = factor.to(device)
+        if skip is not None and skip.device != device:
+            skip = skip.to(device)
+        if isinstance(work, Plan):
+            assert work.table is not None
+            self._launch(group, work.table, rate, factor, skip)
+            written = work.written
+            if self.zeroes_gradients:
+                written = written + [p.grad for p in group["params"] if p.grad is not None]
+        else:
+            self._launch(group, work, rate, factor, skip)
+            work.store()
+            written = work.columns[PARAM] + work.columns[-2] + (work.columns[GRAD] if self.zeroes_gradients else [])
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(written)
+
+    @torch.no_grad()
+    def step_parameter(self, group: int, index: int) -> None:
+        """Step one parameter now, param_groups[group]["params"][index]: what fuse_into_backward does with each."""
+        chosen = self.param_groups[group]
+        check_hyperparameters(chosen, who=type(self).__name__)
+        self._check_rows(chosen, [index])
+        for rows in self._gather(chosen, [index]).values():
+            batch = batch_of(rows, zero_grads=self.zeroes_gradients)
+            batch.load()
+            self._run(chosen, batch, None, None)
+
+    def _check_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing() and not all(group["capturable"] for group in self.param_groups):
+            raise RuntimeError(
+                f"step() of {type(self).__name__} is being captured in a CUDA graph, but capturable is False: build the "
+                "optimizer with capturable=True, and pass lr as a tensor on the device if it is to change between replays"
+            )
+
+    def refresh_masters(self) -> None:
+        """Set every master to its parameter: call it after loading weights into a model that has already been
+        stepped."""
+        for param, state in self.state.items():
+            if "master" in state:
+                state["master"].copy_(param.detach())
+
+
+def squared_norm_of(work: Plan | Batch) -> Tensor:
+    if isinstance(work, Batch):
+        return squared_norm(work.columns[GRAD])
+    assert work.table is not None
+    return squared_norm_from_table(work.table)
+
+
+def device_of(work: Plan | Batch) -> torch.device:
+    if isinstance(work, Batch):
+        return work.columns[PARAM][0].device
+    assert work.table is not None
+    return work.table.device

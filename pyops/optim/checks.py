@@ -1,0 +1,126 @@
+"""What an optimizer refuses, and what it says then: every mistake is found before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pyops.optim.layout import has_overlap, is_dense, overlapping
+
+__all__ = [
+    "DTYPES",
+    "check_gradient",
+    "check_gradients_apart",
+    "check_hyperparameters",
+    "check_parameter",
+    "check_settings",
+    "name_of",
+    "number",
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def number(value: float | Tensor) -> float | None:
+    """A hyper-parameter as a number; None for a tensor on an accelerator, which can't be read without waiting for
+    it."""
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if value.device.type == "cpu" else None
+
+
+def name_of(group: Mapping[str, Any], index: int) -> str:
+    """What a message calls a parameter: its name where the optimizer was given names."""
+    param = group["params"][index]
+    names = group.get("param_names")
+    return f"parameter {names[index]!r}" if names else f"parameter {index} of its group (shape {tuple(param.shape)})"
+
+
+def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
+    """Raise ValueError for an lr, betas, eps or weight_decay out of range, or an option that no kernel has."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{who}: lr as a tensor must have 1 element, got shape {tuple(lr.shape)}")
+    if (rate := number(lr)) is not None and not (rate >= 0.0 and math.isfinite(rate)):
+        raise ValueError(f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it")
+    betas = group["betas"]
+    if len(betas) != 2:
+        raise ValueError(f"{who}: betas={betas} must be two numbers, such as (0.9, 0.999)")
+    for i, beta in enumerate(betas):
+        if (value := number(beta)) is None:
+            raise ValueError(f"{who}: betas[{i}] is a tensor on {beta.device}; pass a Python float")
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{who}: betas[{i}]={value} must be in [0, 1)")
+    for key in ("eps", "weight_decay"):
+        if not (group[key] >= 0.0 and math.isfinite(group[key])):
+            raise ValueError(f"{who}: {key}={group[key]} must be a finite number >= 0")
+    if group["differentiable"]:
+        raise ValueError(f"{who}: differentiable=True has no fused kernel; use torch.optim.{who} to differentiate a step")
+    if group["fused"] and group["foreach"]:
+        raise ValueError(f"{who}: fused and foreach can't both be True; leave both out, the step is always fused")
+
+
+def check_settings(
+    *, state_dtype: torch.dtype, master_weights: bool, stochastic_rounding: bool, max_grad_norm: float | None, who: str
+) -> None:
+    """Raise for a setting of the whole optimizer that makes no sense."""
+    if state_dtype not in DTYPES:
+        raise ValueError(f"{who}: state_dtype={state_dtype} must be one of {[str(d) for d in DTYPES]}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"{who}: max_grad_norm={max_grad_norm} must be > 0; None turns clipping off")
+    if master_weights and stochastic_rounding and state_dtype == torch.float32:
+        raise ValueError(
+            f"{who}: stochastic_rounding has nothing to round with master_weights=True and state_dtype=torch.float32; "
+            "drop one of them, or choose a 16-bit state_dtype"
+        )
+
+
+def check_parameter(param: Tensor, *, name: str, who: str) -> None:
+    """Raise TypeError or ValueError for a parameter that can't be stepped: complex, integer, sparse, overlapping."""
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(
+            f"{who}: {name} is a {type(param).__name__}, whose memory the kernels can't walk; pass the local tensors, or use "
+            f"torch.optim.{who}"
+        )
+    if param.is_complex():
+        raise TypeError(f"{who}: {name} is complex ({param.dtype}); optimize torch.view_as_real(parameter) instead")
+    if not param.is_floating_point():
+        raise TypeError(f"{who}: {name} is of integers ({param.dtype}), which have no gradient; leave it out")
+    if param.dtype not in DTYPES:
+        raise TypeError(f"{who}: {name} is {param.dtype}; expected float32, bfloat16 or float16. Use torch.optim.{who} for it")
+    if param.layout != torch.strided:
+        raise TypeError(f"{who}: {name} has layout {param.layout}; expected a dense (strided) tensor")
+    if has_overlap(param):
+        raise ValueError(
+            f"{who}: {name} with strides {param.stride()} has elements that share memory (an expanded tensor?), so that a "
+            "step has no meaning; pass parameter.contiguous() or the tensor it was expanded from"
+        )
+
+
+def check_gradient(grad: Tensor, param: Tensor, *, name: str, who: str, zeroed: bool) -> None:
+    """Raise TypeError or ValueError for a gradient that doesn't fit its parameter."""
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"{who}: the gradient of {name} is sparse ({grad.layout}); build the embedding with sparse=False, or use "
+            "torch.optim.SparseAdam for it"
+        )
+    if grad.dtype not in DTYPES:
+        raise TypeError(f"{who}: the gradient of {name} is {grad.dtype}; expected float32, bfloat16 or float16")
+    if grad.device != param.device:
+        raise ValueError(f"{who}: the gradient of {name} is on {grad.device}, the parameter on {param.device}; move one")
+    if grad.shape != param.shape:
+        raise ValueError(f"{who}: the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}")
+    if zeroed and has_overlap(grad):
+        raise ValueError(f"{who}: zero_grad=True can't zero the gradient of {name}: it is expanded; pass grad.contiguous()")
+
+
+def check_gradients_apart(grads: Sequence[Tensor], *, who: str) -> None:
+    """Raise ValueError where gradients share memory and are to be zeroed: one would be zero before it is read."""
+    dense = [g for g in grads if g.layout == torch.strided and is_dense(g)]
+    if clash := overlapping(dense):
+        raise ValueError(f"{who}: zero_grad=True, but {len(clash)} gradients share memory; give each parameter its own")

@@ -1,0 +1,104 @@
+"""Rows of tensors that one launch steps, gathered from a param group with every check, and stand-ins for odd layouts.
+
+    param | grad | the optimizer's own states ... | master | copy | step        one row per parameter with a gradient
+
+A tensor with gaps, or laid out otherwise than its parameter, is copied into a dense stand-in before the launch and
+copied back after it: exact, and memory between its elements is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyops.optim.layout import is_dense, lies_like, overlapping
+
+__all__ = ["Batch", "Row", "split_rows"]
+
+PARAM, GRAD = 0, 1
+
+
+class Row(NamedTuple):
+    """One parameter's tensors in column order, None where it has none; `place` in its group; `offset`: its first
+    element's number for stochastic rounding."""
+
+    place: int
+    tensors: list[Tensor | None]
+    offset: int
+
+
+class Exchange(NamedTuple):
+    """A tensor and its dense stand-in; `written`: the launch changes it, so it is copied back."""
+
+    tensor: Tensor
+    stand_in: Tensor
+    written: bool
+
+
+class Batch(NamedTuple):
+    """Columns for one launch, and the stand-ins among them."""
+
+    columns: list[list[Tensor]]
+    offsets: list[int]
+    exchanges: list[Exchange]
+
+    def load(self) -> None:
+        """Copy into the stand-ins."""
+        for exchange in self.exchanges:
+            exchange.stand_in.copy_(exchange.tensor)
+
+    def store(self) -> None:
+        """Copy back what the launch changed."""
+        for exchange in self.exchanges:
+            if exchange.written:
+                exchange.tensor.copy_(exchange.stand_in)
+
+
+def _walkable(row: Row) -> bool:
+    """Whether all of a row's tensors are dense and laid out alike."""
+    tensors = [t for t in row.tensors[:-1] if t is not None]
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    strides = tensors[PARAM].stride()
+    return is_dense(tensors[PARAM]) and all(lies_like(t, strides) for t in tensors)
+
+
+def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
+    """Columns of the rows, with stand-ins where a row needs them. A column that no row uses is empty."""
+    exchanges: list[Exchange] = []
+    width = len(rows[0].tensors)
+    columns: list[list[Tensor]] = [[] for _ in range(width)]
+    param = rows[0].tensors[PARAM]
+    assert param is not None
+    absent = torch.empty(0, device=param.device)
+    for row in rows:
+        param = row.tensors[PARAM]
+        assert param is not None
+        strides = param.stride() if is_dense(param) else torch.empty_like(param).stride()
+        for column, tensor in enumerate(row.tensors):
+            if tensor is None:
+                tensor = absent
+            elif column < width - 1 and not (is_dense(tensor) and lies_like(tensor, strides)):
+                stand_in = torch.empty_strided(tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device)
+                exchanges.append(Exchange(tensor, stand_in, column != GRAD or zero_grads))
+                tensor = stand_in
+            columns[column].append(tensor)
+    columns = [[] if all(t is absent for t in column) else column for column in columns]
+    return Batch(columns, [row.offset for row in rows], exchanges)
+
+
+def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[list[Row]]]:
+    """Rows of one device that a table may hold, and the others in lists that must be launched one after the other.
+
+    Parameters that share memory are stepped in their order, each alone, as torch does.
+    """
+    params = [row.tensors[PARAM] for row in rows]
+    shared = overlapping([p for p in params if p is not None])
+    fast = [row for i, row in enumerate(rows) if i not in shared and _walkable(row)]
+    taken = {row.place for row in fast}
+    together = [row for i, row in enumerate(rows) if i not in shared and row.place not in taken]
+    alone = [[row] for i, row in enumerate(rows) if i in shared]
+    return fast, ([together] if together else []) + alone
