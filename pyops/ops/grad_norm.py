@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
-from pyops.ops.table import COLUMNS, GRAD, hidden_operands, tensor_at
+from pyops.ops.table import COLUMNS, GRAD, hidden_operands, row_problem, tensor_at
 
 __all__ = [
     "squared_norm",
@@ -42,6 +42,9 @@ def squared_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
     """The meaning of `squared_norm` in plain torch, up to the order of the float64 sum."""
     if not tensors:
         raise ValueError("squared_norm needs at least one tensor, got an empty list")
+    for i, t in enumerate(tensors):
+        if (problem := row_problem("tensors", i, t, t)) is not None:
+            raise ValueError(problem)
     squares = torch.stack([t.detach().double().square().sum() for t in tensors]).sum()
     nonfinite = torch.stack([(~t.detach().isfinite()).sum() for t in tensors]).sum()
     return torch.stack([squares, nonfinite.double()])

@@ -46,7 +46,7 @@ def row_problem(name: str, index: int, t: Tensor, param: Tensor) -> str | None:
     """What keeps `t` from being walked beside `param`, or None."""
     where = f"{name}[{index}]"
     if t.dtype not in DTYPES:
-        return f"{where} is {t.dtype}; expected one of {DTYPES}"
+        return f"{where} must be float32, bfloat16 or float16, got {t.dtype}"
     if t.device != param.device:
         return f"{where} is on {t.device}, its parameter on {param.device}; move it there"
     if not _is_dense(t):

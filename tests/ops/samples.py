@@ -1,0 +1,87 @@
+"""Arguments for every op of the library, with pairwise different, non-default scalars.
+
+The stable ABI compares no schema with a C++ signature: two swapped scalars show only when they differ. A test walks the
+library and fails for an op that has no sample here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
+
+ADAM_SCALARS = {
+    "lr": 0.03, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.2, "decoupled": True, "maximize": False,
+    "zero_grads": True, "stochastic_rounding": False, "seed": 7,
+}  # fmt: skip
+
+
+def adam_lists(device: torch.device, sizes: tuple[tuple[int, ...], ...] = ((5,), (3, 4))) -> list[list[Tensor]]:
+    """params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps."""
+
+    def several(scale: float = 1.0) -> list[Tensor]:
+        return [torch.randn(size, device=device) * scale for size in sizes]
+
+    params, squares = several(), [t.abs() for t in several()]
+    return [
+        [p.bfloat16() for p in params], several(), several(0.1), squares, [2 * v for v in squares], params,
+        [torch.zeros(size, device=device, dtype=torch.float16) for size in sizes],
+        [torch.tensor(float(3 + i), device=device) for i in range(len(sizes))],
+    ]  # fmt: skip
+
+
+def _device_scalars(device: torch.device) -> list[Tensor]:
+    """lr_tensor, grad_factor, found_inf."""
+    return [torch.tensor(x, device=device) for x in (0.04, 0.5, 0.0)]
+
+
+def _adam(device: torch.device) -> Sample:
+    return (*adam_lists(device), *_device_scalars(device)), {**ADAM_SCALARS, "offsets": [11, 29]}
+
+
+def _adam_from_table(device: torch.device) -> Sample:
+    lists = adam_lists(device)
+    table = torch.ops.pyops.adam_table.default(*lists, [11, 29])
+    table.keep_alive = lists
+    return (table, *_device_scalars(device)), ADAM_SCALARS
+
+
+def _norm_from_table(device: torch.device) -> Sample:
+    return _adam_from_table(device)[0][:1], {}
+
+
+def _rows(device: torch.device) -> list[Tensor]:
+    return [torch.randn(6, device=device).bfloat16() for _ in range(3)]
+
+
+_PLACE = {"key": -3, "offset": 5, "row": 3, "row_stride": 8}
+
+SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
+    "adam_": _adam,
+    "adam_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
+    "adam_from_table_": _adam_from_table,
+    "squared_norm": lambda device: (([torch.randn(5, device=device), torch.randn(3, device=device).half()],), {}),
+    "squared_norm_from_table": _norm_from_table,
+    "accumulate_": lambda device: ((torch.randn(6, device=device), _rows(device)[0]), {"scale": 0.5}),
+    "sum_rows_": lambda device: ((torch.randn(6, device=device), _rows(device)), {"scale": 0.25}),
+    "scale_cast_": lambda device: ((torch.zeros(6, device=device).half(), _rows(device)[0]), {"scale": 0.75}),
+    "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
+    "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
+    "philox_dropout_mask_": lambda device: (
+        (torch.zeros(2, 3, device=device, dtype=torch.bool),),
+        {"p": 0.3, **_PLACE},
+    ),
+}
+
+# Operands of these hide behind pointers; their fakes refuse.
+UNTRACEABLE = ("adam_from_table_", "squared_norm_from_table")
+
+# What opcheck can't ask: a table's numbers are pointers, another one in each run.
+OPCHECKS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(UNTRACEABLE, ("test_schema",)),
+    "adam_table": ("test_schema", "test_faketensor", "test_autograd_registration"),
+}

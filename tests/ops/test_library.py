@@ -1,0 +1,94 @@
+"""Every op of the library: it has a sample, passes opcheck, and a kernel that agrees with its reference on the sample."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import pyops
+from pyops.ops import library
+from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
+
+STEMS = ("optim", "grad_norm", "reduce", "random")
+
+
+def ops() -> list[str]:
+    """Names of all ops of the library, asked of the dispatcher."""
+    importlib.import_module("pyops.ops")
+    return sorted({n.removeprefix("pyops::").split(".")[0] for n in torch._C._dispatch_get_all_op_names()
+                   if n.startswith("pyops::")})  # fmt: skip
+
+
+def reference_of(op: str):
+    name = f"{op.removesuffix('_')}_reference"
+    modules = [importlib.import_module(f"pyops.ops.{stem}") for stem in STEMS]
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+def test_every_op_has_a_sample():
+    assert len(ops()) >= 11
+    assert set(ops()) == set(SAMPLES), "write a sample in tests/ops/samples.py"
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_opcheck(op: str, device: torch.device):
+    args, kwargs = SAMPLES[op](device)
+    packet = getattr(torch.ops.pyops, op).default
+    checks = OPCHECKS.get(op)
+    torch.library.opcheck(packet, args, kwargs, **({"test_utils": checks} if checks else {}))
+
+
+@pytest.mark.parametrize("op", sorted(set(SAMPLES) - {"adam_table"}))
+def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.device, isa: str):
+    """Pairwise different scalars: a swapped pair in a signature shows here."""
+    if op in UNTRACEABLE and device.type != "cpu":
+        pytest.skip("the reference reads a table on the CPU only")
+    results = []
+    for call in (getattr(torch.ops.pyops, op).default, reference_of(op)):
+        torch.manual_seed(5)
+        args, kwargs = SAMPLES[op](device)
+        out = call(*args, **kwargs)
+        lists = args[0].keep_alive if op in UNTRACEABLE else [a for a in args if a is not None]
+        results.append([t for a in ([out] if out is not None else []) + list(lists)
+                        for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)])  # fmt: skip
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2**-7 if actual.dtype == torch.bfloat16 else 1e-3, atol=1e-6)
+
+
+def test_table_agrees_with_reference_but_for_pointers(device: torch.device):
+    args, kwargs = SAMPLES["adam_table"](device)
+    table = torch.ops.pyops.adam_table.default(*args, **kwargs)
+    assert table.device.type == device.type
+    assert torch.equal(table.cpu(), reference_of("adam_table")(*args, **kwargs).cpu())
+
+
+@pytest.mark.parametrize("op", UNTRACEABLE)
+def test_what_hides_behind_pointers_refuses_to_be_traced(op: str, device: torch.device):
+    args, kwargs = SAMPLES[op](device)
+    with pytest.raises(Exception, match=r"can't be traced; call pyops\.ops"):
+        torch.compile(lambda *a: getattr(torch.ops.pyops, op)(*a, **kwargs), backend="eager", fullgraph=True)(*args)
+
+
+def test_has_kernel(device: torch.device):
+    built = library.build_info()["extension"]
+    assert all(pyops.has_kernel(op, "cpu") == built for op in ops())
+    assert all(pyops.has_kernel(op, "cuda") == (built and library.build_info()["cuda"]) for op in ops())
+    assert not pyops.has_kernel("adam_", "xpu")
+    if built:
+        with pytest.raises(ValueError, match="no op 'adamm_'"):
+            pyops.has_kernel("adamm_", "cpu")
+
+
+def test_a_missing_kernel_names_the_build_option():
+    refuse = library._missing_kernel("adam_")
+    with pytest.raises(RuntimeError, match=r"pyops::adam_ has no kernel for cpu tensors.*PYOPS_NO_EXT=1"):
+        refuse([torch.zeros(1)])
+
+
+@pytest.mark.cpu_only
+def test_use_isa_refuses_an_unknown_name():
+    with pytest.raises(ValueError, match="'sse9' is not among"), library.use_isa("sse9"):
+        pass
+    assert library.isa() in [*library.isas(), "none"]
