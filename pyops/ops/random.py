@@ -177,7 +177,7 @@ def philox_normal_reference(out: Tensor, *, key: int, offset: int, row: int, row
     first = (index & 2).unsqueeze(-1)
     u = ((words.gather(-1, first).squeeze(-1) >> 1).to(torch.float32) + 1.0) * 2.0**-31
     angle = (words.gather(-1, first + 1).squeeze(-1) >> 8).to(torch.float32) * 2.0**-24
-    radius = torch.sqrt(_log(u) * -2.0)
+    radius = torch.sqrt((_log(u) * -2.0).double()).float()  # torch's fp32 sqrt on the CPU is not always the nearest
     sine, cosine = _sin_cos_turns(angle)
     out.copy_((radius * torch.where((index & 1) == 1, sine, cosine)).view(out.shape))
 
