@@ -4,9 +4,9 @@
                                   then o --result--> o+1 --> o+2 --> o+3
 
 The order of summation of an element is o+1, o+2, ..., o, and o depends only on its absolute position: pieces are cut at
-multiples of the segment length in the buffer, of which the tensor is the part that begins at `offset`; piece j belongs to rank j % n.
-So the result does not depend on how a buffer is cut into buckets. 16-bit values are shipped raw on the first hop and as fp32
-partial sums afterwards.
+multiples of the segment length in the buffer, of which the tensor is the part that begins at `offset`; piece j belongs to
+rank j % n. So the result does not depend on how a buffer is cut into buckets. 16-bit values are shipped raw on the first hop
+and as fp32 partial sums afterwards.
 
 n consecutive pieces, one per owner, make a round; several rounds are on their way at once, so that one is summed while the next
 one travels. Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; as segmented in Gloo's allreduce_ring_chunked.

@@ -1,0 +1,96 @@
+"""A rank that dies or stalls: every other rank gets an error within the timeout that names rank, collective and bucket."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.comm import CommunicationError, all_reduce
+from tests.workers import ROOT, spawn_ranks
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
+
+GROUP_TIMEOUT = 3.0
+VICTIM = 1
+
+
+def _lose_a_rank(rank: int, group: Any, algorithm: str, how: str, async_op: bool) -> tuple[str, tuple[int, ...], float, str]:
+    x = torch.ones(500_000)
+    for _ in range(2):
+        all_reduce(x, group=group, algorithm=algorithm)
+    if rank == VICTIM:
+        if how == "dies":
+            os._exit(7)
+        time.sleep(GROUP_TIMEOUT + 5)  # longer than the others take to give up
+    start = time.monotonic()
+    try:
+        found = all_reduce(x, group=group, algorithm=algorithm, label="bucket 3 of 7", async_op=async_op)
+        if async_op:
+            found.wait()
+    except CommunicationError as error:
+        took = time.monotonic() - start
+        try:
+            all_reduce(x, group=group, algorithm=algorithm)
+        except CommunicationError as second:
+            return str(error), error.ranks, took, str(second)
+        raise AssertionError("a group that lost a rank went on") from None
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [(name, "dies") for name in ("shared_memory", "ring", "two_shot", "native")]
+    + [("shared_memory", "stalls"), ("ring", "stalls")],
+)
+def test_every_other_rank_names_the_lost_one(algorithm: str, how: str):
+    outcomes = spawn_ranks(4, _lose_a_rank, algorithm, how, algorithm == "ring", timeout=60, group_timeout=GROUP_TIMEOUT)
+    for outcome in outcomes:
+        if outcome.rank == VICTIM and how == "dies":
+            assert outcome.exitcode == 7
+            continue
+        assert outcome.error is None, outcome.error
+        message, ranks, took, second = outcome.result
+        assert "all_reduce of bucket 3 of 7 (500000 elements of torch.float32" in message
+        assert "was not started, after: " in second
+        if outcome.rank == VICTIM:
+            continue
+        assert ranks == (VICTIM,), message
+        assert f"rank {VICTIM} died" in message or f"rank {VICTIM} stalled" in message
+        assert took < GROUP_TIMEOUT + 6
+
+
+def _leave_memory_behind(rank: int, group: Any) -> None:
+    all_reduce(torch.ones(5), group=group, algorithm="shared_memory")
+    os._exit(9)
+
+
+def test_nothing_is_left_in_dev_shm_after_a_crash():
+    before = set(os.listdir("/dev/shm"))
+    outcomes = spawn_ranks(2, _leave_memory_behind, timeout=30)
+    assert [o.exitcode for o in outcomes] == [9, 9]
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("pyops")}
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from pyops.comm import all_reduce
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+work = all_reduce(torch.ones(3), async_op=True)
+work.wait()
+{end}
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "all_reduce(torch.ones(1 << 20), async_op=True)"])
+def test_a_program_ends_when_it_is_at_its_end(end: str):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
