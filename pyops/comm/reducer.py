@@ -28,9 +28,7 @@ __all__ = ["Reducer"]
 class Communicator(Protocol):
     """What a reducer needs of pyops.comm's communicator: an all-reduce that names the bucket in its errors."""
 
-    def all_reduce(
-        self, tensor: torch.Tensor, *, op: str, algorithm: str, async_op: bool, offset: int, label: str
-    ) -> Any: ...
+    def all_reduce(self, tensor: torch.Tensor, *, op: str, algorithm: str, async_op: bool, offset: int, label: str) -> Any: ...
 
 
 class Reducer:
@@ -143,9 +141,7 @@ class Reducer:
     def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Any:
         if self.communicator is None:
             return None
-        return self.communicator.all_reduce(
-            tensor, op=op, algorithm=self.algorithm, async_op=True, offset=offset, label=label
-        )
+        return self.communicator.all_reduce(tensor, op=op, algorithm=self.algorithm, async_op=True, offset=offset, label=label)
 
     @torch.no_grad()
     def _finish(self) -> None:
