@@ -10,6 +10,7 @@ What the user can put right is one line on rank 0 and exit code 2; a run stopped
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import subprocess
@@ -116,7 +117,6 @@ def _ops() -> set[str]:
     """The names of all ops of pyops."""
     import torch
 
-    import pyops.ops
-
+    importlib.import_module("pyops.ops")  # which defines them
     names = torch._C._dispatch_get_all_op_names()
     return {name.removeprefix("pyops::").split(".")[0] for name in names if name.startswith("pyops::")}

@@ -78,10 +78,11 @@ class OptimizerConfig:
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
-    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0:
-    all of its share. precision: "fp32", or "bf16": bf16 parameters and gradients, fp32 master weights and moments.
-    device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every,
-    checkpoint_every: steps; 0: only at the end. keep: checkpoints that stay.
+    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0: all
+    of its share. precision: "fp32", or "bf16": bf16 parameters and gradients, fp32 master weights and moments.
+    device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each time.
+    algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
+    keep: checkpoints that stay.
     """
 
     steps: int = 1000

@@ -226,8 +226,8 @@ class Run:
         """Step the optimizer, unless the loss or a gradient is not finite; the gradient's norm, None when it is not."""
         if finite:
             self.optimizer.step()  # looks at the norm itself, and changes nothing but zeroes gradients if it is not finite
-            norm = float(self.optimizer.grad_norm)
-            if _is_finite(norm):
+            assert self.optimizer.grad_norm is not None
+            if _is_finite(norm := float(self.optimizer.grad_norm)):
                 return norm
         for buffer in self.parallel.flat:
             buffer.zero_grad()

@@ -148,9 +148,7 @@ save(sys.argv[1], {"model": {"w": torch.full((50, 20), 2.0)}, "step": 2})
 
 def test_a_killed_save_leaves_the_old_one_whole(tmp_path):
     save(tmp_path / "c", make_state(1.0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_SAVE, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", SLOW_SAVE, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)

@@ -54,9 +54,7 @@ def test_what_a_file_cannot_hold(tmp_path):
     assert not (tmp_path / "t").exists()
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"abc", (1 << 40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[}"]
-)
+@pytest.mark.parametrize("text", [b"", b"abc", (1 << 40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[}"])
 def test_a_header_that_makes_no_sense(tmp_path, text):
     (tmp_path / "t").write_bytes(text)
     with pytest.raises(ValueError):

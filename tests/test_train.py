@@ -1,0 +1,346 @@
+"""A run: the same losses on any number of ranks and against a plain loop, the same bits after a resume, and nothing "
+"half-done."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pyops.checkpoint import load
+from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig
+from pyops.data import Batches, CorpusError, DataConfig, prepare
+from pyops.metrics import read_rows
+from pyops.models import GPT, GPTConfig
+from pyops.train import Run, StopRequest, train
+
+STEPS = 20
+
+
+def config_of(folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0, **options: Any) -> Config:
+    """A tiny run on a text of which it can learn something in 20 steps."""
+    text = folder / "text.py"
+    if not text.exists():
+        text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
+    given = {"steps": STEPS, "batch": 8, "validation_sequences": 6, "sample_tokens": 5, "validate_every": 0, **options}
+    return Config(
+        name=name,
+        model=GPTConfig(sequence_length=16, num_layers=2, num_heads=2, dim=16, dropout=dropout),
+        data=DataConfig(path=str(text), cache=str(folder / "cache")),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
+        train=TrainConfig(folder=str(folder / "runs"), device=torch.device(device).type, **given),
+    )
+
+
+def losses(config: Config) -> list[float]:
+    return [row["loss"] for row in read_rows(config.folder / "metrics.jsonl")]
+
+
+def same(a: list[float], b: list[float], *, within: float = 1e-5) -> bool:
+    return len(a) == len(b) and max(abs(x - y) for x, y in zip(a, b, strict=True)) <= within
+
+
+def train_on_rank(rank: int, group: object, config: Config, resume: bool = False) -> Any:
+    """Body of a worker: the outcome, or what it was told."""
+    try:
+        return train(config, resume=resume)
+    except (ConfigError, CorpusError) as error:
+        return str(error)
+
+
+def plain_losses(config: Config, device: torch.device) -> list[float]:
+    """The same run in plain torch: no flat buffers, no kernels, torch's AdamW, the whole batch at once."""
+    options = config.optimizer
+    batches = Batches(prepare(config.data), sequence_length=16, global_batch=config.train.batch, seed=config.train.seed)
+    model = GPT(config.model, seed=config.train.seed, device=device)
+    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": options.weight_decay},
+              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
+    found = []
+    for step in range(config.train.steps):
+        rows = batches.next().to(device)
+        loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr_at(step, num_steps=config.train.steps)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_the_losses_are_those_of_a_plain_loop(tmp_path, device):
+    config = config_of(tmp_path, device)
+    outcome = train(config)
+    ours, plain = losses(config), plain_losses(config, device)
+    assert plain[0] - plain[-1] > 1.0, "it learns nothing, so this shows nothing"
+    assert same(ours, plain, within=1e-4)
+    assert outcome.steps == STEPS
+    assert outcome.validation_loss == pytest.approx(plain[-1], abs=0.3)
+
+
+def test_what_a_run_leaves(tmp_path, device, capsys):
+    config = config_of(tmp_path, device, validate_every=8, checkpoint_every=5, keep=2)
+    outcome = train(config)
+    names = {path.name for path in config.folder.iterdir()}
+    assert names >= {"metrics.jsonl", "config.json", "loss.png", "sample.txt", "checkpoints", "tensorboard"}
+    assert [p.name for p in sorted((config.folder / "checkpoints").iterdir())] == ["step-00000015", "step-00000020"]
+    rows = read_rows(config.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["step"] + 1 for row in rows if "validation_loss" in row] == [8, 16, 20]
+    assert rows[-1]["validation_loss"] == outcome.validation_loss
+    assert all(row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+    shown = capsys.readouterr().out
+    assert f"validation loss {outcome.validation_loss:.3f} nats per byte, a byte-bigram model" in shown
+    again = train(config)
+    assert (config.folder.parent / "run.1" / "metrics.jsonl").exists(), "the run from before is not overwritten"
+    assert again.validation_loss == outcome.validation_loss
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("num_ranks", "dropout"), [(2, 0.0), (2, 0.2), (4, 0.2)])
+def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout):
+    one = config_of(tmp_path, "cpu", name="one", dropout=dropout)
+    many = dataclasses.replace(one, name="many")
+    train(one)
+    outcomes = world(num_ranks).run(train_on_rank, many)
+    assert losses(one)[0] - losses(one)[-1] > 0.5, "it learns nothing, so this shows nothing"
+    assert same(losses(one), losses(many))
+    assert len({o.steps for o in outcomes}) == 1
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_micro_batches_do_not_change_the_losses(tmp_path, device, micro_batch):
+    whole = config_of(tmp_path, device, name="whole", dropout=0.2)
+    parts = config_of(tmp_path, device, name="parts", dropout=0.2, micro_batch=micro_batch)
+    train(whole), train(parts)
+    assert same(losses(whole), losses(parts))
+
+
+@pytest.mark.cpu_only
+def test_micro_batches_on_ranks(world, tmp_path):
+    one = config_of(tmp_path, "cpu", name="one")
+    train(one)
+    many = config_of(tmp_path, "cpu", name="many", micro_batch=2)
+    world(2).run(train_on_rank, many)
+    assert same(losses(one), losses(many))
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A SIGTERM arrives while this step is computed."""
+    inner = Run.train_step
+
+    def stopping(self: Run, *, stop: bool = False) -> Any:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, stop=stop)
+
+    monkeypatch.setattr(Run, "train_step", stopping)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precision):
+    straight = config_of(tmp_path, device, name="straight", dropout=0.2, precision=precision)
+    broken = config_of(tmp_path, device, name="broken", dropout=0.2, precision=precision)
+    train(straight)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        stop_before(patch, 7)
+        outcome = train(broken)
+    assert outcome.stopped_by == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert 7 < outcome.steps < 10
+    assert len(losses(broken)) == outcome.steps
+    finished = train(broken, resume=True)
+    assert finished.steps == STEPS
+    assert losses(broken) == losses(straight)
+    ours, theirs = (load(c.folder / "checkpoints" / "step-00000020")[0] for c in (broken, straight))
+    for name, tensor in theirs["model"].items():
+        assert torch.equal(ours["model"][name], tensor), name
+    for name, moments in theirs["optimizer"].items():
+        assert set(moments) >= {"exp_avg", "exp_avg_sq", "step"}
+        for key, tensor in moments.items():
+            assert torch.equal(torch.as_tensor(ours["optimizer"][name][key]), torch.as_tensor(tensor)), (name, key)
+    assert ours["data"] == theirs["data"]
+
+
+def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch):
+    """Killed at step 9, the last checkpoint from step 5: rows 5 to 8 are dropped, and come out the same."""
+    straight = config_of(tmp_path, device, name="straight", checkpoint_every=5)
+    broken = config_of(tmp_path, device, name="broken", checkpoint_every=5)
+    train(straight)
+    inner = Run.train_step
+
+    def dying(self: Run, *, stop: bool = False) -> Any:
+        if self.step == 9:
+            raise RuntimeError("killed")
+        return inner(self, stop=stop)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(Run, "train_step", dying)
+        train(broken)
+    assert len(losses(broken)) == 9
+    train(broken, resume=True)
+    assert losses(broken) == losses(straight)
+
+
+def train_and_stop_rank_1(rank: int, group: object, config: Config) -> Any:
+    """Only rank 1 is told to stop, in step 7."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            stop_before(patch, 7)
+        return train(config)
+
+
+@pytest.mark.cpu_only
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(world, tmp_path):
+    straight = config_of(tmp_path, "cpu", name="straight", dropout=0.2)
+    broken = dataclasses.replace(straight, name="broken")
+    world(2).run(train_on_rank, straight)
+    first, second = world(2).run(train_and_stop_rank_1, broken)
+    assert first.steps == second.steps
+    assert 7 < first.steps < 10
+    assert first.stopped_by == second.stopped_by == signal.SIGTERM
+    world(2).run(train_on_rank, broken, True)
+    assert losses(broken) == losses(straight)
+
+
+@pytest.mark.cpu_only
+def test_a_run_of_two_ranks_resumes_on_one(world, tmp_path):
+    straight = config_of(tmp_path, "cpu", name="straight")
+    broken = dataclasses.replace(straight, name="broken")
+    world(2).run(train_on_rank, straight)
+    world(2).run(train_and_stop_rank_1, broken)
+    train(broken, resume=True)
+    assert same(losses(broken), losses(straight))
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch, where):
+    config = config_of(tmp_path, device, steps=6)
+    inner, seen = Run._update, []
+
+    def poisoned(self: Run, *, finite: bool) -> float | None:
+        if self.step == 3:
+            if where == "gradient":
+                self.parallel.flat[0].grad[5] = float("inf")
+            before = [b.data.clone() for b in self.parallel.flat]
+            norm = inner(self, finite=finite and where == "gradient")
+            seen.append(norm)
+            assert all(torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True))
+            assert not any(b.grad.any() for b in self.parallel.flat)
+            return norm
+        before = [b.data.clone() for b in self.parallel.flat]
+        norm = inner(self, finite=finite)
+        assert not any(torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True))
+        return norm
+
+    monkeypatch.setattr(Run, "_update", poisoned)
+    outcome = train(config)
+    assert seen == [None]
+    assert outcome.skipped == 1
+    rows = read_rows(config.folder / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert rows[3]["grad_norm"] is None
+    states = load(config.folder / "checkpoints" / "step-00000006")[0]["optimizer"]
+    assert {float(s["step"]) for s in states.values()} == {5.0}
+
+
+def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch):
+    config = config_of(tmp_path, device, steps=3)
+    inner = Run._nats
+    monkeypatch.setattr(Run, "_nats", lambda self, *a: inner(self, *a) * (float("nan") if self.step == 1 else 1.0))
+    assert train(config).skipped == 1
+    assert [loss is None for loss in losses(config)] == [False, True, False]
+
+
+def test_only_weights_of_two_dimensions_decay(tmp_path, device):
+    run = Run(config_of(tmp_path, device), device=device)
+    by_id = {id(b.parameter): b for b in run.parallel.flat}
+    decays = {
+        name: group["weight_decay"]
+        for group in run.optimizer.param_groups for name in by_id[id(group["params"][0])].names
+    }  # fmt: skip
+    assert set(decays) == {name for name, _ in run.model.named_parameters()}
+    for name, parameter in run.model.named_parameters():
+        assert decays[name] == (0.1 if parameter.ndim >= 2 else 0.0), name
+
+
+def test_pairs_of_bytes(tmp_path, device):
+    plain = config_of(tmp_path, device, steps=3)
+    config = dataclasses.replace(
+        plain, data=dataclasses.replace(plain.data, tokenizer="bpe"), model=dataclasses.replace(plain.model, vocab_size=300)
+    )
+    train(config)
+    (first, *_) = losses(config)
+    assert first < 5.7 * 0.7, "nats per byte: a token of ln(300) nats is more than one byte"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_the_same(tmp_path, device):
+    eager, compiled = (
+        config_of(tmp_path, device, name="a", steps=4),
+        config_of(tmp_path, device, name="b", steps=4, compile=True),
+    )
+    train(eager), train(compiled)
+    assert same(losses(eager), losses(compiled), within=1e-4)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
+    config = config_of(tmp_path, device, steps=2)
+    train(config)
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=32))
+    with pytest.raises(ConfigError, match=r"model.dim is 32, but checkpoint .*step-00000002 was made with 16; set it to that"):
+        train(wider, resume=True)
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    with pytest.raises(CorpusError, match=r"seed 0, but is now at seed 1"):
+        train(other, resume=True)
+    half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
+    with pytest.raises(ConfigError, match=r"train.precision is 'bf16', but checkpoint"):
+        train(half, resume=True)
+
+
+def test_resume_without_a_checkpoint_says_so(tmp_path, device, capsys):
+    assert train(config_of(tmp_path, device, steps=1), resume=True).steps == 1
+    assert "no checkpoint in" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"can't be written: .*; set train.folder to another folder"):
+        train(config_of(tmp_path, "cpu"))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"batch": 9}, "train.batch is 9 sequences, which 2 ranks can't share"),
+     ({"micro_batch": 3}, "train.micro_batch is 3, which does not divide a rank's 4 sequences"),
+     ({"batch": 4096}, "fewer than a global batch of 4096"),
+     ({"device": "cuda"}, "train.device is 'cuda', but torch sees no GPU")],
+)  # fmt: skip
+def test_all_ranks_are_told_alike(world, tmp_path, change, message):
+    if change.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    config = config_of(tmp_path, "cpu")
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **change))
+    first, second = world(2).run(train_on_rank, config)
+    assert first == second
+    assert message in first
+    assert not config.folder.exists()
+
+
+@pytest.mark.cpu_only
+def test_a_second_signal_changes_nothing():
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.number == signal.SIGINT
