@@ -90,6 +90,22 @@ def test_bucket_size_does_not_change_a_bit(world, algorithm: str):
         assert gradient is None or torch.equal(gradient, large[name]), name
 
 
+def _wide(rank: int, group: Any, bucket_bytes: int) -> Tensor:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # 1.4 MB each: more than a segment of the ring
+    model = DataParallel(net, group=group, bucket_bytes=bucket_bytes, algorithm="ring")
+    torch.manual_seed(rank)
+    model(torch.randn(8, 600)).square().mean().backward()
+    return model.flat[0].grad
+
+
+def test_bucket_size_does_not_change_the_ring_where_it_is_cut_into_segments(world):
+    # Three ranks: the ring's order of summation differs from segment to segment, and must follow the place in the buffer.
+    small, large = (world(3).run(_wide, size)[0] for size in (1, 1 << 30))
+    assert small.abs().max() > 0
+    assert torch.equal(small, large)
+
+
 def _accumulate(rank: int, group: Any, to_none: bool) -> tuple[dict[str, Tensor | None], int]:
     model = DataParallel(Net(), group=group)
     x, y = part(rank, 2)
