@@ -54,7 +54,8 @@ def find_torch() -> tuple[Path, str]:
     number = version.group(1) if version else "unknown"
     parts = tuple(int(part) for part in re.findall(r"\d+", number)[:2])
     if parts < OLDEST_TORCH or not (folder / "include/torch/csrc/stable/library.h").exists():
-        raise BuildError(f"torch {number} in {folder} is too old: pyops needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer.")
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise BuildError(f"torch {number} in {folder} is too old: pyops needs torch {oldest} or newer.")
     return folder, number
 
 
@@ -128,7 +129,8 @@ def run_cmake(build: Path) -> None:
         arguments["CMAKE_MAKE_PROGRAM"] = ninja
     print(f"pyops: torch {torch_version} in {torch}; CUDA kernels {'on' if cuda else 'off'}", flush=True)
     if not (Path(arguments["PYOPS_PYTHON_INCLUDE"]) / "Python.h").exists():
-        raise BuildError(f"Python.h is not in {arguments['PYOPS_PYTHON_INCLUDE']}: install the headers (`apt-get install python3-dev`).")
+        headers = arguments["PYOPS_PYTHON_INCLUDE"]
+        raise BuildError(f"Python.h is not in {headers}: install Python's headers (`apt-get install python3-dev`).")
     generator = ["-G", "Ninja" if ninja else "Unix Makefiles"]
     jobs = os.environ.get("MAX_JOBS") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
     configure = [cmake, *generator, "-S", str(ROOT), "-B", str(build), *(f"-D{k}={v}" for k, v in arguments.items())]

@@ -1,9 +1,9 @@
 """Loads the kernels and keeps the list of ops: the one place that knows whether there is an extension.
 
-    define(schema, reference, fake)           pyops/ops/<stem>.py, at import
-        |-- schema and fake: always
-        |-- extension built:  C++ kernels answer for CPU and CUDA; for any other device the op raises and says how to build
-        `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
+define(schema, reference, fake)           pyops/ops/<stem>.py, at import
+    |-- schema and fake: always
+    |-- extension built:  C++ kernels answer for CPU and CUDA; for any other device the op raises and says how to build
+    `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ def load() -> ctypes.CDLL | None:
     handle = ctypes.CDLL(str(path))  # already loaded: the same library
     handle.pyops_cpu_isa.restype = ctypes.c_char_p
     handle.pyops_use_cpu_isa.argtypes = [ctypes.c_char_p]
-    if (unknown := os.environ.get("PYOPS_CPU_ISA")) and handle.pyops_use_cpu_isa(unknown.encode()) != 0:
-        raise ImportError(f"PYOPS_CPU_ISA={unknown} is not among what this build and this machine have: {isas(handle)}")
+    if (wanted := os.environ.get("PYOPS_CPU_ISA")) and handle.pyops_use_cpu_isa(wanted.encode()) != 0:
+        raise ImportError(f"PYOPS_CPU_ISA={wanted} is not among what this build and this machine have: {isas(handle)}")
     return handle
 
 
 library = torch.library.Library("pyops", "DEF")
-load()
 
 
 def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -132,3 +131,6 @@ def use_isa(name: str) -> Iterator[None]:
         yield
     finally:
         handle.pyops_use_cpu_isa(before.encode())
+
+
+load()

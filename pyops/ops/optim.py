@@ -153,7 +153,10 @@ def _step_row(
     weight_decay: float, decoupled: bool, factor: Tensor, stochastic_rounding: bool, seed: int,
 ) -> None:  # fmt: skip
     param, grad, exp_avg, exp_avg_sq, vmax, master, copy = row
-    assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
+    assert param is not None
+    assert grad is not None
+    assert exp_avg is not None
+    assert exp_avg_sq is not None
     p = (param if master is None else master).float()
     g, m, v = grad.float() * factor, exp_avg.float(), exp_avg_sq.float()
     if weight_decay != 0 and not decoupled:
@@ -224,9 +227,10 @@ def adam_from_table_reference(
         raise ValueError(f"table must be [n, {COLUMNS}], made by adam_table; got {tuple(table.shape)}")
     none = torch.empty(0)
     rows = table.tolist()
-    lists = [[found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in
+    lists: list[Any] = [[found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in
              (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP)]  # fmt: skip
-    adam_reference(*lists, lr_tensor, grad_factor, found_inf, **scalars, offsets=[row[OFFSET] for row in rows])
+    arguments = [*lists, lr_tensor, grad_factor, found_inf]
+    adam_reference(*arguments, **scalars, offsets=[row[OFFSET] for row in rows])
 
 
 def _fake(*_: object, **__: object) -> None:

@@ -4,8 +4,8 @@
                       Philox4x32-10 --> 4 words of 32 bit --> lane = index % 4
     index // 4 ------'
 
-Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The key goes in as (low, high) word, the counter as
-(low, high, 0, 0). Element i of `out` (in memory order of a contiguous tensor) has the global index
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The key goes in as (low, high) word, the
+counter as (low, high, 0, 0). Element i of `out` (in memory order of a contiguous tensor) has the global index
 
     offset + (i // row) * row_stride + i % row
 
@@ -57,9 +57,7 @@ def philox_normal_(out: Tensor, *, key: int, offset: int, row: int, row_stride: 
 
 def philox_dropout_mask_(out: Tensor, *, p: float, key: int, offset: int, row: int, row_stride: int) -> None:
     """out[i] = uniform[i] >= p: True keeps, with probability 1 - p. bool, contiguous. Moves 1 byte per element."""
-    torch.ops.pyops.philox_dropout_mask_.default(
-        out, p=p, key=signed64(key), offset=offset, row=row, row_stride=row_stride
-    )
+    torch.ops.pyops.philox_dropout_mask_.default(out, p=p, key=signed64(key), offset=offset, row=row, row_stride=row_stride)
 
 
 def philox_words(counter: Tensor, *, key: int, high: tuple[int, int] = (0, 0)) -> Tensor:
@@ -108,9 +106,7 @@ def philox_uniform_reference(out: Tensor, *, key: int, offset: int, row: int, ro
     out.copy_(_uniform(index, key).view(out.shape))
 
 
-def philox_dropout_mask_reference(
-    out: Tensor, *, p: float, key: int, offset: int, row: int, row_stride: int
-) -> None:
+def philox_dropout_mask_reference(out: Tensor, *, p: float, key: int, offset: int, row: int, row_stride: int) -> None:
     """The meaning of `philox_dropout_mask_` in plain torch, bit for bit. p is rounded to fp32 first."""
     _check(out, torch.bool, offset=offset, row=row, row_stride=row_stride)
     if not 0.0 <= p <= 1.0:
@@ -189,6 +185,4 @@ def _fake(out: Tensor, **_: object) -> None:
 _PLACE = "int key, int offset, int row, int row_stride) -> ()"
 define(f"philox_uniform_(Tensor(a!) out, *, {_PLACE}", reference=philox_uniform_reference, fake=_fake)
 define(f"philox_normal_(Tensor(a!) out, *, {_PLACE}", reference=philox_normal_reference, fake=_fake)
-define(
-    f"philox_dropout_mask_(Tensor(a!) out, *, float p, {_PLACE}", reference=philox_dropout_mask_reference, fake=_fake
-)
+define(f"philox_dropout_mask_(Tensor(a!) out, *, float p, {_PLACE}", reference=philox_dropout_mask_reference, fake=_fake)

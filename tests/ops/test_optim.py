@@ -205,9 +205,7 @@ def test_lists_and_scalars_that_do_not_fit(device: torch.device):
     with pytest.raises(ERRORS, match="grads has 1 tensors for 2 params"):
         Rows([group[:1] if i == 1 else group for i, group in enumerate(rows.lists)]).step()
     with pytest.raises(ERRORS, match="adam_table"):
-        Rows(rows.lists).step(
-            function=lambda *a, offsets, **k: optim.adam_from_table_(torch.zeros(2, 3, device=device), **k)
-        )
+        Rows(rows.lists).step(function=lambda *a, offsets, **k: optim.adam_from_table_(torch.zeros(2, 3, device=device), **k))
 
 
 @pytest.mark.skipif(not library.isas(), reason="needs kernels")
