@@ -30,7 +30,7 @@ struct TableGradients {
   __device__ __forceinline__ const void* data(int row) const { return pointer<const void>(table, row, GRAD); }
   __device__ __forceinline__ int64_t numel(int row) const { return column(table, row, NUMEL); }
   __device__ __forceinline__ int64_t first(int row) const { return column(table, row, FIRST_CHUNK); }
-  __device__ __forceinline__ int dtype(int row) const { return dtype_of(column(table, row, PACKED), GRAD_DTYPE); }
+  __device__ __forceinline__ int dtype(int row) const { return code_of(column(table, row, PACKED), GRAD_DTYPE); }
 };
 
 struct ListedTensors {

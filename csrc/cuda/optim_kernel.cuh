@@ -52,7 +52,7 @@ __device__ __forceinline__ void zero_all_grads(const AdamArguments& a) {
   const auto enter = [&](int row) {
     grad = pointer<char>(a.table, row, GRAD);
     numel = column(a.table, row, NUMEL);
-    size = bytes_of(dtype_of(column(a.table, row, PACKED), GRAD_DTYPE));
+    size = bytes_of(code_of(column(a.table, row, PACKED), GRAD_DTYPE));
   };
   const auto chunk = [&](int64_t index) {
     const Range range = elements_of(index, numel, CHUNK, 0);

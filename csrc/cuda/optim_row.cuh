@@ -54,7 +54,7 @@ struct AdamRow {
   float step;
   Adam<float> adam;
 
-  __device__ __forceinline__ int dtype(Field field) const { return dtype_of(packed, field); }
+  __device__ __forceinline__ int dtype(Field field) const { return code_of(packed, field); }
 
   __device__ __forceinline__ void enter(const AdamArguments& a, int row) {
     param = pointer<char>(a.table, row, PARAM);

@@ -22,6 +22,9 @@ __device__ __forceinline__ T* pointer(const int64_t* table, int row, int which) 
   return reinterpret_cast<T*>(column(table, row, which));
 }
 
+// math/table.h's dtype_of, which is a host function.
+__device__ __forceinline__ int code_of(int64_t packed, Field field) { return static_cast<int>(packed >> (4 * field)) & 15; }
+
 __device__ __forceinline__ int64_t chunks_of(int64_t numel) { return (numel + CHUNK - 1) / CHUNK; }
 
 struct WarpVote {

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# `make gpu`: on a machine that has CUDA torch, nvcc, cmake and pytest, builds for its GPU, runs the test suite there, looks for
+# bad memory accesses and races, and runs every bench. Installs and downloads nothing. Under ten minutes.
+#
+#   OUT      where rows, log and summary go   (benchmarks/results/gpu)
+#   PYTHON   the Python that has torch        (python3)
+#
+# Each part has its own time limit and never takes the others down; the summary comes last.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results/gpu}
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+LOG=$OUT/log.txt SUMMARY=$OUT/summary.txt
+: >"$LOG"
+: >"$SUMMARY"
+export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=cuda
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+say() { echo "$*" | tee -a "$LOG" >>"$SUMMARY"; }
+
+part() {  # seconds name command...: its output goes to the log, its outcome to the summary
+  local limit=$1 name=$2 start=$SECONDS status outcome
+  shift 2
+  echo "== $name: $*" | tee -a "$LOG"
+  timeout --kill-after=10 "$limit" "$@" >"$OUT/part.txt" 2>&1
+  status=$?
+  cat "$OUT/part.txt" >>"$LOG"
+  case $status in
+    0) outcome="passed" ;;
+    124 | 137) outcome="STOPPED after its $limit s" ;;
+    *) outcome="FAILED ($status)" ;;
+  esac
+  say "$(printf '%-34s %-24s %4d s' "$name" "$outcome" $((SECONDS - start)))"
+  return $status
+}
+last() { grep -E "$1" "$OUT/part.txt" | tail -"${2:-1}" | sed 's/^/    /' | tee -a "$SUMMARY"; }
+
+machine() {
+  "$PYTHON" - <<'PY'
+import platform, sys
+import torch
+if not torch.cuda.is_available():
+    sys.exit("this torch sees no CUDA device")
+p = torch.cuda.get_device_properties(0)
+print(f"machine: {p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB, "
+      f"torch {torch.__version__}, python {platform.python_version()}")
+PY
+}
+
+build() {  # through setup.py's own functions: needs no setuptools that can read pyproject.toml, and no pybind11 but torch's
+  PYOPS_CUDA=ON CMAKE_CUDA_ARCHITECTURES=${CMAKE_CUDA_ARCHITECTURES:-$ARCHITECTURE} "$PYTHON" - <<'PY'
+import importlib.util, pathlib, sys
+import setuptools
+setuptools.setup = lambda **_: None
+import setup
+build = setup.ROOT / "build" / "cmake-gpu"
+build.mkdir(parents=True, exist_ok=True)
+if importlib.util.find_spec("pybind11") is None:
+    stand_in = build / "of_torch" / "pybind11"
+    stand_in.mkdir(parents=True, exist_ok=True)
+    if not (stand_in / "include").exists():
+        (stand_in / "include").symlink_to(setup.find_torch()[0] / "include")
+    sys.path.append(str(stand_in.parent))
+setup.run_cmake(build)
+for name in setup.ARTEFACTS:
+    setup.place(build / name, setup.ROOT / "pyops" / name)
+PY
+}
+
+sanitize() { PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" -m pytest -p tests.optional_packages -x tests/cuda/test_small.py; }
+
+bench() {
+  "$PYTHON" -m benchmarks "$1" --device cuda --rounds 7
+}
+
+export -f build sanitize bench
+export PYTHON
+
+part 60 "machine" bash -c "$(declare -f machine); machine" || { cat "$OUT/part.txt" "$SUMMARY"; exit 1; }
+last '^machine'
+ARCHITECTURE=$("$PYTHON" -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())')
+export ARCHITECTURE
+part 150 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; exit 1; }
+part 200 "tests on cuda" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests
+tests=$?
+last '^(FAILED|ERROR)' 40
+last '(passed|failed|error)'
+if command -v compute-sanitizer >/dev/null; then
+  for tool in memcheck racecheck; do
+    part 50 "compute-sanitizer $tool" bash -c "sanitize $tool"
+    last 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed'
+  done
+else
+  say "compute-sanitizer is not here: skipped"
+fi
+before=$(cat benchmarks/results/*.jsonl 2>/dev/null | wc -l)
+for file in benchmarks/bench_*.py; do
+  name=$(basename "$file" .py)
+  name=${name#bench_}
+  part 75 "bench $name" bash -c "bench $name"
+  sed 's/^/    /' "$OUT/part.txt" | cut -c1-200 >>"$SUMMARY"
+done
+rm -f "$OUT/part.txt"
+cat benchmarks/results/*.jsonl 2>/dev/null | tail -n "+$((before + 1))" >"$OUT/rows.jsonl"
+say "$(wc -l <"$OUT/rows.jsonl") rows in rows.jsonl; the whole log is in log.txt; $SECONDS s in all"
+echo
+cat "$SUMMARY"
+exit "$tests"

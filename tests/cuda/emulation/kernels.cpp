@@ -1,0 +1,88 @@
+// The CUDA kernels as functions of the host, for tests/cuda/test_kernels.py: no GPU and no nvcc needed.
+#include <cuda_runtime.h>
+
+#include "../../../csrc/cuda/grad_norm_kernel.cuh"
+#include "../../../csrc/cuda/optim_kernel.cuh"
+#include "../../../csrc/cuda/random_kernel.cuh"
+#include "../../../csrc/cuda/reduce_kernel.cuh"
+
+using namespace pyops;
+using namespace pyops::cuda;
+
+namespace {
+
+template <int OUT, int IN, int N>
+void sum(unsigned grid, void* out, const Rows& rows, bool with_out, double scale, int64_t numel, int head) {
+  using Scalar = std::conditional_t<OUT == FP64, double, float>;
+  emulation::launch(grid, SUM_THREADS, [&] { sum_kernel<OUT, IN, N, Scalar>(out, rows, with_out, static_cast<Scalar>(scale), numel, head); });
+}
+
+}  // namespace
+
+extern "C" {
+
+// options: lr, beta1, beta2, eps, weight_decay; flags: 1 decoupled, 2 maximize, 4 zero_grads, 8 stochastic rounding
+void emulated_adam(unsigned grid, int64_t* table, int rows, const void* lr, int lr_is_double, const float* grad_factor,
+                   const float* found_inf, const double* options, int flags, uint64_t seed) {
+  AdamArguments a{};
+  a.table = table;
+  a.rows = rows;
+  a.lr = lr;
+  a.lr_is_double = lr_is_double;
+  a.grad_factor = grad_factor;
+  a.found_inf = found_inf;
+  a.options = {options[0], options[1], options[2], options[3], options[4], (flags & 1) != 0, (flags & 2) != 0};
+  a.zero_grads = flags & 4;
+  a.seed = seed;
+  emulation::launch(grid, THREADS, [&] { flags & 8 ? adam_kernel<true>(a) : adam_kernel<false>(a); });
+}
+
+void emulated_norm(unsigned grid, const int64_t* table, int rows, double* out) {
+  static NormWorkspace workspace;
+  const TableGradients gradients{table, rows};
+  emulation::launch(grid, THREADS, [&] { norm_kernel(gradients, &workspace, out, false); });
+}
+
+// All tensors of one dtype, their rows as arguments of the launch.
+void emulated_norm_of_list(unsigned grid, const void* const* addresses, const int64_t* numels, int dtype, int count, double* out) {
+  static NormWorkspace workspace;
+  static ListedTensors rows;
+  int64_t chunks = 0;
+  rows.count = count;
+  for (int r = 0; r < count; ++r) {
+    rows.address[r] = addresses[r];
+    rows.packed[r] = numels[r] * 4 + dtype;
+    rows.first_chunk[r] = static_cast<int32_t>(chunks);
+    chunks += (numels[r] + CHUNK - 1) / CHUNK;
+  }
+  emulation::launch(grid, THREADS, [&] { norm_kernel(rows, &workspace, out, false); });
+}
+
+// Dtype codes of math/table.h; the packs are those that csrc/cuda/reduce.cu chooses, or single elements.
+void emulated_sum(unsigned grid, void* out, const void* const* addends, int count, int with_out, double scale, int64_t numel,
+                  int dtype_out, int dtype_in, int head) {
+  Rows rows{};
+  rows.count = count;
+  for (int r = 0; r < count; ++r) rows.data[r] = addends[r];
+  const auto run = [&](auto to, auto from) {
+    constexpr int OUT = decltype(to)::value, IN = decltype(from)::value;
+    constexpr int N = 16 / (bytes_of(OUT) > bytes_of(IN) ? bytes_of(OUT) : bytes_of(IN));
+    if (head < 0) sum<OUT, IN, 1>(grid, out, rows, with_out, scale, numel, 0);
+    else sum<OUT, IN, N>(grid, out, rows, with_out, scale, numel, head);
+  };
+  if (dtype_out == FP64) return run(Code<FP64>{}, Code<FP64>{});
+  with_dtype(dtype_out, [&](auto to) { with_dtype(dtype_in, [&](auto from) { run(to, from); }); });
+}
+
+// kind: 0 uniform, 1 normal, 2 dropout mask
+void emulated_random(unsigned grid, int kind, void* out, int64_t numel, float p, uint64_t key, int64_t offset, int64_t row,
+                     int64_t row_stride) {
+  const Place place{offset, row, row_stride};
+  emulation::launch(grid, RANDOM_THREADS, [&] {
+    if (kind == 0) random_kernel(static_cast<float*>(out), numel, Uniform{}, key, place);
+    if (kind == 1) random_kernel(static_cast<float*>(out), numel, Normal{}, key, place);
+    if (kind == 2) random_kernel(static_cast<uint8_t*>(out), numel, DropoutMask{p}, key, place);
+  });
+}
+
+}  // extern "C"
