@@ -40,14 +40,15 @@ struct TensorProtocol {
         PyMethodDef* direct;
     };
     Getter grad, dtype, nbytes, is_cpu;
-    Method data_ptr, is_contiguous, stride;
+    Method data_ptr, is_contiguous, stride, dim;
     py::object no_arguments = py::tuple();
 
     TensorProtocol(py::type tensor_type, py::type parameter_type)
         : tensor(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())),
           parameter(reinterpret_cast<PyTypeObject*>(parameter_type.ptr())),
           grad(getter("grad")), dtype(getter("dtype")), nbytes(getter("nbytes")), is_cpu(getter("is_cpu")),
-          data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")), stride(method("stride")) {}
+          data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")), stride(method("stride")),
+          dim(method("dim")) {}
 
     // Both types must find the very same descriptor, or the direct call would go past an override.
     PyObject* descriptor(PyObject* name) const {
@@ -146,9 +147,9 @@ private:
         py::object parameter;
         std::int64_t address = 0, bytes = 0;
         int kind = ABSENT;
-        bool contiguous = false, on_cpu = false;
+        bool contiguous = false, on_cpu = false, flat = false;
         std::int64_t gradient = 0, gradient_bytes = 0;
-        py::object weak, dtype, strides;
+        py::object weak, dtype, strides, layout;
     };
 
     Seen remember(py::object parameter, int kind) const {
@@ -159,6 +160,10 @@ private:
         py::object gradient = protocol_.get(protocol_.grad, parameter.ptr());
         seen.address = protocol_.address(parameter.ptr());
         seen.bytes = protocol_.integer(protocol_.get(protocol_.nbytes, parameter.ptr()));
+        // A transposition leaves address and size as they are; with one dimension there is none.
+        seen.flat = protocol_.integer(protocol_.call(protocol_.dim, parameter.ptr())) < 2;
+        if (protocol_.call(protocol_.is_contiguous, parameter.ptr()).ptr() != Py_True)
+            seen.layout = protocol_.call(protocol_.stride, parameter.ptr());
         seen.gradient = protocol_.address(gradient.ptr());
         seen.gradient_bytes = protocol_.integer(protocol_.get(protocol_.nbytes, gradient.ptr()));
         seen.dtype = protocol_.get(protocol_.dtype, gradient.ptr());
@@ -184,6 +189,14 @@ private:
         return protocol_.call(protocol_.stride, gradient).equal(seen.strides);
     }
 
+    bool parameter_holds(const Seen& seen, PyObject* parameter) const {
+        if (protocol_.address(parameter) != seen.address) return false;
+        if (protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes) return false;
+        if (seen.flat) return true;
+        if (seen.layout) return protocol_.call(protocol_.stride, parameter).equal(seen.layout);
+        return protocol_.call(protocol_.is_contiguous, parameter).ptr() == Py_True;
+    }
+
     int scan() {
         const auto count = static_cast<std::size_t>(PyList_GET_SIZE(list_.ptr()));
         if (count != seen_.size()) return REBUILD;
@@ -199,9 +212,7 @@ private:
             py::object gradient = protocol_.get(protocol_.grad, parameter);
             if (gradient.is_none() != (seen.kind == ABSENT)) return REBUILD;
             if (seen.kind != ROW) continue;
-            if (protocol_.address(parameter) != seen.address ||
-                protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes)
-                return REBUILD;
+            if (!parameter_holds(seen, parameter)) return REBUILD;
             const std::int64_t address = protocol_.address(gradient.ptr());
             const bool known = leads_to(seen.weak, gradient.ptr()) && address == seen.gradient;
             if (!known) {

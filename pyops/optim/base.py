@@ -262,7 +262,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         squared = []
         for _, work in launches:
             if isinstance(work, Batch):
-                work.load()
+                work.load(gradients=True)
             if self.max_grad_norm is not None:
                 squared.append(squared_norm_of(work))
         factor, skip, self.grad_norm = gradient_factor(
@@ -288,6 +288,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             if self.zeroes_gradients:
                 written = written + [p.grad for p in group["params"] if p.grad is not None]
         else:
+            work.load(gradients=False)
             self._launch(group, work, rate, factor, skip)
             work.store()
             written = work.columns[PARAM] + work.columns[-2] + (work.columns[GRAD] if self.zeroes_gradients else [])
@@ -302,7 +303,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         self._check_rows(chosen, [index])
         for rows in self._gather(chosen, [index]).values():
             batch = batch_of(rows, zero_grads=self.zeroes_gradients)
-            batch.load()
+            batch.load(gradients=True)
             self._run(chosen, batch, None, None)
 
     def _check_capture(self) -> None:

@@ -31,8 +31,9 @@ class Row(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A tensor and its dense stand-in; `written`: the launch changes it, so it is copied back."""
+    """A tensor of a column and its dense stand-in; `written`: the launch changes it, so it is copied back."""
 
+    column: int
     tensor: Tensor
     stand_in: Tensor
     written: bool
@@ -45,10 +46,12 @@ class Batch(NamedTuple):
     offsets: list[int]
     exchanges: list[Exchange]
 
-    def load(self) -> None:
-        """Copy into the stand-ins."""
+    def load(self, *, gradients: bool) -> None:
+        """Copy into the stand-ins of gradients, which the norm needs first, or into those of everything else, just before
+        the launch: an earlier one may have stepped the same memory."""
         for exchange in self.exchanges:
-            exchange.stand_in.copy_(exchange.tensor)
+            if (exchange.column == GRAD) == gradients:
+                exchange.stand_in.copy_(exchange.tensor)
 
     def store(self) -> None:
         """Copy back what the launch changed."""
@@ -83,7 +86,7 @@ def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
                 tensor = absent
             elif column < width - 1 and not (is_dense(tensor) and lies_like(tensor, strides)):
                 stand_in = torch.empty_strided(tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device)
-                exchanges.append(Exchange(tensor, stand_in, column != GRAD or zero_grads))
+                exchanges.append(Exchange(column, tensor, stand_in, column != GRAD or zero_grads))
                 tensor = stand_in
             columns[column].append(tensor)
     columns = [[] if all(t is absent for t in column) else column for column in columns]
