@@ -76,16 +76,26 @@ def _ranks(config: TrainConfig) -> Iterator[torch.device]:
         raise ConfigError("train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
         torch.cuda.set_device(device)
     start = "RANK" in os.environ and not dist.is_initialized()
     if start:
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    yield device
+    with _deterministic() if kind == "cuda" and config.deterministic else nullcontext():
+        yield device
     if start:  # not after an error: another rank may not come here
         dist.destroy_process_group()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Only kernels that give the same bits each time; attention's backward, above all, has faster ones that don't."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 class StopRequest:

@@ -42,6 +42,11 @@ def losses(config: Config) -> list[float]:
     return [row["loss"] for row in read_rows(config.folder / "metrics.jsonl")]
 
 
+def norms(config: Config) -> list[float]:
+    """The gradients' norms: Adam forgives a wrong scale of the gradient, these don't."""
+    return [row["grad_norm"] for row in read_rows(config.folder / "metrics.jsonl")]
+
+
 def same(a: list[float], b: list[float], *, within: float = 1e-5) -> bool:
     return len(a) == len(b) and max(abs(x - y) for x, y in zip(a, b, strict=True)) <= within
 
@@ -54,7 +59,7 @@ def train_on_rank(rank: int, group: object, config: Config, resume: bool = False
         return str(error)
 
 
-def plain_losses(config: Config, device: torch.device) -> list[float]:
+def plain_run(config: Config, device: torch.device) -> tuple[list[float], list[float]]:
     """The same run in plain torch: no flat buffers, no kernels, torch's AdamW, the whole batch at once."""
     options = config.optimizer
     batches = Batches(prepare(config.data), sequence_length=16, global_batch=config.train.batch, seed=config.train.seed)
@@ -62,26 +67,27 @@ def plain_losses(config: Config, device: torch.device) -> list[float]:
     groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": options.weight_decay},
               {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
-    found = []
+    found, found_norms = [], []
     for step in range(config.train.steps):
         rows = batches.next().to(device)
         loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        found_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm).item())
         for group in optimizer.param_groups:
             group["lr"] = options.lr_at(step, num_steps=config.train.steps)
         optimizer.step()
         found.append(loss.item())
-    return found
+    return found, found_norms
 
 
 def test_the_losses_are_those_of_a_plain_loop(tmp_path, device):
     config = config_of(tmp_path, device)
     outcome = train(config)
-    ours, plain = losses(config), plain_losses(config, device)
+    ours, (plain, plain_norms) = losses(config), plain_run(config, device)
     assert plain[0] - plain[-1] > 1.0, "it learns nothing, so this shows nothing"
     assert same(ours, plain, within=1e-4)
+    assert norms(config) == pytest.approx(plain_norms, rel=1e-3)
     assert outcome.steps == STEPS
     assert outcome.validation_loss == pytest.approx(plain[-1], abs=0.3)
 
@@ -113,6 +119,7 @@ def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout):
     outcomes = world(num_ranks).run(train_on_rank, many)
     assert losses(one)[0] - losses(one)[-1] > 0.5, "it learns nothing, so this shows nothing"
     assert same(losses(one), losses(many))
+    assert norms(one) == pytest.approx(norms(many), rel=1e-4)
     assert len({o.steps for o in outcomes}) == 1
 
 
@@ -122,6 +129,7 @@ def test_micro_batches_do_not_change_the_losses(tmp_path, device, micro_batch):
     parts = config_of(tmp_path, device, name="parts", dropout=0.2, micro_batch=micro_batch)
     train(whole), train(parts)
     assert same(losses(whole), losses(parts))
+    assert norms(whole) == pytest.approx(norms(parts), rel=1e-4)
 
 
 @pytest.mark.cpu_only
@@ -131,6 +139,7 @@ def test_micro_batches_on_ranks(world, tmp_path):
     many = config_of(tmp_path, "cpu", name="many", micro_batch=2)
     world(2).run(train_on_rank, many)
     assert same(losses(one), losses(many))
+    assert norms(one) == pytest.approx(norms(many), rel=1e-4)
 
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -169,6 +178,28 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precis
         for key, tensor in moments.items():
             assert torch.equal(torch.as_tensor(ours["optimizer"][name][key]), torch.as_tensor(tensor)), (name, key)
     assert ours["data"] == theirs["data"]
+
+
+def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
+    """What a step of one's own draws from torch's generator."""
+    drawn: list[float] = []
+    inner = Run.train_step
+
+    def drawing(self: Run, *, stop: bool = False) -> Any:
+        if not drawn:
+            torch.manual_seed(3)
+        drawn.append(torch.rand((), device=device).item())
+        if len(drawn) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, stop=stop)
+
+    monkeypatch.setattr(Run, "train_step", drawing)
+    config = config_of(tmp_path, device, steps=10)
+    assert train(config).steps < 10
+    torch.manual_seed(4)
+    train(config, resume=True)
+    torch.manual_seed(3)
+    assert drawn == [torch.rand((), device=device).item() for _ in range(10)]
 
 
 def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch):

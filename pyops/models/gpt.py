@@ -57,9 +57,7 @@ class GPTConfig:
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; choose one of {', '.join(choices)}")
         if self.dim % self.num_heads:
-            raise ValueError(
-                f"dim is {self.dim}, which num_heads = {self.num_heads} does not divide; change one of them"
-            )
+            raise ValueError(f"dim is {self.dim}, which num_heads = {self.num_heads} does not divide; change one of them")
         if self.positions == "rotary" and (self.dim // self.num_heads) % 2:
             raise ValueError(
                 f"positions is 'rotary', which turns pairs, but a head is {self.dim // self.num_heads} wide "

@@ -20,22 +20,21 @@ def sample(
     likeliest token. The draws are keyed by `seed`: the same model continues the same way on any device.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:
-        raise ValueError(
-            f"the prompt has shape {list(prompt.shape)}; give one sequence of at least one token, shape [T]"
-        )
+        raise ValueError(f"the prompt has shape {list(prompt.shape)}; give one sequence of at least one token, shape [T]")
     was_training = model.training
     model.eval()
-    uniform = random.uniform(seed, "sample", (num_tokens,), dtype=torch.float32, device=prompt.device)
+    uniform = random.uniform(seed, "sample", (num_tokens,)).double()
     tokens = prompt
     for i in range(num_tokens):
-        logits_V = model(tokens[None, -context:])[0, -1].float()
+        # On the CPU, where a running sum has one order.
+        logits_V = model(tokens[None, -context:])[0, -1].double().cpu()
         if temperature > 0:
-            cumulative_V = torch.softmax(logits_V / temperature, dim=0).double().cumsum(0)
+            cumulative_V = torch.softmax(logits_V / temperature, dim=0).cumsum(0)
             # The last entry is 1 but for rounding; scaling by it keeps the index inside the vocabulary.
-            chosen = torch.searchsorted(cumulative_V, uniform[i].double() * cumulative_V[-1], right=True)
+            chosen = torch.searchsorted(cumulative_V, uniform[i] * cumulative_V[-1], right=True)
             chosen = chosen.clamp(max=logits_V.numel() - 1)
         else:
             chosen = logits_V.argmax()
-        tokens = torch.cat([tokens, chosen.reshape(1)])
+        tokens = torch.cat([tokens, chosen.reshape(1).to(tokens.device)])
     model.train(was_training)
     return tokens
