@@ -31,6 +31,8 @@ struct Vec {
     friend Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.x, b.x); }
 };
 inline Vec square_root(Vec a) { return _mm512_sqrt_ps(a.x); }
+inline Vec fused(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.x, b.x, c.x); }
+inline Vec negative_fused(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a.x, b.x, c.x); }
 inline Vec larger(Vec a, Vec b) {  // a nan on either side stays
     const __mmask16 take = _mm512_cmp_ps_mask(a.x, b.x, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(take, b.x, a.x);
@@ -75,6 +77,8 @@ struct Vec {
     friend Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.x, b.x); }
 };
 inline Vec square_root(Vec a) { return _mm256_sqrt_ps(a.x); }
+inline Vec fused(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a.x, b.x, c.x); }
+inline Vec negative_fused(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a.x, b.x, c.x); }
 inline Vec larger(Vec a, Vec b) {
     const __m256 take = _mm256_or_ps(_mm256_cmp_ps(a.x, b.x, _CMP_GT_OQ), _mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q));
     return _mm256_blendv_ps(b.x, a.x, take);

@@ -22,7 +22,19 @@ PYOPS_HOST_DEVICE T larger(T a, T b) {
     return (a > b || a != a) ? a : b;
 }
 
-// T is float, double, or a register of them that has + - * /, square_root and larger.
+// a b + c and c - a b, rounded once where the hardware can. Written out, never left to the compiler, which would choose
+// differently for a loop and for its last elements: a shard would then differ from the whole in the last bit.
+#if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+PYOPS_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
+PYOPS_HOST_DEVICE double fused(double a, double b, double c) { return fma(a, b, c); }
+#else
+PYOPS_HOST_DEVICE float fused(float a, float b, float c) { return a * b + c; }
+PYOPS_HOST_DEVICE double fused(double a, double b, double c) { return a * b + c; }
+#endif
+PYOPS_HOST_DEVICE float negative_fused(float a, float b, float c) { return fused(-a, b, c); }
+PYOPS_HOST_DEVICE double negative_fused(double a, double b, double c) { return fused(-a, b, c); }
+
+// T is float, double, or a register of them that has + - * /, square_root, larger, fused and negative_fused.
 template <typename T>
 struct Adam {
     T factor;           // of the gradient: unscale, clip, and the sign of maximize
@@ -57,16 +69,16 @@ struct Adam {
     template <bool L2, bool AMSGRAD>
     PYOPS_HOST_DEVICE void operator()(T& p, T g, T& m, T& v, T& vmax) const {
         g = g * factor;
-        if (L2) g = g + l2 * p;
-        m = m + one_minus_beta1 * (g - m);
-        v = beta2 * v + one_minus_beta2 * g * g;
+        if (L2) g = fused(l2, p, g);
+        m = fused(one_minus_beta1, g - m, m);
+        v = fused(one_minus_beta2 * g, g, beta2 * v);
         T largest = v;
         if (AMSGRAD) {
             vmax = larger(v, vmax);
             largest = vmax;
         }
-        const T denominator = square_root(largest) * rsqrt_bc2 + eps;
-        p = p * decay - step_size * (m / denominator);
+        const T denominator = fused(square_root(largest), rsqrt_bc2, eps);
+        p = negative_fused(step_size, m / denominator, p * decay);
     }
 };
 
