@@ -102,6 +102,14 @@ def place(source: Path, target: Path) -> None:
     os.replace(fresh, target)
 
 
+def forget_another_tree(build: Path) -> None:
+    """CMake refuses a build folder that was copied or moved together with its sources."""
+    cache = build / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
+        cache.unlink()
+        shutil.rmtree(build / "CMakeFiles", ignore_errors=True)
+
+
 def run_cmake(build: Path) -> None:
     """Configure and build in `build`; leaves _C.so, _native.*.so and _build.json there."""
     cmake = find_program("cmake")
@@ -151,8 +159,9 @@ class CMakeBuild(build_ext):
             self.install_without_kernels(target)
             return
         flavour = f"{sys.implementation.cache_tag}-{os.environ.get('PYOPS_CUDA', 'AUTO').lower()}"
-        build = ROOT / "build" / f"cmake-{flavour}"
+        build = ROOT / "build" / f"cmake-{flavour}-{'ninja' if find_program('ninja') else 'make'}"
         with one_build_at_a_time(build):
+            forget_another_tree(build)
             run_cmake(build)
             for name in ARTEFACTS:
                 place(build / name, target / name)
