@@ -182,8 +182,15 @@ class SharedMemoryRing {
         return {begin, std::min(length, begin + each) - begin};
     }
 
+    // Bytes of a chunk: several for a message of medium size, so that they overlap, and few for a large one, because every
+    // chunk is a rendezvous, which is dear when there are more threads than processors.
+    int64_t step_for(int64_t nbytes) const {
+        const int64_t eighth = (nbytes / 8 + 4095) / 4096 * 4096;
+        return std::min(chunk_, std::max<int64_t>(eighth, 64 << 10));
+    }
+
     Status reduce_large(char* user, int64_t n, int dtype, double scale) {
-        const int64_t item = ITEM_SIZE[dtype], step = chunk_ / item, chunks = (n + step - 1) / step;
+        const int64_t item = ITEM_SIZE[dtype], step = step_for(n * item) / item, chunks = (n + step - 1) / step;
         const auto length = [&](int64_t k) { return std::min(step, n - k * step); };
         const auto others = [&](int64_t k, const auto& copy) {
             for (int i = 1; i < size_; ++i) {
@@ -301,7 +308,7 @@ void bind_shared_memory(py::module_& m) {
                                  "One rank's end of collectives over shared memory. Pointers are integers; every method returns "
                                  "code + 256 * rank: 0 fine, 1 the ranks disagree, 2 the rank died, 3 the rank is late.")
         .def(py::init<const std::string&, int, int, bool, int64_t, int64_t>(), py::arg("name"), py::arg("rank"), py::arg("size"),
-             py::arg("create"), py::arg("chunk_bytes") = 256 << 10, py::arg("small_bytes") = 32 << 10)
+             py::arg("create"), py::arg("chunk_bytes") = 1 << 20, py::arg("small_bytes") = 32 << 10)
         .def("unlink", &SharedMemoryRing::unlink)
         .def("signature", &SharedMemoryRing::signature)
         .def("all_reduce", &SharedMemoryRing::all_reduce)

@@ -142,7 +142,7 @@ class Region {
     }
 
     const int rank, size;
-    int spins = 2000;        // tries before the first yield; few when this thread competes with a computing one
+    int spins = 64;          // tries with a pause (about a us), then four times as many with a yield; few beside computation
     double timeout = 60.0;   // seconds
 
   private:
@@ -171,9 +171,9 @@ class Region {
             if (reached()) return {};
             pause_cpu();
         }
-        for (int i = 0; i < 20; ++i) {
+        for (int i = 0; i < 4 * spins; ++i) {
             if (reached()) return {};
-            sched_yield();
+            sched_yield();  // the peer may be waiting for this very processor
         }
         const auto start = std::chrono::steady_clock::now();
         while (!reached()) {

@@ -23,8 +23,8 @@ from pyops.ops.library import native
 
 __all__ = ["SharedMemory", "Unavailable"]
 
-SPINS_ALONE = 4000  # the caller has nothing better to do than to wait
-SPINS_BESIDE_COMPUTE = 50  # spinning would take the processor from the computation that the collective hides behind
+SPINS_ALONE = 64  # the caller has nothing better to do than to wait
+SPINS_BESIDE_COMPUTE = 8  # spinning would take the processor from the computation that the collective hides behind
 _WIDTH = 512
 _CODES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 4,
@@ -72,7 +72,9 @@ class SharedMemory:
 
     def _open(self, module: Any, name: str, *, create: bool) -> str:
         try:
-            self._ring = module.SharedMemoryRing(name, self.rank, self.size, create)
+            # Slots of at most 4 MiB a rank, 32 MiB in all up to 16 ranks: containers often have no more than 64 MiB.
+            chunk_bytes = max(256 << 10, (4 << 20) // max(4, self.size) // 4096 * 4096)
+            self._ring = module.SharedMemoryRing(name, self.rank, self.size, create, chunk_bytes)
         except (RuntimeError, ValueError) as error:
             return str(error)
         return ""
