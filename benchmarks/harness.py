@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import machine
 
-__all__ = ["Alone", "Case", "Ranks", "append_rows", "format_row", "measure", "run_cases"]
+__all__ = ["Alone", "Case", "Ranks", "Row", "append_rows", "format_row", "measure", "run_cases"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
@@ -184,9 +184,7 @@ def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
     return path
 
 
-def run_cases(
-    cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01
-) -> list[Row]:
+def run_cases(cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01) -> list[Row]:
     """Measure cases one after another in this process and print each row as it comes.
 
     A case may be given as a function that makes it, so that its tensors exist only while it is measured.

@@ -71,8 +71,9 @@ def commit() -> str | None:
 
 def slug(machine: dict[str, Any]) -> str:
     """The name of the machine's file of results: `nvidia-h200`, or `amd-epyc-2-cores`."""
-    name = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
+    name = machine.get("gpu") or machine["cpu"]
     name = re.sub(r"\((r|tm)\)|@.*|\b\d+-core\b|\bprocessor\b|\bcpu\b", " ", name.lower())
+    name += "" if machine.get("gpu") else f" {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 

@@ -1,0 +1,255 @@
+"""AdamW against torch.optim (foreach, fused), DeepSpeedCPUAdam where installed, and torch's own sequence around a step.
+
+    sizes       one large tensor; 1000 of 64 elements; 1000 of 4 Ki     what a launch costs, what memory allows
+    precision   bf16 parameters with float32 masters and moments
+    tail        clip + step + zero_grad + bf16 copy
+    overhead    what step() costs beyond its kernel: 1000 parameters, and one flat parameter
+
+A case that moves memory states its bytes; GB/s and percent of a copy follow from them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.__main__ import Options
+from benchmarks.harness import Case, Row, run_cases
+from pyops.optim import AdamW
+
+__all__ = ["cases", "run"]
+
+HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MI, KI = 1 << 20, 1 << 10
+Step = Callable[[], object]
+
+
+def parameters(count: int, numel: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator(device=device).manual_seed(1)
+    found = []
+    for _ in range(count):
+        param = nn.Parameter(torch.randn(numel, generator=generator, device=device).to(dtype))
+        param.grad = torch.randn(numel, generator=generator, device=device).to(dtype)
+        found.append(param)
+    return found
+
+
+def twins(params: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    found = []
+    for p in params:
+        assert p.grad is not None
+        twin = nn.Parameter(p.detach().to(dtype or p.dtype, copy=True))
+        twin.grad = p.grad.to(twin.dtype, copy=True)
+        found.append(twin)
+    return found
+
+
+def difference(ours: list[nn.Parameter], theirs: list[nn.Parameter], *, relative: float = 1e-5) -> float:
+    """The largest difference; raises when it is more than rounding."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        found = float((a.detach().float() - b.detach().float()).abs().max())
+        worst = max(worst, found)
+        if found > relative * float(b.detach().float().abs().max()):
+            raise AssertionError(f"differs from torch by {found}")
+    return worst
+
+
+def compare(ours: list[nn.Parameter], theirs: list[nn.Parameter], *steps: Step, relative: float = 1e-5) -> float:
+    """Take each step three times and return the largest difference; raises when nothing moved, too."""
+    before = ours[0].detach().clone()
+    for _ in range(3):
+        for step in steps:
+            step()
+    if torch.equal(before, ours[0].detach()):
+        raise AssertionError("the step moved nothing")
+    return difference(ours, theirs, relative=relative)
+
+
+def rivals(params: list[nn.Parameter], device: torch.device) -> dict[str, Step]:
+    """torch's ways, each on parameters of its own."""
+    found: dict[str, Step] = {
+        "torch fused": torch.optim.AdamW(twins(params), **HYPER, fused=True).step,
+        "torch foreach": torch.optim.AdamW(twins(params), **HYPER, foreach=True).step,
+    }
+    if device.type == "cpu" and importlib.util.find_spec("deepspeed") is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        found["DeepSpeedCPUAdam"] = DeepSpeedCPUAdam(twins(params), adamw_mode=True, **HYPER).step
+    return found
+
+
+def of_size(name: str, count: int, numel: int, *, device: torch.device, target: float | None, state_bytes: int = 28) -> Case:
+    params = parameters(count, numel, device=device)
+    twin = twins(params)
+    ours, theirs = AdamW(params, **HYPER), torch.optim.AdamW(twin, **HYPER, fused=True)
+    return Case(
+        "optim", name, {"pyops": ours.step, **rivals(params, device)}, device=device,
+        check=lambda: compare(params, twin, ours.step, theirs.step),
+        bytes_moved=state_bytes * count * numel, targets={"torch fused": target} if target else {},
+    )  # fmt: skip
+
+
+def fresh_gradients(name: str, *, device: torch.device) -> Case:
+    """The common loop: zero_grad sets gradients to None, backward makes new ones, which the step has never seen."""
+    params = parameters(1000, 64, device=device)
+    twin = twins(params)
+    ours, theirs = AdamW(params, **HYPER), torch.optim.AdamW(twin, **HYPER, fused=True)
+    grads = [p.grad for p in params]
+
+    def renew(some: list[nn.Parameter]) -> Step:
+        def make() -> None:
+            for p in some:
+                p.grad = None
+            for p, g in zip(some, grads, strict=True):
+                assert g is not None
+                p.grad = g.clone()
+
+        return make
+
+    return Case(
+        "optim", name, {"pyops": ours.step, "torch fused": theirs.step},
+        prepare={"pyops": renew(params), "torch fused": renew(twin)}, device=device,
+        check=lambda: compare(params, twin, ours.step, theirs.step),
+    )  # fmt: skip
+
+
+def with_masters(name: str, numel: int, *, device: torch.device, target: float | None) -> Case:
+    """bf16 parameters and gradients, float32 master and moments: 28 bytes per parameter, as float32 alone."""
+    params = parameters(1, numel, device=device, dtype=torch.bfloat16)
+    twin, full = twins(params), twins(params, torch.float32)
+    ours, theirs = AdamW(params, **HYPER, master_weights=True), torch.optim.AdamW(full, **HYPER, fused=True)
+
+    def by_hand() -> None:
+        """torch's way: the gradient copied to float32, the fused step on the master, the parameter copied back."""
+        for p, master in zip(twin, full, strict=True):
+            assert master.grad is not None and p.grad is not None
+            master.grad.copy_(p.grad)
+        theirs.step()
+        for p, master in zip(twin, full, strict=True):
+            p.data.copy_(master)
+
+    return Case(
+        "optim", name, {"pyops": ours.step, "torch fused + copies": by_hand}, device=device,
+        check=lambda: compare(params, twin, ours.step, by_hand, relative=2.0**-7),
+        bytes_moved=28 * numel, targets={"torch fused + copies": target} if target else {},
+    )  # fmt: skip
+
+
+def narrow(name: str, numel: int, *, device: torch.device) -> Case:
+    """bf16 everything with stochastic rounding, 14 bytes per parameter, against torch's bf16, which rounds to nearest."""
+    params = parameters(1, numel, device=device, dtype=torch.bfloat16)
+    twin = twins(params)
+    ours = AdamW(params, **HYPER, state_dtype=torch.bfloat16, stochastic_rounding=True)
+    theirs = torch.optim.AdamW(twin, **HYPER, fused=True)
+    return Case(
+        "optim", name, {"pyops": ours.step, "torch fused": theirs.step}, device=device,
+        check=lambda: compare(params, twin, ours.step, theirs.step, relative=2.0**-5), bytes_moved=14 * numel,
+    )  # fmt: skip
+
+
+def tail(name: str, count: int, numel: int, *, device: torch.device, target: float | None) -> Case:
+    """Everything that a training step does after backward: clip, step, zero_grad, 16-bit weights for the next forward."""
+    params = parameters(count, numel, device=device)
+    twin = twins(params)
+    grads = [p.grad.clone() for p in params if p.grad is not None]
+    copies, twin_copies = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for ps in (params, twin))
+    ours = AdamW([{"params": params, "copies": copies}], **HYPER, max_grad_norm=1.0, zero_grad=True)
+    theirs = torch.optim.AdamW(twin, **HYPER, fused=True)
+
+    def sequence() -> None:
+        torch.nn.utils.clip_grad_norm_(twin, 1.0)
+        theirs.step()
+        theirs.zero_grad(set_to_none=False)
+        torch._foreach_copy_(twin_copies, [p.detach() for p in twin])
+
+    def check() -> float:
+        worst = 0.0
+        for _ in range(2):
+            for some in (params, twin):
+                torch._foreach_copy_([p.grad for p in some], grads)
+            ours.step()
+            sequence()
+            worst = max(worst, difference(params, twin))
+        for p, copy in zip(params, copies, strict=True):
+            if not torch.equal(copy, p.detach().to(torch.bfloat16)) or p.grad is None or p.grad.any():
+                raise AssertionError("a copy or a zeroed gradient is wrong")
+        return worst
+
+    return Case(
+        "optim", name, {"pyops": ours.step, "torch fused sequence": sequence}, device=device, check=check,
+        bytes_moved=38 * count * numel, targets={"torch fused sequence": target} if target else {},
+    )  # fmt: skip
+
+
+def overhead(name: str, params: list[nn.Parameter], *, device: torch.device, limit_us: float) -> Row:
+    """What step() costs on the host beyond the kernel: the median of step() less the kernel, both on the same table.
+
+    The parameters are made as small as can be, so that the kernel hides nothing.
+    """
+    from benchmarks import machine
+
+    optimizer = AdamW(params, **HYPER)
+    optimizer.step()
+    group, plan = optimizer.param_groups[0], optimizer._plans[0][0]
+
+    def kernel() -> None:
+        optimizer._launch(group, plan.table, None, None, None)  # type: ignore[arg-type]
+
+    found: dict[str, list[float]] = {"step": [], "kernel": []}
+    for _ in range(300):
+        for label, call in (("step", optimizer.step), ("kernel", kernel)):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            call()
+            found[label].append(time.perf_counter() - start)
+    beyond = sorted(s - k for s, k in zip(found["step"], found["kernel"], strict=True))
+    quantiles = [round(1e6 * beyond[round(q * (len(beyond) - 1))], 2) for q in (0.2, 0.5, 0.8)]
+    print(
+        f"{name:<52} {quantiles[1]:>10.1f} us beyond the kernel ({'meets' if quantiles[1] < limit_us else 'ABOVE'} {limit_us:g})"
+    )
+    return {
+        "bench": "optim", "case": name, "device": device.type, "us": {"pyops": quantiles}, "speedup": {}, "max_error": None,
+        "limit_us": limit_us, "machine": machine.describe(device), "versions": machine.versions(),
+        "commit": machine.commit(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }  # fmt: skip
+
+
+def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Names of the cases and how to make each; the sizes of a GPU are larger, to be beyond its caches."""
+    on_cpu = device.type == "cpu"
+    large = 16 * MI if on_cpu else 128 * MI
+    title = f"{large // MI} Mi"
+    many = (256, 64 * KI) if on_cpu else (256, 512 * KI)
+
+    def aim(value: float) -> float | None:
+        return value if on_cpu else None
+
+    names = [f"AdamW fp32, 1 tensor of {title}", "AdamW fp32, 1000 tensors of 64", "AdamW fp32, 1000 tensors of 4 Ki"]
+    yield names[0], lambda: of_size(names[0], 1, large, device=device, target=aim(0.97))
+    yield names[1], lambda: of_size(names[1], 1000, 64, device=device, target=aim(8.0))
+    yield names[2], lambda: of_size(names[2], 1000, 4 * KI, device=device, target=aim(2.5))
+    fresh = "AdamW fp32, 1000 tensors of 64, new gradients"
+    yield fresh, lambda: fresh_gradients(fresh, device=device)
+    master = f"AdamW bf16 + fp32 master and moments, {title}"
+    yield master, lambda: with_masters(master, large, device=device, target=aim(2.0))
+    bf16 = f"AdamW bf16 throughout, stochastic rounding, {title}"
+    yield bf16, lambda: narrow(bf16, large, device=device)
+    around = f"clip + step + zero_grad + bf16 copy, {many[0]} tensors, {title}"
+    yield around, lambda: tail(around, *many, device=device, target=aim(2.2))
+
+
+def run(options: Options) -> list[Row]:
+    """All cases whose name contains `options.only`."""
+    device, only = options.device, options.only or ""
+    rows = run_cases([make for name, make in cases(device) if only in name], rounds=options.rounds)
+    for name, count, limit in (("host cost of a step, 1000 tensors", 1000, 300.0), ("host cost of a step, flat", 1, 60.0)):
+        if only in name:
+            rows.append(overhead(name, parameters(count, 1, device=device), device=device, limit_us=limit))
+    return rows

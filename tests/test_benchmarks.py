@@ -1,0 +1,133 @@
+"""The harness: a wrong result is never timed, rows can be read back, tables come from rows."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import __main__ as entry
+from benchmarks import bench_optim, harness, machine, report
+
+pytestmark = pytest.mark.cpu_only
+
+
+def case(**changes):
+    counts = {"ours": 0, "theirs": 0}
+
+    def count(name):
+        counts[name] += 1
+
+    settings = {
+        "bench": "demo", "name": "a case", "implementations": {"pyops": lambda: count("ours"), "rival": lambda: count("theirs")},
+        "check": lambda: 0.25, "bytes_moved": 1000, "targets": {"rival": 1e-9},
+    }  # fmt: skip
+    return harness.Case(**{**settings, **changes}), counts
+
+
+def test_a_row_has_what_a_table_needs():
+    made, counts = case()
+    row = harness.measure(made, rounds=3, sample_seconds=1e-5)
+    assert counts["ours"] > 3
+    assert counts["theirs"] > 3
+    low, middle, high = row["us"]["pyops"]
+    assert 0 < low <= middle <= high
+    assert row["max_error"] == 0.25
+    assert math.isclose(row["gb_per_s"], 1000 / middle / 1000, rel_tol=0.1)
+    assert row["speedup"]["rival"] > 0
+    assert json.loads(json.dumps(row)) == row
+    assert "a case" in harness.format_row(row)
+    assert "meets" in harness.format_row(row)
+
+
+def test_a_wrong_result_is_not_timed():
+    def wrong():
+        raise AssertionError("differs")
+
+    made, counts = case(check=wrong)
+    with pytest.raises(AssertionError, match="differs"):
+        harness.measure(made, rounds=3)
+    assert counts["ours"] == 0
+
+
+def test_preparation_is_called_before_each_call_and_not_timed():
+    order = []
+    made, _ = case(
+        implementations={"pyops": lambda: order.append("call")}, prepare={"pyops": lambda: order.append("prepare")}, targets={}
+    )
+    harness.measure(made, rounds=2, sample_seconds=1e-6)
+    assert order[::2] == ["prepare"] * (len(order) // 2)
+    assert order[1::2] == ["call"] * (len(order) // 2)
+
+
+def test_ranks_wait_for_each_other_and_the_slowest_counts():
+    class Slow(harness.Alone):
+        barriers = 0
+
+        def barrier(self):
+            self.barriers += 1
+
+        def agree(self, value):
+            return 2
+
+        def slowest(self, seconds):
+            return 1.0
+
+    ranks = Slow()
+    row = harness.measure(case()[0], rounds=2, ranks=ranks)
+    assert row["us"]["pyops"] == [1e6, 1e6, 1e6]
+    assert ranks.barriers == 2 * (6 + 2)
+
+
+def test_rows_are_appended_and_read_back(tmp_path):
+    row = harness.measure(case()[0], rounds=2, sample_seconds=1e-6)
+    path = harness.append_rows([row], folder=tmp_path)
+    assert harness.append_rows([row], folder=tmp_path) == path
+    assert report.read_rows(tmp_path) == [row, row]
+    assert harness.append_rows([], folder=tmp_path) is None
+    path.write_text(path.read_text() + "{half a row\n")
+    with pytest.raises(ValueError, match="line 3 is not JSON"):
+        report.read_rows(tmp_path)
+
+
+def test_tables_hold_the_newest_row_between_the_markers():
+    old = harness.measure(case()[0], rounds=2, sample_seconds=1e-6)
+    new = {**old, "us": {"pyops": [1.0, 2.0, 3.0], "rival": [4.0, 5.0, 6.0]}, "speedup": {"rival": 2.5}}
+    text = "before\n<!-- results:demo -->\nstale\n<!-- /results -->\nafter\n<!-- results:other -->\n<!-- /results -->\n"
+    filled = report.fill(text, [old, new])
+    assert "| a case | 2 us |" in filled
+    assert "2.50x" in filled
+    assert "stale" not in filled
+    assert filled.startswith("before\n")
+    assert "(no rows yet)" in filled
+    assert report.fill(filled, [old, new]) == filled
+
+
+def test_names_of_machines_say_nothing_of_hosts():
+    assert machine.slug({"cpu": "Some(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "cores": 8}) == "some-xeon-e5-2690-v4-8-cores"
+    described = machine.describe(torch.device("cpu"))
+    assert set(described) == {"cpu", "cores", "threads"}
+    assert machine.slug({**described, "gpu": "NVIDIA H200"}) == "nvidia-h200"
+
+
+def test_an_unknown_bench_is_named(capsys):
+    assert "optim" in entry.names()
+    with pytest.raises(SystemExit):
+        entry.main(["no_such_bench", "--no-save"])
+    assert "no bench called no_such_bench" in capsys.readouterr().err
+
+
+def test_every_case_of_the_optimizer_bench_checks(monkeypatch):
+    """Sizes made small: the checks themselves must pass, and see a step that does nothing."""
+    monkeypatch.setattr(bench_optim, "MI", 64)
+    monkeypatch.setattr(bench_optim, "KI", 2)
+    made = list(bench_optim.cases(torch.device("cpu")))
+    assert len(made) >= 7
+    for _, make in made:
+        assert make().check() is not None
+    monkeypatch.setattr(bench_optim.AdamW, "_launch", lambda *_: None)
+    for _, make in made:
+        with pytest.raises(AssertionError):
+            make().check()
