@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
@@ -128,7 +128,8 @@ def with_masters(name: str, numel: int, *, device: torch.device, target: float |
     def by_hand() -> None:
         """torch's way: the gradient copied to float32, the fused step on the master, the parameter copied back."""
         for p, master in zip(twin, full, strict=True):
-            assert master.grad is not None and p.grad is not None
+            assert master.grad is not None
+            assert p.grad is not None
             master.grad.copy_(p.grad)
         theirs.step()
         for p, master in zip(twin, full, strict=True):
@@ -172,7 +173,7 @@ def tail(name: str, count: int, numel: int, *, device: torch.device, target: flo
         worst = 0.0
         for _ in range(2):
             for some in (params, twin):
-                torch._foreach_copy_([p.grad for p in some], grads)
+                torch._foreach_copy_([p.grad for p in some if p.grad is not None], grads)
             ours.step()
             sequence()
             worst = max(worst, difference(params, twin))
@@ -211,9 +212,8 @@ def overhead(name: str, params: list[nn.Parameter], *, device: torch.device, lim
             found[label].append(time.perf_counter() - start)
     beyond = sorted(s - k for s, k in zip(found["step"], found["kernel"], strict=True))
     quantiles = [round(1e6 * beyond[round(q * (len(beyond) - 1))], 2) for q in (0.2, 0.5, 0.8)]
-    print(
-        f"{name:<52} {quantiles[1]:>10.1f} us beyond the kernel ({'meets' if quantiles[1] < limit_us else 'ABOVE'} {limit_us:g})"
-    )
+    verdict = "meets" if quantiles[1] < limit_us else "ABOVE"
+    print(f"{name:<52} {quantiles[1]:>10.1f} us beyond the kernel ({verdict} {limit_us:g})", flush=True)
     return {
         "bench": "optim", "case": name, "device": device.type, "us": {"pyops": quantiles}, "speedup": {}, "max_error": None,
         "limit_us": limit_us, "machine": machine.describe(device), "versions": machine.versions(),
