@@ -22,7 +22,8 @@ def case(**changes):
 
     settings = {
         "bench": "demo", "name": "a case",
-        "implementations": {"pyops": lambda: count("ours"), "rival": lambda: count("theirs")}, "check": lambda: 0.25, "bytes_moved": 1000, "targets": {"rival": 1e-9},
+        "implementations": {"pyops": lambda: count("ours"), "rival": lambda: count("theirs")},
+        "check": lambda: 0.25, "bytes_moved": 1000, "targets": {"rival": 1e-9},
     }  # fmt: skip
     return harness.Case(**{**settings, **changes}), counts
 
