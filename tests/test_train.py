@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig
-from pyops.data import Batches, CorpusError, DataConfig, prepare
+from pyops.data import Batches, CorpusError, DataConfig, prepare, validation_rows
 from pyops.metrics import read_rows
 from pyops.models import GPT, GPTConfig
 from pyops.train import Run, StopRequest, train
@@ -284,12 +284,32 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
     assert {float(s["step"]) for s in states.values()} == {5.0}
 
 
-def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch):
+@pytest.mark.parametrize(("factor", "term"), [(float("nan"), 0.0), (1.0, float("inf"))])  # the second leaves gradients finite
+def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor, term):
     config = config_of(tmp_path, device, steps=3)
     inner = Run._nats
-    monkeypatch.setattr(Run, "_nats", lambda self, *a: inner(self, *a) * (float("nan") if self.step == 1 else 1.0))
+
+    def poisoned(self: Run, *arguments: Any) -> torch.Tensor:
+        nats = inner(self, *arguments)
+        return nats * factor + term if self.step == 1 else nats
+
+    monkeypatch.setattr(Run, "_nats", poisoned)
     assert train(config).skipped == 1
     assert [loss is None for loss in losses(config)] == [False, True, False]
+    states = load(config.folder / "checkpoints" / "step-00000003")[0]["optimizer"]
+    assert {float(s["step"]) for s in states.values()} == {2.0}
+
+
+def test_validation_is_on_the_text_held_out(tmp_path, device):
+    config = config_of(tmp_path, device, dropout=0.5, micro_batch=4)
+    run = Run(config, device=device)
+    corpus = prepare(config.data)
+    rows = validation_rows(corpus, sequence_length=16, num_sequences=6).to(device)
+    assert bytes(rows[0].tolist()) in bytes(corpus.validation)
+    model = GPT(config.model, device=device).eval()
+    plain = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    assert run.validate() == pytest.approx(plain.item(), rel=1e-5)
+    assert run.model.training
 
 
 def test_only_weights_of_two_dimensions_decay(tmp_path, device):
@@ -375,3 +395,16 @@ def test_a_second_signal_changes_nothing():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.number == signal.SIGINT
+
+
+def test_masks_are_drawn_anew_for_each_step_and_micro_batch(tmp_path, device, monkeypatch):
+    drawn = []
+    inner = GPT.draw_dropout
+
+    def recording(self: GPT, shape: tuple[int, int], **where: int) -> None:
+        drawn.append((shape, where["seed"], where["step"], where["first_row"], where["num_rows"]))
+        inner(self, shape, **where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GPT, "draw_dropout", recording)
+    train(config_of(tmp_path, device, steps=2, micro_batch=4, dropout=0.2, seed=9))
+    assert drawn == [((4, 16), 9, step, row, 8) for step in (0, 1) for row in (0, 4)]
