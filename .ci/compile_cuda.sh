@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for sm_80 and sm_90 with warnings as errors, and fails on a spill or a stack frame in any
-# kernel. Needs nvcc and torch's headers, no GPU. Prints one line per source: kernels and the most registers of one.
+# kernel. Needs nvcc and torch's headers, no GPU. Prints one line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -26,9 +26,12 @@ compile() {  # source architecture -> log; the object is thrown away
     grep -E -B1 '[1-9][0-9]* bytes (stack frame|spill stores|spill loads)' "$log"
     return 1
   fi
-  awk -v name="$stem.cu sm_$2" '/Used [0-9]+ registers/ { n++; for (i = 1; i < NF; ++i) if ($i == "Used" && $(i+1) > most) most = $(i+1) }
-    END { printf "CUDA source %-20s %3d kernels, at most %3d registers, nothing in local memory\n", name, n, most }' "$log"
+  awk '/Used [0-9]+ registers/ { n++; for (i = 1; i < NF; ++i) if ($i == "Used" && $(i+1) > most) most = $(i+1) }
+    END { print n, most }' "$log" >"$log.registers"
 }
 export -f compile
 for source in csrc/cuda/*.cu; do for architecture in 80 90; do echo "$source $architecture"; done; done |
   xargs -P 2 -L 1 bash -c 'compile "$0" "$1"'
+summary="CUDA sources compile for sm_80 and sm_90, nothing in local memory; kernels and most registers:"
+for log in "$LOGS"/*.sm_90.registers; do summary+=" $(basename "$log" .sm_90.registers) $(tr ' ' '/' <"$log"),"; done
+echo "${summary%,}"
