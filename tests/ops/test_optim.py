@@ -122,17 +122,18 @@ def test_from_table_gives_the_same_bits(device: torch.device, isa: str):
 
 
 @pytest.mark.cpu_only
-def test_threads_change_no_bit_and_nothing_beside(isa: str):
-    """Rows large enough to be cut among threads, in one guarded piece of memory each."""
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[4]], ids=str)
+def test_threads_change_no_bit_and_nothing_beside(dtypes: Dtypes, isa: str):
+    """Rows large enough to be cut among threads, with stochastic rounding; the first in a guarded piece of memory."""
     results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            rows = make_rows(DTYPES[0], torch.device("cpu"), shapes=((70001,), (5,), (100003,), (0,), (64,)))
-            guard = torch.full((70001 + 32,), 5.0)
+            rows = make_rows(dtypes, torch.device("cpu"), shapes=((30001,), (5,), (50003,), (0,), (64,)))
+            guard = torch.full((30001 + 32,), 5.0, dtype=dtypes.param)
             guard[16:-16] = rows.params[0]
             rows.lists[0][0] = guard[16:-16]
-            rows.step()
+            rows.step(stochastic_rounding=True)
             assert guard[:16].unique().tolist() == guard[-16:].unique().tolist() == [5.0]
             results.append(rows.params)
     finally:

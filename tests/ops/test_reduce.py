@@ -10,7 +10,7 @@ import torch
 from pyops.ops import reduce
 
 F = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (0, 1, 7, 31, 64, 1000, 2085, 70001)  # around a register, a tile, and enough for several threads
+SIZES = (0, 1, 7, 31, 64, 2085)  # around a register and a tile
 PAIRS = [*itertools.product(F, F), (torch.float64, torch.float64)]
 
 
@@ -35,7 +35,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("to", "source"), PAIRS, ids=str)
 def test_every_pair_of_dtypes(to: torch.dtype, source: torch.dtype, device: torch.device, isa: str):
-    for n in SIZES:
+    for n in (*SIZES, 40001 if to == source else 100):  # enough for several threads
         out, rows = values(n, to, device), [values(n, source, device) for _ in range(4)]
         for op, reference, args in (
             (reduce.accumulate_, reduce.accumulate_reference, rows[0]),
