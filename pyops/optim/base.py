@@ -220,7 +220,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         plans, left = [], {}
         # A group without any gradient has a plan too: to notice the first one.
         for device, some in (rows or {torch.device("cpu"): []}).items():
-            plan = Plan(params, some, make_table=self._make_table, native=module, zero_grads=self.zeroes_gradients)
+            plan = Plan(params, some, make_table=self._make_table, native=module)
             plan.key = self._key(self.param_groups[g])
             out = {i for each in plan.leftover for i in each}
             left[device] = [row for row in some if row.place in out]

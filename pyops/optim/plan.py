@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from pyops.optim.rows import GRAD, PARAM, Row, batch_of, split_rows
+from pyops.optim.rows import GRAD, PARAM, Row, columns_of, split_rows
 
 __all__ = ["Plan"]
 
@@ -37,7 +37,6 @@ class Plan:
         *,
         make_table: Callable[[list[list[Tensor]], list[int]], Tensor],
         native: ModuleType,
-        zero_grads: bool,
     ) -> None:
         """params: the group's own list. rows: of one device, checked; parameters that have none are on another device
         or have no gradient."""
@@ -54,9 +53,9 @@ class Plan:
             kinds[row.place] = native.ParameterScan.ROW
         self._scan = native.ParameterScan(params, kinds, torch.Tensor, torch.nn.Parameter)
         if fast:
-            batch = batch_of(fast, zero_grads=zero_grads)
-            self.table = make_table(batch.columns, batch.offsets)
-            self._keep(batch.columns)
+            columns = columns_of(fast)
+            self.table = make_table(columns, [row.offset for row in fast])
+            self._keep(columns)
             self._attach(self.table)
 
     def _keep(self, columns: list[list[Tensor]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyops.optim.layout import is_dense, lies_like, overlapping
 
-__all__ = ["Batch", "Row", "split_rows"]
+__all__ = ["GRAD", "PARAM", "Batch", "Row", "batch_of", "columns_of", "split_rows"]
 
 PARAM, GRAD = 0, 1
 
@@ -69,28 +69,32 @@ def _walkable(row: Row) -> bool:
     return is_dense(tensors[PARAM]) and all(lies_like(t, strides) for t in tensors)
 
 
-def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
-    """Columns of the rows, with stand-ins where a row needs them. A column that no row uses is empty."""
-    exchanges: list[Exchange] = []
-    width = len(rows[0].tensors)
-    columns: list[list[Tensor]] = [[] for _ in range(width)]
+def columns_of(rows: Sequence[Row]) -> list[list[Tensor]]:
+    """The rows' tensors by column. An empty tensor stands for none; a column that no row uses is empty."""
     param = rows[0].tensors[PARAM]
     assert param is not None
     absent = torch.empty(0, device=param.device)
+    return [
+        [absent if t is None else t for t in column] if any(t is not None for t in column) else []
+        for column in zip(*(row.tensors for row in rows), strict=True)
+    ]
+
+
+def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
+    """Columns of the rows, with stand-ins where a row needs them."""
+    exchanges: list[Exchange] = []
+    ready: list[Row] = []
     for row in rows:
-        param = row.tensors[PARAM]
+        param, tensors = row.tensors[PARAM], list(row.tensors)
         assert param is not None
         strides = param.stride() if is_dense(param) else torch.empty_like(param).stride()
-        for column, tensor in enumerate(row.tensors):
-            if tensor is None:
-                tensor = absent
-            elif column < width - 1 and not (is_dense(tensor) and lies_like(tensor, strides)):
+        for column, tensor in enumerate(tensors[:-1]):
+            if tensor is not None and not (is_dense(tensor) and lies_like(tensor, strides)):
                 stand_in = torch.empty_strided(tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device)
                 exchanges.append(Exchange(column, tensor, stand_in, column != GRAD or zero_grads))
-                tensor = stand_in
-            columns[column].append(tensor)
-    columns = [[] if all(t is absent for t in column) else column for column in columns]
-    return Batch(columns, [row.offset for row in rows], exchanges)
+                tensors[column] = stand_in
+        ready.append(row._replace(tensors=tensors))
+    return Batch(columns_of(ready), [row.offset for row in rows], exchanges)
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[list[Row]]]:
