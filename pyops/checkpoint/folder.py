@@ -195,9 +195,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of which there is a whole checkpoint, oldest first."""
         found = (
-            p.name.removeprefix("step-").removesuffix(".old")
-            for p in self.folder.glob("step-*")
-            if (p / MANIFEST).exists()
+            p.name.removeprefix("step-").removesuffix(".old") for p in self.folder.glob("step-*") if (p / MANIFEST).exists()
         )
         return sorted({int(name) for name in found if name.isdigit()})
 

@@ -95,9 +95,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "pyops that wrote it"
         )
     if seal({key: value for key, value in manifest.items() if key != "crc32"}) != manifest:
-        raise CheckpointError(
-            f"{path} is damaged (its checksum differs); delete {folder} and use an earlier checkpoint"
-        )
+        raise CheckpointError(f"{path} is damaged (its checksum differs); delete {folder} and use an earlier checkpoint")
     return manifest
 
 

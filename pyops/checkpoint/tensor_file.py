@@ -41,8 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise TypeError(
-                f"state[{name!r}] is a {tensor.dtype}, {tensor.layout} tensor, which a checkpoint can't hold: "
-                "convert it"
+                f"state[{name!r}] is a {tensor.dtype}, {tensor.layout} tensor, which a checkpoint can't hold: convert it"
             )
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}

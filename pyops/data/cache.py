@@ -121,9 +121,7 @@ def _build(
         train_texts = (text for part, text in _split(texts(), train_bytes) if part == "train")
         tokenizer = trained = PairTokenizer.train(train_texts, vocab_size=vocab_size)
         trained.save(folder / "tokenizer.json")
-    dtype = np.dtype(
-        np.uint8 if tokenizer.vocab_size <= 256 else np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32
-    )
+    dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 256 else np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
     pairs = {part: np.zeros((256, 256), dtype=np.int64) for part in PARTS}
     before: dict[str, int | None] = dict.fromkeys(PARTS)
     tokens = dict.fromkeys(PARTS, 0)
@@ -178,10 +176,7 @@ def _open(config: DataConfig, folder: Path) -> Corpus:
         return Corpus(config.path, arrays["train"], arrays["validation"], tokenizer, meta["bigram_loss"], folder.name)
     except FileNotFoundError as error:
         raise CorpusError(
-            f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks "
-            "share"
+            f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
-            f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew"
-        ) from None
+        raise CorpusError(f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew") from None

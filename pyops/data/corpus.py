@@ -53,9 +53,7 @@ class DataConfig:
         if self.max_bytes < 0:
             raise ValueError(f"max_bytes is {self.max_bytes}; give a number of bytes, or 0 for all of them")
         if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(
-                f"validation_fraction is {self.validation_fraction}; give a part between 0 and 1, such as 0.1"
-            )
+            raise ValueError(f"validation_fraction is {self.validation_fraction}; give a part between 0 and 1, such as 0.1")
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,13 @@ def find_documents(config: DataConfig) -> list[Document]:
     documents = sorted(documents, key=lambda d: (hashlib.blake2b(d.name.encode(), digest_size=8).digest(), d.name))
     if sum(d.size for d in documents) == 0:
         of = f" of {'/'.join(config.suffixes)} files" if config.suffixes else ""
-        raise CorpusError(
-            f"corpus {config.path} is empty{of}: {len(documents)} files, 0 bytes; set data.path to some text"
-        )
+        raise CorpusError(f"corpus {config.path} is empty{of}: {len(documents)} files, 0 bytes; set data.path to some text")
     return documents
 
 
 def _walk(root: Path, *, suffixes: Sequence[str], excludes: Sequence[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise CorpusError(
-            f"corpus folder {error.filename} can't be read: {error.strerror}; fix its permissions"
-        ) from None
+        raise CorpusError(f"corpus folder {error.filename} can't be read: {error.strerror}; fix its permissions") from None
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in excludes and not f.startswith(".")]

@@ -64,9 +64,7 @@ class PairTokenizer:
     def train(cls, texts: Iterable[bytes], *, vocab_size: int) -> PairTokenizer:
         """Learn merges until there are `vocab_size` tokens or nothing is left to merge."""
         if vocab_size < 256:
-            raise CorpusError(
-                f"a BPE starts from the 256 bytes, but model.vocab_size is {vocab_size}; set it to 256 or more"
-            )
+            raise CorpusError(f"a BPE starts from the 256 bytes, but model.vocab_size is {vocab_size}; set it to 256 or more")
         tokenizers = _import_tokenizers()
         inner = tokenizers.Tokenizer(tokenizers.models.BPE())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

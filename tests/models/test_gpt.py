@@ -55,9 +55,7 @@ def formula(p: dict[str, Tensor], tokens: Tensor, config: GPTConfig) -> Tensor:
 
     def turn(x: Tensor) -> Tensor:
         """Rotary positions as multiplication by complex numbers of length 1."""
-        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (
-            -torch.arange(0, K, 2, dtype=torch.float64) / K
-        )
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
         unit = torch.polar(torch.ones_like(angle), angle).to(x.device, torch.promote_types(x.dtype, torch.complex64))
         z = torch.complex(x[..., : K // 2], x[..., K // 2 :]) * unit
         return torch.cat([z.real, z.imag], -1)
@@ -114,9 +112,7 @@ def test_every_variant_computes_its_formula(config, device):
     for name, found, wanted in zip(names, ours(torch.float64), exact, strict=True):
         size = wanted.abs().max().item()
         assert size > 1e-6, f"{name} gets no gradient, so this shows nothing"
-        torch.testing.assert_close(
-            found, wanted, rtol=0, atol=1e-13 * max(size, 1.0), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13 * max(size, 1.0), msg=lambda m, n=name: f"{n}: {m}")
 
     def error(found: tuple[Tensor, ...]) -> float:
         """Over all gradients: in which element float32 rounds worst is chance, as sums run in another order."""
@@ -252,9 +248,7 @@ def test_sampling_follows_the_softmax(device):
         def forward(self, tokens: Tensor) -> Tensor:
             return torch.tensor([0.1, 0.6, 0.3], device=tokens.device).log().expand(1, tokens.shape[1], 3)
 
-    drawn = sample(
-        Fixed(), torch.zeros(1, dtype=torch.int64, device=device), num_tokens=2000, context=4, temperature=1.0
-    )
+    drawn = sample(Fixed(), torch.zeros(1, dtype=torch.int64, device=device), num_tokens=2000, context=4, temperature=1.0)
     shares = torch.bincount(drawn[1:], minlength=3) / 2000
     torch.testing.assert_close(shares.cpu(), torch.tensor([0.1, 0.6, 0.3]), atol=0.05, rtol=0)
 
