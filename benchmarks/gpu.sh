@@ -4,24 +4,31 @@
 #
 #   OUT      where rows, log and summary go   (benchmarks/results/gpu)
 #   PYTHON   the Python that has torch        (python3)
+#   DEVICE   cuda; cpu rehearses the script on a machine without a GPU
+#   BUDGET   seconds for all of it            (580)
 #
 # Each part has its own time limit and never takes the others down; the summary comes last.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu}
+DEVICE=${DEVICE:-cuda}
+BUDGET=${BUDGET:-580}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 LOG=$OUT/log.txt SUMMARY=$OUT/summary.txt
 : >"$LOG"
 : >"$SUMMARY"
-export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=cuda
+export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=$DEVICE PYTHON DEVICE
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 say() { echo "$*" | tee -a "$LOG" >>"$SUMMARY"; }
 
 part() {  # seconds name command...: its output goes to the log, its outcome to the summary
-  local limit=$1 name=$2 start=$SECONDS status outcome
+  local limit=$1 name=$2 start=$SECONDS left=$((BUDGET - SECONDS)) status outcome
   shift 2
+  : >"$OUT/part.txt"
+  ((left > 10)) || { say "$(printf '%-34s left out: no time left' "$name")"; return 1; }
+  ((limit < left)) || limit=$left
   echo "== $name: $*" | tee -a "$LOG"
   timeout --kill-after=10 "$limit" "$@" >"$OUT/part.txt" 2>&1
   status=$?
@@ -38,10 +45,12 @@ last() { grep -E "$1" "$OUT/part.txt" | tail -"${2:-1}" | sed 's/^/    /' | tee 
 
 machine() {
   "$PYTHON" - <<'PY'
-import platform, sys
+import os, platform, sys
 import torch
+if os.environ["DEVICE"] == "cpu":
+    sys.exit(print(f"machine: a rehearsal on the CPU, torch {torch.__version__}, python {platform.python_version()}"))
 if not torch.cuda.is_available():
-    sys.exit("this torch sees no CUDA device")
+    sys.exit("this torch sees no CUDA device (DEVICE=cpu rehearses without one)")
 p = torch.cuda.get_device_properties(0)
 print(f"machine: {p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB, "
       f"torch {torch.__version__}, python {platform.python_version()}")
@@ -71,22 +80,22 @@ PY
 sanitize() { PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 "$PYTHON" -m pytest -p tests.optional_packages -x tests/cuda/test_small.py; }
 
 bench() {
-  "$PYTHON" -m benchmarks "$1" --device cuda --rounds 7
+  "$PYTHON" -m benchmarks "$1" --device "$DEVICE" --rounds 7
 }
 
-export -f build sanitize bench
-export PYTHON
+export -f machine build sanitize bench
 
-part 60 "machine" bash -c "$(declare -f machine); machine" || { cat "$OUT/part.txt" "$SUMMARY"; exit 1; }
+part 60 "machine" bash -c machine || { cat "$OUT/part.txt" "$SUMMARY"; exit 1; }
 last '^machine'
-ARCHITECTURE=$("$PYTHON" -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())')
+ARCHITECTURE=90-real
+[ "$DEVICE" = cpu ] || ARCHITECTURE=$("$PYTHON" -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())')
 export ARCHITECTURE
 part 150 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; exit 1; }
-part 200 "tests on cuda" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests
+part 230 "tests on $DEVICE" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests
 tests=$?
 last '^(FAILED|ERROR)' 40
 last '(passed|failed|error)'
-if command -v compute-sanitizer >/dev/null; then
+if command -v compute-sanitizer >/dev/null && [ "$DEVICE" != cpu ]; then
   for tool in memcheck racecheck; do
     part 50 "compute-sanitizer $tool" bash -c "sanitize $tool"
     last 'ERROR SUMMARY|RACECHECK SUMMARY|passed|failed'
