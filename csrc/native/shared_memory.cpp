@@ -138,6 +138,7 @@ class SharedMemoryRing {
     int run(int spins, double timeout, const uint64_t (&signature)[SIGNATURE_WORDS], const Body& body) {
         py::gil_scoped_release released;
         region_->spins = spins;
+        region_->yields = spins >= 64;
         region_->timeout = timeout;
         Status status = region_->failed();
         if (status.ok()) {

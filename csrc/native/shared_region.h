@@ -142,7 +142,8 @@ class Region {
     }
 
     const int rank, size;
-    int spins = 64;          // tries with a pause (about a us), then four times as many with a yield; few beside computation
+    int spins = 64;          // tries with a pause before the first yield: about a microsecond
+    bool yields = true;      // yield for a while before sleeping; not beside a computing thread, which would run for its whole slice
     double timeout = 60.0;   // seconds
 
   private:
@@ -171,11 +172,13 @@ class Region {
             if (reached()) return {};
             pause_cpu();
         }
-        for (int i = 0; i < 4 * spins; ++i) {
-            if (reached()) return {};
-            sched_yield();  // the peer may be waiting for this very processor
-        }
         const auto start = std::chrono::steady_clock::now();
+        const auto waited = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+        // The peer may be waiting for this very processor. When others take it too, a sleeper is back sooner than who yields.
+        while (yields && waited() < 50e-6) {
+            if (reached()) return {};
+            sched_yield();
+        }
         while (!reached()) {
             if (!failed().ok()) return failed();
             other.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -185,10 +188,9 @@ class Region {
                 syscall(SYS_futex, &other.epoch, FUTEX_WAIT, epoch, &slice, nullptr, 0);
             }
             other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-            const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-            if (waited.count() < 0.02 || reached()) continue;
+            if (waited() < 0.02 || reached()) continue;
             if (process_start(other.pid) != other.start_time) return give_up({DIED, peer});
-            if (waited.count() > timeout) return give_up({STALLED, peer});
+            if (waited() > timeout) return give_up({STALLED, peer});
         }
         return {};
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["SIZES", "Cost", "fastest", "from_json", "measure", "to_json"]
 
 SIZES = (4096, 1 << 20)  # bytes
-CLEARLY = 0.8
+CLEARLY = 0.5
 _REPEATS = 8
 
 
@@ -37,24 +37,29 @@ Table = dict[str, Cost]
 
 
 def _time(run: Callable[[Tensor], None], tensor: Tensor) -> float:
-    """The least of a few runs: what disturbs one only makes it longer. The first run warms up."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        start = time.perf_counter()
-        run(tensor)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    start = time.perf_counter()
+    run(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - start
 
 
 def measure(candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.dtype, device: torch.device) -> Table:
-    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it with the same names."""
+    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it with the same names.
+
+    In turn, and the least of a few runs, because what disturbs a run only makes it longer; the first turn warms up.
+    """
+    tensors = [torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device) for nbytes in SIZES]
+    seconds = {name: [float("inf")] * len(SIZES) for name in candidates}
+    for turn in range(_REPEATS + 1):
+        for name, run in candidates.items():
+            for i, tensor in enumerate(tensors):
+                once = _time(run, tensor)
+                seconds[name][i] = min(seconds[name][i], once) if turn else seconds[name][i]
     table = {}
-    for name, run in candidates.items():
-        small, large = (_time(run, torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)) for nbytes in SIZES)
+    for name, (small, large) in seconds.items():
         per_byte = max(0.0, (large - small) / (SIZES[1] - SIZES[0]))
         table[name] = Cost(max(0.0, small - per_byte * SIZES[0]), per_byte)
     return table
