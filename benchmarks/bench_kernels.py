@@ -35,7 +35,7 @@ def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
     """fp32 throughout, 28 bytes per element."""
     lists = [[torch.randn(n, device=device) * scale for n in sizes] for scale in (1.0, 0.1, 0.1)]
     lists += [[x.square() for x in lists[2]], [], [], [], [torch.zeros((), device=device) for _ in sizes]]
-    table = optim.adam_table(*lists)
+    table = optim.adam_table(*lists)  # type: ignore[arg-type]
     twin = [[x.clone() for x in column] for column in lists]
     ours = partial(optim.adam_from_table_, table, **HYPER, **FLAGS)
 
