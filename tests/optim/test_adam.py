@@ -140,3 +140,18 @@ def test_tensor_betas():
     betas = tuple(torch.tensor(beta, dtype=torch.float64) for beta in HYPER["betas"])
     run([AdamW(a, betas=betas, **options), AdamW(b, **HYPER)], [a, b], steps=3)
     assert_equal(a, b)
+
+
+def test_a_shard_steps_as_the_whole_does(device):
+    """However a parameter is cut, an element's result has the same bits: what is sharded can be compared with torch.equal."""
+    whole = parameters(((331,),), device=device)
+    cuts = [0, 1, 18, 100, 331]
+    shards = twins([whole[0].detach()[a:b] for a, b in itertools.pairwise(cuts)])
+    optimizers = [AdamW(whole, **HYPER), AdamW(shards, **HYPER)]
+    for step in range(STEPS):
+        give_gradients(whole, seed=step)
+        for shard, (a, b) in zip(shards, itertools.pairwise(cuts), strict=True):
+            shard.grad = whole[0].grad[a:b].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_equal(whole, [torch.cat([s.detach() for s in shards])])
