@@ -104,10 +104,9 @@ else
   say "compute-sanitizer is not here: skipped"
 fi
 before=$(cat benchmarks/results/*.jsonl 2>/dev/null | wc -l)
-for file in benchmarks/bench_*.py; do
-  name=$(basename "$file" .py)
-  name=${name#bench_}
-  part 75 "bench $name" bash -c "bench $name"
+names=$(cd benchmarks && ls bench_*.py | sed 's/^bench_//; s/[.]py$//' | grep -vx -e kernels -e optim)
+for name in kernels optim $names; do
+  part 90 "bench $name" bash -c "bench $name"
   sed 's/^/    /' "$OUT/part.txt" | cut -c1-200 >>"$SUMMARY"
 done
 rm -f "$OUT/part.txt"
