@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from pyops.checkpoint import CheckpointError, Checkpoints, folder, load, save, tensor_file
 from pyops.checkpoint.manifest import seal
@@ -66,7 +67,7 @@ def truncate(path: Path) -> None:
 
 def exchange(path: Path) -> None:
     """Another checkpoint's file, whole in itself."""
-    save(path.parent.parent / "other", make_state(9.0), own={"more": torch.ones(3)})
+    save(path.parent.parent / "other", make_state(9.0), own={"rng": torch.ones(5)})
     shutil.copy(path.parent.parent / "other" / path.name, path)
 
 
@@ -113,12 +114,16 @@ def test_a_full_disk_leaves_the_old_one_whole(tmp_path, monkeypatch):
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((tensor_file.os, "fsync"), (tensor_file.zlib, "crc32"), (folder.os, "rename")):
+    def full_in_the_package(*arguments: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    places = [(tensor_file.os, "fsync", full), (tensor_file.zlib, "crc32", full), (folder.os, "rename", full)]
+    for module, name, fails in [*places, (tensor_file, "save_file", full_in_the_package)]:
         with (
             monkeypatch.context() as patch,
-            pytest.raises(CheckpointError, match=r"No space left on device; make room"),
+            pytest.raises(CheckpointError, match=r"No space left on device.*; make room"),
         ):
-            patch.setattr(module, name, full)
+            patch.setattr(module, name, fails)
             save(tmp_path / "c", make_state(2.0))
         assert equal(load(tmp_path / "c")[0], make_state(1.0)), name
         assert [p.name for p in tmp_path.iterdir()] == ["c"], name
