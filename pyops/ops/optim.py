@@ -191,6 +191,9 @@ def adam_reference(
     """The meaning of `adam_` in plain torch: within rounding of it, and with the same random bits."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps]
     table_of(lists, offsets)
+    for name, scalar in (("lr_tensor", lr_tensor), ("grad_factor", grad_factor), ("found_inf", found_inf)):
+        if scalar is not None and (scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)):
+            raise ValueError(f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}")
     skipped = found_inf is not None and bool(found_inf.item())
     rate = float(lr_tensor.item()) if lr_tensor is not None else lr
     for i, param in enumerate(params):

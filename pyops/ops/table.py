@@ -75,9 +75,10 @@ def _check_rows(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> No
     for i, step in enumerate(steps):
         if step.dtype != torch.float32 or step.numel() != 1 or step.device != params[i].device:
             raise ValueError(f"steps[{i}] must be one float32 on {params[i].device}, got {step.dtype} {tuple(step.shape)}")
-    for i, moments in enumerate(zip(*(group for group in lists[EXP_AVG : MAX + 1] if group), strict=True)):
-        if len({t.dtype for t in moments if t.numel()}) > 1:
-            raise ValueError(f"moments of row {i} have dtypes {[t.dtype for t in moments]}; expected one for all")
+    for name, tensors in zip(_NAMES[EXP_AVG_SQ : MAX + 1], lists[EXP_AVG_SQ : MAX + 1], strict=True):
+        for i, t in enumerate(tensors):
+            if t.numel() and t.dtype != lists[EXP_AVG][i].dtype:
+                raise ValueError(f"{name}[{i}] has another dtype than exp_avgs[{i}]; the moments of a row share one")
     if offsets and len(offsets) != len(params):
         raise ValueError(f"offsets has {len(offsets)} numbers for {len(params)} params; expected one for each, or none")
 
