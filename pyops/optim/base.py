@@ -70,7 +70,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         self.master_weights, self.state_dtype = master_weights, state_dtype
         self.stochastic_rounding = stochastic_rounding
         self.max_grad_norm, self.zeroes_gradients = max_grad_norm, zero_grad
-        self.grad_norm: Tensor | None = None
+        self._measured: dict[str, Tensor | None] = {"grad_norm": None}  # torch 2.11 traces no assignment to an attribute
         self.reduce_squared_norm: Callable[[Tensor], Tensor] | None = None
         self._forget()
         check_hyperparameters(defaults, who=who)
@@ -238,6 +238,11 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------ stepping
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm before clipping of the last step with max_grad_norm; None before it."""
+        return self._measured["grad_norm"]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over every parameter that has a gradient; returns what `closure` returned, called with grad enabled.
@@ -265,7 +270,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
                 work.load(gradients=True)
             if self.max_grad_norm is not None:
                 squared.append(squared_norm_of(work))
-        factor, skip, self.grad_norm = gradient_factor(
+        factor, skip, self._measured["grad_norm"] = gradient_factor(
             squared, max_norm=self.max_grad_norm, grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None), device=device, reduce=self.reduce_squared_norm,
         )  # fmt: skip
