@@ -103,16 +103,8 @@ class Loading(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copy: settings, groups and state; not hooks, not `reduce_squared_norm`, not what can be
-        remade."""
-        names = (
-            "master_weights",
-            "state_dtype",
-            "stochastic_rounding",
-            "max_grad_norm",
-            "zeroes_gradients",
-            "grad_norm",
-        )
+        """For pickle and copy: settings, groups and state; not hooks, `reduce_squared_norm`, or what can be remade."""
+        names = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_norm", "zeroes_gradients", "_measured")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
