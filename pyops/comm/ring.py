@@ -25,7 +25,7 @@ from pyops.comm.transport import Pending, Transport, run_staggered
 
 __all__ = ["all_gather", "all_reduce", "pieces_of", "reduce_scatter"]
 
-WINDOW = 3  # rounds on their way at once
+WINDOW = 6  # rounds on their way at once
 Round = list[tuple[int, int]]  # by owner: [start, stop) within the tensor; equal numbers where there is nothing
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pyops.comm import CommunicationError, all_reduce
+from pyops.ops.library import native
 from tests.workers import ROOT, spawn_ranks
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
@@ -49,6 +50,8 @@ def _lose_a_rank(rank: int, group: Any, algorithm: str, how: str, async_op: bool
     + [("shared_memory", "stalls"), ("ring", "stalls")],
 )
 def test_every_other_rank_names_the_lost_one(algorithm: str, how: str):
+    if algorithm == "shared_memory" and native() is None:
+        pytest.skip("built without kernels")
     outcomes = spawn_ranks(4, _lose_a_rank, algorithm, how, algorithm == "ring", timeout=60, group_timeout=GROUP_TIMEOUT)
     for outcome in outcomes:
         if outcome.rank == VICTIM and how == "dies":
@@ -70,6 +73,7 @@ def _leave_memory_behind(rank: int, group: Any) -> None:
     os._exit(9)
 
 
+@pytest.mark.skipif(native() is None, reason="built without kernels")
 def test_nothing_is_left_in_dev_shm_after_a_crash():
     before = set(os.listdir("/dev/shm"))
     outcomes = spawn_ranks(2, _leave_memory_behind, timeout=30)
