@@ -100,7 +100,6 @@ __global__ __launch_bounds__(THREADS) void norm_kernel(const __grid_constant__ R
     total.sum += __ldcg(&workspace->partial[k].sum);
     total.non_finite += __ldcg(&workspace->partial[k].non_finite);
   }
-  __syncthreads();
   const double all = block_sum<THREADS>(total.sum), all_non_finite = block_sum<THREADS>(total.non_finite);
   if (threadIdx.x == 0) {
     out[0] = more ? out[0] + all : all;

@@ -44,11 +44,17 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// An op comes here when any of its tensors is on a GPU, say a learning rate beside parameters on the CPU.
+inline int device_of(const torch::stable::Tensor& on) {
+  STD_TORCH_CHECK(on.is_cuda(), "pyops: the operands are on the CPU, but one of the scalars beside them is on a GPU; move it");
+  return on.get_device_index();
+}
+
 // The device of a tensor made current for as long as this lives, with torch's current stream there.
 class Launch {
  public:
   explicit Launch(const torch::stable::Tensor& on)
-      : device(on.get_device_index()), guard_(device), stream(current_stream(device)) {}
+      : device(device_of(on)), guard_(device), stream(current_stream(device)) {}
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
 

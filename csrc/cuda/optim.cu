@@ -65,6 +65,7 @@ void run(const Tensor& table, const Scalars& s, const Launch& on) {
   a.table = static_cast<int64_t*>(table.data_ptr());
   a.rows = static_cast<int>(table.size(0));
   check_scalar(s.lr, "lr_tensor", true, true);
+  require(!s.lr || s.lr->get_device_index() == on.device, "pyops: lr_tensor is on another device than the parameters; move it");
   a.lr = s.lr ? s.lr->const_data_ptr() : nullptr;
   a.lr_is_double = s.lr && dtype_code(*s.lr) == FP64;
   a.grad_factor = one_float(s.grad_factor, "grad_factor", on);

@@ -17,13 +17,14 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Sum over a CTA of THREADS threads; every thread calls it, thread 0 gets the sum. Usable again after a __syncthreads().
+// Sum over a CTA of THREADS threads; every thread calls it, thread 0 gets the sum.
 template <int THREADS, typename T>
 __device__ __forceinline__ T block_sum(T value) {
   static_assert(THREADS % WARP == 0 && THREADS <= WARP * WARP, "whole warps, and one warp to sum the warps");
   constexpr int WARPS = THREADS / WARP;
   __shared__ T of_warp[WARPS];
   value = warp_sum(value);
+  __syncthreads();  // warp 0 may still be reading what the sum before this one left there
   if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = value;
   __syncthreads();
   T sum{};
