@@ -97,7 +97,12 @@ class Region {
         }
         void* memory = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         close(file);
-        if (memory == MAP_FAILED) fail("mmap");
+        if (memory == MAP_FAILED) {
+            const int reason = errno;
+            if (create) shm_unlink(name.c_str());
+            errno = reason;
+            fail("mmap");
+        }
         header_ = static_cast<Header*>(memory);  // fresh shared memory is zero, and so are all counters
         mine().pid = getpid();
         mine().start_time = process_start(getpid());

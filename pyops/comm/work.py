@@ -110,10 +110,12 @@ class Worker:
         return work
 
     def stop(self, *, patience: float = 1.0) -> None:
-        """End the thread when its works are done; a stuck one is left to the end of the process."""
+        """End the thread when its works are done; a stuck one is left to the end of the process. A later work starts anew."""
+        if self._thread is None:
+            return
         self._inbox.put(None)
-        if self._thread is not None:
-            self._thread.join(patience)
+        self._thread.join(patience)
+        self._thread, self._inbox = None, queue.SimpleQueue()
 
 
 def _stop_at_exit(worker: weakref.ref[Worker]) -> None:

@@ -171,7 +171,7 @@ def _disagree(rank: int, group: Any, algorithm: str) -> list[str]:
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("algorithm", ["ring", "two_shot", SHARED_MEMORY])
+@pytest.mark.parametrize("algorithm", OWN)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_disagree_all_raise_and_none_hangs(world, size, algorithm):
     found = world(size).run(_disagree, algorithm)
