@@ -1,8 +1,9 @@
 """The command `pyops`: train, bench, env.
 
-    pyops train CONFIG.toml [--set section.key=value]... [--resume]      alone, or: torchrun --nproc-per-node 2 -m
-    pyops train ... pyops bench [NAME]... [options of python -m benchmarks]
+    pyops train CONFIG.toml [--set section.key=value]... [--resume]
+    pyops bench [NAME]... [options of python -m benchmarks]
     pyops env
+    torchrun --nproc-per-node 2 -m pyops train CONFIG.toml ...               over two processes
 
 What the user can put right is one line on rank 0 and exit code 2; a run stopped by a signal ends with 128 + its number.
 """

@@ -34,9 +34,7 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device; materialise the module (module.to_empty, then initialise) first"
-            )
+            raise ValueError(f"{name} is on the meta device; materialise the module (module.to_empty, then initialise) first")
     return named
 
 

@@ -1,7 +1,6 @@
 """What a person sees of a run: one live line on a terminal, plain lines anywhere else, nothing but on rank 0.
 
-gpt_small  ━━━━━━━━━╸━━━━━━  120/600  loss 2.314  validation 2.402 (bigram 2.487)  5,210 tokens/s  0.61 GiB  0:03:12
-left
+gpt_small  ━━━━━━━━━╸━━━━━━  validation 2.402  step 120/600  loss 2.314  5,210 tokens/s  0.61 GiB  0:03:12 left
 """
 
 from __future__ import annotations

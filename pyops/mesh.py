@@ -55,7 +55,8 @@ class Mesh:
         if axes.size != world:
             product = " x ".join(f"{name} {degree}" for name, degree in axes.degrees().items())
             raise ValueError(
-                f"{product} = {axes.size} ranks, but {world} run; start {axes.size} with torchrun --nproc-per-node, or change a degree"
+                f"{product} = {axes.size} ranks, but {world} run; start {axes.size} with torchrun --nproc-per-node, "
+                "or change a degree"
             )
         self.axes = axes
         self.device_mesh: DeviceMesh | None = None

@@ -150,7 +150,7 @@ class Run:
 
         on_first_rank(lambda: _prepare_folder(config, resume=resume), group=self.group)
         self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep)
-        latest = self.checkpoints.latest() if resume else None
+        latest = on_first_rank(self.checkpoints.latest, group=self.group) if resume else None
         if latest is not None:
             self.restore(latest)
         self.log = MetricsLog(config.folder, first_step=self.step) if self.rank == 0 else None

@@ -1,5 +1,4 @@
-"""A run: the same losses on any number of ranks and against a plain loop, the same bits after a resume, and nothing "
-"half-done."""
+"""A run: the same losses on any number of ranks and against a plain loop, and nothing half-done."""
 
 from __future__ import annotations
 

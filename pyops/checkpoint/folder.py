@@ -38,8 +38,7 @@ SHARED = "shared.safetensors"
 def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.ProcessGroup | None = None) -> None:
     """Write `state` (rank 0's) and each rank's `own` to `folder`, replacing what is there when all is on the disk.
 
-    state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Raises CheckpointError
-    on all
+    state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Raises CheckpointError on all
     ranks alike when it can't be written, a full disk for one; what was in `folder` before is still whole then. Raises
     TypeError for a state that a checkpoint can't hold.
     """

@@ -4,8 +4,9 @@
     buckets                        `- 0 -----.           `- 1 ----.     `- 2 -.  `- 3 -.   ^
     collective                        [ all-reduce 0 ]   [ all-reduce 1 ][ 2 ][ 3 ]----'
 
-autograd makes a fresh gradient where .grad is None (torch's default after zero_grad); a hook copies it into its view of the flat
-buffer while it is in the cache, so the buffer needs no zeroing and no addition. Where .grad is the view, autograd adds to it.
+autograd makes a fresh gradient where .grad is None (torch's default after zero_grad); a hook copies it into its view of the
+flat buffer while it is in the cache, so the buffer needs no zeroing and no addition. Where .grad is the view, autograd adds to
+it in place.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Reducer:
         """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way."""
         if self._active and self._works:
             raise RuntimeError(
-                f"the last backward ended with an error after {len(self._works)} of {len(self.buckets)} buckets had left, so the "
-                "ranks no longer agree on what comes next; restart from a checkpoint"
+                f"the last backward ended with an error after {len(self._works)} of {len(self.buckets)} buckets had left, so "
+                "the ranks no longer agree on what comes next; restart from a checkpoint"
             )
         self._active = False
 
@@ -114,8 +115,8 @@ class Reducer:
                 Variable._execution_engine.queue_callback(self._finish)
             if bucket < len(self._works):
                 raise RuntimeError(
-                    f"a gradient of {self.buffers[buffer].names[index]} arrived after its bucket {bucket} had left; if the model "
-                    "uses torch.utils.checkpoint, pass use_reentrant=False"
+                    f"a gradient of {self.buffers[buffer].names[index]} arrived after its bucket {bucket} had left; if the "
+                    "model uses torch.utils.checkpoint, pass use_reentrant=False"
                 )
             restore()
             self._used_here[number] = 1

@@ -41,8 +41,7 @@ class Batches:
         if self.num_sequences < global_batch:
             raise CorpusError(
                 f"corpus {corpus.path} has {self.num_sequences} sequences of {sequence_length} tokens to train on, "
-                "fewer than a "
-                f"global batch of {global_batch}; give more text, or lower train.batch or model.sequence_length"
+                f"fewer than a global batch of {global_batch}; give more text, or lower train.batch or model.sequence_length"
             )
         self._corpus, self._length = corpus, sequence_length
         self.global_batch, self._seed = global_batch, seed

@@ -117,8 +117,7 @@ class Dropout(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: pair (i, i + K/2) of a head turns by position * 10000^(-2i/K) (Su et al., 2021, section "
-    "3.2)."""
+    """Rotary positions: pair (i, i + K/2) of a head turns by position * 10000^(-2i/K) (Su et al., 2021, section 3.2)."""
 
     table_2TK: Tensor
 

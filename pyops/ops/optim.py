@@ -241,7 +241,7 @@ def _fake(*_: object, **__: object) -> None:
 
 
 def _table_fake(params: Tensors, *_: object) -> Tensor:
-    return params[0].new_empty((len(params), COLUMNS), dtype=torch.int64) if params else torch.empty(0, COLUMNS)
+    return torch.empty(len(params), COLUMNS, dtype=torch.int64, device=params[0].device if params else None)
 
 
 _LISTS = (

@@ -2,13 +2,12 @@
 
     optimizer = pyops.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, zero_grad=True)
     loss.backward()
-    optimizer.step()        # norm, clip, step, zero_grad: 36 bytes per float32 parameter instead of 58;
-    optimizer.grad_norm
+    optimizer.step()        # norm, clip, step, zero_grad: 36 bytes per float32 parameter instead of 44
+    optimizer.grad_norm     # before clipping, a tensor
 
-Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Rooms
-below: `adam` (Adam, AdamW), `base` (what all share), `plan` and `rows` (from a param group to one launch), `clip`,
-`state`, `loading`, `layout`, `checks`, `backward` (step each parameter as its gradient arrives). They know no process
-group.
+Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Files:
+`adam` (Adam, AdamW), `base` (what all share), `plan` and `rows` (from a param group to one launch), `clip`, `state`,
+`loading`, `layout`, `checks`, `backward` (step each parameter as its gradient arrives). They know no process group.
 """
 
 from pyops.optim.adam import Adam, AdamW

@@ -29,10 +29,8 @@ class Adam(FusedOptimizer):
 
     master_weights: keep a float32 master of each 16-bit parameter in state["master"]; the parameter is its rounding.
     state_dtype: dtype of the moments: torch.float32, bfloat16 or float16.
-    stochastic_rounding: round 16-bit moments, and 16-bit parameters without a master, up or down at random and
-    unbiased,
-        keyed by `seed`, the parameter's step and the element's number, so that a resumed or a sharded run draws the
-        same.
+    stochastic_rounding: round 16-bit moments, and 16-bit parameters without a master, up or down at random and unbiased,
+        keyed by `seed`, the parameter's step and the element's number, so that a resumed or a sharded run draws the same.
     max_grad_norm: clip gradients, all groups together, to this 2-norm inside the step; `optimizer.grad_norm` then holds
         the norm before clipping. Gradients with an inf or a nan skip the step. `.grad` itself is left as it is.
     zero_grad: zero the gradients in the same pass; they stay allocated. Also when the step is skipped.

@@ -2,9 +2,8 @@
 
     backward:  ... grad of layer 3 -> step layer 3, free -> grad of layer 2 -> step layer 2, free -> ...
 
-At no time are there more gradients than one layer's: 4 bytes per parameter less, and the gradient is still in cache
-when the step reads it. Lv et al., LOMO, arXiv:2306.09782, section 3.1 (fused update); here with the optimizer's full
-state.
+At no time are there more gradients than one layer's: 4 bytes per parameter less, and the gradient is still in cache when
+the step reads it. Lv et al., LOMO, arXiv:2306.09782, section 3.1 (fused update); here with the optimizer's full state.
 """
 
 from __future__ import annotations

@@ -319,8 +319,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             )
 
     def refresh_masters(self) -> None:
-        """Set every master to its parameter: call it after loading weights into a model that has already been
-        stepped."""
+        """Set every master to its parameter: call it after loading weights into a model that has already been stepped."""
         for param, state in self.state.items():
             if "master" in state:
                 state["master"].copy_(param.detach())

@@ -27,8 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def number(value: float | Tensor) -> float | None:
-    """A hyper-parameter as a number; None for a tensor on an accelerator, which can't be read without waiting for
-    it."""
+    """A hyper-parameter as a number; None for a tensor on an accelerator, which can't be read without waiting for it."""
     if not isinstance(value, Tensor):
         return value
     return float(value) if value.device.type == "cpu" else None

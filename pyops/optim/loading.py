@@ -1,8 +1,7 @@
 """Saving and loading of an optimizer: state_dict, pickle and copy, both ways with torch.optim.
 
-    torch.optim.AdamW.state_dict()  ->  load_state_dict()   moments cast to state_dtype, step moved to the parameter's
-    device state_dict()  ->  torch.optim.AdamW.load_state_dict()   torch casts moments to the parameter's dtype,
-    ignores `master`
+    torch's state_dict()  ->  our load_state_dict()      moments cast to state_dtype, step moved to the parameter's device
+    our state_dict()      ->  torch's load_state_dict()  moments cast to the parameter's dtype, `master` ignored
 
 torch's own load casts every floating state to the parameter's dtype, which would throw away what float32 moments and
 masters of 16-bit parameters are for; hence one of our own, with the same hooks.
@@ -36,8 +35,7 @@ class Loading(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim: {"state": {index: {...}}, "param_groups": [...]}, tensors by reference. `copies` are left
-        out."""
+        """As torch.optim: {"state": {index: {...}}, "param_groups": [...]}, tensors by reference; without `copies`."""
         saved: dict[str, Any] = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if key not in NOT_SAVED} for group in saved["param_groups"]

@@ -5,8 +5,7 @@
                           gradients moved (set_to_none makes new ones): the scan wrote the new addresses itself
                           anything else: gather again
 
-On the CPU the scan writes into the table. On CUDA it writes into a mirror of the column, which is copied without
-waiting.
+On the CPU the scan writes into the table. On CUDA it writes into a mirror of the column, which is copied without waiting.
 """
 
 from __future__ import annotations

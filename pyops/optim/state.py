@@ -61,9 +61,8 @@ def check_state(state: dict[str, Any], param: Tensor, *, moments: Sequence[str],
 def cast_entry(key: str, value: Any, param: Tensor, *, state_dtype: torch.dtype) -> Any:
     """A loaded entry as this optimizer keeps it.
 
-    Unlike torch's own cast, 16-bit parameters keep their float32 moments and masters. Tensors of the right dtype and
-    device are taken over as they are, `step` excepted: a step that several parameters share would be counted several
-    times.
+    Unlike torch's own cast, 16-bit parameters keep their float32 moments and masters. Tensors of the right dtype and device
+    are taken over as they are, `step` excepted: a step that several parameters share would be counted several times.
     """
     if key == "step":
         return torch.as_tensor(value, dtype=torch.float32).detach().reshape(()).to(param.device, copy=True)
