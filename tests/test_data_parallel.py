@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pyops.data_parallel import DataParallel
 
@@ -161,6 +162,38 @@ def test_a_parameter_used_on_one_rank_has_its_gradient_on_all(world):
         torch.testing.assert_close(found["sometimes.weight"].double(), net.sometimes.weight.grad, rtol=1e-11, atol=1e-12)
         assert found["never.weight"] is None
         assert missing == [False, True], "used on no rank: .grad stays None"
+
+
+def _unused_after_it_was_used(rank: int, group: Any, op: str) -> tuple[Tensor, Tensor]:
+    model = DataParallel(Net(), group=group, op=op)
+    x, y = part(rank, 3)
+    nn.functional.mse_loss(model(x), y).backward()
+    before = model.module.sometimes.weight.grad.clone()
+    nn.functional.mse_loss(model(x, sometimes=False), y).backward()
+    return before, model.module.sometimes.weight.grad.clone()
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_parameter_used_on_no_rank_keeps_the_gradient_it_had(world, op: str):
+    for before, after in world(3).run(_unused_after_it_was_used, op):
+        assert before.abs().max() > 1e-3
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_within_the_backward_that_ends_first_is_refused(reentrant: bool):
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.last, self.first(x), use_reentrant=reentrant)
+
+    model = DataParallel(Recomputed())
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False") if reentrant else contextlib.nullcontext():
+        model(torch.ones(2, 3)).sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in model.module.parameters())
 
 
 def _values(rank: int, group: Any) -> dict[str, Tensor]:

@@ -41,10 +41,11 @@ class Reducer:
 
     After backward() the gradients are final. A parameter that took part on no rank keeps .grad as it was (None, say); one
     that took part on some rank has the same gradient on every rank. `no_sync()` lets gradients add up locally; the next
-    backward outside of it sums all that has been added.
+    backward outside of it sums all that has been added. With op="sum", clear the gradients between two backwards that
+    communicate: what is left of the first would be summed again.
 
-    Raises RuntimeError during backward when a gradient arrives after its bucket has left: the parameter is used in a
-    part of the graph that runs its own backward, as torch.utils.checkpoint does with use_reentrant=True.
+    Raises RuntimeError during backward when a part of the graph runs a backward of its own, as torch.utils.checkpoint does
+    with use_reentrant=True, and it ends first, or brings a gradient after its bucket has left.
     """
 
     def __init__(
@@ -147,6 +148,11 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Backward is over: launch the buckets that waited for unused parameters, then wait for all."""
+        if torch._C._current_autograd_node() is not None:
+            raise RuntimeError(
+                "a backward that runs within another one ended before it, and would have reduced gradients that are not there "
+                "yet; if the model uses torch.utils.checkpoint, pass use_reentrant=False"
+            )
         if not self.synchronises:
             self._active = False
             return
@@ -154,7 +160,8 @@ class Reducer:
         absent_before: dict[int, torch.Tensor | None] = {}
         for number in absent:
             b, p = self._numbering[number]
-            absent_before[number] = self.buffers[b].parameters[p].grad
+            gradient = self.buffers[b].parameters[p].grad
+            absent_before[number] = None if gradient is None else gradient.clone()  # its place is summed with its bucket
             self.buffers[b].restore_gradient(p)
         while len(self._works) < len(self.buckets):
             self._launch(len(self._works))
@@ -168,6 +175,8 @@ class Reducer:
                 if not anywhere:
                     b, p = self._numbering[number]
                     self.buffers[b].parameters[p].grad = absent_before[number]
+                    if absent_before[number] is not None:
+                        self.buffers[b].restore_gradient(p)
         self._used_here = bytearray(len(self._numbering))
         self._works = []
         self._active = False

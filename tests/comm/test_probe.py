@@ -1,0 +1,48 @@
+"""What "auto" chooses by: a line through two timings for each candidate, the first unless another is clearly faster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyops.comm import probe
+from pyops.comm.communicator import _TABLE_WIDTH
+from pyops.comm.probe import Cost, fastest
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_the_fastest_depends_on_the_size():
+    table = {"shared_memory": Cost(10e-6, 1e-9), "ring": Cost(100e-6, 0.1e-9)}
+    assert fastest(table, nbytes=4096) == "shared_memory"
+    assert fastest(table, nbytes=1 << 30) == "ring"
+
+
+def test_a_timing_that_is_a_little_better_does_not_count():
+    assert fastest({"first": Cost(10e-6, 0.0), "second": Cost(8e-6, 0.0)}, nbytes=1) == "first"
+    assert fastest({"first": Cost(10e-6, 0.0), "second": Cost(4e-6, 0.0)}, nbytes=1) == "second"
+
+
+def test_a_line_goes_through_both_timings(monkeypatch: pytest.MonkeyPatch):
+    seconds = {("a", 4096): 5e-6, ("a", 1 << 20): 105e-6, ("b", 4096): 50e-6, ("b", 1 << 20): 40e-6}
+    calls = []
+
+    def timed(run, tensor: torch.Tensor) -> float:
+        run(tensor)
+        name, nbytes = calls[-1]
+        first = len(calls) <= 4  # the turn that warms up must not count
+        return seconds[name, nbytes] / (1000 if first else 1)
+
+    monkeypatch.setattr(probe, "_time", timed)
+    runners = {name: lambda x, name=name: calls.append((name, x.numel() * x.element_size())) for name in "ab"}
+    table = probe.measure(runners, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert table["a"].seconds(4096) == pytest.approx(5e-6)
+    assert table["a"].seconds(1 << 20) == pytest.approx(105e-6)
+    assert table["b"] == Cost(pytest.approx(50e-6), 0.0), "a larger tensor that took less time says nothing of bandwidth"
+
+
+def test_a_table_goes_round_unchanged_and_fits():
+    table = {name: Cost(1.2345678901234567e-05, 1.2345678901234567e-10) for name in ("shared_memory", "two_shot", "native")}
+    text = probe.to_json(table)
+    assert len(text.encode()) <= _TABLE_WIDTH
+    assert probe.from_json(text) == table
