@@ -43,14 +43,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard's files in `folder`/tensorboard.
 
-    first_step: rows of this step and later, from a run that got further than its checkpoint, are dropped. A log that
-    can't be written, for a full disk, is given up with a word in `problems`; the training goes on.
+    first_step: rows of this step and later, from a run that got further than its checkpoint, are dropped. A row that
+    can't be written, for a full disk, is left out of the file with one word in `problems`; the training goes on.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 0) -> None:
         self.path = folder / "metrics.jsonl"
         self.rows = [row for row in read_rows(self.path) if row["step"] < first_step]
         self.problems: list[str] = []
+        self._failing = False
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._writer: Any = None
@@ -71,8 +72,11 @@ class MetricsLog:
                 for key, value in row.items():
                     if key != "step" and isinstance(value, int | float):
                         self._writer.add_scalar(key, value, row["step"])
+            self._failing = False
         except OSError as error:
-            self.problems.append(f"{self.path} can't be written: {error.strerror or error}")
+            if not self._failing:  # said once, not at every step
+                self.problems.append(f"{self.path} can't be written: {error.strerror or error}")
+            self._failing = True
 
     def take_problems(self) -> list[str]:
         """What went wrong since the last call."""

@@ -54,9 +54,13 @@ def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", full)
         log.write(row(0))
+        log.write(row(1))
     (problem,) = log.take_problems()
     assert "metrics.jsonl can't be written: No space left on device" in problem
     assert log.take_problems() == []
+    log.write(row(2))
+    assert read_rows(log.path) == [row(2)]
+    assert log.rows == [row(0), row(1), row(2)]
 
 
 def test_the_curve_is_a_picture(tmp_path):
