@@ -20,8 +20,8 @@ from pyops.optim.state import cast_entry
 
 __all__ = ["Loading"]
 
-# Set by the caller for this process, and never part of a checkpoint.
-NOT_SAVED = ("copies",)
+# Set by the caller for this process (another one has other shards), and never part of a checkpoint.
+NOT_SAVED = ("copies", "offsets")
 
 
 class Loading(torch.optim.Optimizer):
@@ -35,7 +35,10 @@ class Loading(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim: {"state": {index: {...}}, "param_groups": [...]}, tensors by reference; without `copies`."""
+        """As torch.optim: {"state": {index: {...}}, "param_groups": [...]}, tensors by reference.
+
+        Without `copies` and `offsets`, which load_state_dict leaves as they are.
+        """
         saved: dict[str, Any] = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if key not in NOT_SAVED} for group in saved["param_groups"]
@@ -93,7 +96,7 @@ class Loading(torch.optim.Optimizer):
             }
         groups = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            loaded = deepcopy({key: value for key, value in saved.items() if key != "params"})
+            loaded = deepcopy({key: value for key, value in saved.items() if key not in ("params", *NOT_SAVED)})
             kept = {key: group[key] for key in ("params", "param_names", *NOT_SAVED) if key in group and key not in loaded}
             groups.append({**loaded, **kept})
         self.__setstate__({"state": state, "param_groups": groups})

@@ -80,3 +80,12 @@ def test_shards_with_offsets_round_as_the_whole(device):
         for optimizer in (reference, *optimizers):
             optimizer.step()
     assert_equal(whole, [torch.cat([halves[0][i].detach(), halves[1][i].detach()]) for i in range(2)])
+
+
+def test_offsets_are_of_this_process_and_stay_when_a_state_is_loaded():
+    first, second = (
+        AdamW([{"params": parameters(((8,),), dtype=torch.bfloat16), "offsets": [at]}], **OPTIONS) for at in (0, 8)
+    )
+    assert "offsets" not in first.state_dict()["param_groups"][0]
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["offsets"] == [8]
