@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
-from pyops.comm.communicator import communicator_for
+from pyops.comm.communicator import Communicator
 from pyops.comm.reducer import Reducer
 from pyops.flat import FlatBuffer
 
@@ -103,7 +103,7 @@ class DataParallel(nn.Module):
         self._broadcast(group)
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.reducer = Reducer(
-            self.flat, None if alone else communicator_for(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
+            self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from pyops.comm.shared_memory import SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMe
 from pyops.comm.transport import ProcessGroupTransport, exchange_bytes
 from pyops.comm.work import StreamWork, Work, Worker
 
-__all__ = ["ALGORITHMS", "Communicator", "communicator_for", "release"]
+__all__ = ["ALGORITHMS", "Communicator", "release"]
 
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
 _ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -196,8 +196,7 @@ class Communicator:
     def agree(self, kind: str, *, numel: int, dtype: torch.dtype, details: tuple[Any, ...]) -> None:
         """DisagreementError, on every rank, unless all ranks are about to run this very collective.
 
-        Gloo ends the process when a message has another size than expected, so ranks compare first: one small message to each
-        peer.
+        Gloo ends the process when a message has another size than expected, so ranks compare first, by a small message to each.
         """
         name = str(dtype).removeprefix("torch.")
         check = zlib.crc32(repr((kind, details)).encode())
@@ -212,8 +211,3 @@ class Communicator:
                     "same order, with equal shapes, dtypes and options",
                     ranks=[peer],
                 )
-
-
-def communicator_for(group: dist.ProcessGroup | None = None) -> Communicator:
-    """`Communicator.of(group)`."""
-    return Communicator.of(group)
