@@ -5,6 +5,7 @@ namespace pyops::PYOPS_ISA {
 namespace {
 
 constexpr int64_t SUMS = 32;
+constexpr int64_t AHEAD = 2048;  // bytes
 
 // A square of fp32 is exact in float64, so contraction can't change the sum: the same bits at every instruction set.
 template <typename T>
@@ -12,7 +13,9 @@ void add_squares(double* sums, const T* x, int64_t n) {
     int64_t i = 0;
 #if defined(__AVX512F__)
     __m512d s[4] = {_mm512_loadu_pd(sums), _mm512_loadu_pd(sums + 8), _mm512_loadu_pd(sums + 16), _mm512_loadu_pd(sums + 24)};
-    for (; i + SUMS <= n; i += SUMS)
+    for (; i + SUMS <= n; i += SUMS) {
+        for (int ahead = 0; ahead < int(SUMS * sizeof(T)); ahead += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(x + i) + AHEAD + ahead, _MM_HINT_T0);
         for (int k = 0; k < 2; ++k) {
             Vec a;
             load(a, x + i + 16 * k);
@@ -20,6 +23,7 @@ void add_squares(double* sums, const T* x, int64_t n) {
             s[2 * k] = _mm512_fmadd_pd(low, low, s[2 * k]);
             s[2 * k + 1] = _mm512_fmadd_pd(up, up, s[2 * k + 1]);
         }
+    }
     for (int k = 0; k < 4; ++k) _mm512_storeu_pd(sums + 8 * k, s[k]);
 #elif defined(__AVX2__)
     __m256d s[8];

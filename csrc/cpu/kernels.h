@@ -14,6 +14,7 @@ struct AdamSpan {
     int64_t n;
     int64_t packed;  // dtypes, as in the table
     bool l2, zero_grad, stochastic_rounding;
+    bool streams;  // the step moves more than the caches hold: what is only written may go past them
     uint64_t seed, index;  // for stochastic rounding: key, and global index of the first element
     uint32_t step;
 };

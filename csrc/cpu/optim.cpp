@@ -9,10 +9,14 @@
 namespace pyops {
 namespace {
 
+// From here on (28 bytes and more each) no cache keeps a step's parameters until they are read again.
+constexpr int64_t STREAMED_NUMEL = 4 << 20;
+
 struct Options {
     AdamOptions adam;
     bool zero_grads, stochastic_rounding;
     uint64_t seed;
+    bool streams = false;
 };
 
 double value_of(const Tensor& scalar) {
@@ -44,6 +48,7 @@ AdamSpan span_of(const int64_t* row, int64_t begin, int64_t end, uint32_t step, 
     span.l2 = !options.adam.decoupled && options.adam.weight_decay != 0.0;
     span.zero_grad = options.zero_grads;
     span.stochastic_rounding = options.stochastic_rounding;
+    span.streams = options.streams;
     span.seed = options.seed;
     span.index = static_cast<uint64_t>(row[OFFSET] + begin);
     span.step = step;
@@ -98,6 +103,9 @@ void run(const int64_t* table, int64_t rows, const std::optional<Tensor>& lr, co
     if (lr) options.adam.lr = value_of(*lr);
     const Steps steps(table, rows, options.adam, grad_factor ? value_of(*grad_factor) : 1.0);
     const Kernels& kernel = kernels();
+    int64_t numel = 0;
+    for (int64_t r = 0; r < rows; ++r) numel += table[r * COLUMNS + NUMEL];
+    options.streams = numel >= STREAMED_NUMEL;
     for_each_span(
         rows, [=](int64_t r) { return table[r * COLUMNS + NUMEL]; },
         [&](int64_t r, int64_t begin, int64_t end) {

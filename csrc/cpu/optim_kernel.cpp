@@ -156,11 +156,15 @@ void staged(const AdamSpan& span, const Adam<float>& scalars) {
 
 // The direct loop for these dtypes, or null.
 using Direct = void (*)(const AdamSpan&, const Adam<float>&, void*, void*);
-Direct direct_loop(int primary, int grad, int moments, bool shadow_bf16) {
-    if (primary == FP32 && moments == FP32 && grad == FP32)
+Direct direct_loop(int primary, int grad, int moments, bool shadow_bf16, bool streams) {
+    if (primary == FP32 && moments == FP32 && grad == FP32) {
+        if (streams) return direct<float, float, float, StreamedBf16>;
         return shadow_bf16 ? direct<float, float, float, Bf16> : direct<float, float, float, None>;
-    if (primary == FP32 && moments == FP32 && grad == BF16)
+    }
+    if (primary == FP32 && moments == FP32 && grad == BF16) {
+        if (streams) return direct<float, Bf16, float, StreamedBf16>;
         return shadow_bf16 ? direct<float, Bf16, float, Bf16> : direct<float, Bf16, float, None>;
+    }
     if (primary == BF16 && grad == BF16 && !shadow_bf16) {
         if (moments == BF16) return direct<Bf16, Bf16, Bf16, None>;
         if (moments == FP32) return direct<Bf16, Bf16, float, None>;
@@ -177,9 +181,11 @@ void adam_kernel(const AdamSpan& span, const Adam<float>& scalars) {
     const int shadow_dtype = span.master ? param : dtype_of(span.packed, COPY_DTYPE);
     const bool rounds = span.stochastic_rounding && (primary != FP32 || moments != FP32);
     const bool simple = !span.max && !rounds && !(span.master && span.copy) && (!shadow || shadow_dtype == BF16);
-    const Direct loop = simple ? direct_loop(primary, grad, moments, shadow != nullptr) : nullptr;
+    const bool streams = shadow && span.streams && reinterpret_cast<uintptr_t>(shadow) % (2 * sizeof(Vec) / sizeof(float)) == 0;
+    const Direct loop = simple ? direct_loop(primary, grad, moments, shadow != nullptr, streams) : nullptr;
     if (loop) loop(span, scalars, span.master ? span.master : span.param, shadow);
     else staged(span, scalars);
+    if (streams) fence_streams();
 }
 
 }  // namespace pyops::PYOPS_ISA

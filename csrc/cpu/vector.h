@@ -16,6 +16,10 @@ struct Bf16 {
 struct Fp16 {
     uint16_t bits;
 };
+// Bf16 that won't be read soon: written past the caches, so that its line is not fetched first. Aligned to the register's half.
+struct StreamedBf16 {
+    uint16_t bits;
+};
 struct None {};
 
 #if defined(__AVX512F__)
@@ -52,6 +56,9 @@ inline __m512i upper_bf16(__m512 x) {
 }
 inline void store(Bf16* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_bf16(a.x), 16)));
+}
+inline void store(StreamedBf16* p, Vec a) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_bf16(a.x), 16)));
 }
 inline void store(Fp16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.x, 0)); }
 // 32 numbers as even and odd ones: shifts and masks instead of shuffles, for loops in which the order does not matter.
@@ -96,11 +103,12 @@ inline __m256i upper_bf16(__m256 x) {
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
-inline void store(Bf16* p, Vec a) {
-    const __m256i words = _mm256_srli_epi32(upper_bf16(a.x), 16);
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+inline __m128i to_bf16(__m256 x) {
+    const __m256i words = _mm256_srli_epi32(upper_bf16(x), 16);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08));
 }
+inline void store(Bf16* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(a.x)); }
+inline void store(StreamedBf16* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(a.x)); }
 inline void store(Fp16* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.x, 0)); }
 inline void load_split(const Bf16* p, Vec& even, Vec& odd) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -115,11 +123,19 @@ inline void store_split(Bf16* p, Vec even, Vec odd) {
 using Vec = float;
 #endif
 
+// Streamed stores are seen by other threads in order with what follows.
+inline void fence_streams() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 inline void load(float& out, const float* p) { out = *p; }
 inline void load(float& out, const Bf16* p) { out = bf16_to_float(p->bits); }
 inline void load(float& out, const Fp16* p) { out = fp16_to_float(p->bits); }
 inline void store(float* p, float a) { *p = a; }
 inline void store(Bf16* p, float a) { p->bits = float_to_bf16(a); }
+inline void store(StreamedBf16* p, float a) { p->bits = float_to_bf16(a); }
 inline void store(Fp16* p, float a) { p->bits = float_to_fp16(a); }
 
 template <typename V>

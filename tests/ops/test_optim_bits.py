@@ -48,3 +48,22 @@ def test_instruction_sets_with_fused_multiply_add_agree_in_every_bit(decoupled: 
     if len(found) < 2:
         pytest.skip("this machine has fewer than two instruction sets with fused multiply-add")
     assert all(torch.equal(a, b) for a, b in zip(found["avx2"], found["avx512"], strict=True))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_large_step_writes_the_16_bit_parameter_past_the_caches_and_loses_nothing(shift: int):
+    numel = (4 << 20) + 77
+    for name in library.isas():
+        with library.use_isa(name):
+            master, gradient = torch.randn(numel), torch.randn(numel)
+            base = torch.full((numel + 40,), 7.0, dtype=torch.bfloat16)
+            p = base[shift : shift + numel]  # shifted: streamed stores need alignment, and must do without here
+            moments = torch.zeros(numel), torch.zeros(numel)
+            before = master.clone()
+            adam_([p], [gradient], [moments[0]], [moments[1]], [], [master], [], [torch.zeros(())],
+                  decoupled=True, offsets=[], **SCALARS)  # fmt: skip
+            assert torch.equal(p, master.bfloat16()), name
+            assert (master != before).all(), name
+            assert (base[:shift] == 7).all(), name
+            assert (base[shift + numel :] == 7).all(), name
