@@ -135,10 +135,11 @@ def with_masters(name: str, numel: int, *, device: torch.device, target: float |
         for p, master in zip(twin, full, strict=True):
             p.data.copy_(master)
 
+    alone = AdamW(parameters(1, numel, device=device), **HYPER)  # the same bytes, all of them fp32
     return Case(
-        "optim", name, {"pyops": ours.step, "torch fused + copies": by_hand}, device=device,
+        "optim", name, {"pyops": ours.step, "torch fused + copies": by_hand, "pyops fp32": alone.step}, device=device,
         check=lambda: compare(params, twin, ours.step, by_hand, relative=2.0**-7),
-        bytes_moved=28 * numel, targets={"torch fused + copies": target} if target else {},
+        bytes_moved=28 * numel, targets={"torch fused + copies": target, "pyops fp32": 0.9} if target else {},
     )  # fmt: skip
 
 
