@@ -162,16 +162,17 @@ class Communicator:
     def choose(self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]) -> str:
         """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a group's first call.
 
-        On the CPU "auto" takes only algorithms that give the same bits, so a measurement never changes a result: those that
-        sum in rank order, and the ring where the order does not matter (two ranks, integers). On CUDA it weighs the
-        backend's own against two_shot.
+        "auto" weighs only algorithms that give the same bits, so a measurement never changes a result: on the CPU those that
+        sum in rank order, and others where the order does not matter (two ranks, integers). On CUDA the backend's own is
+        weighed against two_shot where the order does not matter, and taken elsewhere.
         """
         if algorithm != "auto" or self.size == 1:
             return algorithm
+        any_order = self.size == 2 or flat.dtype in _ORDER_FREE
         if flat.is_cuda:
-            names = ["native", "two_shot"]
+            names = ["native", "two_shot"] if any_order else ["native"]
         else:
-            names = ["two_shot", "ring"] if self.size == 2 or flat.dtype in _ORDER_FREE else ["two_shot"]
+            names = ["two_shot", "ring"] if any_order else ["two_shot"]
             try:
                 self.shared_memory()
                 names.insert(0, "shared_memory")
