@@ -71,8 +71,9 @@ class DataParallel(nn.Module):
     take state_dict() from it. Parameters that take part on no rank keep the gradient they had, None say. Frozen parameters
     and buffers are broadcast once and left alone afterwards. A non-contiguous parameter becomes contiguous.
 
-    Raises, on every rank alike: ValueError when the ranks' modules differ in names, shapes, dtypes or order; when nothing is
-    trainable; for parameters on the meta device. In backward, pyops.comm's errors name the rank and the bucket.
+    Raises, on every rank alike: ValueError when the ranks' modules differ in names, shapes, dtypes or order, or their
+    options above; when nothing is trainable; for parameters on the meta device. In backward, pyops.comm's errors name the
+    rank and the bucket.
 
     Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets, overlap, no_sync).
     """
@@ -97,6 +98,17 @@ class DataParallel(nn.Module):
         for name, p in named:
             key = group_by(name, p) if group_by else None
             sorted_into.setdefault((key, p.dtype, p.device), []).append((name, p))
+        plan = [
+            ([name for name, _ in members], str(dtype), bucket_bytes, algorithm, op)
+            for (_, dtype, _), members in sorted_into.items()
+        ]
+        plans = gather(plan, group=group)
+        different = next((rank for rank, other in enumerate(plans) if other != plans[0]), None)
+        if different is not None:
+            raise ValueError(
+                f"rank 0 and rank {different} reduce gradients in different ways; pass the same group_by, bucket_bytes, "
+                "algorithm and op on every rank"
+            )
         self.module = module
         self.keys = [key for key, _, _ in sorted_into]
         self.flat = [FlatBuffer(members) for members in sorted_into.values()]

@@ -233,6 +233,26 @@ def test_ranks_that_disagree_all_raise(world, how: str, message: str):
     assert first == second
 
 
+def _disagree_on_options(rank: int, group: Any) -> list[str]:
+    found = []
+    for options in (
+        [{}, {"group_by": lambda name, p: name}],
+        [{"bucket_bytes": 64}, {}],
+        [{"algorithm": "ring"}, {"algorithm": "two_shot"}],
+        [{"op": "sum"}, {"op": "mean"}],
+    ):
+        with pytest.raises(ValueError) as caught:
+            DataParallel(Net(), group=group, **options[rank])
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_that_disagree_on_options_all_raise(world):
+    first, second = world(2).run(_disagree_on_options, timeout=20.0)
+    assert all("rank 0 and rank 1 reduce gradients in different ways" in message for message in first)
+    assert first == second
+
+
 def test_one_process_without_torch_distributed(device):
     model = DataParallel(Net().to(device))
     x, y = (t.to(device) for t in rows())

@@ -225,6 +225,8 @@ def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written
         raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
     if tensor.layout != torch.strided:
         raise ValueError(f"a tensor of layout {tensor.layout} can't be communicated; pass tensor.to_dense()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a tensor on {tensor.device} has no memory that ranks can exchange; pass one on the CPU or on CUDA")
     if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
     if algorithm == "shared_memory" and tensor.is_cuda:

@@ -58,15 +58,17 @@ class SharedMemory:
         name, problem = f"/pyops-{secrets.token_hex(8)}", "" if module is not None else "pyops was built without kernels"
         if not problem and self.rank == 0:
             problem = self._open(module, name, create=True)
-        cards = self._tell(transport, {"host": _host(), "name": name, "problem": problem})
-        if any(card["host"] != cards[0]["host"] for card in cards):
-            problem = "the ranks are on several hosts"
-        problem = problem or next((card["problem"] for card in cards if card["problem"]), "")
-        if not problem and self.rank > 0:
-            problem = self._open(module, cards[0]["name"], create=False)
-        problems = [card["problem"] for card in self._tell(transport, {"problem": problem})]
-        if hasattr(self, "_ring") and self.rank == 0:
-            self._ring.unlink()
+        try:
+            cards = self._tell(transport, {"host": _host(), "name": name, "problem": problem})
+            if any(card["host"] != cards[0]["host"] for card in cards):
+                problem = "the ranks are on several hosts"
+            problem = problem or next((card["problem"] for card in cards if card["problem"]), "")
+            if not problem and self.rank > 0:
+                problem = self._open(module, cards[0]["name"], create=False)
+            problems = [card["problem"] for card in self._tell(transport, {"problem": problem})]
+        finally:  # all have mapped it, or one never will
+            if hasattr(self, "_ring") and self.rank == 0:
+                self._ring.unlink()
         if any(problems):
             raise Unavailable(next(p for p in problems if p))
 

@@ -261,7 +261,10 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def _step(self) -> None:
         compiling = torch.compiler.is_compiling()
         launches = self._prepare_traced() if compiling else self._prepare()
-        device = self.param_groups[0]["params"][0].device if not launches else device_of(launches[0][1])
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        if first is None:  # groups that are still empty
+            return
+        device = first.device if not launches else device_of(launches[0][1])
         if device.type == "cuda" and not compiling:
             self._check_capture()
         squared = []

@@ -192,6 +192,8 @@ def _refuse(rank: int, group: Any) -> None:
         (lambda: all_reduce(x.to(torch.float8_e5m2), group=group), TypeError, "float8_e5m2 tensors can't be summed"),
         (lambda: all_reduce(x.to_sparse(), group=group), ValueError, "to_dense"),
         (lambda: all_reduce(x[:1].expand(3), group=group), ValueError, "expanded tensor"),
+        (lambda: all_reduce(x.to("meta"), group=group, algorithm="shared_memory"), ValueError, "a tensor on meta"),
+        (lambda: all_gather(x.to("meta"), group=group), ValueError, "a tensor on meta"),
         (lambda: all_reduce(x, group=group, segment_bytes=5), ValueError, "segment_bytes is 5"),
         (lambda: all_reduce(x, group=group, offset=-1), ValueError, "offset is -1"),
         (lambda: all_reduce(x, group="world"), ValueError, "group must be a process group"),

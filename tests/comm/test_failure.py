@@ -81,6 +81,22 @@ def test_nothing_is_left_in_dev_shm_after_a_crash():
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("pyops")}
 
 
+def _die_before_mapping(rank: int, group: Any) -> list[str]:
+    before = set(os.listdir("/dev/shm"))
+    if rank == VICTIM:
+        os._exit(9)
+    with pytest.raises(CommunicationError):
+        all_reduce(torch.ones(5), group=group, algorithm="shared_memory")
+    return [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("pyops")]
+
+
+@pytest.mark.skipif(native() is None, reason="built without kernels")
+def test_nothing_is_left_in_dev_shm_when_a_rank_never_maps_it():
+    first, _ = spawn_ranks(2, _die_before_mapping, timeout=30, group_timeout=GROUP_TIMEOUT)
+    assert first.error is None, first.error
+    assert first.result == []
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from pyops.comm import all_reduce

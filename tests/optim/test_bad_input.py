@@ -150,3 +150,13 @@ def test_a_gradient_on_another_device():
     """torch itself lets hardly anybody make one; the check is called as step() calls it."""
     with pytest.raises(ValueError, match=r"gradient of weight is on meta, the parameter on cpu"):
         check_gradient(torch.ones(3, device="meta"), torch.ones(3), name="weight", who="AdamW", zeroed=False)
+
+
+def test_a_step_of_empty_groups_does_nothing():
+    late = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([{"params": []}], max_grad_norm=1.0)
+    optimizer.step()
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert late.max() < 1
