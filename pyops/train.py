@@ -10,6 +10,7 @@ and micro-batches, so nothing is divided afterwards. The same code runs as one p
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -61,7 +62,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     alike for what the user can put right.
     """
     config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
-    with _ranks(config.train) as device:
+    with _ranks(config.train) as device, _only_run_in(config.folder):
         run = Run(config, device=device, resume=resume)
         with StopRequest() as request:
             stopped = run.loop(request)
@@ -84,6 +85,33 @@ def _ranks(config: TrainConfig) -> Iterator[torch.device]:
         yield device
     if start:  # not after an error: another rank may not come here
         dist.destroy_process_group()
+
+
+@contextmanager
+def _only_run_in(folder: Path) -> Iterator[None]:
+    """Hold a lock beside the run's folder: two runs in one would mix their metrics and remove each other's checkpoints."""
+    held: list[int] = []  # file descriptors; of the first rank
+
+    def take() -> None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            held.append(os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT))
+            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is writing to {folder}; wait for it, or give this one a name: --set name=other"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder"
+            ) from None
+
+    try:
+        on_first_rank(take)
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
 
 
 @contextmanager

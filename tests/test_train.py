@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import signal
 from typing import Any
@@ -211,6 +212,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
 def test_resume_without_a_checkpoint_says_so(tmp_path, device, capsys):
     assert train(config_of(tmp_path, device, steps=1), resume=True).steps == 1
     assert "no checkpoint in" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    config = config_of(tmp_path, "cpu")
+    config.folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(config.folder.with_name(f".{config.folder.name}.lock"), "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"another run is writing to .*--set name=other"):
+            train(config)
+        assert not config.folder.exists()
 
 
 @pytest.mark.cpu_only

@@ -144,6 +144,7 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
                 if (c.field != MOMENT_DTYPE || column == EXP_AVG) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
             }
             row[column] = t.numel ? reinterpret_cast<int64_t>(t.tensor.data_ptr()) : 0;
+            require(!t.numel || row[column], "pyops::", op, ": ", c.name, "[", i, "] has elements but no memory: its storage was resized to nothing");
         }
         row[NUMEL] = param.numel;
         row[OFFSET] = offsets.empty() ? 0 : offsets[i];

@@ -214,6 +214,7 @@ private:
             if (seen.kind != ROW) continue;
             if (!parameter_holds(seen, parameter)) return REBUILD;
             const std::int64_t address = protocol_.address(gradient.ptr());
+            if (!address && seen.gradient) return REBUILD;  // its storage was given back: the caller explains
             const bool known = leads_to(seen.weak, gradient.ptr()) && address == seen.gradient;
             if (!known) {
                 if (!fits(seen, gradient.ptr())) return REBUILD;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ def number(value: float | Tensor) -> float | None:
     return float(value) if value.device.type == "cpu" else None
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """False for a tensor whose storage was given back (resize_(0), as sharded trainers do), or that never had one (meta)."""
+    return torch.compiler.is_compiling() or tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() != 0)
+
+
 def name_of(group: Mapping[str, Any], index: int) -> str:
     """What a message calls a parameter: its name where the optimizer was given names."""
     param = group["params"][index]
@@ -40,14 +46,23 @@ def name_of(group: Mapping[str, Any], index: int) -> str:
     return f"parameter {names[index]!r}" if names else f"parameter {index} of its group (shape {tuple(param.shape)})"
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
     """Raise ValueError for an lr, betas, eps or weight_decay out of range, or an option that no kernel has."""
     lr = group["lr"]
+    for key in ("lr", "eps", "weight_decay"):
+        if not isinstance(group[key], Tensor) and not _is_number(group[key]):
+            raise TypeError(f"{who}: {key}={group[key]!r} must be a number, got a {type(group[key]).__name__}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{who}: lr as a tensor must have 1 element, got shape {tuple(lr.shape)}")
     if (rate := number(lr)) is not None and not (rate >= 0.0 and math.isfinite(rate)):
         raise ValueError(f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it")
     betas = group["betas"]
+    if not isinstance(betas, list | tuple) or not all(isinstance(beta, Tensor) or _is_number(beta) for beta in betas):
+        raise TypeError(f"{who}: betas={betas!r} must be two numbers, such as (0.9, 0.999)")
     if len(betas) != 2:
         raise ValueError(f"{who}: betas={betas} must be two numbers, such as (0.9, 0.999)")
     for i, beta in enumerate(betas):
@@ -70,6 +85,8 @@ def check_settings(
     """Raise for a setting of the whole optimizer that makes no sense."""
     if state_dtype not in DTYPES:
         raise ValueError(f"{who}: state_dtype={state_dtype} must be one of {[str(d) for d in DTYPES]}")
+    if max_grad_norm is not None and not _is_number(max_grad_norm):
+        raise TypeError(f"{who}: max_grad_norm={max_grad_norm!r} must be a number or None")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"{who}: max_grad_norm={max_grad_norm} must be > 0; None turns clipping off")
     if master_weights and stochastic_rounding and state_dtype == torch.float32:
@@ -94,6 +111,10 @@ def check_parameter(param: Tensor, *, name: str, who: str) -> None:
         raise TypeError(f"{who}: {name} is {param.dtype}; expected float32, bfloat16 or float16. Use torch.optim.{who} for it")
     if param.layout != torch.strided:
         raise TypeError(f"{who}: {name} has layout {param.layout}; expected a dense (strided) tensor")
+    if not has_memory(param):
+        raise ValueError(
+            f"{who}: {name} has elements but no memory (its storage was resized to nothing); allocate it before the step"
+        )
     if has_overlap(param):
         raise ValueError(
             f"{who}: {name} with strides {param.stride()} has elements that share memory (an expanded tensor?), so that a "
@@ -114,6 +135,8 @@ def check_gradient(grad: Tensor, param: Tensor, *, name: str, who: str, zeroed: 
         raise ValueError(f"{who}: the gradient of {name} is on {grad.device}, the parameter on {param.device}; move one")
     if grad.shape != param.shape:
         raise ValueError(f"{who}: the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}")
+    if not has_memory(grad):
+        raise ValueError(f"{who}: the gradient of {name} has elements but no memory (its storage was resized to nothing)")
     if zeroed and has_overlap(grad):
         raise ValueError(f"{who}: zero_grad=True can't zero the gradient of {name}: it is expanded; pass grad.contiguous()")
 

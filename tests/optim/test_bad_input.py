@@ -160,3 +160,31 @@ def test_a_step_of_empty_groups_does_nothing():
     late.grad = torch.ones(3)
     optimizer.step()
     assert late.max() < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"lr": "fast"}, "lr='fast' must be a number"), ({"lr": None}, "lr=None"), ({"lr": True}, "lr=True"),
+     ({"betas": 0.9}, "betas=0.9 must be two numbers"), ({"betas": ("a", 0.9)}, "betas="), ({"eps": None}, "eps=None"),
+     ({"weight_decay": "x"}, "weight_decay='x'"), ({"max_grad_norm": "x"}, "max_grad_norm='x'")],
+)  # fmt: skip
+def test_hyperparameters_of_another_type(options, says):
+    with pytest.raises(TypeError, match=says):
+        AdamW(parameters(), **options)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_storage_that_was_given_back(what, steps_before):
+    """A sharded trainer resizes storages to nothing; stepping through their old address would write to memory of others."""
+    a = parameters(((4, 4), (3,)))
+    optimizer = AdamW(a, lr=0.1)
+    for step in range(steps_before):
+        give_gradients(a, seed=step)
+        optimizer.step()
+    give_gradients(a, seed=5)
+    before = a[0].detach().clone()
+    (a[1].grad if what == "gradient" else a[1].data).untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        optimizer.step()
+    assert torch.equal(a[0], before), "nothing is changed"
