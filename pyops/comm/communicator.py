@@ -97,12 +97,6 @@ class Communicator:
         self.worker.stop()
         self._shared = None
 
-    def all_reduce(self, tensor: Tensor, **options: Any) -> Any:
-        """`pyops.comm.all_reduce` over this group, with the same options."""
-        from pyops.comm.collectives import all_reduce  # here, because that module is written in terms of this one
-
-        return all_reduce(tensor, communicator=self, **options)
-
     # --- running -----------------------------------------------------------------------------------------------------------
 
     def run(self, call: Callable[[int], Tensor], *, what: str, tensor: Tensor, async_op: bool, direct: bool) -> Any:

@@ -14,22 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from pyops.comm.bucket import plan_buckets
+from pyops.comm.collectives import all_reduce
+from pyops.comm.communicator import Communicator
 from pyops.flat import FlatBuffer
 
 __all__ = ["Reducer"]
-
-
-class Communicator(Protocol):
-    """What a reducer needs of pyops.comm's communicator: an all-reduce that names the bucket in its errors."""
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: str, algorithm: str, async_op: bool, offset: int, label: str) -> Any: ...
 
 
 class Reducer:
@@ -143,7 +139,9 @@ class Reducer:
     def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Any:
         if self.communicator is None:
             return None
-        return self.communicator.all_reduce(tensor, op=op, algorithm=self.algorithm, async_op=True, offset=offset, label=label)
+        return all_reduce(
+            tensor, communicator=self.communicator, op=op, algorithm=self.algorithm, async_op=True, offset=offset, label=label
+        )
 
     @torch.no_grad()
     def _finish(self) -> None:

@@ -31,7 +31,7 @@ class Loading(torch.optim.Optimizer):
     master_weights: bool
 
     def _forget(self) -> None:
-        raise NotImplementedError
+        """Drop what can be remade from the state; FusedOptimizer says what that is."""
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
