@@ -15,6 +15,7 @@ one travels. Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009;
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,7 @@ from pyops.comm.transport import Pending, Transport, run_staggered
 __all__ = ["all_gather", "all_reduce", "pieces_of", "reduce_scatter"]
 
 WINDOW = 6  # rounds on their way at once
+AHEAD = 32  # pieces that a ring of two receives ahead
 Round = list[tuple[int, int]]  # by owner: [start, stop) within the tensor; equal numbers where there is nothing
 
 
@@ -105,10 +107,47 @@ def _gather(x: Tensor, pieces: Round, *, transport: Transport) -> Iterator[Pendi
         yield transport.post([(x[slice(*ours)], (rank + 1) % size)], [(x[slice(*theirs)], (rank - 1) % size)])
 
 
+def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> None:
+    """A ring of two on the CPU: both send everything and sum for themselves.
+
+    As many bytes as by way of owners, and a + b has the same bits as b + a.
+
+    Receives are posted well ahead of the sends: Gloo sends when it hears that somebody waits, and it hears so through the
+    very stream in which the other's data are on their way.
+    """
+    peer = 1 - transport.rank
+    pieces = x.split(segment)
+    scratch = _Scratch(x, segment=segment)
+    receives: deque[tuple[Tensor, Pending]] = deque()
+    waiting: deque[tuple[Tensor, Pending]] = deque()
+
+    def finish() -> None:
+        (piece, sent), (buffer, received) = waiting.popleft(), receives.popleft()
+        received.wait()
+        sent.wait()
+        accumulate(piece, buffer[: piece.numel()], scale=scale)
+        scratch.give(buffer)
+
+    posted = 0
+    for number, piece in enumerate(pieces):
+        while posted < min(len(pieces), number + AHEAD):
+            buffer = scratch.take(x.dtype)
+            receives.append((buffer, transport.post([], [(buffer[: pieces[posted].numel()], peer)])))
+            posted += 1
+        waiting.append((piece, transport.post([(piece, peer)], [])))
+        if len(waiting) == AHEAD:
+            finish()
+    while waiting:
+        finish()
+
+
 def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0, offset: int = 0) -> None:
     """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size on all ranks. segment, offset: elements."""
     if transport.size == 1:
         scale_in_place(x, scale=scale)
+        return
+    if transport.size == 2 and not x.is_cuda:
+        _swap(x, transport=transport, segment=segment, scale=scale)
         return
     scratch = _Scratch(x, segment=segment)
 

@@ -185,3 +185,18 @@ def test_bytes_go_round():
     assert found == [[b"\0\0\0\0", b"x\0\0\0", b"xx\0\0"]] * 3
     with pytest.raises(ValueError, match="5 bytes does not fit"):
         run_virtual(1, lambda t: exchange_bytes(t, b"x" * 5, width=4))
+
+
+@pytest.mark.parametrize("pieces", [1, ring.AHEAD - 1, ring.AHEAD, ring.AHEAD + 1, 3 * ring.AHEAD + 5])
+def test_a_ring_of_two_with_more_pieces_than_it_receives_ahead(pieces: int):
+    segment = 7
+    rows = torch.randn(2, pieces * segment - 3, generator=torch.Generator().manual_seed(pieces))
+
+    def body(transport):
+        x = rows[transport.rank].clone()
+        ring.all_reduce(x, transport=transport, segment=segment, scale=0.5)
+        return x
+
+    first, second = run_virtual(2, body)
+    assert torch.equal(first, (rows[0] + rows[1]) * 0.5)
+    assert torch.equal(first, second)
