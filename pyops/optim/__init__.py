@@ -8,9 +8,22 @@
 Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Files:
 `adam` (Adam, AdamW), `base` (what all share), `plan` and `rows` (from a param group to one launch), `clip`, `state`,
 `loading`, `layout`, `checks`, `backward` (step each parameter as its gradient arrives). They know no process group.
+OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up, in pyops.onebit; they are found here too.
 """
+
+import importlib
+from typing import Any
 
 from pyops.optim.adam import Adam, AdamW
 from pyops.optim.backward import fuse_into_backward
 
 __all__ = ["Adam", "AdamW", "fuse_into_backward"]
+
+_COMMUNICATING = ("OneBitAdam", "OneBitLAMB", "ZeroOneAdam")
+
+
+def __getattr__(name: str) -> Any:
+    # By name, when somebody asks: nothing in this room needs the room above.
+    if name in _COMMUNICATING:
+        return getattr(importlib.import_module("pyops.onebit"), name)
+    raise AttributeError(f"module 'pyops.optim' has no attribute {name!r}; it has {sorted((*__all__, *_COMMUNICATING))}")
