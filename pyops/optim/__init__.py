@@ -8,7 +8,8 @@
 Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Files:
 `adam` (Adam, AdamW), `base` (what all share), `plan` and `rows` (from a param group to one launch), `clip`, `state`,
 `loading`, `layout`, `checks`, `backward` (step each parameter as its gradient arrives). They know no process group.
-OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up, in pyops.onebit; they are found here too.
+OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in pyops.onebit; they are
+found here too.
 """
 
 import importlib
