@@ -19,8 +19,21 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "has_kernel"]
 
 _ROOMS = frozenset(
-    ["ops", "mesh", "flat", "random", "optim", "comm", "data_parallel", "onebit", "checkpoint", "models", "data", "config"]
-    + ["train"]
+    [
+        "ops",
+        "mesh",
+        "flat",
+        "random",
+        "optim",
+        "comm",
+        "data_parallel",
+        "onebit",
+        "checkpoint",
+        "models",
+        "data",
+        "config",
+        "train",
+    ]
 )
 
 
