@@ -137,6 +137,20 @@ class DataParallel(nn.Module):
         self.reducer.prepare()
         return self.module(*args, **kwargs)
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients over the ranks; as on torch's DistributedDataParallel, and settable.
+
+        False: as within `no_sync()`, until it is set again. An optimizer that communicates by itself sets it.
+        """
+        return self.reducer.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"require_backward_grad_sync is {value!r}; expected True or False")
+        self.reducer.synchronises = value
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within the block, backward adds gradients up locally; the next backward outside reduces the sum of all."""
         return self.reducer.no_sync()

@@ -140,6 +140,37 @@ def test_no_sync_adds_up_and_communicates_once(world, to_none: bool):
             assert torch.equal(first[name], second[name])
 
 
+def _switch_off(rank: int, group: Any) -> list[Any]:
+    model = DataParallel(Net(), group=group)
+    x, y = part(rank, 2)
+    found: list[Any] = [model.require_backward_grad_sync]
+    for wanted in (False, True):
+        model.require_backward_grad_sync = wanted
+        with model.no_sync():
+            found.append(model.require_backward_grad_sync)
+        assert model.require_backward_grad_sync is wanted, "no_sync puts back what was set before it"
+        model.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        found.append(model.module.last.weight.grad.clone())
+    with pytest.raises(TypeError, match="require_backward_grad_sync is 'no'"):
+        model.require_backward_grad_sync = "no"  # type: ignore[assignment]
+    return found
+
+
+def test_require_backward_grad_sync_is_that_of_torch(world):
+    alone = []
+    for rank in range(2):
+        net = Net()
+        x, y = part(rank, 2)
+        nn.functional.mse_loss(net(x), y).backward()
+        alone.append(net.last.weight.grad)
+    assert not torch.allclose(alone[0], alone[1])
+    for rank, (at_first, within, local, within_again, reduced) in enumerate(world(2).run(_switch_off)):
+        assert (at_first, within, within_again) == (True, False, False)
+        torch.testing.assert_close(local, alone[rank], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(reduced, (alone[0] + alone[1]) / 2, rtol=1e-11, atol=1e-12)
+
+
 def _used_on_rank_1(rank: int, group: Any) -> tuple[dict[str, Tensor | None], list[bool]]:
     model = DataParallel(Net(), group=group)
     x, y = part(rank, 2)
