@@ -2,6 +2,7 @@
 
 rank 0: mkdir step-7.tmp   shared.safetensors    manifest.json, fsync, rename step-7.tmp -> step-7
 rank r:                    own-r.safetensors
+                           shards-r.safetensors
                          ^                     ^                                                  ^
                          `---- all agree ------'------- all agree: did any rank fail? ------------'
 """
@@ -21,44 +22,59 @@ from pyops.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
+    WITH_SHARDS,
     CheckpointError,
     read_manifest,
     restore,
     seal,
     take_apart,
 )
+from pyops.checkpoint.shards import assemble, describe, find_shards, insert, merge, path_text
 from pyops.checkpoint.tensor_file import checksum, read_tensors, write_tensors
 from pyops.comm.agreement import agree, gather, on_first_rank
 
 __all__ = ["Checkpoints", "load", "save"]
 
 SHARED = "shared.safetensors"
+SHARDS = "shards-"
 
 
 def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.ProcessGroup | None = None) -> None:
-    """Write `state` (rank 0's) and each rank's `own` to `folder`, replacing what is there when all is on the disk.
+    """Write `state` (rank 0's, and every rank's shards) and each rank's `own` to `folder`, replacing what is there when all is
+    on the disk.
 
-    state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Raises CheckpointError on all
-    ranks alike when it can't be written, a full disk for one; what was in `folder` before is still whole then. Raises
-    TypeError for a state that a checkpoint can't hold.
+    state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Anywhere in `state`, ranks may
+    hold `pyops.flat.Shard`s of one tensor at one path, also where rank 0 has none: together they must cover the tensor, once,
+    or CheckpointError names the path before anything is written.
+
+    Raises CheckpointError on all ranks alike when it can't be written, a full disk for one; what was in `folder` before is
+    still whole then. Raises TypeError for a state that a checkpoint can't hold.
     """
     folder = Path(folder)
     aside = folder.with_name(folder.name + ".tmp")
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    cards, shards = describe(find_shards(state), file=f"{SHARDS}{rank:05}.safetensors")
+    wholes = merge(gather(cards, group=group))
     on_first_rank(lambda: _make_empty(aside), group=group)
     error: Exception | None = None
     written: dict[str, Any] = {}
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
     try:
+        for path in find_shards(own):
+            raise TypeError(
+                f"own[{path_text(path)!r}] is a Shard; shards belong in state, where the ranks' parts become a whole"
+            )
         own_tree = _write(aside / f"own-{rank:05}.safetensors", own, written)
-        tree = _write(aside / SHARED, state, written) if rank == 0 else None
+        if shards:
+            _write_file(aside / f"{SHARDS}{rank:05}.safetensors", shards, written)
+        tree = _write(aside / SHARED, insert(state, wholes), written) if rank == 0 else None
     except OSError as caught:
         error = _refusal(folder, caught)
-    except TypeError as caught:
+    except (TypeError, CheckpointError) as caught:
         error = caught
     parts = gather(None if error else {"rank": rank, "tree": own_tree, **written}, group=group)
 
     def finish() -> None:
-        _write_manifest(folder, aside, tree, parts)
+        _write_manifest(folder, aside, tree, parts, version=WITH_SHARDS if wholes else VERSION)
 
     try:
         agree(error, group=group)
@@ -72,16 +88,21 @@ def _write(path: Path, state: Any, written: dict[str, Any]) -> Any:
     """Write the tensors of `state`; note the file and its tensors in `written`; the JSON tree of `state`."""
     tensors: dict[str, Tensor] = {}
     tree = take_apart(state, tensors)
+    _write_file(path, tensors, written)
+    return tree
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor], written: dict[str, Any]) -> None:
+    """Write the tensors; note the file and its tensors in `written`."""
     written.setdefault("files", {})[path.name] = write_tensors(path, tensors)
     for name, tensor in tensors.items():
         entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         written.setdefault("tensors", {}).setdefault(path.name, {})[name] = entry
-    return tree
 
 
-def _write_manifest(folder: Path, aside: Path, tree: Any, parts: list[Any]) -> None:
+def _write_manifest(folder: Path, aside: Path, tree: Any, parts: list[Any], *, version: int) -> None:
     manifest = {
-        "format": FORMAT, "version": VERSION, "tree": {"state": tree},
+        "format": FORMAT, "version": version, "tree": {"state": tree},
         "own": {str(part["rank"]): part["tree"] for part in parts},
         "tensors": {file: entries for part in parts for file, entries in part.get("tensors", {}).items()},
         "files": {file: entry for part in parts for file, entry in part["files"].items()},
@@ -134,6 +155,7 @@ def _refusal(folder: Path, error: OSError) -> CheckpointError:
 
 def load(folder: Path | str, *, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
     """(state, own) as given to `save`, tensors on the CPU. own: of the same rank; None if that rank did not exist then.
+    Where ranks had shards, `state` has the whole tensor, on every rank and on any number of ranks.
 
     Every file is compared with the manifest's size and checksum before anything is returned. Raises CheckpointError,
     on all ranks alike, naming the file that is missing, damaged, or no checkpoint's.
@@ -147,7 +169,8 @@ def load(folder: Path | str, *, group: dist.ProcessGroup | None = None) -> tuple
     state = own = None
     try:
         manifest = read_manifest(folder)
-        state = restore(manifest["tree"]["state"], _read(folder, SHARED, manifest))
+        files = {name: _read(folder, name, manifest) for name in manifest["files"] if name.startswith(SHARDS)}
+        state = restore(manifest["tree"]["state"], _read(folder, SHARED, manifest), assemble=lambda node: assemble(node, files))
         if str(rank) in manifest["own"]:
             own = restore(manifest["own"][str(rank)], _read(folder, f"own-{rank:05}.safetensors", manifest))
     except CheckpointError as caught:

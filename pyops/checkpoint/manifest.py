@@ -5,8 +5,9 @@
 
 manifest.json:
 
-    format, version                               this is a checkpoint of pyops, laid out in this way
-    tree: {"state": ...}                          the state, with names in place of tensors
+    format, version                               this is a checkpoint of pyops, laid out in this way: 2 when it has shards
+    tree: {"state": ...}                          the state, with names in place of tensors; of a tensor made of shards,
+                                                  {"$shards": {shape, dtype, parts: [{file, name, offset, shape}]}}
     own: {rank: ...}                              each rank's own state, likewise
     files: {file: {bytes, crc32}}                 every file of the checkpoint except the manifest
     tensors: {file: {name: {dtype, shape}}}       what each holds
@@ -17,20 +18,40 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "CheckpointError", "read_manifest", "restore", "seal", "take_apart"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VERSION",
+    "WITH_SHARDS",
+    "CheckpointError",
+    "Sharded",
+    "read_manifest",
+    "restore",
+    "seal",
+    "take_apart",
+]
 
 FORMAT, VERSION, MANIFEST = "pyops.checkpoint", 1, "manifest.json"
-TENSOR, PAIRS, TUPLE = "$tensor", "$pairs", "$tuple"
+WITH_SHARDS = 2  # the version of a checkpoint that has shards; one without is as readers of version 1 expect it
+TENSOR, PAIRS, TUPLE, SHARDS = "$tensor", "$pairs", "$tuple", "$shards"
 
 
 class CheckpointError(ValueError):
     """A checkpoint can't be written or read; the message names the file and the fix."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """In a state: a tensor whose parts lie in the files of several ranks; `node` is what the manifest says of it."""
+
+    node: dict[str, Any]
 
 
 def take_apart(value: Any, tensors: dict[str, Tensor], *, name: str = "") -> Any:
@@ -45,6 +66,8 @@ def take_apart(value: Any, tensors: dict[str, Tensor], *, name: str = "") -> Any
             unique += "'"
         tensors[unique] = value
         return {TENSOR: unique}
+    if isinstance(value, Sharded):
+        return {SHARDS: value.node}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     prefix = f"{name}." if name else ""
@@ -62,19 +85,27 @@ def take_apart(value: Any, tensors: dict[str, Tensor], *, name: str = "") -> Any
     )
 
 
-def restore(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `take_apart` took apart."""
+def restore(
+    tree: Any, tensors: Mapping[str, Tensor], *, assemble: Callable[[Mapping[str, Any]], Tensor] | None = None
+) -> Any:  # fmt: skip
+    """The value that `take_apart` took apart. assemble: makes the tensor of a `Sharded`'s node."""
+
+    def again(part: Any) -> Any:
+        return restore(part, tensors, assemble=assemble)
+
     if isinstance(tree, list):
-        return [restore(item, tensors) for item in tree]
+        return [again(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if TENSOR in tree:
         return tensors[tree[TENSOR]]
+    if SHARDS in tree and assemble is not None:
+        return assemble(tree[SHARDS])
     if TUPLE in tree:
-        return tuple(restore(item, tensors) for item in tree[TUPLE])
+        return tuple(again(item) for item in tree[TUPLE])
     if PAIRS in tree:
-        return {key: restore(item, tensors) for key, item in tree[PAIRS]}
-    return {key: restore(item, tensors) for key, item in tree.items()}
+        return {key: again(item) for key, item in tree[PAIRS]}
+    return {key: again(item) for key, item in tree.items()}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -89,10 +120,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({error}); delete {folder} and use an earlier checkpoint") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of pyops; name a folder that pyops.checkpoint.save wrote")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (VERSION, WITH_SHARDS):
         raise CheckpointError(
-            f"{path} is of version {manifest.get('version')}, this pyops reads version {VERSION}; read it with the "
-            "pyops that wrote it"
+            f"{path} is of version {manifest.get('version')}, this pyops reads versions {VERSION} and {WITH_SHARDS}; read it "
+            "with the pyops that wrote it"
         )
     if seal({key: value for key, value in manifest.items() if key != "crc32"}) != manifest:
         raise CheckpointError(f"{path} is damaged (its checksum differs); delete {folder} and use an earlier checkpoint")

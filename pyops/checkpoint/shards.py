@@ -1,0 +1,160 @@
+"""Parts of tensors that the ranks hold, at one path of the state: written by each rank, one whole tensor when loaded.
+
+state of rank 0    {"step": 7, "errors": {"w": Shard([2, 3], offset (0, 0), tensor [1, 3])}}   shards-00000.safetensors
+state of rank 1    {"step": 7, "errors": {"w": Shard([2, 3], offset (1, 0), tensor [1, 3])}}   shards-00001.safetensors
+loaded, anywhere   {"step": 7, "errors": {"w": tensor [2, 3]}}
+
+The ranks compare what they hold before anything is written: the shards of a path must cover its tensor, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.checkpoint.manifest import CheckpointError, Sharded
+from pyops.flat import Shard
+
+__all__ = ["assemble", "describe", "find_shards", "insert", "merge", "path_text"]
+
+Step = tuple[str, Any]  # ("key", of a mapping) or ("item", number in a list or tuple)
+Path = tuple[Step, ...]
+Card = dict[str, Any]  # what the manifest says of one shard, and of the tensor it is a part of
+
+
+def path_text(path: Path) -> str:
+    """The path as checkpoints name tensors: errors.worker.w."""
+    return ".".join(str(key) for _, key in path)
+
+
+def find_shards(state: Any, path: Path = ()) -> dict[Path, Shard]:
+    """Every Shard within a nested state, by the path that leads to it."""
+    if isinstance(state, Shard):
+        return {path: state}
+    steps: list[tuple[Step, Any]] = []
+    if isinstance(state, Mapping):
+        steps = [(("key", key), value) for key, value in state.items()]
+    elif isinstance(state, list | tuple):
+        steps = [(("item", i), value) for i, value in enumerate(state)]
+    found: dict[Path, Shard] = {}
+    for step, value in steps:
+        found |= find_shards(value, (*path, step))
+    return found
+
+
+def describe(shards: Mapping[Path, Shard], *, file: str) -> tuple[dict[Path, Card], dict[str, Tensor]]:
+    """({path: card}, {name in the file: tensor}) of one rank's shards, which it will write to `file`."""
+    cards: dict[Path, Card] = {}
+    tensors: dict[str, Tensor] = {}
+    for path, shard in shards.items():
+        name = path_text(path) or "tensor"
+        while name in tensors:  # {"a.b": s, "a": {"b": s}}
+            name += "'"
+        tensors[name] = shard.tensor
+        cards[path] = {
+            "global_shape": list(shard.global_shape), "dtype": str(shard.tensor.dtype).removeprefix("torch."),
+            "file": file, "name": name, "offset": list(shard.offset), "shape": list(shard.tensor.shape),
+        }  # fmt: skip
+    return cards, tensors
+
+
+def merge(cards: Sequence[Mapping[Path, Card]]) -> dict[Path, Sharded]:
+    """Every path's tensor, made of the shards of all ranks (in rank order).
+
+    CheckpointError, naming the path, for shards of tensors that differ, that overlap, or that leave a gap.
+    """
+    together: dict[Path, list[tuple[int, Card]]] = {}
+    for rank, of_rank in enumerate(cards):
+        for path, card in of_rank.items():
+            together.setdefault(path, []).append((rank, card))
+    return {path: _whole(path_text(path), members) for path, members in together.items()}
+
+
+def _whole(name: str, members: list[tuple[int, Card]]) -> Sharded:
+    first_rank, first = members[0]
+    for rank, card in members[1:]:
+        for key in ("global_shape", "dtype"):
+            if card[key] != first[key]:
+                raise CheckpointError(
+                    f"state[{name!r}] is a shard of {key} {first[key]} on rank {first_rank}, of {key} {card[key]} on rank "
+                    f"{rank}; the shards of one path must be parts of one tensor"
+                )
+    _check_cover(name, first["global_shape"], members)
+    parts = [{key: card[key] for key in ("file", "name", "offset", "shape")} for _, card in members]
+    return Sharded({"shape": first["global_shape"], "dtype": first["dtype"], "parts": parts})
+
+
+def _check_cover(name: str, shape: list[int], members: list[tuple[int, Card]]) -> None:
+    """Boxes that don't meet and have the volume of the whole cover it, once."""
+    boxes = sorted(
+        (tuple(card["offset"]), tuple(o + n for o, n in zip(card["offset"], card["shape"], strict=True)), rank)
+        for rank, card in members
+        if prod(card["shape"])
+    )
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+    for low, high, rank in boxes:
+        open_boxes = [box for box in open_boxes if not low or box[1][0] > low[0]]  # the others end before this one begins
+        for other_low, other_high, other in open_boxes:
+            if all(a < d and c < b for a, b, c, d in zip(low, high, other_low, other_high, strict=True)):
+                raise CheckpointError(
+                    f"state[{name!r}]: the shard of rank {rank} at offset {list(low)} overlaps that of rank {other} at offset "
+                    f"{list(other_low)}; every element must be written by one rank"
+                )
+        open_boxes.append((low, high, rank))
+    covered, whole = sum(prod(card["shape"]) for _, card in members), prod(shape)
+    if covered != whole:
+        held = ", ".join(f"{list(low)} to {list(high)} (rank {rank})" for low, high, rank in boxes[:4])
+        raise CheckpointError(
+            f"state[{name!r}] has a gap: its shards hold {covered} of the {whole} elements of shape {shape}: {held or 'none'}"
+            f"{', ...' if len(boxes) > 4 else ''}; every rank must save its part"
+        )
+
+
+def insert(state: Any, wholes: Mapping[Path, Sharded]) -> Any:
+    """`state` with each path's whole in place of a shard, or added where this rank had none.
+
+    CheckpointError, naming the path, where this rank holds something else there, or no dict that the path could be added to.
+    """
+    return _insert(state, dict(wholes), ())
+
+
+def _insert(value: Any, wholes: dict[Path, Sharded], at: Path) -> Any:
+    if not wholes:
+        return value
+    if () in wholes:
+        if value is not None and not isinstance(value, Shard):
+            raise CheckpointError(
+                f"state[{path_text(at)!r}] is a shard on another rank, on rank 0 a {type(value).__name__}; "
+                "put shards there on every rank, or nothing"
+            )
+        return wholes[()]
+    below: dict[Step, dict[Path, Sharded]] = {}
+    for path, whole in wholes.items():
+        below.setdefault(path[0], {})[path[1:]] = whole
+    if value is None and all(kind == "key" for kind, _ in below):
+        value = {}
+    if isinstance(value, Mapping) and all(kind == "key" for kind, _ in below):
+        keys = [*value, *(key for _, key in below if key not in value)]
+        return {key: _insert(value.get(key), below.get(("key", key), {}), (*at, ("key", key))) for key in keys}
+    items = {i for kind, i in below if kind == "item"}
+    if isinstance(value, list | tuple) and len(items) == len(below) and max(items) < len(value):
+        again = [_insert(v, below.get(("item", i), {}), (*at, ("item", i))) for i, v in enumerate(value)]
+        return tuple(again) if isinstance(value, tuple) else again
+    missing = path_text((*at, next(iter(below))))
+    raise CheckpointError(
+        f"state[{missing!r}] leads to shards of other ranks, but on rank 0 state[{path_text(at)!r}] is a "
+        f"{type(value).__name__} without it; nest shards in dicts, or in lists that are equally long on every rank"
+    )
+
+
+def assemble(node: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+    """The whole tensor of a manifest's node, from the tensors of the files."""
+    whole = torch.empty(node["shape"], dtype=getattr(torch, node["dtype"]))
+    for part in node["parts"]:
+        place = tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))
+        whole[place] = files[part["file"]][part["name"]]
+    return whole
