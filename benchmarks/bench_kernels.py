@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
 from pyops.ops import grad_norm, optim, random, reduce
+from pyops.ops.table import optimizer_table
 
 __all__ = ["cases", "run"]
 
@@ -35,7 +36,7 @@ def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
     """fp32 throughout, 28 bytes per element."""
     lists = [[torch.randn(n, device=device) * scale for n in sizes] for scale in (1.0, 0.1, 0.1)]
     lists += [[x.square() for x in lists[2]], [], [], [], [torch.zeros((), device=device) for _ in sizes]]
-    table = optim.adam_table(*lists)  # type: ignore[arg-type]
+    table = optimizer_table(*lists)  # type: ignore[arg-type]
     twin = [[x.clone() for x in column] for column in lists]
     ours = partial(optim.adam_from_table_, table, **HYPER, **FLAGS)
 

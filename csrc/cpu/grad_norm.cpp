@@ -72,7 +72,7 @@ Tensor squared_norm_from_table(const Tensor table) {
     std::vector<Piece> pieces;
     pieces.reserve(static_cast<size_t>(rows));
     for (int64_t r = 0; r < rows; ++r, row += COLUMNS)
-        pieces.push_back({reinterpret_cast<const void*>(row[GRAD]), row[NUMEL], dtype_of(row[PACKED], GRAD_DTYPE)});
+        pieces.push_back({reinterpret_cast<const void*>(row[GRAD]), row[GRAD] ? row[NUMEL] : 0, dtype_of(row[PACKED], GRAD_DTYPE)});
     return norm_of(pieces);
 }
 

@@ -11,6 +11,7 @@ namespace {
 
 // From here on (28 bytes and more each) no cache keeps a step's parameters until they are read again.
 constexpr int64_t STREAMED_NUMEL = 4 << 20;
+constexpr unsigned ADAM_COLUMNS = OF_ANY_RULE | set_of(EXP_AVG, EXP_AVG_SQ);
 
 struct Options {
     AdamOptions adam;
@@ -121,27 +122,18 @@ void adam_(const Tensors params, const Tensors grads, const Tensors exp_avgs, co
            double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool zero_grads,
            bool stochastic_rounding, int64_t seed, const std::vector<int64_t> offsets) {
     const std::vector<int64_t> table = make_table(
-        {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets, "adam_");
+        {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets, ADAM_COLUMNS, "adam_");
     run(table.data(), static_cast<int64_t>(params.size()), lr_tensor, grad_factor, found_inf,
         {{lr, beta1, beta2, eps, weight_decay, decoupled, maximize}, zero_grads, stochastic_rounding, static_cast<uint64_t>(seed)});
-}
-
-Tensor adam_table(const Tensors params, const Tensors grads, const Tensors exp_avgs, const Tensors exp_avg_sqs,
-                  const Tensors max_exp_avg_sqs, const Tensors masters, const Tensors copies, const Tensors steps,
-                  const std::vector<int64_t> offsets) {
-    const std::vector<int64_t> rows = make_table(
-        {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets, "adam_table");
-    const std::vector<int64_t> shape = {static_cast<int64_t>(params.size()), COLUMNS};
-    Tensor table = torch::stable::empty(shape, torch::headeronly::ScalarType::Long);
-    if (!rows.empty()) std::memcpy(table.data_ptr(), rows.data(), rows.size() * sizeof(int64_t));
-    return table;
 }
 
 void adam_from_table_(const Tensor table, const std::optional<Tensor> lr_tensor, const std::optional<Tensor> grad_factor,
                       const std::optional<Tensor> found_inf, double lr, double beta1, double beta2, double eps,
                       double weight_decay, bool decoupled, bool maximize, bool zero_grads, bool stochastic_rounding, int64_t seed) {
     const int64_t rows = check_table(table, "adam_from_table_");
-    run(static_cast<const int64_t*>(table.data_ptr()), rows, lr_tensor, grad_factor, found_inf,
+    const int64_t* data = static_cast<const int64_t*>(table.data_ptr());
+    check_columns(data, rows, ADAM_COLUMNS, "adam_from_table_");
+    run(data, rows, lr_tensor, grad_factor, found_inf,
         {{lr, beta1, beta2, eps, weight_decay, decoupled, maximize}, zero_grads, stochastic_rounding, static_cast<uint64_t>(seed)});
 }
 
@@ -150,6 +142,5 @@ void adam_from_table_(const Tensor table, const std::optional<Tensor> lr_tensor,
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
     m.impl("adam_", TORCH_BOX(&pyops::adam_));
-    m.impl("adam_table", TORCH_BOX(&pyops::adam_table));
     m.impl("adam_from_table_", TORCH_BOX(&pyops::adam_from_table_));
 }

@@ -2,6 +2,7 @@
 #include "table.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "kernels.h"
@@ -49,7 +50,6 @@ struct List {
     const char* name;
     const Tensors* tensors;
     int field;  // where its dtype goes, -1 for the step
-    bool optional;
 };
 
 // Checks tensor i of a list against its parameter and returns its dtype code.
@@ -105,19 +105,22 @@ std::ostream& operator<<(std::ostream& text, const Shape& shape) {
     return text;
 }
 
-std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, const char* op) {
-    const List columns[] = {{"params", lists.params, PARAM_DTYPE, false},
-                              {"grads", lists.grads, GRAD_DTYPE, false},
-                              {"exp_avgs", lists.exp_avgs, MOMENT_DTYPE, false},
-                              {"exp_avg_sqs", lists.exp_avg_sqs, MOMENT_DTYPE, false},
-                              {"max_exp_avg_sqs", lists.max_exp_avg_sqs, MOMENT_DTYPE, true},
-                              {"masters", lists.masters, MASTER_DTYPE, true},
-                              {"copies", lists.copies, COPY_DTYPE, true},
-                              {"steps", lists.steps, -1, false}};
+std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, unsigned required, const char* op) {
+    const List columns[] = {{"params", lists.params, PARAM_DTYPE},
+                            {"grads", lists.grads, GRAD_DTYPE},
+                            {"exp_avgs", lists.exp_avgs, MOMENT_DTYPE},
+                            {"exp_avg_sqs", lists.exp_avg_sqs, MOMENT_DTYPE},
+                            {"max_exp_avg_sqs", lists.max_exp_avg_sqs, MOMENT_DTYPE},
+                            {"masters", lists.masters, MASTER_DTYPE},
+                            {"copies", lists.copies, COPY_DTYPE},
+                            {"steps", lists.steps, -1}};
     const Tensors& params = *lists.params;
-    for (const List& c : columns)
-        require(c.tensors->size() == params.size() || (c.optional && c.tensors->empty()), "pyops::", op, ": ", c.name, " has ",
+    const auto optional = [=](int column) { return (required >> column & 1u) == 0; };
+    for (int column = PARAM; column <= STEP; ++column) {
+        const List& c = columns[column];
+        require(c.tensors->size() == params.size() || (optional(column) && c.tensors->empty()), "pyops::", op, ": ", c.name, " has ",
                 c.tensors->size(), " tensors for ", params.size(), " params; expected one for each");
+    }
     require(offsets.empty() || offsets.size() == params.size(), "pyops::", op, ": offsets has ", offsets.size(), " numbers for ",
             params.size(), " params; expected one for each, or none");
     std::vector<int64_t> table(params.size() * COLUMNS, 0);
@@ -133,15 +136,16 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
             const List& c = columns[column];
             if (c.tensors->empty()) continue;
             const Facts t((*c.tensors)[i]);
-            if (c.optional && t.numel == 0) continue;
+            if (optional(column) && t.numel == 0) continue;
             if (column == STEP) {
                 check_step(t, i, param, op);
             } else {
                 const int dtype = check_operand(c, i, t, param, op);
-                require(c.field != MOMENT_DTYPE || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ", c.name, "[", i,
-                        "] has another dtype than exp_avgs[", i, "]; the moments of a row share one");
-                if (c.field == MOMENT_DTYPE) moment_dtype = dtype;
-                if (c.field != MOMENT_DTYPE || column == EXP_AVG) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
+                const bool moment = c.field == MOMENT_DTYPE;
+                require(!moment || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ", c.name, "[", i,
+                        "] has another dtype than the moment before it; the moments of a row share one");
+                if (!moment || moment_dtype < 0) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
+                if (moment) moment_dtype = dtype;
             }
             row[column] = t.numel ? reinterpret_cast<int64_t>(t.tensor.data_ptr()) : 0;
             require(!t.numel || row[column], "pyops::", op, ": ", c.name, "[", i, "] has elements but no memory: its storage was resized to nothing");
@@ -158,8 +162,17 @@ int64_t check_table(const Tensor& table, const char* op) {
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(table.get(), &dtype));
     require(dtype == aoti_torch_dtype_int64() && table.dim() == 2 && table.size(1) == COLUMNS && table.is_contiguous(), "pyops::",
-            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by adam_table, got ", Shape{table});
+            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by optimizer_table, got ", Shape{table});
     return table.size(0);
+}
+
+void check_columns(const int64_t* table, int64_t rows, unsigned required, const char* op) {
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t* row = table + r * COLUMNS;
+        for (int column = PARAM; column <= STEP; ++column)
+            require((required >> column & 1u) == 0 || row[column] || row[NUMEL] == 0, "pyops::", op, ": row ", r,
+                    " of the table has nothing in column ", column, ", which this rule works on; make the table with it");
+    }
 }
 
 void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed) {
@@ -170,7 +183,23 @@ void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on
             Shape{*scalar});
 }
 
+namespace {
+
+Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors exp_avgs, const Tensors exp_avg_sqs,
+                       const Tensors max_exp_avg_sqs, const Tensors masters, const Tensors copies, const Tensors steps,
+                       const std::vector<int64_t> offsets) {
+    const std::vector<int64_t> rows = make_table({&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps},
+                                                 offsets, OF_ANY_RULE, "optimizer_table");
+    const std::vector<int64_t> shape = {static_cast<int64_t>(params.size()), COLUMNS};
+    Tensor table = torch::stable::empty(shape, torch::headeronly::ScalarType::Long);
+    if (!rows.empty()) std::memcpy(table.data_ptr(), rows.data(), rows.size() * sizeof(int64_t));
+    return table;
+}
+
+}  // namespace
 }  // namespace pyops
+
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { m.impl("optimizer_table", TORCH_BOX(&pyops::optimizer_table)); }
 
 // Asked by pyops/ops/library.py through ctypes.
 extern "C" {

@@ -32,8 +32,9 @@ struct TensorLists {
     const Tensors *params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs, *masters, *copies, *steps;
 };
 
-// Rows of COLUMNS numbers; throws before anything is written when a row does not fit together. `op` names the caller.
-std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, const char* op);
+// Rows of COLUMNS numbers; throws before anything is written when a row does not fit together. `required`: the columns that
+// every row must have; the lists of others may be empty. `op` names the caller.
+std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, unsigned required, const char* op);
 
 // The dtype code of a tensor, or -1 for any other dtype. FP64 only where the caller allows it.
 int dtype_code(const Tensor& tensor);
@@ -45,8 +46,10 @@ struct Shape {
 };
 std::ostream& operator<<(std::ostream& text, const Shape& shape);
 
-// A table made by adam_table, on the CPU or not: int64 [n, COLUMNS], contiguous. Returns n.
+// A table made by optimizer_table, on the CPU or not: int64 [n, COLUMNS], contiguous. Returns n.
 int64_t check_table(const Tensor& table, const char* op);
+// Throws unless every row of a table in the CPU's memory that has elements has the `required` columns.
+void check_columns(const int64_t* table, int64_t rows, unsigned required, const char* op);
 // A one-element fp32 tensor (or float64 where allowed) on the same kind of device as the op; throws otherwise.
 void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed);
 

@@ -2,43 +2,16 @@
 //
 // Nothing is allocated or copied but the table, which arrives as kernel arguments, and nothing is waited for: a CUDA graph can
 // capture all of it.
-#include <algorithm>
-#include <cstring>
 #include <optional>
 #include <vector>
 
 #include "../cpu/table.h"
 #include "launch.cuh"
 #include "optim_kernel.cuh"
+#include "upload.cuh"
 
 namespace pyops::cuda {
 namespace {
-
-// Rows travel as kernel arguments: no pinned memory to keep alive, and a CUDA graph holds them by value.
-constexpr int ROWS_PER_LAUNCH = 300;
-
-struct RowsByValue {
-  int64_t number[ROWS_PER_LAUNCH * COLUMNS];
-};
-
-__global__ void write_table_kernel(int64_t* table, const __grid_constant__ RowsByValue rows, int count) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) table[i] = rows.number[i];
-}
-
-Tensor upload(const std::vector<int64_t>& rows, const Launch& on) {
-  const std::vector<int64_t> shape = {static_cast<int64_t>(rows.size()) / COLUMNS, COLUMNS};
-  const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, on.device);
-  Tensor table = torch::stable::empty(shape, torch::headeronly::ScalarType::Long, std::nullopt, device);
-  auto* to = static_cast<int64_t*>(table.mutable_data_ptr());
-  RowsByValue some;
-  for (size_t done = 0; done < rows.size(); done += ROWS_PER_LAUNCH * COLUMNS) {
-    const size_t count = std::min<size_t>(rows.size() - done, ROWS_PER_LAUNCH * COLUMNS);
-    std::memcpy(some.number, rows.data() + done, count * sizeof(int64_t));
-    write_table_kernel<<<4, THREADS, 0, on.stream>>>(to + done, some, static_cast<int>(count));
-    check_launch("adam_table");
-  }
-  return table;
-}
 
 const float* one_float(const std::optional<Tensor>& scalar, const char* name, const Launch& on) {
   check_scalar(scalar, name, true, false);
@@ -77,15 +50,6 @@ void run(const Tensor& table, const Scalars& s, const Launch& on) {
   launch<false>(a, on);
 }
 
-Tensor adam_table(const Tensors params, const Tensors grads, const Tensors exp_avgs, const Tensors exp_avg_sqs,
-                  const Tensors max_exp_avg_sqs, const Tensors masters, const Tensors copies, const Tensors steps,
-                  const std::vector<int64_t> offsets) {
-  require(!params.empty(), "pyops::adam_table: no parameters; a table of none belongs to no device");
-  const std::vector<int64_t> rows = make_table(
-      {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets, "adam_table");
-  return upload(rows, Launch(params[0]));
-}
-
 void adam_(const Tensors params, const Tensors grads, const Tensors exp_avgs, const Tensors exp_avg_sqs,
            const Tensors max_exp_avg_sqs, const Tensors masters, const Tensors copies, const Tensors steps,
            const std::optional<Tensor> lr_tensor, const std::optional<Tensor> grad_factor, const std::optional<Tensor> found_inf,
@@ -93,7 +57,8 @@ void adam_(const Tensors params, const Tensors grads, const Tensors exp_avgs, co
            bool stochastic_rounding, int64_t seed, const std::vector<int64_t> offsets) {
   if (params.empty()) return;
   const std::vector<int64_t> rows = make_table(
-      {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets, "adam_");
+      {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps}, offsets,
+      OF_ANY_RULE | set_of(EXP_AVG, EXP_AVG_SQ), "adam_");
   const Launch on(params[0]);
   const Scalars scalars{lr_tensor, grad_factor, found_inf, {lr, beta1, beta2, eps, weight_decay, decoupled, maximize}, zero_grads,
                         stochastic_rounding, static_cast<uint64_t>(seed)};
@@ -114,6 +79,5 @@ void adam_from_table_(const Tensor table, const std::optional<Tensor> lr_tensor,
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
   m.impl("adam_", TORCH_BOX(&pyops::cuda::adam_));
-  m.impl("adam_table", TORCH_BOX(&pyops::cuda::adam_table));
   m.impl("adam_from_table_", TORCH_BOX(&pyops::cuda::adam_from_table_));
 }

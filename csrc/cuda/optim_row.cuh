@@ -64,7 +64,7 @@ struct AdamRow {
     max = pointer<char>(a.table, row, MAX);
     master = pointer<char>(a.table, row, MASTER);
     copy = pointer<char>(a.table, row, COPY);
-    numel = column(a.table, row, NUMEL);
+    numel = exp_avg && exp_avg_sq ? column(a.table, row, NUMEL) : 0;  // a table of another rule: touch nothing
     offset = column(a.table, row, OFFSET);
     packed = static_cast<uint32_t>(column(a.table, row, PACKED));  // the upper half may hold the ticket
     choose_kind();

@@ -12,6 +12,13 @@ enum Column : int {
     FIRST_CHUNK,  // chunks of CHUNK elements in the rows above
     COLUMNS
 };
+// A set of columns, one bit for each.
+template <typename... Columns>
+constexpr unsigned set_of(Columns... columns) {
+    return (0u | ... | (1u << columns));
+}
+constexpr unsigned OF_ANY_RULE = set_of(PARAM, GRAD, STEP);  // what a table always holds
+
 constexpr int64_t CHUNK = 4096;  // 1 Mi elements already keep a GPU of 132 multiprocessors busy
 
 enum Dtype : int { FP32 = 0, BF16 = 1, FP16 = 2, FP64 = 3 };

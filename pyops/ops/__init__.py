@@ -1,6 +1,7 @@
 """The contract of each kernel: schema, meaning, fake and plain-torch reference; the only importer of `torch.ops.pyops`.
 
-    optim      adam_, adam_table, adam_from_table_     one pass over every parameter of an optimizer
+    table      optimizer_table                         pointers, sizes and dtypes of an optimizer's rows
+    optim      adam_, adam_from_table_                 one pass over every parameter of an optimizer
     grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite elements
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
@@ -9,7 +10,7 @@ Each wrapper has the name of its op. `<name>_reference` is the same in plain tor
 kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math.
 """
 
-from pyops.ops import grad_norm, optim, random, reduce
+from pyops.ops import grad_norm, optim, random, reduce, table
 from pyops.ops.library import build_info, has_kernel, isa, native
 
-__all__ = ["build_info", "grad_norm", "has_kernel", "isa", "native", "optim", "random", "reduce"]
+__all__ = ["build_info", "grad_norm", "has_kernel", "isa", "native", "optim", "random", "reduce", "table"]

@@ -34,7 +34,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squared_norm_from_table(table: Tensor) -> Tensor:
-    """`squared_norm` of the gradients in a table made by `adam_table`, for one call per step whatever their number."""
+    """`squared_norm` of the gradients in a table made by `optimizer_table`, for one call per step whatever their number."""
     return torch.ops.pyops.squared_norm_from_table.default(table)
 
 
@@ -53,7 +53,7 @@ def squared_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
 def squared_norm_from_table_reference(table: Tensor) -> Tensor:
     """The meaning of `squared_norm_from_table` in plain torch; CPU tables only."""
     if table.dim() != 2 or table.shape[1] != COLUMNS:
-        raise ValueError(f"table must be [n, {COLUMNS}], made by adam_table; got {tuple(table.shape)}")
+        raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
     gradients = [g for row in table.tolist() if (g := tensor_at(row, GRAD)) is not None]
     return squared_norm_reference(gradients) if gradients else torch.zeros(2, dtype=torch.float64)
 

@@ -31,6 +31,7 @@ from pyops.ops.table import (
     GRAD,
     MASTER,
     MAX,
+    OF_ANY_RULE,
     OFFSET,
     PARAM,
     STEP,
@@ -44,12 +45,11 @@ __all__ = [
     "adam_from_table_",
     "adam_from_table_reference",
     "adam_reference",
-    "adam_table",
-    "adam_table_reference",
     "round_stochastically",
 ]
 
 Tensors = Sequence[Tensor]
+ADAM_COLUMNS = (*OF_ANY_RULE, EXP_AVG, EXP_AVG_SQ)
 
 
 def adam_(
@@ -80,25 +80,15 @@ def adam_(
     )  # fmt: skip
 
 
-def adam_table(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
-    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    """Check the lists as `adam_` does and write them as a table (pyops/ops/table.py) on the parameters' device.
-
-    The caller keeps the tensors alive, and makes a new table when one of them is another tensor than before.
-    """
-    return torch.ops.pyops.adam_table.default(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps, offsets
-    )
-
-
 def adam_from_table_(
     table: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool,
     zero_grads: bool, stochastic_rounding: bool, seed: int,
 ) -> None:  # fmt: skip
-    """`adam_` on a table: one call whose cost does not grow with the number of tensors. Eager only; no version counters."""
+    """`adam_` on an `optimizer_table`: one call whose cost does not grow with the number of tensors.
+
+    Eager only; no version counters. A table without moments raises on the CPU; on CUDA its rows are passed over.
+    """
     torch.ops.pyops.adam_from_table_.default(
         table, lr_tensor, grad_factor, found_inf, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
         decoupled=decoupled, maximize=maximize, zero_grads=zero_grads, stochastic_rounding=stochastic_rounding,
@@ -190,7 +180,7 @@ def adam_reference(
 ) -> None:  # fmt: skip
     """The meaning of `adam_` in plain torch: within rounding of it, and with the same random bits."""
     lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps]
-    table_of(lists, offsets)
+    table_of(lists, offsets, ADAM_COLUMNS)
     for name, scalar in (("lr_tensor", lr_tensor), ("grad_factor", grad_factor), ("found_inf", found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)):
             raise ValueError(f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}")
@@ -210,15 +200,6 @@ def adam_reference(
             grads[i].zero_()
 
 
-def adam_table_reference(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
-    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    """The meaning of `adam_table`, on the parameters' device."""
-    table = table_of([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps], offsets)
-    return table.to(params[0].device) if params else table
-
-
 def adam_from_table_reference(
     table: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None,
     **scalars: Any,
@@ -227,7 +208,7 @@ def adam_from_table_reference(
     if table.device.type != "cpu":
         raise RuntimeError("without kernels a table works on the CPU only; call adam_ instead")
     if table.dim() != 2 or table.shape[1] != COLUMNS:
-        raise ValueError(f"table must be [n, {COLUMNS}], made by adam_table; got {tuple(table.shape)}")
+        raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
     none = torch.empty(0)
     rows = table.tolist()
     lists: list[Any] = [[found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in
@@ -240,10 +221,6 @@ def _fake(*_: object, **__: object) -> None:
     return None
 
 
-def _table_fake(params: Tensors, *_: object) -> Tensor:
-    return torch.empty(len(params), COLUMNS, dtype=torch.int64, device=params[0].device if params else None)
-
-
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor(g!)[] copies, Tensor(h!)[] steps"
@@ -254,12 +231,6 @@ _SCALARS = (
     "bool stochastic_rounding, int seed"
 )
 define(f"adam_({_LISTS}, {_DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()", reference=adam_reference, fake=_fake)
-define(
-    "adam_table(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
-    "Tensor[] masters, Tensor[] copies, Tensor[] steps, int[] offsets) -> Tensor",
-    reference=adam_table_reference,
-    fake=_table_fake,
-)
 define(
     f"adam_from_table_(Tensor table, {_DEVICE_SCALARS}, *, {_SCALARS}) -> ()",
     reference=adam_from_table_reference,

@@ -5,7 +5,8 @@
       0      1     2        3           4    5       6     7     8      9       10      11
     | param | grad | exp_avg | exp_avg_sq | max | master | copy | step | numel | dtypes | offset | first chunk |
 
-Pointers are 0 where a tensor is absent. `dtypes` packs 4 bits each for param, grad, moments, master, copy: 0 fp32, 1 bf16,
+Pointers are 0 where a tensor is absent: which of them a rule needs is the rule's affair (SGD's momentum lies in exp_avg,
+Adagrad's sum in exp_avg_sq). `dtypes` packs 4 bits each for param, grad, moments, master, copy: 0 fp32, 1 bf16,
 2 fp16. `first chunk` is the number of chunks of CHUNK elements in the rows above: CUDA's work list.
 """
 
@@ -18,13 +19,30 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "COLUMNS", "DTYPES", "GRAD", "OFFSET", "hidden_operands", "row_problem", "table_of", "tensor_at"]
+from pyops.ops.library import define
+
+__all__ = [
+    "CHUNK",
+    "COLUMNS",
+    "DTYPES",
+    "GRAD",
+    "OFFSET",
+    "hidden_operands",
+    "optimizer_table",
+    "optimizer_table_reference",
+    "row_problem",
+    "table_of",
+    "tensor_at",
+]
+
+Tensors = Sequence[Tensor]
 
 COLUMNS = 12
 CHUNK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP, NUMEL, PACKED, OFFSET, FIRST_CHUNK = range(COLUMNS)
 _FIELD_OF_DTYPE = {PARAM: 0, GRAD: 1, EXP_AVG: 2, EXP_AVG_SQ: 2, MAX: 2, MASTER: 3, COPY: 4}
+OF_ANY_RULE = (PARAM, GRAD, STEP)  # what a table always holds
 _NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "copies", "steps")
 
 
@@ -59,10 +77,18 @@ def row_problem(name: str, index: int, t: Tensor, param: Tensor) -> str | None:
     return None
 
 
-def _check_rows(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> None:
+def _check_moments(lists: Sequence[Tensors]) -> None:
+    first: dict[int, torch.dtype] = {}
+    for name, tensors in zip(_NAMES[EXP_AVG : MAX + 1], lists[EXP_AVG : MAX + 1], strict=True):
+        for i, t in enumerate(tensors):
+            if t.numel() and t.dtype != first.setdefault(i, t.dtype):
+                raise ValueError(f"{name}[{i}] has another dtype than the moment before it; the moments of a row share one")
+
+
+def _check_rows(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequence[int]) -> None:
     params, steps = lists[PARAM], lists[STEP]
-    for name, tensors in zip(_NAMES, lists, strict=True):
-        optional = name in ("max_exp_avg_sqs", "masters", "copies")
+    for column, (name, tensors) in enumerate(zip(_NAMES, lists, strict=True)):
+        optional = column not in required
         if len(tensors) != len(params) and not (optional and not tensors):
             raise ValueError(f"{name} has {len(tensors)} tensors for {len(params)} params; expected one for each")
         if name == "steps":
@@ -75,17 +101,17 @@ def _check_rows(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> No
     for i, step in enumerate(steps):
         if step.dtype != torch.float32 or step.numel() != 1 or step.device != params[i].device:
             raise ValueError(f"steps[{i}] must be one float32 on {params[i].device}, got {step.dtype} {tuple(step.shape)}")
-    for name, tensors in zip(_NAMES[EXP_AVG_SQ : MAX + 1], lists[EXP_AVG_SQ : MAX + 1], strict=True):
-        for i, t in enumerate(tensors):
-            if t.numel() and t.dtype != lists[EXP_AVG][i].dtype:
-                raise ValueError(f"{name}[{i}] has another dtype than exp_avgs[{i}]; the moments of a row share one")
+    _check_moments(lists)
     if offsets and len(offsets) != len(params):
         raise ValueError(f"offsets has {len(offsets)} numbers for {len(params)} params; expected one for each, or none")
 
 
-def table_of(lists: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> Tensor:
-    """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the row that doesn't fit."""
-    _check_rows(lists, offsets)
+def table_of(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequence[int] = OF_ANY_RULE) -> Tensor:
+    """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the row that doesn't fit.
+
+    required: columns that every row must have; the lists of others may be empty, or hold an empty tensor for "none".
+    """
+    _check_rows(lists, offsets, required)
     rows, chunks = [], 0
     for i, param in enumerate(lists[PARAM]):
         row = [0] * COLUMNS
@@ -109,6 +135,41 @@ def tensor_at(row: Sequence[int], column: int) -> Tensor | None:
     dtype = torch.float32 if column == STEP else DTYPES[(row[PACKED] >> (4 * _FIELD_OF_DTYPE[column])) & 15]
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(pointer)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def optimizer_table(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
+    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """Check the lists as a step on them does and write them as a table, int64 [rows, COLUMNS] on the parameters' device.
+
+    All lists but params, grads and steps may be empty, and an empty tensor in them means "none for this parameter". The
+    caller keeps the tensors alive, and makes a new table when one of them is another tensor than before.
+    """
+    return torch.ops.pyops.optimizer_table.default(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps, offsets
+    )
+
+
+def optimizer_table_reference(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
+    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """The meaning of `optimizer_table`, on the parameters' device."""
+    table = table_of([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps], offsets)
+    return table.to(params[0].device) if params else table
+
+
+def _table_fake(params: Tensors, *_: object) -> Tensor:
+    return torch.empty(len(params), COLUMNS, dtype=torch.int64, device=params[0].device if params else None)
+
+
+define(
+    "optimizer_table(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
+    "Tensor[] masters, Tensor[] copies, Tensor[] steps, int[] offsets) -> Tensor",
+    reference=optimizer_table_reference,
+    fake=_table_fake,
+)
 
 
 def hidden_operands(op: str, instead: str) -> Callable[..., Any]:

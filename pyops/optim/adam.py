@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.optim import adam_, adam_from_table_, adam_table
+from pyops.ops.optim import adam_, adam_from_table_
 from pyops.optim.base import FusedOptimizer, Group
 from pyops.optim.rows import Batch
 
@@ -87,10 +87,6 @@ class Adam(FusedOptimizer):
 
     def _moments(self, group: Group) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
-
-    def _make_table(self, columns: list[list[Tensor]], offsets: list[int]) -> Tensor:
-        params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps = columns
-        return adam_table(params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, offsets)
 
     def _launch(
         self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None

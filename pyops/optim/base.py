@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyops.ops.grad_norm import squared_norm, squared_norm_from_table
 from pyops.ops.library import has_kernel, native
+from pyops.ops.table import optimizer_table
 from pyops.optim.checks import (
     DTYPES,
     check_gradient,
@@ -73,7 +74,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         self._measured: dict[str, Tensor | None] = {"grad_norm": None}  # torch 2.11 traces no assignment to an attribute
         self.reduce_squared_norm: Callable[[Tensor], Tensor] | None = None
         self._forget()
-        check_hyperparameters(defaults, who=who)
+        self._check_group(defaults)
         params = params if isinstance(params, Tensor) else list(params)
         if isinstance(params, list) and not params:
             raise ValueError(f"{who} got an empty parameter list; pass model.parameters() of a model that has some")
@@ -81,11 +82,27 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     @abstractmethod
     def _moments(self, group: Group) -> tuple[str | None, ...]:
-        """Names of the states that a row has, in column order; None for a column that this group leaves empty."""
+        """Names of the states that a row has, in the order of the table's columns exp_avg, exp_avg_sq, max; None for a column
+        that this group leaves empty."""
 
-    @abstractmethod
     def _make_table(self, columns: list[list[Tensor]], offsets: list[int]) -> Tensor:
-        """A table of the columns."""
+        """A table of the columns: params, grads, the three of _moments, masters, copies, steps."""
+        params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps = columns
+        return optimizer_table(params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, offsets)
+
+    def _check_group(self, group: Group) -> None:
+        """Raise for hyper-parameters of a group that make no sense; called before each step."""
+        check_hyperparameters(group, who=type(self).__name__)
+
+    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        """Add to a parameter's checked state what is missing."""
+        complete_state(
+            state, param, moments=[m for m in self._moments(group) if m], state_dtype=self.state_dtype,
+            master=self._has_master(param),
+        )  # fmt: skip
+
+    def _has_master(self, param: Tensor) -> bool:
+        return self.master_weights and param.dtype != torch.float32
 
     @abstractmethod
     def _launch(
@@ -104,7 +121,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         group["params"] = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
         if misplaced := sorted(set(SETTINGS) & set(group)):
             raise ValueError(f"{who}: {misplaced} belong to the whole optimizer; pass them to {who}(...), not in a group")
-        check_hyperparameters({**self.defaults, **group}, who=who)
+        self._check_group({**self.defaults, **group})
         named = [p if isinstance(p, tuple) else (None, p) for p in group["params"]]
         tensors = [p for _, p in named]
         for i, (name, param) in enumerate(named):
@@ -160,16 +177,18 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def _gather(self, group: Group, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
         """Rows of checked parameters by device, their state made or completed."""
         moments = self._moments(group)
-        names = [m for m in moments if m]
         offsets = self._offsets(group) if self.stochastic_rounding else None
         copies, rows = group.get("copies"), defaultdict(list)
         for i in indices:
             param = group["params"][i]
             state = self.state[param]
-            master = self.master_weights and param.dtype != torch.float32
-            complete_state(state, param, moments=names, state_dtype=self.state_dtype, master=master)
+            self._complete(group, param, state)
             columns = [param, param.grad, *(state[m] if m else None for m in moments)]
-            columns += [state["master"] if master else None, copies[i] if copies is not None else None, state["step"]]
+            columns += [
+                state["master"] if self._has_master(param) else None,
+                copies[i] if copies is not None else None,
+                state["step"],
+            ]
             rows[param.device].append(Row(i, columns, offsets[i] if offsets is not None else 0))
         return rows
 
@@ -188,7 +207,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         valid: set[int] = set()
         wanted: list[list[int]] = []
         for g, group in enumerate(self.param_groups):
-            check_hyperparameters(group, who=type(self).__name__)
+            self._check_group(group)
             params, plans = group["params"], self._plans.get(g)
             if plans is not None and all(plan.still_holds(params, self._key(group)) for plan in plans):
                 valid.add(g)
@@ -307,7 +326,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def step_parameter(self, group: int, index: int) -> None:
         """Step one parameter now, param_groups[group]["params"][index]: what fuse_into_backward does with each."""
         chosen = self.param_groups[group]
-        check_hyperparameters(chosen, who=type(self).__name__)
+        self._check_group(chosen)
         self._check_rows(chosen, [index])
         for rows in self._gather(chosen, [index]).values():
             batch = batch_of(rows, zero_grads=self.zeroes_gradients)
@@ -315,7 +334,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             self._run(chosen, batch, None, None)
 
     def _check_capture(self) -> None:
-        if torch.cuda.is_current_stream_capturing() and not all(group["capturable"] for group in self.param_groups):
+        if torch.cuda.is_current_stream_capturing() and not all(group.get("capturable", True) for group in self.param_groups):
             raise RuntimeError(
                 f"step() of {type(self).__name__} is being captured in a CUDA graph, but capturable is False: build the "
                 "optimizer with capturable=True, and pass lr as a tensor on the device if it is to change between replays"

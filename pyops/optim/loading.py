@@ -22,6 +22,7 @@ __all__ = ["Loading"]
 
 # Set by the caller for this process (another one has other shards), and never part of a checkpoint.
 NOT_SAVED = ("copies", "offsets")
+SHAPED_AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "master")
 
 
 class Loading(torch.optim.Optimizer):
@@ -60,7 +61,7 @@ class Loading(torch.optim.Optimizer):
         for key, state in state_dict["state"].items():
             if key not in params:
                 continue
-            for entry in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):
+            for entry in SHAPED_AS_PARAMETER:
                 value = state.get(entry)
                 if isinstance(value, Tensor) and value.shape != params[key].shape:
                     raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pyops.ops import grad_norm, optim, random, reduce
+from pyops.ops.table import optimizer_table
 from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda")
@@ -142,7 +143,7 @@ def test_a_graph_replays_the_step(device, from_table):
     eager = on(device, make_lists(BF16, BF16, BF16, None))
     for _ in range(5):
         step_of(eager, None)()
-    step = step_of(lists, optim.adam_table(*lists) if from_table else None)
+    step = step_of(lists, optimizer_table(*lists) if from_table else None)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -160,7 +161,7 @@ def test_a_graph_replays_the_step(device, from_table):
 @pytest.mark.parametrize("from_table", [False, True])
 def test_nothing_waits_for_the_device(device, from_table):
     lists = on(device, make_lists(FP32, BF16, FP32, None))
-    step = step_of(lists, optim.adam_table(*lists) if from_table else None)
+    step = step_of(lists, optimizer_table(*lists) if from_table else None)
     torch.cuda._sleep(100_000_000)
     busy = torch.cuda.Event()
     busy.record()
@@ -189,7 +190,7 @@ def test_the_current_stream_is_used(device):
 
 def test_one_launch(device):
     lists = on(device, make_lists(FP32, FP32, FP32, None, sizes=tuple(range(1, 500))))
-    table = optim.adam_table(*lists)
+    table = optimizer_table(*lists)
     run = {"stochastic_rounding": False, **SCALARS}
     optim.adam_from_table_(table, **run)
     torch.cuda.synchronize()

@@ -45,7 +45,7 @@ def _adam(device: torch.device) -> Sample:
 
 def _adam_from_table(device: torch.device) -> Sample:
     lists = adam_lists(device)
-    table = torch.ops.pyops.adam_table.default(*lists, [11, 29])
+    table = torch.ops.pyops.optimizer_table.default(*lists, [11, 29])
     table.keep_alive = lists
     return (table, *_device_scalars(device)), ADAM_SCALARS
 
@@ -62,7 +62,7 @@ _PLACE = {"key": -3, "offset": 5, "row": 3, "row_stride": 8}
 
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "adam_": _adam,
-    "adam_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
+    "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
     "adam_from_table_": _adam_from_table,
     "squared_norm": lambda device: (([torch.randn(5, device=device), torch.randn(3, device=device).half()],), {}),
     "squared_norm_from_table": _norm_from_table,
@@ -83,5 +83,5 @@ UNTRACEABLE = ("adam_from_table_", "squared_norm_from_table")
 # What opcheck can't ask: a table's numbers are pointers, another one in each run.
 OPCHECKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(UNTRACEABLE, ("test_schema",)),
-    "adam_table": ("test_schema", "test_faketensor", "test_autograd_registration"),
+    "optimizer_table": ("test_schema", "test_faketensor", "test_autograd_registration"),
 }

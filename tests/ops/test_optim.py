@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops import library, optim
+from pyops.ops.table import optimizer_table
 from tests.ops.adam_rows import LISTS, Dtypes, Rows, make_rows, torch_step
+from tests.ops.samples import ADAM_SCALARS
 from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -115,7 +118,7 @@ def test_from_table_gives_the_same_bits(device: torch.device, isa: str):
         rows = make_rows(dtypes, device, amsgrad=True, zero_grads=True, stochastic_rounding=True)
         other, offsets = rows.clone(), [100 * i for i in range(len(rows.params))]
         rows.step(offsets=offsets)
-        table = optim.adam_table(*other.lists, offsets)
+        table = optimizer_table(*other.lists, offsets)
         other.step(function=lambda *a, offsets, table=table, **k: optim.adam_from_table_(table, *a[8:], **k))
         for mine, theirs in zip(rows.lists, other.lists, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -191,7 +194,7 @@ def test_what_does_not_fit_raises_before_anything_is_changed(device: torch.devic
         with pytest.raises(ERRORS, match=words):
             rows.step()
         with pytest.raises(ERRORS, match=words):
-            optim.adam_table(*rows.lists)
+            optimizer_table(*rows.lists)
         for now, then in zip(rows.lists, before.lists, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(now, then, strict=True))
     assert wide.isfinite().all()
@@ -205,8 +208,26 @@ def test_lists_and_scalars_that_do_not_fit(device: torch.device):
         rows.step(None, torch.ones(2, device=device))
     with pytest.raises(ERRORS, match="grads has 1 tensors for 2 params"):
         Rows([group[:1] if i == 1 else group for i, group in enumerate(rows.lists)]).step()
-    with pytest.raises(ERRORS, match="adam_table"):
+    with pytest.raises(ERRORS, match="optimizer_table"):
         Rows(rows.lists).step(function=lambda *a, offsets, **k: optim.adam_from_table_(torch.zeros(2, 3, device=device), **k))
+
+
+@pytest.mark.parametrize("column", [2, 3])
+def test_a_table_of_another_rule_is_refused(column: int, device: torch.device):
+    """Tables may lack moments (SGD has none); Adam must not follow an address that is not there."""
+    rows = make_rows(DTYPES[0], device, shapes=((4,), (5,)))
+    rows.lists[column] = []
+    with pytest.raises(ERRORS, match=r"exp_avg.* has 0 tensors for 2 params"):
+        rows.step()
+    table, before = optimizer_table(*rows.lists), rows.clone()
+    assert int(table[1, 5 - column]) == rows.lists[5 - column][1].data_ptr()
+    step = partial(optim.adam_from_table_, table, **{**ADAM_SCALARS, "zero_grads": False})
+    if device.type == "cpu":
+        with pytest.raises(ERRORS, match=rf"column {column}|has 0 tensors|exp_avg"):
+            step()
+    else:  # it can't be looked into from the host: its rows are passed over
+        step()
+    assert all(torch.equal(a, b) for a, b in zip(rows.params, before.params, strict=True))
 
 
 @pytest.mark.skipif(not library.isas(), reason="needs kernels")
