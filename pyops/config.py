@@ -4,6 +4,7 @@
     [model]                 # pyops.models.GPTConfig
     [data]                  # pyops.data.DataConfig
     [optimizer]             # OptimizerConfig
+    [communication]         # CommunicationConfig
     [train]                 # TrainConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
@@ -30,7 +31,7 @@ else:
 from pyops.data import DataConfig
 from pyops.models import GPTConfig
 
-__all__ = ["Config", "ConfigError", "OptimizerConfig", "TrainConfig", "load_config"]
+__all__ = ["CommunicationConfig", "Config", "ConfigError", "OptimizerConfig", "TrainConfig", "load_config"]
 
 
 class ConfigError(ValueError):
@@ -43,28 +44,48 @@ def _require(config: Any, condition: str, fields: Sequence[str], holds: Any) -> 
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be {condition}")
 
 
+COMMUNICATING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "adagrad", *COMMUNICATING)
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, and the learning rate's way: a straight warmup, then half a cosine down to `final_lr_ratio` of the peak.
+    """The optimizer, and the learning rate's way: a straight warmup, then half a cosine down to `final_lr_ratio` of the peak.
 
-    max_grad_norm: gradients with a larger norm are scaled down to it; 0: never. weight_decay goes to weights of two or
-    more dimensions only.
+    name: of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit kin, eps of these (but Lion) and
+    of Adagrad, momentum of SGD and LARS. max_grad_norm: gradients with a larger norm are scaled down to it; 0: never.
+    weight_decay goes to weights of two or more dimensions only.
+
+    compression_warmup_steps: how long a one-bit optimizer communicates in full before it compresses; "auto": until the
+    variance is stable. A fifth of the run is a good choice.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.9
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     warmup_steps: int = 100
     final_lr_ratio: float = 0.1
+    compression_warmup_steps: int | str = "auto"
 
     def __post_init__(self) -> None:
+        _require(self, f"one of {', '.join(OPTIMIZERS)}", ("name",), lambda v: v in OPTIMIZERS)
         _require(self, "more than 0", ("lr", "eps"), lambda v: v > 0)
-        _require(self, "0 or more, and less than 1", ("beta1", "beta2"), lambda v: 0 <= v < 1)
+        _require(self, "0 or more, and less than 1", ("beta1", "beta2", "momentum"), lambda v: 0 <= v < 1)
         _require(self, "0 or more", ("weight_decay", "max_grad_norm", "warmup_steps"), lambda v: v >= 0)
         _require(self, "between 0 and 1", ("final_lr_ratio",), lambda v: 0 <= v <= 1)
+        _require(
+            self, '1 or more, or "auto"', ("compression_warmup_steps",), lambda v: v == "auto" if isinstance(v, str) else v >= 1
+        )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the optimizer itself communicates, once its warm-up is over."""
+        return self.name in COMMUNICATING
 
     def lr_at(self, step: int, *, num_steps: int) -> float:
         """The learning rate of step 0, 1, ..., num_steps - 1."""
@@ -72,6 +93,23 @@ class OptimizerConfig:
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
         return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class CommunicationConfig:
+    """How gradients, or the momenta of one-bit optimizers, go over the wire.
+
+    codec: "none" for full precision (one-bit optimizers then take "onebit"), or what `pyops.comm.codec.parse` knows: bf16,
+    int8, fp8, onebit, ...
+    """
+
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.codec != "none":
+            from pyops.comm.codec import parse
+
+            parse(self.codec)
 
 
 @dataclass(frozen=True)
@@ -126,6 +164,7 @@ class Config:
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -220,8 +259,9 @@ def _convert(value: Any, hint: Any, *, key: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]')
         return tuple(value)
+    kinds = typing.get_args(hint) or (hint,)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        raise ConfigError(f"{key} is {value!r}; it must be {EXPECTED[hint]}")
+    if type(value) not in kinds or (hint is float and not math.isfinite(value)):
+        raise ConfigError(f"{key} is {value!r}; it must be {' or '.join(EXPECTED[kind] for kind in kinds)}")
     return value

@@ -1,6 +1,6 @@
 """What a person sees of a run: one live line on a terminal, plain lines anywhere else, nothing but on rank 0.
 
-gpt_small  ━━━━━━━━━╸━━━━━━  validation 2.402  step 120/600  loss 2.314  5,210 tokens/s  0.61 GiB  0:03:12 left
+gpt_small  ━━━╸━━  validation 2.402  step 120/600  loss 2.314  5,210 tokens/s  0.61 GiB  236 kB sent (31x less than fp32)  0:03:12 left
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ def _time(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"
+
+
 def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | None) -> str:
     """One line about a step."""
     loss = "not finite" if row.get("loss") is None else f"{row['loss']:.3f}"
@@ -25,6 +33,9 @@ def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | No
     if "validation_loss" in row:
         parts.append(f"validation {row['validation_loss']:.3f}")
     parts += [f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['memory_gib']:.2f} GiB"]
+    if "bytes_sent" in row:
+        ratio = f" ({row['compression']:.3g}x less than fp32)" if row.get("compression", 1.0) > 1.05 else ""
+        parts.append(f"{_size(row['bytes_sent'])} sent{ratio}")
     if row.get("skipped"):
         parts.append(f"{row['skipped']} skipped")
     if seconds_left is not None:

@@ -1,6 +1,4 @@
-"""The training run: the only file that knows every room, and it reads the way the data goes.
-
-    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints -> loop
+"""The training run; it reads the way the data goes.
 
     one step:   rows -> forward -> loss -> backward --buckets, all-reduce--> optimizer -> metrics
 
@@ -10,17 +8,12 @@ and micro-batches, so nothing is divided afterwards. The same code runs as one p
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,16 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.checkpoint import Checkpoints, load
-from pyops.checkpoint.flat_state import flat_state, named_state
 from pyops.comm.agreement import on_first_rank
-from pyops.config import Config, ConfigError, TrainConfig
+from pyops.config import Config, ConfigError
 from pyops.data import Batches, prepare, validation_rows
-from pyops.data_parallel import DataParallel
 from pyops.display import Display
 from pyops.mesh import Axes, Mesh
 from pyops.metrics import MetricsLog, peak_memory_gib, plot_losses
 from pyops.models import GPT, sample
-from pyops.optim import AdamW
+from pyops.train.folder import only_run_in, prepare_folder
+from pyops.train.ranks import StopRequest, joined_ranks
+from pyops.train.recipe import make_data_parallel, make_optimizer
+from pyops.train.state import load_optimizer_state, optimizer_state
+from pyops.train.traffic import Traffic
 
 __all__ = ["Outcome", "Run", "train"]
 
@@ -62,92 +57,11 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     alike for what the user can put right.
     """
     config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
-    with _ranks(config.train) as device, _only_run_in(config.folder):
+    with joined_ranks(config.train) as device, only_run_in(config.folder):
         run = Run(config, device=device, resume=resume)
         with StopRequest() as request:
             stopped = run.loop(request)
         return run.finish(stopped_by=request.number or signal.SIGTERM if stopped else 0)
-
-
-@contextmanager
-def _ranks(config: TrainConfig) -> Iterator[torch.device]:
-    """Join the ranks that torchrun started, if any; this rank's device."""
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    start = "RANK" in os.environ and not dist.is_initialized()
-    if start:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    with _deterministic() if kind == "cuda" and config.deterministic else nullcontext():
-        yield device
-    if start:  # not after an error: another rank may not come here
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _only_run_in(folder: Path) -> Iterator[None]:
-    """Hold a lock beside the run's folder: two runs in one would mix their metrics and remove each other's checkpoints."""
-    held: list[int] = []  # file descriptors; of the first rank
-
-    def take() -> None:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            held.append(os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT))
-            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another run is writing to {folder}; wait for it, or give this one a name: --set name=other"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder"
-            ) from None
-
-    try:
-        on_first_rank(take)
-        yield
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Only kernels that give the same bits each time; attention's backward, above all, has faster ones that don't."""
-    before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-class StopRequest:
-    """SIGTERM and Ctrl-C ask for a checkpoint and an end; the loop looks at `number` once in a step."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[int, Any] = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
-    return "decayed" if parameter.ndim >= 2 else "not decayed"
 
 
 class Run:
@@ -169,14 +83,14 @@ class Run:
         self.model = GPT(model, seed=options.seed, device=device, dtype=dtype)
         if options.compile:
             self.model.compile()
-        self.parallel = DataParallel(
-            self.model, group=self.group, op="sum", algorithm=options.algorithm,
-            bucket_bytes=int(options.bucket_mib * 2**20), group_by=_weight_decay_group,
-        )  # fmt: skip
-        self.optimizer = self._make_optimizer()
+        self.parallel = make_data_parallel(config, self.model, group=self.group)
+        self.optimizer = make_optimizer(config, self.parallel, group=self.group)
+        self.traffic = Traffic(
+            self.parallel.reducer.communicator, numel=sum(p.numel() for p in self.model.parameters()), window=options.log_every
+        )
         self.step, self.skipped = 0, 0
 
-        on_first_rank(lambda: _prepare_folder(config, resume=resume), group=self.group)
+        on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
         self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep)
         latest = on_first_rank(self.checkpoints.latest, group=self.group) if resume else None
         if latest is not None:
@@ -185,19 +99,6 @@ class Run:
         self.display = Display(config.name, num_steps=options.steps, first_step=self.step, every=options.log_every,
                                quiet=self.rank != 0)  # fmt: skip
         self.display.note(self._introduction(num_ranks, resumed=latest, wanted=resume))
-
-    def _make_optimizer(self) -> AdamW:
-        options = self.config.optimizer
-        groups = [
-            {"params": [buffer.parameter], "weight_decay": options.weight_decay if key == "decayed" else 0.0}
-            for key, buffer in zip(self.parallel.keys, self.parallel.flat, strict=True)
-        ]
-        # A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite.
-        return AdamW(
-            groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps,
-            max_grad_norm=options.max_grad_norm or float("inf"), zero_grad=True,
-            master_weights=self.config.train.precision == "bf16",
-        )  # fmt: skip
 
     def _introduction(self, num_ranks: int, *, resumed: Path | None, wanted: bool) -> str:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -256,6 +157,7 @@ class Run:
             "step": self.step, "loss": nats_all / bytes_all if _is_finite(nats_all) else None, "lr": lr,
             "grad_norm": grad_norm, "tokens_per_s": options.batch * length / (time.perf_counter() - started),
             "memory_gib": peak_memory_gib(self.device), "skipped": self.skipped,
+            **self.traffic.step(),
         }  # fmt: skip
         self.step += 1
         return row, stops > 0
@@ -297,14 +199,10 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the steps done so far."""
-        states = self.optimizer.state_dict()["state"]
-        moments: dict[str, Any] = {}
-        for i, buffer in enumerate(self.parallel.flat):
-            moments |= named_state(states.get(i, {}), buffer.layout)
         state = {
             "step": self.step, "skipped": self.skipped, "model_config": asdict(self.config.model),
-            "precision": self.config.train.precision, "model": self.model.state_dict(), "optimizer": moments,
-            "data": self.batches.state_dict(),
+            "precision": self.config.train.precision, "model": self.model.state_dict(),
+            "optimizer": optimizer_state(self.optimizer, self.parallel), "data": self.batches.state_dict(),
         }  # fmt: skip
         own = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -323,11 +221,7 @@ class Run:
                                   "or give this run another name")  # fmt: skip
         self.batches.load_state_dict(state["data"])
         self.model.load_state_dict(state["model"])
-        moments = self.optimizer.state_dict()
-        for i, buffer in enumerate(self.parallel.flat):
-            if flat := flat_state(state["optimizer"], buffer.layout):
-                moments["state"][i] = flat
-        self.optimizer.load_state_dict(moments)
+        load_optimizer_state(self.optimizer, self.parallel, state["optimizer"])
         self.step, self.skipped = state["step"], state["skipped"]
         if own is not None:
             torch.set_rng_state(own["torch"])
@@ -372,18 +266,3 @@ class Run:
 
 def _is_finite(value: float) -> bool:
     return abs(value) < float("inf")
-
-
-def _prepare_folder(config: Config, *, resume: bool) -> None:
-    """Make the folder of the run, note the configuration in it; without `resume` an earlier run there is moved aside."""
-    folder = config.folder
-    try:
-        if not resume and (folder / "metrics.jsonl").exists():
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(config), indent=2))
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder") from None

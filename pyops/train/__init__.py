@@ -1,0 +1,12 @@
+"""The training run: the only room that knows every other.
+
+    config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints -> loop
+
+Files: `run` (the run itself; reads the way the data goes), `recipe` (data parallel and optimizer, as the configuration says),
+`state` (what a checkpoint holds of them), `traffic` (bytes sent), `ranks`, `folder`.
+"""
+
+from pyops.train.ranks import StopRequest
+from pyops.train.run import Outcome, Run, train
+
+__all__ = ["Outcome", "Run", "StopRequest", "train"]

@@ -1,0 +1,80 @@
+"""Data parallelism and the optimizer, as a configuration says.
+
+adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communication] codec, if any) -> optimizer
+onebit_adam, zero_one_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates momenta
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+import pyops.optim
+from pyops.config import CommunicationConfig, Config, OptimizerConfig
+from pyops.data_parallel import DataParallel
+
+__all__ = ["make_data_parallel", "make_optimizer"]
+
+CLASSES = {
+    "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
+    "adagrad": "Adagrad", "onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLAMB", "zero_one_adam": "ZeroOneAdam",
+}  # fmt: skip
+WITH_BETAS = ("adamw", "adam", "lion", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam")
+WITH_EPS = ("adamw", "adam", "lamb", "adagrad", "onebit_adam", "onebit_lamb", "zero_one_adam")
+WITH_MOMENTUM = ("sgd", "lars")
+
+
+def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
+    return "decayed" if parameter.ndim >= 2 else "not decayed"
+
+
+def _codec(config: CommunicationConfig) -> Any:
+    if config.codec == "none":
+        return None
+    from pyops.comm.codec import parse
+
+    return parse(config.codec)
+
+
+def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
+    """`model` over the ranks of `group`; gradients are summed."""
+    options = config.train
+    codec = None if config.optimizer.communicates else _codec(config.communication)
+    return DataParallel(
+        model, group=group, op="sum", algorithm=options.algorithm, bucket_bytes=int(options.bucket_mib * 2**20),
+        group_by=_weight_decay_group, **({"codec": codec} if codec is not None else {}),
+    )  # fmt: skip
+
+
+def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.ProcessGroup | None) -> Any:
+    """The optimizer of `parallel`'s flat buffers: a torch.optim.Optimizer with `grad_norm`."""
+    options = config.optimizer
+    groups = [
+        {"params": [buffer.parameter], "weight_decay": options.weight_decay if key == "decayed" else 0.0}
+        for key, buffer in zip(parallel.keys, parallel.flat, strict=True)
+    ]
+    kind = getattr(pyops.optim, CLASSES[options.name])
+    arguments = _arguments(options)
+    # A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite.
+    arguments |= {"max_grad_norm": options.max_grad_norm or float("inf"), "zero_grad": True}
+    arguments["master_weights"] = config.train.precision == "bf16"
+    if options.communicates:
+        arguments |= {
+            "warmup_steps": options.compression_warmup_steps, "group": group, "model": parallel, "op": "sum",
+            "codec": _codec(config.communication), "total_steps": config.train.steps,
+        }  # fmt: skip
+    return kind(groups, **arguments)
+
+
+def _arguments(options: OptimizerConfig) -> dict[str, Any]:
+    """Hyper-parameters that every such optimizer has."""
+    found: dict[str, Any] = {"lr": options.lr}
+    if options.name in WITH_BETAS:
+        found["betas"] = (options.beta1, options.beta2)
+    if options.name in WITH_EPS:
+        found["eps"] = options.eps
+    if options.name in WITH_MOMENTUM:
+        found["momentum"] = options.momentum
+    return found
