@@ -90,6 +90,10 @@ def merged(*states: Any) -> Any:
         # volumes add up, yet some elements are there twice and others not at all
         ([{"e": shard((4,), (0,), (2,))}, {"e": shard((4,), (1,), (2,))}], r"state\['e'\].*overlaps"),
         ([{"e": shard((2, 2), (0, 0), (2, 1))}, {"e": shard((2, 2), (0, 0), (1, 2))}], r"state\['e'\].*overlaps"),
+        (
+            [{"e": shard((6,), (0,), (2,))}, {"e": shard((6,), (4,), (2,))}, {"e": shard((6,), (1,), (2,))}],
+            r"state\['e'\].*rank 2 at offset \[1\] overlaps that of rank 0",
+        ),
         ([{"e": shard((4,), (0,), (0,))}], r"state\['e'\] has a gap.*0 of the 4"),
         ([{"e": {"x": shard((4,), (0,), (2,))}}, {"e": {"x": shard((5,), (2,), (3,))}}], r"'e.x'.*global_shape \[4\].*\[5\]"),
         ([{"e": shard((4,), (0,), (2,))}, {"e": Shard((4,), (2,), torch.ones(2).int())}], r"'e'.*dtype float32.*int32"),
