@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import machine
 
-__all__ = ["Alone", "Case", "Ranks", "Row", "append_rows", "format_row", "measure", "run_cases"]
+__all__ = ["Alone", "Case", "Ranks", "Row", "append_rows", "format_row", "measure", "quantiles", "run_cases"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
@@ -107,7 +107,7 @@ def _calibrate(case: Case, name: str, *, sample_seconds: float, ranks: Ranks) ->
     return ranks.agree(max(1, min(1000, round(sample_seconds / max(once, 1e-7)))))
 
 
-def _quantiles(seconds: list[float]) -> list[float]:
+def quantiles(seconds: list[float]) -> list[float]:
     """20 % quantile, median and 80 % quantile, in microseconds."""
     ordered = sorted(seconds)
     last = len(ordered) - 1
@@ -135,7 +135,7 @@ def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks
         "bench": case.bench,
         "case": case.name,
         "device": case.device.type,
-        "us": {name: _quantiles(seconds[name]) for name in names},
+        "us": {name: quantiles(seconds[name]) for name in names},
         "speedup": {
             name: round(statistics.median(r / o for r, o in zip(seconds[name], seconds[ours], strict=True)), 3)
             for name in rivals

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +61,33 @@ def against(row: Row, name: str) -> str:
     return f"{row['speedup'][name]:.2f}x" + (f" (aim {target:g}x)" if target else "")
 
 
+def fewer(row: Row) -> str:
+    """How many times fewer bytes went over the wire than the rival's, and the target where there is one."""
+    aim = f" (aim {row['wire_target']:g}x)" if "wire_target" in row else ""
+    return f"{row['wire_ratio']:.1f}x{aim}" if "wire_ratio" in row else ""
+
+
+# Columns of rows that have something to say there.
+EXTRA: dict[str, Callable[[Row], str]] = {
+    "GB/s": lambda row: f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else "",
+    "% of copy": lambda row: f"{row['percent_of_copy']:.0f}" if "percent_of_copy" in row else "",
+    "MB on the wire": lambda row: f"{row['wire_bytes'] / 1e6:.3g}" if "wire_bytes" in row else "",
+    "fewer bytes": fewer,
+    "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
+    "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
+}
+
+
 def table(rows: list[Row]) -> str:
-    """One Markdown table: a line per case, a column per rival."""
+    """One Markdown table: a line per case, a column per rival; columns that no row fills are left out."""
     rivals = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
-    titles = ["case", "pyops", "GB/s", "% of copy", *(f"vs {name}" for name in rivals)]
+    extra = {title: cell for title, cell in EXTRA.items() if any(cell(row) for row in rows)}
+    titles = ["case", "time", *extra, *(f"vs {name}" for name in rivals)]
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     for row in rows:
         ours = next(iter(row["us"].values()))
-        speed = f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else ""
-        share = f"{row['percent_of_copy']:.0f}" if "percent_of_copy" in row else ""
-        cells = [row["case"], duration(ours[1]), speed, share, *(against(row, name) for name in rivals)]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [row["case"], duration(ours[1]), *(cell(row) for cell in extra.values())]
+        lines.append("| " + " | ".join([*cells, *(against(row, name) for name in rivals)]) + " |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """What a person sees of a run: one live line on a terminal, plain lines anywhere else, nothing but on rank 0.
 
-gpt_small  ━━━╸━━  validation 2.402  step 120/600  loss 2.314  5,210 tokens/s  0.61 GiB  236 kB sent (31x less than fp32)  0:03:12 left
+small  ━━━╸━━  validation 2.40  step 120/600  loss 2.31  5,210 tokens/s  0.6 GiB  236 kB sent (31x less than fp32)  0:03:12 left
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as entry
-from benchmarks import bench_optim, harness, machine, report
+from benchmarks import bench_optim, bench_slow_link, harness, machine, report, slow_link_picture
 
 pytestmark = pytest.mark.cpu_only
 
@@ -132,3 +132,35 @@ def test_every_case_of_the_optimizer_bench_checks(monkeypatch):
     for _, make in made:
         with pytest.raises(AssertionError):
             make().check()
+
+
+def slow_link_row(way, *, seconds, sent, **more):
+    found = {way: {"seconds": seconds, "sent": sent}, bench_slow_link.BASELINE: {"seconds": [1.0, 2.0, 3.0], "sent": [6e6] * 3}}
+    return bench_slow_link._row(
+        f"loss, {way}", way, found, rival=bench_slow_link.BASELINE, ranks=2, mbit=100, target=10.0, **more
+    )
+
+
+def test_a_row_of_the_slow_link():
+    row = slow_link_row("OneBitAdam", seconds=[0.25, 0.2, 0.1], sent=[2e5, 2e5, 2e5])
+    assert row["us"]["OneBitAdam"] == [1e5, 2e5, 2.5e5]
+    assert row["speedup"] == {bench_slow_link.BASELINE: 10.0}
+    assert (row["wire_bytes"], row["wire_ratio"], row["wire_target"]) == (200_000, 30.0, 30.0)
+    assert "| 0.2 | 30.0x (aim 30x) | 10.00x (aim 10x) |" in report.table([row])
+    averaged = slow_link_row("ZeroOneAdam", seconds=[0.1, 0.1, 0.7], sent=[0, 0, 3e5], mean=True)
+    assert averaged["us"]["ZeroOneAdam"][1] == pytest.approx(3e5)
+    assert averaged["wire_ratio"] == 60.0
+    alone = slow_link_row(bench_slow_link.BASELINE, seconds=[1.0, 2.0, 3.0], sent=[6e6] * 3)
+    assert alone["speedup"] == {}
+    assert "wire_ratio" not in alone
+
+
+def test_the_picture_has_a_line_for_each_run(tmp_path):
+    rows = [
+        slow_link_row(way, seconds=[3.0], sent=[1]) | {"curve": [[1, 3.0], [2, 2.5], [3, 2.0]], "validation_loss": 2.0}
+        for way in ("OneBitAdam", bench_slow_link.BASELINE)
+    ]
+    slow_link_picture.draw(rows, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert slow_link_picture.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
+    assert slow_link_picture.smooth([1.0, 3.0])[1] == pytest.approx((0.9 * 0.1 * 1 + 0.1 * 3) / 0.19)
