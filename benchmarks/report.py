@@ -85,8 +85,8 @@ def table(rows: list[Row]) -> str:
     titles = ["case", "time", *extra, *(f"vs {name}" for name in rivals)]
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     for row in rows:
-        ours = next(iter(row["us"].values()))
-        cells = [row["case"], duration(ours[1]), *(cell(row) for cell in extra.values())]
+        time = next((duration(ours[1]) for ours in row["us"].values()), "")
+        cells = [row["case"], time, *(cell(row) for cell in extra.values())]
         lines.append("| " + " | ".join([*cells, *(against(row, name) for name in rivals)]) + " |")
     return "\n".join(lines)
 

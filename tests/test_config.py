@@ -64,6 +64,12 @@ def test_overrides(tmp_path):
         ("[train]\nalgorithm = 'fast'", r"train.algorithm is 'fast'; it must be auto, native"),
         ("[optimizer]\nlr = 0", r"optimizer.lr is 0.0; it must be more than 0"),
         ("[optimizer]\nbeta2 = 1", r"optimizer.beta2 is 1.0; it must be 0 or more, and less than 1"),
+        ("[optimizer]\nname = 'adamw8'", r"optimizer.name is 'adamw8'; it must be one of adamw, adam, sgd, .*onebit_adam"),
+        ("[optimizer]\nnmae = 'sgd'", r"unknown key optimizer.nmae = 'sgd'; did you mean optimizer.name\?"),
+        ("[optimizer]\ncompression_warmup_steps = 0", r"compression_warmup_steps is 0; it must be 1 or more, or \"auto\""),
+        ("[optimizer]\ncompression_warmup_steps = 'soon'", r"compression_warmup_steps is 'soon'; it must be 1 or more"),
+        ("[optimizer]\ncompression_warmup_steps = 1.5", r"is 1.5; it must be a whole number or a text in quotes"),
+        ("[communication]\ncodec = 3", r"communication.codec is 3; it must be a text in quotes"),
         ("[model]\ndim = 10\nnum_heads = 4", r"model.dim is 10, which num_heads = 4 does not divide"),
         ("[model]\nvocab_size = 100", r"model.vocab_size is 100; data.tokenizer 'bytes' has 256 tokens: set 256"),
         ("[data]\nvalidation_fraction = 2", r"data.validation_fraction is 2.0"),
@@ -73,6 +79,15 @@ def test_overrides(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_the_optimizer_and_its_compression(tmp_path):
+    plain = load_config(write(tmp_path, ""))
+    assert (plain.optimizer.name, plain.communication.codec, plain.optimizer.communicates) == ("adamw", "none", False)
+    text = "[optimizer]\nname = 'onebit_adam'\ncompression_warmup_steps = "
+    assert load_config(write(tmp_path, f"{text}400")).optimizer.compression_warmup_steps == 400
+    auto = load_config(write(tmp_path, f"{text}'auto'")).optimizer
+    assert (auto.compression_warmup_steps, auto.communicates) == ("auto", True)
 
 
 def test_no_file(tmp_path):

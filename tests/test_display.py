@@ -20,6 +20,19 @@ def test_a_line_says_it_all():
     assert "loss not finite" in describe({**ROW, "loss": None}, num_steps=20, seconds_left=None)
 
 
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"bytes_sent": 236_000, "compression": 30.81}, "  236 kB sent (30.8x less than fp32)  "),
+        ({"bytes_sent": 7_200_000, "compression": 1.0}, "  7.2 MB sent  "),
+        ({"bytes_sent": 0, "compression": 60.0}, "  0 B sent (60x less than fp32)  "),
+        ({"bytes_sent": 12_345_678_901}, "  12.3 GB sent  "),
+    ],
+)
+def test_what_was_sent(row, shown):
+    assert shown in describe({**ROW, **row}, num_steps=20, seconds_left=1.0)
+
+
 def test_plain_lines(capsys):
     display = Display("run", num_steps=20, every=5)
     for step in range(10):
