@@ -5,6 +5,7 @@
 
 #include "../math/adam.h"
 #include "../math/table.h"
+#include "codec.h"
 
 namespace pyops {
 
@@ -33,6 +34,18 @@ struct Kernels {
     // out = round(scale * (out + a)) and out = round(scale * a)
     void (*accumulate)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
     void (*scale_cast)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
+
+    // Blocks [first, last): encode u = source + error into the payload and keep what is lost in the error. Returns whether a number
+    // was not finite; its block gets the scale nan and keeps its error.
+    bool (*onebit_encode)(const CodecSpan& span, int64_t first, int64_t last);
+    bool (*quantize_encode)(const CodecSpan& span, int64_t first, int64_t last);
+    // Blocks [first, last): out (+)= the sum of rows.
+    void (*onebit_sum)(const CodecSpan& span, int64_t first, int64_t last);
+    void (*quantize_sum)(const CodecSpan& span, int64_t first, int64_t last);
+    // With one scale for all: bits and errors of elements [begin, end), begin a multiple of 8; and what a scale is made of, of all n:
+    // sums[0] of |u|, [1] of u^2, [2] the number of those not finite.
+    void (*onebit_encode_scaled)(const CodecSpan& span, int64_t begin, int64_t end, float scale);
+    void (*onebit_sums)(const void* x, int dtype, const float* error, int64_t n, double* sums);
 
     // Elements index, index + 1, ... of the stream `key`.
     void (*uniform)(float* out, int64_t n, uint64_t key, uint64_t index);

@@ -79,5 +79,23 @@ inline void philox_fill(uint32_t* __restrict out, uint64_t key, uint64_t block, 
 #endif
 }
 
+// n random half-words of a stream, from element `index` on: the words' halves, low one first.
+inline void random_halves(uint16_t* out, int64_t n, uint64_t key, uint64_t index, uint32_t step, uint32_t stream) {
+    uint32_t words[4 * PHILOX_LANES];
+    for (int64_t done = 0; done < n;) {
+        const uint64_t j = index + static_cast<uint64_t>(done);
+        const int64_t first = static_cast<int64_t>(j & 7);
+        const int64_t count = 8 * PHILOX_LANES - first < n - done ? 8 * PHILOX_LANES - first : n - done;
+        philox_fill(words, key, j >> 3, step, stream);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        memcpy(out + done, reinterpret_cast<const char*>(words) + 2 * first, static_cast<size_t>(2 * count));
+#else
+        for (int64_t i = first; i < first + count; ++i)
+            out[done + i - first] = static_cast<uint16_t>(words[i >> 1] >> (16 * (i & 1)));
+#endif
+        done += count;
+    }
+}
+
 }  // namespace
 }  // namespace pyops::PYOPS_ISA

@@ -14,6 +14,12 @@ int64_t count_nonfinite_kernel(const void*, int64_t, int);
 void sum_rows_kernel(void*, const void* const*, int, int64_t, int, int, double);
 void accumulate_kernel(void*, const void*, int64_t, int, int, double);
 void scale_cast_kernel(void*, const void*, int64_t, int, int, double);
+bool onebit_encode_kernel(const CodecSpan&, int64_t, int64_t);
+bool quantize_encode_kernel(const CodecSpan&, int64_t, int64_t);
+void onebit_sum_kernel(const CodecSpan&, int64_t, int64_t);
+void quantize_sum_kernel(const CodecSpan&, int64_t, int64_t);
+void onebit_encode_scaled_kernel(const CodecSpan&, int64_t, int64_t, float);
+void onebit_sums_kernel(const void*, int, const float*, int64_t, double*);
 void uniform_kernel(float*, int64_t, uint64_t, uint64_t);
 void normal_kernel(float*, int64_t, uint64_t, uint64_t);
 void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
@@ -28,6 +34,12 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::sum_rows_kernel,
     PYOPS_ISA::accumulate_kernel,
     PYOPS_ISA::scale_cast_kernel,
+    PYOPS_ISA::onebit_encode_kernel,
+    PYOPS_ISA::quantize_encode_kernel,
+    PYOPS_ISA::onebit_sum_kernel,
+    PYOPS_ISA::quantize_sum_kernel,
+    PYOPS_ISA::onebit_encode_scaled_kernel,
+    PYOPS_ISA::onebit_sums_kernel,
     PYOPS_ISA::uniform_kernel,
     PYOPS_ISA::normal_kernel,
     PYOPS_ISA::dropout_mask_kernel,

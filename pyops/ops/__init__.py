@@ -4,13 +4,17 @@
     optim      adam_, adam_from_table_                 one pass over every parameter of an optimizer
     grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite elements
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
+    onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm, onebit_encode_scaled_
+    quantize   quantize_encode_, quantize_reencode_, quantize_decode_, quantize_sum_rows_: int8 and fp8
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and for installations without
 kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math.
 """
 
-from pyops.ops import grad_norm, optim, random, reduce, table
+from pyops.ops import grad_norm, onebit, optim, quantize, random, reduce, table
 from pyops.ops.library import build_info, has_kernel, isa, native
 
-__all__ = ["build_info", "grad_norm", "has_kernel", "isa", "native", "optim", "random", "reduce", "table"]
+__all__ = [
+    "build_info", "grad_norm", "has_kernel", "isa", "native", "onebit", "optim", "quantize", "random", "reduce", "table",
+]  # fmt: skip

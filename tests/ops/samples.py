@@ -60,6 +60,30 @@ def _rows(device: torch.device) -> list[Tensor]:
 
 _PLACE = {"key": -3, "offset": 5, "row": 3, "row_stride": 8}
 
+
+def _codec(device: torch.device, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """payload of `size` bytes, x of 70 elements in bf16, error, flag."""
+    payload = torch.zeros(size, dtype=torch.uint8, device=device)
+    return payload, torch.randn(70, device=device).bfloat16(), torch.randn(70, device=device), torch.zeros(1, device=device)
+
+
+def _payloads(device: torch.device, stem: str, **options: Any) -> list[Tensor]:
+    """Two payloads of 70 numbers, of blocks of 64."""
+    payloads = []
+    for _ in range(2):
+        payload, x, _, _ = _codec(device, {"onebit": 17, "quantize": 78}[stem])
+        getattr(torch.ops.pyops, f"{stem}_encode_").default(payload, x, None, None, block=64, **options)
+        payloads.append(payload)
+    return payloads
+
+
+def _reencode(device: torch.device, stem: str, **options: Any) -> Sample:
+    payloads = _payloads(device, stem, **({"rule": "rms"} if stem == "onebit" else {"format": "e4m3"}))
+    return (torch.zeros_like(payloads[0]), payloads, *_codec(device, 1)[2:]), {"n": 70, "block": 64, "scale": 0.3, **options}
+
+
+_ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
+
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "adam_": _adam,
     "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
@@ -69,6 +93,28 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "accumulate_": lambda device: ((torch.randn(6, device=device), _rows(device)[0]), {"scale": 0.5}),
     "sum_rows_": lambda device: ((torch.randn(6, device=device), _rows(device)), {"scale": 0.25}),
     "scale_cast_": lambda device: ((torch.zeros(6, device=device).half(), _rows(device)[0]), {"scale": 0.75}),
+    "onebit_encode_": lambda device: (_codec(device, 17), {"block": 64, "rule": "rms"}),
+    "onebit_norm": lambda device: (_codec(device, 1)[1:3], {}),
+    "onebit_encode_scaled_": lambda device: ((*_codec(device, 9)[:3], torch.full((1,), 0.7, device=device)), {}),
+    "onebit_decode_": lambda device: (
+        (torch.randn(70, device=device).half(), _payloads(device, "onebit", rule="l1")[0], None),
+        {"block": 64, "scale": 0.3, "accumulate": True},
+    ),
+    "onebit_sum_rows_": lambda device: (
+        (torch.randn(70, device=device), _payloads(device, "onebit", rule="l1"), None),
+        {"block": 64, "scale": 0.3},
+    ),
+    "onebit_reencode_": lambda device: _reencode(device, "onebit", rule="rms"),
+    "quantize_encode_": lambda device: (_codec(device, 78), {"block": 64, "format": "e5m2", **_ROUNDING}),
+    "quantize_decode_": lambda device: (
+        (torch.randn(70, device=device).half(), _payloads(device, "quantize", format="int8")[0]),
+        {"block": 64, "format": "int8", "scale": 0.3, "accumulate": True},
+    ),
+    "quantize_sum_rows_": lambda device: (
+        (torch.randn(70, device=device), _payloads(device, "quantize", format="e5m2")),
+        {"block": 64, "format": "e5m2", "scale": 0.3},
+    ),
+    "quantize_reencode_": lambda device: _reencode(device, "quantize", format="e4m3", **_ROUNDING),
     "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_dropout_mask_": lambda device: (

@@ -11,7 +11,7 @@ import pyops
 from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
-STEMS = ("table", "optim", "grad_norm", "reduce", "random")
+STEMS = ("table", "optim", "grad_norm", "reduce", "random", "onebit", "quantize")
 
 
 def ops() -> list[str]:
