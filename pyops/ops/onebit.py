@@ -4,13 +4,13 @@
           |                              |
     error <------ u - scale * sgn(u) <---'                           sgn(0) = +1
 
-All arithmetic is fp32, but for the sum of a block, which is float64 in a fixed order (`LANES`): every instruction set, any number
-of threads, and plain torch give the same bits. Hence error' is the fp32 number nearest to u - scale * sgn(u), so that
+All arithmetic is fp32, but for the sum of a block, which is float64 in a fixed order (`LANES`): every instruction set, any
+number of threads, and plain torch give the same bits. Hence error' is the fp32 number nearest to u - scale * sgn(u), so that
 `decoded + error' = u` up to one rounding, at most 2^-24 |error'|, and exactly where scale / 2 <= |u| <= 2 scale.
 
-A payload is uint8, contiguous, `payload_bytes(n)` long: the scales of ceil(n / block) blocks, then ceil(n / 8) bytes of bits, the
-lowest bit first; bits beyond n are 0. Only the last block may be shorter, and only its own numbers enter its scale. A block in which
-u is not finite gets the scale nan, so that whoever decodes it sees nan; its errors stay, and `flag` becomes 1.
+A payload is uint8, contiguous, `payload_bytes(n)` long: the scales of ceil(n / block) blocks, then ceil(n / 8) bytes of bits,
+the lowest bit first; bits beyond n are 0. Only the last block may be shorter, and only its own numbers enter its scale. A block
+in which u is not finite gets the scale nan, so that whoever decodes it sees nan; its errors stay, and `flag` becomes 1.
 
 The scale that is best in the sense of least squares is mean |u| (rule "l1"); DeepSpeed's is the root mean square ("rms").
 Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, section 3; Tang et al., "1-bit Adam", ICML 2021, section 4.
@@ -93,7 +93,7 @@ def onebit_decode_(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """out = scale * (s * sgn), or out += that, with s of the element's block. out: fp32, bf16 or fp16, n elements, rounded once.
+    """out = scale * (s * sgn), or out += that, with s of the element's block. out: fp32, bf16 or fp16, rounded once.
 
     scales: None for a payload that brings its scales; else fp32 [1], s of every element, for a payload of bits alone.
     Moves 4.1 bytes per element of fp32 (8.1 when accumulating).
@@ -115,9 +115,10 @@ def onebit_reencode_(
     payload: Tensor, payloads: Sequence[Tensor], error: Tensor | None = None, flag: Tensor | None = None, *, n: int,
     block: int = BLOCK, scale: float = 1.0, rule: str = "l1",
 ) -> None:  # fmt: skip
-    """The server's step in one pass: c = `onebit_sum_rows_` of the n numbers, encoded with its own error as `onebit_encode_` does.
+    """The server's step in one pass: `onebit_sum_rows_` of n numbers, encoded with its own error as `onebit_encode_` does.
 
-    `payload` may be none of `payloads`. A nan in a block of any row makes that block nan. Moves 8.1 + rows / 8 bytes per element.
+    `payload` may be none of `payloads`. A nan in a block of any row makes that block nan. Moves 8.1 + rows / 8 bytes an
+    element.
     """
     torch.ops.pyops.onebit_reencode_.default(payload, list(payloads), error, flag, n=n, block=block, scale=scale, rule=rule)
 
@@ -130,10 +131,8 @@ def _check(payloads: Sequence[Tensor], n: int, *, block: int | None, fp32: dict[
     for payload in payloads:
         if payload.dtype != torch.uint8:
             raise ValueError(f"a payload must be uint8, got {payload.dtype}")
-        if payload.numel() != payload_bytes(n, block=block):
-            raise ValueError(
-                f"a payload must have {payload_bytes(n, block=block)} bytes for these numbers, got {payload.numel()}"
-            )
+        if payload.numel() != (size := payload_bytes(n, block=block)):
+            raise ValueError(f"a payload must have {size} bytes for these numbers, got {payload.numel()}")
     for name, (tensor, size) in fp32.items():
         if tensor is not None and tensor.dtype != torch.float32:
             raise ValueError(f"{name} must be float32, got {tensor.dtype}")
@@ -298,7 +297,8 @@ define(
     fake=_nothing,
 )
 define(
-    "onebit_decode_(Tensor(a!) out, Tensor payload, Tensor? scales, *, int block, float scale=1.0, bool accumulate=False) -> ()",
+    "onebit_decode_(Tensor(a!) out, Tensor payload, Tensor? scales, *, int block, float scale=1.0, "
+    "bool accumulate=False) -> ()",
     reference=onebit_decode_reference,
     fake=_nothing,
 )

@@ -8,21 +8,23 @@
     e4m3       448   sign, 4 bits of exponent, 3 of fraction            1/16 .. 1/8 of each
     e5m2     57344   sign, 5 bits of exponent, 2 of fraction            1/8 .. 1/4 of each
 
-All arithmetic is fp32 and every operation is rounded once, so every instruction set, any number of threads, and plain torch give the
-same bits. Rounded to nearest (even), the new error is exact: `decoded + error' == u`, as real numbers. Rounded at random it is
-the nearest fp32 number to u - decoded.
+All arithmetic is fp32 and every operation is rounded once, so every instruction set, any number of threads, and plain torch
+give the same bits. Rounded to nearest (even), the new error is exact: `decoded + error' == u`, as real numbers. Rounded at
+random it is the nearest fp32 number to u - decoded.
 
-A payload is uint8, contiguous, `payload_bytes(n)` long: the scales of ceil(n / block) blocks, then n codes. Only the last block may
-be shorter. A block of zeros has scale 0 and codes 0. A block in which u is not finite gets the scale nan, so that whoever
+A payload is uint8, contiguous, `payload_bytes(n)` long: the scales of ceil(n / block) blocks, then n codes. Only the last block
+may be shorter. A block of zeros has scale 0 and codes 0. A block in which u is not finite gets the scale nan, so that whoever
 decodes it sees nan; its errors stay, and `flag` becomes 1.
 
-fp8: Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, table 1. Stochastic rounding: up with the probability
-of the part cut off, by 16 random bits: element i takes half-word j % 8 of Philox(key=seed, counter=(j // 8, 0, 0)), j = offset + i.
+fp8: Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, table 1. Stochastic rounding: up with the
+probability of the part cut off, by 16 random bits: element i takes half-word j % 8 of Philox(key=seed, counter=(j // 8, 0, 0)),
+j = offset + i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +70,8 @@ def quantize_encode_(
     seed, offset: for stochastic rounding, the key and the global index of x's first element.
     Moves 5 bytes per element of fp32 without error, 13 with it.
     """
-    torch.ops.pyops.quantize_encode_.default(payload, x, error, flag, block=block, format=format,
-                                             stochastic_rounding=stochastic_rounding, seed=signed64(seed), offset=offset)  # fmt: skip
+    rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": signed64(seed), "offset": offset}
+    torch.ops.pyops.quantize_encode_.default(payload, x, error, flag, block=block, format=format, **rounding)
 
 
 def quantize_decode_(
@@ -91,15 +93,18 @@ def quantize_sum_rows_(
 
 def quantize_reencode_(
     payload: Tensor, payloads: Sequence[Tensor], error: Tensor | None = None, flag: Tensor | None = None, *, n: int,
-    block: int = BLOCK, format: str = "int8", scale: float = 1.0, stochastic_rounding: bool = False, seed: int = 0, offset: int = 0,
+    block: int = BLOCK, format: str = "int8", scale: float = 1.0, stochastic_rounding: bool = False, seed: int = 0,
+    offset: int = 0,
 ) -> None:  # fmt: skip
-    """The server's step in one pass: `quantize_sum_rows_` of the n numbers, encoded with its own error as `quantize_encode_` does.
+    """The server's step in one pass: `quantize_sum_rows_` of n numbers, encoded with its own error as `quantize_encode_` does.
 
     `payload` may be none of `payloads`. A nan in a block of any row makes that block nan. Moves 1 + rows bytes per element, and
     8 with error.
     """
-    torch.ops.pyops.quantize_reencode_.default(payload, list(payloads), error, flag, n=n, block=block, format=format, scale=scale,
-                                               stochastic_rounding=stochastic_rounding, seed=signed64(seed), offset=offset)  # fmt: skip
+    rounding: dict[str, Any] = {"stochastic_rounding": stochastic_rounding, "seed": signed64(seed), "offset": offset}
+    torch.ops.pyops.quantize_reencode_.default(
+        payload, list(payloads), error, flag, n=n, block=block, format=format, scale=scale, **rounding
+    )
 
 
 def _check(payloads: Sequence[Tensor], n: int, *, block: int, format: str, **fp32: tuple[Tensor | None, int]) -> None:
@@ -112,10 +117,8 @@ def _check(payloads: Sequence[Tensor], n: int, *, block: int, format: str, **fp3
     for payload in payloads:
         if payload.dtype != torch.uint8 or not payload.is_contiguous():
             raise ValueError(f"a payload must be uint8 and contiguous, got {payload.dtype} with strides {payload.stride()}")
-        if payload.numel() != payload_bytes(n, block=block):
-            raise ValueError(
-                f"a payload must have {payload_bytes(n, block=block)} bytes for these numbers, got {payload.numel()}"
-            )
+        if payload.numel() != (size := payload_bytes(n, block=block)):
+            raise ValueError(f"a payload must have {size} bytes for these numbers, got {payload.numel()}")
     for name, (tensor, size) in fp32.items():
         if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
             raise ValueError(f"{name} must be float32 and contiguous, got {tensor.dtype}")
@@ -221,7 +224,8 @@ def quantize_sum_rows_reference(
 
 def quantize_reencode_reference(
     payload: Tensor, payloads: Sequence[Tensor], error: Tensor | None = None, flag: Tensor | None = None, *, n: int,
-    block: int = BLOCK, format: str = "int8", scale: float = 1.0, stochastic_rounding: bool = False, seed: int = 0, offset: int = 0,
+    block: int = BLOCK, format: str = "int8", scale: float = 1.0, stochastic_rounding: bool = False, seed: int = 0,
+    offset: int = 0,
 ) -> None:  # fmt: skip
     """The meaning of `quantize_reencode_` in plain torch, bit for bit."""
     _check([*payloads, payload] if payloads else [], n, block=block, format=format, error=(error, n), flag=(flag, 1))
