@@ -11,6 +11,7 @@
 | transport.py | sends and receives: of a process group, or among threads as virtual ranks |
 | arithmetic.py | sums of any dtype: fp32 inside for 16-bit, one rounding |
 | communicator.py, probe.py, work.py | what is kept for a group; measured costs for "auto"; asynchronous calls |
+| codec.py, compressed.py, compressed_shots.py, error_feedback.py | what a slow link needs: few bits, and what they leave out |
 | bucket.py, reducer.py | slices of a FlatBuffer, all-reduced as backward fills them |
 | agreement.py, failure.py | ranks fail together, and errors say which rank, which collective, which bucket |
 
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyops.comm.collectives import all_gather, all_reduce, reduce_scatter
     from pyops.comm.communicator import Communicator, release
+    from pyops.comm.compressed import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
+    from pyops.comm.error_feedback import ErrorFeedback
     from pyops.comm.failure import CommunicationError, DisagreementError
     from pyops.comm.reducer import Reducer
 
@@ -33,15 +36,21 @@ __all__ = [
     "CommunicationError",
     "Communicator",
     "DisagreementError",
+    "ErrorFeedback",
     "Reducer",
     "all_gather",
     "all_reduce",
+    "compressed_all_gather",
+    "compressed_all_reduce",
+    "compressed_reduce_scatter",
     "reduce_scatter",
     "release",
 ]
 
 _HOMES = {
     "CommunicationError": "failure", "Communicator": "communicator", "DisagreementError": "failure", "Reducer": "reducer",
+    "ErrorFeedback": "error_feedback", "compressed_all_gather": "compressed", "compressed_all_reduce": "compressed",
+    "compressed_reduce_scatter": "compressed",
     "all_gather": "collectives", "all_reduce": "collectives", "reduce_scatter": "collectives", "release": "communicator",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from pyops.comm.arithmetic import check_reducible, scale_in_place, summable_view
 from pyops.comm.communicator import ALGORITHMS, Communicator
 from pyops.comm.failure import PeerError
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "gather_bytes", "reduce_scatter"]
 
 SEGMENT_BYTES = 1 << 20  # of a ring's piece or a slice: on TCP the time of a message is well above its latency from here on
 
@@ -210,6 +210,11 @@ def _all_gather(
             comm.agree("all_gather", numel=starts[-1], dtype=x.dtype, details=(chosen, segment, starts))
         function = ring.all_gather if chosen == "ring" else two_shot.all_gather
         function(x, out, starts=starts, transport=comm.transport, segment=segment)
+
+
+def gather_bytes(comm: Communicator, x: Tensor, out: Tensor, starts: list[int], *, spins: int) -> None:
+    """`all_gather` of flat uint8 tensors into `out`, cut at `starts`, for a call that `comm` is running already."""
+    _all_gather(comm, x, out, starts, "auto", SEGMENT_BYTES, spins)
 
 
 def _native(comm: Communicator, function: Callable[[], Any]) -> None:
