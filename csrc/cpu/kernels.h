@@ -3,27 +3,44 @@
 #pragma once
 #include <cstdint>
 
+#include "../math/adagrad.h"
 #include "../math/adam.h"
+#include "../math/frozen_adam.h"
+#include "../math/lion.h"
+#include "../math/sgd.h"
 #include "../math/table.h"
 #include "codec.h"
 
 namespace pyops {
 
 // A stretch of one row of the optimizer's table: the same `n` elements of each tensor.
-struct AdamSpan {
+struct StepSpan {
     void *param, *grad, *exp_avg, *exp_avg_sq, *max, *master, *copy;  // null where absent
     int64_t n;
     int64_t packed;  // dtypes, as in the table
-    bool l2, zero_grad, stochastic_rounding;
+    bool zero_grad, stochastic_rounding;
     bool streams;  // the step moves more than the caches hold: what is only written may go past them
     uint64_t seed, index;  // for stochastic rounding: key, and global index of the first element
     uint32_t step;
 };
 
+// Every elementwise optimizer of csrc/math: (functor, its name here).
+#define PYOPS_FOR_EACH_RULE(X) \
+    X(Adam, adam)              \
+    X(PlainSgd, plain_sgd)     \
+    X(MomentumSgd, momentum_sgd) \
+    X(Lion, lion)              \
+    X(Adagrad, adagrad)        \
+    X(FrozenAdam, frozen_adam) \
+    X(Momentum, momentum)
+
 struct Kernels {
     const char* name;
 
-    void (*adam)(const AdamSpan& span, const Adam<float>& adam);
+    // One step over a stretch of a row.
+#define PYOPS_MEMBER(RULE, NAME) void (*NAME)(const StepSpan& span, const RULE<float>& rule);
+    PYOPS_FOR_EACH_RULE(PYOPS_MEMBER)
+#undef PYOPS_MEMBER
 
     // Sum of squares in float64 in an order that depends on n alone, and the number of inf and nan.
     double (*squared_sum)(const void* data, int64_t n, int dtype);
@@ -54,6 +71,11 @@ struct Kernels {
 };
 
 const Kernels& kernels();
+
+#define PYOPS_STEP(RULE, NAME) \
+    inline void step_span(const Kernels& kernels, const StepSpan& span, const RULE<float>& rule) { kernels.NAME(span, rule); }
+PYOPS_FOR_EACH_RULE(PYOPS_STEP)
+#undef PYOPS_STEP
 
 // Whether this build and this machine have the instruction set; switch to it (false: they don't, and nothing is changed).
 bool has_isa(const char* name);

@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../math/adam.h"
 #include "../math/table.h"
 
 namespace pyops {

@@ -8,7 +8,8 @@
 
 namespace pyops {
 namespace PYOPS_ISA {
-void adam_kernel(const AdamSpan&, const Adam<float>&);
+#define PYOPS_DECLARE(RULE, NAME) void NAME##_kernel(const StepSpan&, const RULE<float>&);
+PYOPS_FOR_EACH_RULE(PYOPS_DECLARE)
 double squared_sum_kernel(const void*, int64_t, int);
 int64_t count_nonfinite_kernel(const void*, int64_t, int);
 void sum_rows_kernel(void*, const void* const*, int, int64_t, int, int, double);
@@ -28,7 +29,8 @@ void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
 extern const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA);
 const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_TEXT(PYOPS_ISA),
-    PYOPS_ISA::adam_kernel,
+#define PYOPS_ENTRY(RULE, NAME) PYOPS_ISA::NAME##_kernel,
+    PYOPS_FOR_EACH_RULE(PYOPS_ENTRY)
     PYOPS_ISA::squared_sum_kernel,
     PYOPS_ISA::count_nonfinite_kernel,
     PYOPS_ISA::sum_rows_kernel,

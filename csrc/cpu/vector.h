@@ -41,6 +41,14 @@ inline Vec larger(Vec a, Vec b) {  // a nan on either side stays
     const __mmask16 take = _mm512_cmp_ps_mask(a.x, b.x, _CMP_GT_OQ) | _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(take, b.x, a.x);
 }
+inline Vec sign_of(Vec a) {  // a nan stays
+    const __m512 zero = _mm512_setzero_ps(), one = _mm512_set1_ps(1.0f);
+    const __m512 positive = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, zero, _CMP_GT_OQ), a.x, one);
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, zero, _CMP_LT_OQ), positive, _mm512_set1_ps(-1.0f));
+}
+inline Vec unless_zero(Vec condition, Vec a) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(condition.x, _mm512_setzero_ps(), _CMP_NEQ_UQ), a.x);
+}
 inline void load(Vec& out, const float* p) { out = _mm512_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }
 inline __m256i halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -89,6 +97,14 @@ inline Vec negative_fused(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a.x, b.
 inline Vec larger(Vec a, Vec b) {
     const __m256 take = _mm256_or_ps(_mm256_cmp_ps(a.x, b.x, _CMP_GT_OQ), _mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q));
     return _mm256_blendv_ps(b.x, a.x, take);
+}
+inline Vec sign_of(Vec a) {
+    const __m256 zero = _mm256_setzero_ps();
+    const __m256 positive = _mm256_blendv_ps(a.x, _mm256_set1_ps(1.0f), _mm256_cmp_ps(a.x, zero, _CMP_GT_OQ));
+    return _mm256_blendv_ps(positive, _mm256_set1_ps(-1.0f), _mm256_cmp_ps(a.x, zero, _CMP_LT_OQ));
+}
+inline Vec unless_zero(Vec condition, Vec a) {
+    return _mm256_and_ps(_mm256_cmp_ps(condition.x, _mm256_setzero_ps(), _CMP_NEQ_UQ), a.x);
 }
 inline void load(Vec& out, const float* p) { out = _mm256_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.x); }

@@ -22,33 +22,17 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
-from pyops.ops.random import philox_words, signed64
-from pyops.ops.table import (
-    COLUMNS,
-    COPY,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    GRAD,
-    MASTER,
-    MAX,
-    OF_ANY_RULE,
-    OFFSET,
-    PARAM,
-    STEP,
-    hidden_operands,
-    table_of,
-    tensor_at,
-)
+from pyops.ops.random import signed64
+from pyops.ops.step import AROUND, DEVICE_SCALARS, Operands, Tensors, lists_of, nothing, reference_step, rounded
+from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, OF_ANY_RULE, hidden_operands
 
 __all__ = [
     "adam_",
     "adam_from_table_",
     "adam_from_table_reference",
     "adam_reference",
-    "round_stochastically",
 ]
 
-Tensors = Sequence[Tensor]
 ADAM_COLUMNS = (*OF_ANY_RULE, EXP_AVG, EXP_AVG_SQ)
 
 
@@ -96,82 +80,6 @@ def adam_from_table_(
     )  # fmt: skip
 
 
-def _memory_order(t: Tensor) -> Tensor:
-    """A flat view of a dense tensor in the order of its memory."""
-    return t.detach().as_strided((t.numel(),), (1,), t.storage_offset())
-
-
-def round_stochastically(value: Tensor, dtype: torch.dtype, *, seed: int, step: int, stream: int, offset: int) -> Tensor:
-    """Round flat fp32 to bf16 or fp16, up with the probability of the part cut off (16 random bits); inf and nan stay.
-
-    Element i has the global index j = offset + i and takes half-word j % 8 of Philox(key=seed, counter=(j // 8, step, stream)).
-    """
-    index = offset + torch.arange(value.numel(), dtype=torch.int64, device=value.device)
-    words = philox_words(index >> 3, key=seed, high=(step, stream))
-    word = words.gather(-1, ((index >> 1) & 3).unsqueeze(-1)).squeeze(-1)
-    random = (word >> (16 * (index & 1))) & 0xFFFF
-    bits = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    magnitude, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
-    if dtype == torch.bfloat16:
-        rounded = (magnitude + random) >> 16
-    else:
-        normal = (((magnitude + (random >> 3)) >> 13) - (112 << 10)).clamp(max=0x7C00)
-        tiny = ((value.abs().clamp(max=2.0**-14) * 2.0**40).to(torch.int64) + random) >> 16
-        rounded = torch.where(magnitude >= 0x38800000, normal, tiny)
-    out = (rounded | sign).to(torch.int16).view(dtype)
-    return torch.where(value.isfinite(), out, value.to(dtype))
-
-
-def _store(target: Tensor, value: Tensor, random: dict[str, int] | None) -> None:
-    if random is None or target.dtype == torch.float32:
-        target.copy_(value)
-    else:
-        target.copy_(round_stochastically(value, target.dtype, **random))
-
-
-def _at(tensors: Tensors, i: int) -> Tensor | None:
-    return _memory_order(tensors[i]) if tensors and tensors[i].numel() else None
-
-
-def _number(value: float, like: Tensor) -> Tensor:
-    """A float64 hyper-parameter, rounded once to the arithmetic's dtype."""
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
-
-
-def _step_row(
-    row: list[Tensor | None], step: int, offset: int, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, decoupled: bool, factor: Tensor, stochastic_rounding: bool, seed: int,
-) -> None:  # fmt: skip
-    param, grad, exp_avg, exp_avg_sq, vmax, master, copy = row
-    assert param is not None
-    assert grad is not None
-    assert exp_avg is not None
-    assert exp_avg_sq is not None
-    p = (param if master is None else master).float()
-    g, m, v = grad.float() * factor, exp_avg.float(), exp_avg_sq.float()
-    if weight_decay != 0 and not decoupled:
-        g = g + p * _number(weight_decay, p)
-    if decoupled:
-        p = p * _number(1 - lr * weight_decay, p)
-    m = m + (g - m) * _number(1 - beta1, m)
-    v = v * _number(beta2, v) + g * g * _number(1 - beta2, v)
-    largest = v if vmax is None else torch.maximum(vmax.float(), v)
-    denominator = largest.sqrt() * _number((1 - beta2**step) ** -0.5, v) + _number(eps, v)
-    p = p - _number(lr / (1 - beta1**step), p) * (m / denominator)
-    streams = [{"seed": seed, "step": step, "stream": s, "offset": offset} if stochastic_rounding else None for s in range(3)]
-    _store(exp_avg, m, streams[1])
-    _store(exp_avg_sq, v, streams[2])
-    if vmax is not None:  # one rounding decides both, so that vmax >= v stays true
-        _store(vmax, largest, streams[2])
-    if master is not None:
-        master.copy_(p)
-        param.copy_(master)
-    else:
-        _store(param, p, streams[0])
-    if copy is not None:
-        copy.copy_(param)
-
-
 def adam_reference(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
     copies: Tensors, steps: Tensors, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None,
@@ -179,25 +87,25 @@ def adam_reference(
     decoupled: bool, maximize: bool, zero_grads: bool, stochastic_rounding: bool, seed: int, offsets: Sequence[int],
 ) -> None:  # fmt: skip
     """The meaning of `adam_` in plain torch: within rounding of it, and with the same random bits."""
-    lists = [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps]
-    table_of(lists, offsets, ADAM_COLUMNS)
-    for name, scalar in (("lr_tensor", lr_tensor), ("grad_factor", grad_factor), ("found_inf", found_inf)):
-        if scalar is not None and (scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)):
-            raise ValueError(f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}")
-    skipped = found_inf is not None and bool(found_inf.item())
-    rate = float(lr_tensor.item()) if lr_tensor is not None else lr
-    for i, param in enumerate(params):
-        if not skipped:
-            steps[i].add_(1)
-        if param.numel() and not skipped:
-            factor = _number(1.0, param) if grad_factor is None else grad_factor.reshape(())
-            _step_row(
-                [_at(tensors, i) for tensors in lists[:STEP]], int(steps[i].item()), offsets[i] if offsets else 0, lr=rate,
-                beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
-                factor=-factor if maximize else factor, stochastic_rounding=stochastic_rounding, seed=seed,
-            )  # fmt: skip
-        if zero_grads:
-            grads[i].zero_()
+
+    def rule(o: Operands, step: int, lr: float) -> None:
+        g, p, m, v = o.g, o.p, o.m, o.v
+        if weight_decay != 0 and not decoupled:
+            g = g + p * rounded(weight_decay, p)
+        if decoupled:
+            p = p * rounded(1 - lr * weight_decay, p)
+        o.m = m + (g - m) * rounded(1 - beta1, m)
+        o.v = largest = v * rounded(beta2, v) + g * g * rounded(1 - beta2, v)
+        if o.top.numel():
+            o.top = largest = torch.maximum(o.top, o.v)
+        denominator = largest.sqrt() * rounded((1 - beta2**step) ** -0.5, v) + rounded(eps, v)
+        o.p = p - rounded(lr / (1 - beta1**step), p) * (o.m / denominator)
+
+    reference_step(
+        (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps), rule, lr=lr, required=ADAM_COLUMNS,
+        lr_tensor=lr_tensor, grad_factor=grad_factor, found_inf=found_inf, maximize=maximize, zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding, seed=seed, offsets=offsets,
+    )  # fmt: skip
 
 
 def adam_from_table_reference(
@@ -205,34 +113,19 @@ def adam_from_table_reference(
     **scalars: Any,
 ) -> None:  # fmt: skip
     """The meaning of `adam_from_table_` in plain torch; CPU tables only."""
-    if table.device.type != "cpu":
-        raise RuntimeError("without kernels a table works on the CPU only; call adam_ instead")
-    if table.dim() != 2 or table.shape[1] != COLUMNS:
-        raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
-    none = torch.empty(0)
-    rows = table.tolist()
-    lists: list[Any] = [[found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in
-             (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP)]  # fmt: skip
-    arguments = [*lists, lr_tensor, grad_factor, found_inf]
-    adam_reference(*arguments, **scalars, offsets=[row[OFFSET] for row in rows])
-
-
-def _fake(*_: object, **__: object) -> None:
-    return None
+    lists, offsets = lists_of(table)
+    arguments: list[Any] = [*lists, lr_tensor, grad_factor, found_inf]
+    adam_reference(*arguments, **scalars, offsets=offsets)
 
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor(g!)[] copies, Tensor(h!)[] steps"
 )
-_DEVICE_SCALARS = "Tensor? lr_tensor, Tensor? grad_factor, Tensor? found_inf"
-_SCALARS = (
-    "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, bool zero_grads, "
-    "bool stochastic_rounding, int seed"
-)
-define(f"adam_({_LISTS}, {_DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()", reference=adam_reference, fake=_fake)
+_SCALARS = f"float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, {AROUND}"
+define(f"adam_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()", reference=adam_reference, fake=nothing)
 define(
-    f"adam_from_table_(Tensor table, {_DEVICE_SCALARS}, *, {_SCALARS}) -> ()",
+    f"adam_from_table_(Tensor table, {DEVICE_SCALARS}, *, {_SCALARS}) -> ()",
     reference=adam_from_table_reference,
     fake=hidden_operands("adam_from_table_", "optim.adam_"),
 )

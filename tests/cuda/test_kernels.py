@@ -90,8 +90,8 @@ def emulate(kernels: ctypes.CDLL, lists: Lists, *, decoupled: bool = True, maxim
     table = table_of(lists.lists, lists.offsets)
     before = table.clone()
     flags = decoupled | maximize << 1 | zero_grads << 2 | stochastic << 3
-    kernels.emulated_adam(
-        grid, pointer(table), len(table), pointer(lr), int(lr is not None and lr.dtype == FP64), pointer(factor),
+    kernels.emulated_step(
+        grid, 0, pointer(table), len(table), pointer(lr), int(lr is not None and lr.dtype == FP64), pointer(factor),
         pointer(found_inf), (ctypes.c_double * 5)(*OPTIONS.values()), flags, ctypes.c_uint64(seed),
     )  # fmt: skip
     assert torch.equal(table, before), "the table, ticket included, is as it was"

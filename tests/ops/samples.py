@@ -7,6 +7,7 @@ library and fails for an op that has no sample here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,19 +40,47 @@ def _device_scalars(device: torch.device) -> list[Tensor]:
     return [torch.tensor(x, device=device) for x in (0.04, 0.5, 0.0)]
 
 
-def _adam(device: torch.device) -> Sample:
-    return (*adam_lists(device), *_device_scalars(device)), {**ADAM_SCALARS, "offsets": [11, 29]}
+# Scalars of each elementwise optimizer, and which of adam_lists' columns its op takes.
+AROUND = {"maximize": False, "zero_grads": True, "stochastic_rounding": False, "seed": 7}
+RULES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "adam": (ADAM_SCALARS, tuple(range(8))),
+    "sgd": (
+        {"lr": 0.03, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.2, "nesterov": True, **AROUND},
+        (0, 1, 2, 5, 6, 7),
+    ),
+    "lion": ({"lr": 0.03, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.2, **AROUND}, (0, 1, 2, 5, 6, 7)),
+    "adagrad": ({"lr": 0.03, "lr_decay": 0.4, "weight_decay": 0.2, "eps": 1e-3, **AROUND}, (0, 1, 3, 5, 6, 7)),
+}
 
 
-def _adam_from_table(device: torch.device) -> Sample:
+def _step(rule: str, device: torch.device) -> Sample:
+    scalars, columns = RULES[rule]
     lists = adam_lists(device)
-    table = torch.ops.pyops.optimizer_table.default(*lists, [11, 29])
+    return (*(lists[c] for c in columns), *_device_scalars(device)), {**scalars, "offsets": [11, 29]}
+
+
+def _from_table(rule: str, device: torch.device) -> Sample:
+    lists = adam_lists(device)
+    columns = [tensors if c in RULES[rule][1] else [] for c, tensors in enumerate(lists)]
+    table = torch.ops.pyops.optimizer_table.default(*columns, [11, 29])
     table.keep_alive = lists
-    return (table, *_device_scalars(device)), ADAM_SCALARS
+    return (table, *_device_scalars(device)), RULES[rule][0]
+
+
+def _frozen_adam(device: torch.device) -> Sample:
+    params, _, exp_avgs, exp_avg_sqs, _, masters, copies, _ = adam_lists(device)
+    exp_avg_sqs[1][0] = 0.0
+    lr, _, found_inf = _device_scalars(device)
+    return (params, exp_avgs, exp_avg_sqs, masters, copies, lr, found_inf), {"lr": 0.03, "eps": 1e-3, "weight_decay": 0.2}
+
+
+def _momentum(device: torch.device) -> Sample:
+    _, grads, exp_avgs, *_ = adam_lists(device)
+    return (exp_avgs, grads, *_device_scalars(device)[1:]), {"beta": 0.8, "zero_grads": True}
 
 
 def _norm_from_table(device: torch.device) -> Sample:
-    return _adam_from_table(device)[0][:1], {}
+    return _from_table("adam", device)[0][:1], {}
 
 
 def _rows(device: torch.device) -> list[Tensor]:
@@ -85,9 +114,11 @@ def _reencode(device: torch.device, stem: str, **options: Any) -> Sample:
 _ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
 
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
-    "adam_": _adam,
+    **{f"{rule}_": partial(_step, rule) for rule in RULES},
+    **{f"{rule}_from_table_": partial(_from_table, rule) for rule in RULES},
     "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
-    "adam_from_table_": _adam_from_table,
+    "frozen_adam_": _frozen_adam,
+    "momentum_": _momentum,
     "squared_norm": lambda device: (([torch.randn(5, device=device), torch.randn(3, device=device).half()],), {}),
     "squared_norm_from_table": _norm_from_table,
     "accumulate_": lambda device: ((torch.randn(6, device=device), _rows(device)[0]), {"scale": 0.5}),
@@ -124,7 +155,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
 }
 
 # Operands of these hide behind pointers; their fakes refuse.
-UNTRACEABLE = ("adam_from_table_", "squared_norm_from_table")
+UNTRACEABLE = (*(f"{rule}_from_table_" for rule in RULES), "squared_norm_from_table")
 
 # What opcheck can't ask: a table's numbers are pointers, another one in each run.
 OPCHECKS: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,9 @@ import pyops
 from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
-STEMS = ("table", "optim", "grad_norm", "reduce", "random", "onebit", "quantize")
+STEMS = (
+    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "grad_norm", "reduce", "random", "onebit", "quantize",
+)  # fmt: skip
 
 
 def ops() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import optim
+from pyops.ops.step import round_stochastically
 from tests.ops.adam_rows import Dtypes, Rows, make_rows
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -29,9 +29,7 @@ def test_bits_are_those_of_the_definition(dtype: torch.dtype, device: torch.devi
     rows.step(offsets=[(1 << 35) + 13])
     lr = torch.tensor(rows.options["lr"], device=device)
     for column, value, stream in ((0, p - lr * g.sign(), 0), (2, g, 1), (3, g * g, 2)):
-        expected = optim.round_stochastically(
-            value, dtype, seed=rows.options["seed"], step=5, stream=stream, offset=(1 << 35) + 13
-        )
+        expected = round_stochastically(value, dtype, seed=rows.options["seed"], step=5, stream=stream, offset=(1 << 35) + 13)
         assert torch.equal(rows.lists[column][0], expected)
         assert not torch.equal(rows.lists[column][0], value.to(dtype)), "rounded to nearest"
 
@@ -43,7 +41,7 @@ def test_definition_on_awkward_numbers(dtype: torch.dtype):
     tiny = info.smallest_normal
     x = torch.tensor([0.0, 1.0, -1.5, 1.0001, -3.14159, tiny * 0.37, -tiny * 2.7, tiny / 2048, 65519.0, -70000.0, torch.inf,
                       -torch.inf, torch.nan]).repeat(500)  # fmt: skip
-    out = optim.round_stochastically(x, dtype, seed=3, step=1, stream=0, offset=0)
+    out = round_stochastically(x, dtype, seed=3, step=1, stream=0, offset=0)
     exact = x.to(dtype).float() == x
     assert torch.equal(out.float()[exact], x[exact])
     assert torch.equal(out.isnan(), x.isnan())
@@ -89,7 +87,7 @@ def test_bits_differ_by_seed_step_offset_and_stream(device: torch.device, isa: s
     x = torch.full((4000,), 1.001, device=device)
     places = [{"seed": 1, "step": 1, "stream": 0, "offset": 0}]
     places += [{**places[0], **change} for change in ({"seed": 2}, {"step": 2}, {"stream": 1}, {"offset": 8})]
-    drawn = [optim.round_stochastically(x, BF16, **place) for place in places]  # type: ignore[arg-type]
+    drawn = [round_stochastically(x, BF16, **place) for place in places]  # type: ignore[arg-type]
     for other in drawn[1:]:
         assert not torch.equal(drawn[0], other)
     rows = [exact_rows(BF16, device, 500) for _ in range(2)]

@@ -2,9 +2,14 @@
 #include <cuda_runtime.h>
 
 #include "../../../csrc/cuda/grad_norm_kernel.cuh"
-#include "../../../csrc/cuda/optim_kernel.cuh"
 #include "../../../csrc/cuda/random_kernel.cuh"
 #include "../../../csrc/cuda/reduce_kernel.cuh"
+#include "../../../csrc/cuda/step_kernel.cuh"
+#include "../../../csrc/math/adagrad.h"
+#include "../../../csrc/math/adam.h"
+#include "../../../csrc/math/frozen_adam.h"
+#include "../../../csrc/math/lion.h"
+#include "../../../csrc/math/sgd.h"
 
 using namespace pyops;
 using namespace pyops::cuda;
@@ -17,24 +22,39 @@ void sum(unsigned grid, void* out, const Rows& rows, bool with_out, double scale
   emulation::launch(grid, SUM_THREADS, [&] { sum_kernel<OUT, IN, N, Scalar>(out, rows, with_out, static_cast<Scalar>(scale), numel, head); });
 }
 
+template <template <typename> class R>
+void step(unsigned grid, StepArguments<R>& a, const typename R<float>::Options& options, bool stochastic_rounding) {
+  a.options = options;
+  emulation::launch(grid, THREADS, [&] { stochastic_rounding ? step_kernel<R, true>(a) : step_kernel<R, false>(a); });
+}
+
 }  // namespace
 
 extern "C" {
 
-// options: lr, beta1, beta2, eps, weight_decay; flags: 1 decoupled, 2 maximize, 4 zero_grads, 8 stochastic rounding
-void emulated_adam(unsigned grid, int64_t* table, int rows, const void* lr, int lr_is_double, const float* grad_factor,
-                   const float* found_inf, const double* options, int flags, uint64_t seed) {
-  AdamArguments a{};
-  a.table = table;
-  a.rows = rows;
-  a.lr = lr;
-  a.lr_is_double = lr_is_double;
-  a.grad_factor = grad_factor;
-  a.found_inf = found_inf;
-  a.options = {options[0], options[1], options[2], options[3], options[4], (flags & 1) != 0, (flags & 2) != 0};
-  a.zero_grads = flags & 4;
-  a.seed = seed;
-  emulation::launch(grid, THREADS, [&] { flags & 8 ? adam_kernel<true>(a) : adam_kernel<false>(a); });
+// rule: 0 adam, 1 sgd, 2 lion, 3 adagrad, 4 frozen_adam, 5 momentum. options: the numbers of the rule's Options in their order.
+// flags: 1 decoupled or nesterov, 2 maximize, 4 zero_grads, 8 stochastic rounding
+void emulated_step(unsigned grid, int rule, int64_t* table, int rows, const void* lr, int lr_is_double, const float* grad_factor,
+                   const float* found_inf, const double* o, int flags, uint64_t seed) {
+  const bool first = flags & 1, maximize = flags & 2, stochastic = flags & 8;
+  const auto run = [&](auto arguments, const auto& options) {
+    arguments.table = table;
+    arguments.rows = rows;
+    arguments.lr = lr;
+    arguments.lr_is_double = lr_is_double;
+    arguments.grad_factor = grad_factor;
+    arguments.found_inf = found_inf;
+    arguments.zero_grads = flags & 4;
+    arguments.seed = seed;
+    step(grid, arguments, options, stochastic);
+  };
+  if (rule == 0) run(StepArguments<Adam>{}, AdamOptions{o[0], o[1], o[2], o[3], o[4], first, maximize});
+  if (rule == 1 && o[1] != 0.0) run(StepArguments<MomentumSgd>{}, SgdOptions{o[0], o[1], o[2], o[3], first, maximize});
+  if (rule == 1 && o[1] == 0.0) run(StepArguments<PlainSgd>{}, SgdOptions{o[0], o[1], o[2], o[3], first, maximize});
+  if (rule == 2) run(StepArguments<Lion>{}, LionOptions{o[0], o[1], o[2], o[3], maximize});
+  if (rule == 3) run(StepArguments<Adagrad>{}, AdagradOptions{o[0], o[1], o[2], o[3], maximize});
+  if (rule == 4) run(StepArguments<FrozenAdam>{}, FrozenAdamOptions{o[0], o[1], o[2]});
+  if (rule == 5) run(StepArguments<Momentum>{}, MomentumOptions{o[0]});
 }
 
 void emulated_norm(unsigned grid, const int64_t* table, int rows, double* out) {

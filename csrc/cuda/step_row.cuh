@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "../math/adam.h"
 #include "../math/philox.h"
+#include "../math/rule.h"
 #include "pack.cuh"
 #include "partition.cuh"
 #include "table.cuh"
@@ -35,40 +35,43 @@ template <typename D>
 constexpr int key = key_of(D::P, D::G, D::M, D::W);
 constexpr int GENERIC_KEY = 1 << 16, SCALAR_KEY = 1 << 17;
 
-struct AdamArguments {
+// R: a rule of csrc/math/rule.h.
+template <template <typename> class R>
+struct StepArguments {
   int64_t* table;
   int rows;
   const void* lr;  // null: options.lr
   bool lr_is_double;
   const float* grad_factor;
   const float* found_inf;
-  AdamOptions options;
+  typename R<float>::Options options;
   bool zero_grads;
   uint64_t seed;
 };
 
-struct AdamRow {
+// Everything of a row but its rule.
+struct RowInMemory {
   char *param, *grad, *exp_avg, *exp_avg_sq, *max, *master, *copy;
   int64_t numel, offset, packed;
   int kind, head, pack;
   float step;
-  Adam<float> adam;
 
   __device__ __forceinline__ int dtype(Field field) const { return code_of(packed, field); }
 
-  __device__ __forceinline__ void enter(const AdamArguments& a, int row) {
-    param = pointer<char>(a.table, row, PARAM);
-    grad = pointer<char>(a.table, row, GRAD);
-    exp_avg = pointer<char>(a.table, row, EXP_AVG);
-    exp_avg_sq = pointer<char>(a.table, row, EXP_AVG_SQ);
-    max = pointer<char>(a.table, row, MAX);
-    master = pointer<char>(a.table, row, MASTER);
-    copy = pointer<char>(a.table, row, COPY);
-    numel = exp_avg && exp_avg_sq ? column(a.table, row, NUMEL) : 0;  // a table of another rule: touch nothing
-    offset = column(a.table, row, OFFSET);
-    packed = static_cast<uint32_t>(column(a.table, row, PACKED));  // the upper half may hold the ticket
+  __device__ __forceinline__ void point_to(const int64_t* table, int row, unsigned required) {
+    param = pointer<char>(table, row, PARAM);
+    grad = pointer<char>(table, row, GRAD);
+    exp_avg = pointer<char>(table, row, EXP_AVG);
+    exp_avg_sq = pointer<char>(table, row, EXP_AVG_SQ);
+    max = pointer<char>(table, row, MAX);
+    master = pointer<char>(table, row, MASTER);
+    copy = pointer<char>(table, row, COPY);
+    numel = column(table, row, NUMEL);
+    for (int which = PARAM; which <= STEP; ++which)
+      if ((required >> which & 1u) && !column(table, row, which)) numel = 0;  // a table of another rule: touch nothing
+    offset = column(table, row, OFFSET);
+    packed = static_cast<uint32_t>(column(table, row, PACKED));  // the upper half may hold the ticket
     choose_kind();
-    prepare(a, *pointer<const float>(a.table, row, STEP) + 1.0f);
   }
 
   // Which code updates this row, and where its first pack begins.
@@ -90,15 +93,25 @@ struct AdamRow {
     }
     head = misaligned < 0 ? 0 : head_of(misaligned, pack);
   }
+};
 
-  // Bias corrections in fp64; most rows share their step count with the one before.
-  __device__ __forceinline__ void prepare(const AdamArguments& a, float now) {
+template <template <typename> class R>
+struct StepRow : RowInMemory {
+  R<float> rule;
+
+  __device__ __forceinline__ void enter(const StepArguments<R>& a, int row) {
+    point_to(a.table, row, REQUIRED<R<float>>);
+    const float* count = pointer<const float>(a.table, row, STEP);
+    prepare(a, count ? *count + 1.0f : 0.0f);
+  }
+
+  // What depends on the step, in fp64; most rows share their step count with the one before.
+  __device__ __forceinline__ void prepare(const StepArguments<R>& a, float now) {
     if (now == step) return;
     step = now;
-    AdamOptions options = a.options;
+    auto options = a.options;
     if (a.lr) options.lr = a.lr_is_double ? *static_cast<const double*>(a.lr) : *static_cast<const float*>(a.lr);
-    const double factor = a.grad_factor ? *a.grad_factor : 1.0;
-    adam = Adam<float>(options, factor, pow(options.beta1, static_cast<double>(now)), pow(options.beta2, static_cast<double>(now)));
+    rule = R<float>(options, a.grad_factor ? *a.grad_factor : 1.0, static_cast<double>(now));
   }
 };
 
@@ -132,26 +145,27 @@ struct AtRandom {
   }
 };
 
-// Operands of N consecutive elements as they come from memory.
-template <typename D, int N>
+// Operands of N consecutive elements as they come from memory; those that the rule does not work on stay as they are.
+template <template <typename> class R, typename D, int N>
 struct Operands {
   static constexpr int W = D::W == NONE ? D::P : D::W;
   Pack<W, N> weight;
   Pack<D::G, N> grad;
   Pack<D::M, N> exp_avg, exp_avg_sq;
 
-  __device__ __forceinline__ Operands(const AdamRow& row, int64_t i) {
+  __device__ __forceinline__ Operands(const RowInMemory& row, int64_t i) {
+    constexpr unsigned COLUMNS_OF_RULE = R<float>::COLUMNS;
     const bool master = D::W == NONE ? false : (D::W == DYNAMIC ? row.master != nullptr : true);
-    grad = load_as<D::G, N>(row.grad, i, row.dtype(GRAD_DTYPE));
+    if constexpr (holds(COLUMNS_OF_RULE, GRAD)) grad = load_as<D::G, N>(row.grad, i, row.dtype(GRAD_DTYPE));
     weight = load_as<W, N>(master ? row.master : row.param, i, row.dtype(master ? MASTER_DTYPE : PARAM_DTYPE));
-    exp_avg = load_as<D::M, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE));
-    exp_avg_sq = load_as<D::M, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE));
+    if constexpr (holds(COLUMNS_OF_RULE, EXP_AVG)) exp_avg = load_as<D::M, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE));
+    if constexpr (holds(COLUMNS_OF_RULE, EXP_AVG_SQ)) exp_avg_sq = load_as<D::M, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE));
   }
 };
 
 // Stores fp32 values as stream number `stream` of the row: to nearest, or at random where SR and the dtype call for it.
 template <int DTYPE, bool SR, int N>
-__device__ __forceinline__ void store_state(void* base, int64_t i, int dtype, float (&values)[N], const AdamRow& row,
+__device__ __forceinline__ void store_state(void* base, int64_t i, int dtype, float (&values)[N], const RowInMemory& row,
                                             uint64_t seed, uint32_t stream) {
   if constexpr (SR && (DTYPE == DYNAMIC || bytes_of(DTYPE) == 2)) {
     if (DTYPE != DYNAMIC || dtype != FP32) {
@@ -163,36 +177,37 @@ __device__ __forceinline__ void store_state(void* base, int64_t i, int dtype, fl
   store_as<DTYPE, N>(base, i, dtype, values, ToNearest{});
 }
 
-template <typename D, bool SR, int N>
-__device__ __forceinline__ void update(const AdamRow& row, const AdamArguments& a, int64_t i, const Operands<D, N>& in) {
-  float p[N], m[N], v[N], top[N];
-  widen(in.weight, p);
-  widen(in.exp_avg, m);
-  widen(in.exp_avg_sq, v);
-  if (D::KNOWN || row.max == nullptr) {
-    float none = 0.0f;
-    if (row.adam.l2 != 0.0f) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) row.adam.template operator()<true, false>(p[k], widen(in.grad.element[k]), m[k], v[k], none);
-    } else {
-#pragma unroll
-      for (int k = 0; k < N; ++k) row.adam.template operator()<false, false>(p[k], widen(in.grad.element[k]), m[k], v[k], none);
-    }
-  } else {
-    widen(load_as<D::M, N>(row.max, i, row.dtype(MOMENT_DTYPE)), top);
+// The rule on N elements in registers.
+template <template <typename> class R, typename D, int N>
+__device__ __forceinline__ void apply(const StepRow<R>& row, const Operands<R, D, N>& in, float (&p)[N], float (&m)[N], float (&v)[N],
+                                      float (&top)[N]) {
+  using Rule = R<float>;
+  // Rows with a maximum have no code of their own (choose_kind).
+  constexpr int VARIANTS = D::KNOWN && Rule::WITH_MAX ? Rule::WITH_MAX : Rule::VARIANTS;
+  const int with_max = Rule::WITH_MAX && !D::KNOWN && row.max ? Rule::WITH_MAX : 0;
+  with_variant<VARIANTS>(row.rule.variant() | with_max, [&](auto variant) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const float g = widen(in.grad.element[k]);
-      if (row.adam.l2 != 0.0f) {
-        row.adam.template operator()<true, true>(p[k], g, m[k], v[k], top[k]);
-      } else {
-        row.adam.template operator()<false, true>(p[k], g, m[k], v[k], top[k]);
-      }
+      float g = 0.0f;
+      if constexpr (holds(Rule::COLUMNS, GRAD)) g = widen(in.grad.element[k]);
+      row.rule.template operator()<decltype(variant)::value>(p[k], g, m[k], v[k], top[k]);
     }
-    store_state<D::M, SR, N>(row.max, i, row.dtype(MOMENT_DTYPE), top, row, a.seed, 2);
-  }
-  store_state<D::M, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
-  store_state<D::M, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
+  });
+}
+
+template <template <typename> class R, typename D, bool SR, int N>
+__device__ __forceinline__ void update(const StepRow<R>& row, const StepArguments<R>& a, int64_t i, const Operands<R, D, N>& in) {
+  using Rule = R<float>;
+  float p[N], m[N], v[N], top[N];
+  widen(in.weight, p);
+  if constexpr (holds(Rule::COLUMNS, EXP_AVG)) widen(in.exp_avg, m);
+  if constexpr (holds(Rule::COLUMNS, EXP_AVG_SQ)) widen(in.exp_avg_sq, v);
+  const bool maximum = Rule::WITH_MAX != 0 && !D::KNOWN && row.max != nullptr;
+  if (maximum) widen(load_as<D::M, N>(row.max, i, row.dtype(MOMENT_DTYPE)), top);
+  apply<R, D, N>(row, in, p, m, v, top);
+  if (maximum) store_state<D::M, SR, N>(row.max, i, row.dtype(MOMENT_DTYPE), top, row, a.seed, 2);
+  if constexpr (holds(Rule::WRITTEN, EXP_AVG)) store_state<D::M, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
+  if constexpr (holds(Rule::WRITTEN, EXP_AVG_SQ)) store_state<D::M, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
   const bool master = D::W == NONE ? false : (D::W == DYNAMIC ? row.master != nullptr : true);
   if (master) {
     store_as<D::W == NONE ? FP32 : D::W, N>(row.master, i, row.dtype(MASTER_DTYPE), p, ToNearest{});
@@ -201,7 +216,7 @@ __device__ __forceinline__ void update(const AdamRow& row, const AdamArguments& 
     store_state<D::P, SR, N>(row.param, i, row.dtype(PARAM_DTYPE), p, row, a.seed, 0);
   }
   if (row.copy) store_as<DYNAMIC, N>(row.copy, i, row.dtype(COPY_DTYPE), p, ToNearest{});
-  if (a.zero_grads) {
+  if (holds(Rule::COLUMNS, GRAD) && a.zero_grads) {
     float zeros[N] = {};
     store_as<D::G, N>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
   }
@@ -209,20 +224,20 @@ __device__ __forceinline__ void update(const AdamRow& row, const AdamArguments& 
 
 // N elements of a row of any dtypes: combinations without code of their own, edges of chunks (N = 1), and rows whose
 // operands can't be brought into line (N = 1). Not inlined: its registers are not those of the known combinations.
-template <bool SR, int N>
-__device__ __noinline__ void update_any(const AdamRow& row, const AdamArguments& a, int64_t i) {
-  update<Generic, SR, N>(row, a, i, Operands<Generic, N>(row, i));
+template <template <typename> class R, bool SR, int N>
+__device__ __noinline__ void update_any(const StepRow<R>& row, const StepArguments<R>& a, int64_t i) {
+  update<R, Generic, SR, N>(row, a, i, Operands<R, Generic, N>(row, i));
 }
 
 // The packs of one chunk by all threads of the CTA: four loads of 8 or 16 bytes in flight per thread, or twice as many.
-template <typename D, bool SR, int N>
-__device__ __forceinline__ void update_packs(const AdamRow& row, const AdamArguments& a, Range packs) {
-  const auto pack = [&](int64_t i) { update<D, SR, N>(row, a, i, Operands<D, N>(row, i)); };
+template <template <typename> class R, typename D, bool SR, int N>
+__device__ __forceinline__ void update_packs(const StepRow<R>& row, const StepArguments<R>& a, Range packs) {
+  const auto pack = [&](int64_t i) { update<R, D, SR, N>(row, a, i, Operands<R, D, N>(row, i)); };
   const auto two = [&](int64_t i) {
     constexpr int64_t NEXT = THREADS * N;
-    const Operands<D, N> here(row, i), there(row, i + NEXT);
-    update<D, SR, N>(row, a, i, here);
-    update<D, SR, N>(row, a, i + NEXT, there);
+    const Operands<R, D, N> here(row, i), there(row, i + NEXT);
+    update<R, D, SR, N>(row, a, i, here);
+    update<R, D, SR, N>(row, a, i + NEXT, there);
   };
   if constexpr (D::PACK == 4 && !SR) {  // else two don't fit in the registers
     walk_packs<N, 2>(packs, threadIdx.x, THREADS, two, pack);

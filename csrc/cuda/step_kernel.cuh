@@ -1,4 +1,4 @@
-// The persistent kernel of Adam over a whole table of parameters.
+// The persistent kernel of an elementwise optimizer over a whole table of parameters.
 //
 //   every CTA     reads step + 1 of the rows it works on, updates its chunks
 //   the last CTA  to finish increments the steps of all rows: nobody can have read a new one
@@ -6,8 +6,8 @@
 // The ticket that tells the last CTA lives in the upper half of the first row's dtypes column, and is zero again at the end.
 #pragma once
 
-#include "optim_row.cuh"
 #include "reduce.cuh"
+#include "step_row.cuh"
 
 namespace pyops::cuda {
 
@@ -21,13 +21,13 @@ struct TableRows {
 };
 
 // The combinations with code of their own; everything else goes element by element through run-time dtypes, four at a time.
-template <bool SR>
-__device__ __forceinline__ void update_known(const AdamRow& row, const AdamArguments& a, Range packs) {
+template <template <typename> class R, bool SR>
+__device__ __forceinline__ void update_known(const StepRow<R>& row, const StepArguments<R>& a, Range packs) {
 #define PYOPS_CASE(...)                                                                          \
   case key<Dtypes<__VA_ARGS__>>:                                                                 \
-    return update_packs<Dtypes<__VA_ARGS__>, SR, Dtypes<__VA_ARGS__>::PACK>(row, a, packs)
-  const auto scalar = [&](int64_t i) { update_any<SR, 1>(row, a, i); };
-  const auto generic = [&](int64_t i) { update_any<SR, 4>(row, a, i); };
+    return update_packs<R, Dtypes<__VA_ARGS__>, SR, Dtypes<__VA_ARGS__>::PACK>(row, a, packs)
+  const auto scalar = [&](int64_t i) { update_any<R, SR, 1>(row, a, i); };
+  const auto generic = [&](int64_t i) { update_any<R, SR, 4>(row, a, i); };
   switch (row.kind) {
     PYOPS_CASE(FP32, FP32, FP32, NONE);
     PYOPS_CASE(FP32, FP32, BF16, NONE);
@@ -45,7 +45,8 @@ __device__ __forceinline__ void update_known(const AdamRow& row, const AdamArgum
 }
 
 // found_inf: nothing changes, but the gradients are zeroed where the step would have.
-__device__ __forceinline__ void zero_all_grads(const AdamArguments& a) {
+template <template <typename> class R>
+__device__ __forceinline__ void zero_all_grads(const StepArguments<R>& a) {
   char* grad = nullptr;
   int64_t numel = 0;
   int size = 0;
@@ -67,34 +68,34 @@ __device__ __forceinline__ void zero_all_grads(const AdamArguments& a) {
   sweep(TableRows{a.table, a.rows}, enter, chunk);
 }
 
-template <bool SR>
+template <template <typename> class R, bool SR>
 struct UpdateChunk {
-  const AdamRow& row;
-  const AdamArguments& a;
+  const StepRow<R>& row;
+  const StepArguments<R>& a;
   __device__ __forceinline__ void operator()(int64_t index) const {
     const Range range = elements_of(index, row.numel, CHUNK, row.head);
     const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
-    update_known<SR>(row, a, packs);
-    walk_edges(range, packs, threadIdx.x, THREADS, [&](int64_t i) { update_any<SR, 1>(row, a, i); });
+    update_known<R, SR>(row, a, packs);
+    walk_edges(range, packs, threadIdx.x, THREADS, [&](int64_t i) { update_any<R, SR, 1>(row, a, i); });
   }
 };
 
-template <bool SR>
-__global__ __launch_bounds__(THREADS, SR ? 3 : 4) void adam_kernel(const __grid_constant__ AdamArguments a) {
+template <template <typename> class R, bool SR>
+__global__ __launch_bounds__(THREADS, SR ? 3 : 4) void step_kernel(const __grid_constant__ StepArguments<R> a) {
   if (a.found_inf && *a.found_inf != 0.0f) {
-    if (a.zero_grads) zero_all_grads(a);
+    if (holds(R<float>::COLUMNS, GRAD) && a.zero_grads) zero_all_grads<R>(a);
     return;
   }
-  __shared__ AdamRow row;  // in shared memory rather than in every thread's registers
+  __shared__ StepRow<R> row;  // in shared memory rather than in every thread's registers
   if (threadIdx.x == 0) row.step = -1.0f;
   const auto enter = [&](int r) {
     __syncthreads();
     if (threadIdx.x == 0) row.enter(a, r);
     __syncthreads();
   };
-  sweep(TableRows{a.table, a.rows}, enter, UpdateChunk<SR>{row, a});
-  if (last_cta(ticket_of(a.table)))
-    for (int r = threadIdx.x; r < a.rows; r += THREADS) *pointer<float>(a.table, r, STEP) += 1.0f;
+  sweep(TableRows{a.table, a.rows}, enter, UpdateChunk<R, SR>{row, a});
+  if (!R<float>::COUNTS || !last_cta(ticket_of(a.table))) return;
+  for (int r = threadIdx.x; r < a.rows; r += THREADS) *pointer<float>(a.table, r, STEP) += 1.0f;
 }
 
 }  // namespace pyops::cuda
