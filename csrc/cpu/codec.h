@@ -22,6 +22,7 @@ struct CodecSpan {
     void* out = nullptr;
     int dtype_out = 0;
     bool accumulate = false;
+    bool streams = false;  // `out` is more than the caches hold: it may go past them
     // how
     int rule = 0;  // OneBitRule, or Format
     bool stochastic_rounding = false;

@@ -8,6 +8,8 @@
 
 namespace pyops {
 
+constexpr int64_t STREAMED_NUMEL = 8 << 20;  // elements of an output that the caches can't hold
+
 inline float* data_of(const std::optional<Tensor>& t) { return t && t->numel() ? static_cast<float*>(t->data_ptr()) : nullptr; }
 
 inline std::vector<const uint8_t*> addresses(const Tensors& rows) {

@@ -70,6 +70,7 @@ void sum(const CodecCheck& check, const Tensor& out, const Tensors& payloads, in
     span.scale = static_cast<float>(scale);
     span.out = out.data_ptr();
     span.accumulate = accumulate;
+    span.streams = span.n >= STREAMED_NUMEL;
     const Kernels& kernel = kernels();
     for_blocks(span, [&](int64_t first, int64_t last) { kernel.quantize_sum(span, first, last); });
 }
