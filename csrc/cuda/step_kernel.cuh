@@ -94,8 +94,10 @@ __global__ __launch_bounds__(THREADS, SR ? 3 : 4) void step_kernel(const __grid_
     __syncthreads();
   };
   sweep(TableRows{a.table, a.rows}, enter, UpdateChunk<R, SR>{row, a});
-  if (!R<float>::COUNTS || !last_cta(ticket_of(a.table))) return;
-  for (int r = threadIdx.x; r < a.rows; r += THREADS) *pointer<float>(a.table, r, STEP) += 1.0f;
+  if constexpr (R<float>::COUNTS) {
+    if (!last_cta(ticket_of(a.table))) return;
+    for (int r = threadIdx.x; r < a.rows; r += THREADS) *pointer<float>(a.table, r, STEP) += 1.0f;
+  }
 }
 
 }  // namespace pyops::cuda

@@ -92,11 +92,8 @@ class Adam(FusedOptimizer):
         self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
     ) -> None:
         beta1, beta2 = group["betas"]
-        scalars: dict[str, Any] = {
-            "lr": 0.0 if lr is not None else float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
-            "eps": group["eps"], "weight_decay": group["weight_decay"], "decoupled": group["decoupled_weight_decay"],
-            "maximize": group["maximize"], "zero_grads": self.zeroes_gradients,
-            "stochastic_rounding": self.stochastic_rounding, "seed": group["seed"],
+        scalars = self._scalars(group, lr) | {
+            "beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "decoupled": group["decoupled_weight_decay"]
         }  # fmt: skip
         if isinstance(work, Tensor):
             adam_from_table_(work, lr, factor, skip, **scalars)

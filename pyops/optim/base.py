@@ -110,6 +110,14 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     ) -> None:
         """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip: found_inf."""
 
+    def _scalars(self, group: Group, lr: Tensor | None) -> Group:
+        """What every op takes beside its rule's own hyper-parameters."""
+        return {
+            "lr": 0.0 if lr is not None else float(group["lr"]), "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"], "zero_grads": self.zeroes_gradients,
+            "stochastic_rounding": self.stochastic_rounding, "seed": group["seed"],
+        }  # fmt: skip
+
     # ------------------------------------------------------------------------------------------------ param groups
 
     def add_param_group(self, param_group: Group) -> None:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NONNEGATIVE = ("eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value")
 
 
 def number(value: float | Tensor) -> float | None:
@@ -39,6 +40,11 @@ def has_memory(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() != 0)
 
 
+def instead_of(who: str) -> str:
+    """What to do where the fused optimizer can't."""
+    return f"use torch.optim.{who}" if hasattr(torch.optim, who) else "write the step in plain torch"
+
+
 def name_of(group: Mapping[str, Any], index: int) -> str:
     """What a message calls a parameter: its name where the optimizer was given names."""
     param = group["params"][index]
@@ -51,16 +57,30 @@ def _is_number(value: object) -> bool:
 
 
 def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
-    """Raise ValueError for an lr, betas, eps or weight_decay out of range, or an option that no kernel has."""
-    lr = group["lr"]
-    for key in ("lr", "eps", "weight_decay"):
+    """Raise ValueError for a learning rate, betas, or another number out of range, or an option that no kernel has.
+
+    Checks those of the hyper-parameters it knows that the group has.
+    """
+    lr, nonnegative = group["lr"], [key for key in NONNEGATIVE if key in group]
+    for key in ("lr", *nonnegative, *(["dampening"] if "dampening" in group else [])):
         if not isinstance(group[key], Tensor) and not _is_number(group[key]):
             raise TypeError(f"{who}: {key}={group[key]!r} must be a number, got a {type(group[key]).__name__}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{who}: lr as a tensor must have 1 element, got shape {tuple(lr.shape)}")
     if (rate := number(lr)) is not None and not (rate >= 0.0 and math.isfinite(rate)):
         raise ValueError(f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it")
-    betas = group["betas"]
+    if "betas" in group:
+        _check_betas(group["betas"], who=who)
+    for key in nonnegative:
+        if not (group[key] >= 0.0 and math.isfinite(group[key])):
+            raise ValueError(f"{who}: {key}={group[key]} must be a finite number >= 0")
+    if group["differentiable"]:
+        raise ValueError(f"{who}: differentiable=True has no fused kernel; {instead_of(who)} to differentiate a step")
+    if group["fused"] and group["foreach"]:
+        raise ValueError(f"{who}: fused and foreach can't both be True; leave both out, the step is always fused")
+
+
+def _check_betas(betas: Any, *, who: str) -> None:
     if not isinstance(betas, list | tuple) or not all(isinstance(beta, Tensor) or _is_number(beta) for beta in betas):
         raise TypeError(f"{who}: betas={betas!r} must be two numbers, such as (0.9, 0.999)")
     if len(betas) != 2:
@@ -70,13 +90,6 @@ def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
             raise ValueError(f"{who}: betas[{i}] is a tensor on {beta.device}; pass a Python float")
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{who}: betas[{i}]={value} must be in [0, 1)")
-    for key in ("eps", "weight_decay"):
-        if not (group[key] >= 0.0 and math.isfinite(group[key])):
-            raise ValueError(f"{who}: {key}={group[key]} must be a finite number >= 0")
-    if group["differentiable"]:
-        raise ValueError(f"{who}: differentiable=True has no fused kernel; use torch.optim.{who} to differentiate a step")
-    if group["fused"] and group["foreach"]:
-        raise ValueError(f"{who}: fused and foreach can't both be True; leave both out, the step is always fused")
 
 
 def check_settings(
@@ -100,15 +113,15 @@ def check_parameter(param: Tensor, *, name: str, who: str) -> None:
     """Raise TypeError or ValueError for a parameter that can't be stepped: complex, integer, sparse, overlapping."""
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
-            f"{who}: {name} is a {type(param).__name__}, whose memory the kernels can't walk; pass the local tensors, or use "
-            f"torch.optim.{who}"
+            f"{who}: {name} is a {type(param).__name__}, whose memory the kernels can't walk; pass the local tensors, or "
+            f"{instead_of(who)}"
         )
     if param.is_complex():
         raise TypeError(f"{who}: {name} is complex ({param.dtype}); optimize torch.view_as_real(parameter) instead")
     if not param.is_floating_point():
         raise TypeError(f"{who}: {name} is of integers ({param.dtype}), which have no gradient; leave it out")
     if param.dtype not in DTYPES:
-        raise TypeError(f"{who}: {name} is {param.dtype}; expected float32, bfloat16 or float16. Use torch.optim.{who} for it")
+        raise TypeError(f"{who}: {name} is {param.dtype}; expected float32, bfloat16 or float16; for it {instead_of(who)}")
     if param.layout != torch.strided:
         raise TypeError(f"{who}: {name} has layout {param.layout}; expected a dense (strided) tensor")
     if not has_memory(param):

@@ -1,0 +1,91 @@
+"""Adagrad: torch.optim.Adagrad's signature and numbers, in one launch per param group.
+
+    Adagrad(model.parameters(), lr=1e-2, lr_decay=1e-4)            20 bytes per float32 parameter
+
+The formula is that of pyops/ops/adagrad.py: Duchi et al., JMLR 12 (2011), section 1.1, as torch has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.ops.adagrad import adagrad_, adagrad_from_table_
+from pyops.optim.base import FusedOptimizer, Group
+from pyops.optim.rows import Batch
+from pyops.optim.state import complete_state
+
+__all__ = ["Adagrad"]
+
+
+class Adagrad(FusedOptimizer):
+    """torch.optim.Adagrad (lr_decay, L2 weight decay, an initial value of the sums), fused; dense gradients only.
+
+    The arguments up to `fused` are torch.optim.Adagrad's; those after it are Adam's (see there), and so is everything else:
+    copies and offsets in param groups, `grad_norm`, what is refused.
+
+    State: `sum`, of state_dtype, and `step`; as in torch, parameters that are given to the constructor have them from the
+    start. A sum in 16 bits stops to grow once the squares are small beside it, unless stochastic_rounding is on.
+    """
+
+    _table_op = "adagrad_from_table_"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grad: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value, "foreach": foreach, "maximize": maximize,
+            "differentiable": differentiable, "fused": fused, "seed": seed,
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
+        )  # fmt: skip
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._begin(group, param, self.state[param])
+
+    def _begin(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        """Make what is missing but for a master, which must be the parameter at the first step."""
+        if "sum" not in state:
+            state["sum"] = torch.full_like(
+                param, group["initial_accumulator_value"], dtype=self.state_dtype, memory_format=torch.preserve_format
+            ).detach()
+        complete_state(state, param, moments=["sum"], state_dtype=self.state_dtype, master=False)
+
+    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        self._begin(group, param, state)
+        super()._complete(group, param, state)
+
+    def _moments(self, group: Group) -> tuple[str | None, ...]:
+        return None, "sum", None
+
+    def _launch(
+        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        scalars = self._scalars(group, lr) | {"lr_decay": group["lr_decay"], "eps": group["eps"]}
+        if isinstance(work, Tensor):
+            adagrad_from_table_(work, lr, factor, skip, **scalars)
+        else:
+            params, grads, _, sums, _, masters, copies, steps = work.columns
+            adagrad_(params, grads, sums, masters, copies, steps, lr, factor, skip, **scalars, offsets=work.offsets)

@@ -1,0 +1,94 @@
+"""SGD: torch.optim.SGD's signature and numbers, in one launch per param group.
+
+    SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)           20 bytes per parameter; 12 without momentum
+
+The formula is that of pyops/ops/sgd.py: Sutskever et al., ICML 2013, section 2, as torch has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.ops.sgd import sgd_, sgd_from_table_
+from pyops.optim.base import FusedOptimizer, Group
+from pyops.optim.rows import Batch
+
+__all__ = ["SGD"]
+
+
+class SGD(FusedOptimizer):
+    """torch.optim.SGD (momentum, dampening, Nesterov, L2 weight decay), fused.
+
+    The arguments up to `fused` are torch.optim.SGD's; those after it are Adam's (see there), and so is everything else:
+    copies and offsets in param groups, `grad_norm`, what is refused.
+
+    State: `momentum_buffer` when momentum is not 0, of state_dtype, and `step`, which counts since the buffer began.
+    """
+
+    _table_op = "sgd_from_table_"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grad: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+            "maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused, "seed": seed,
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
+        )  # fmt: skip
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        if group["nesterov"] and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"{type(self).__name__}: nesterov=True needs momentum > 0 and dampening = 0, got momentum={momentum} and "
+                f"dampening={dampening}"
+            )
+
+    def _moments(self, group: Group) -> tuple[str | None, ...]:
+        return "momentum_buffer" if group["momentum"] != 0 else None, None, None
+
+    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        """A buffer that is new takes the whole first gradient; one of torch, which counts no steps, has had its first."""
+        if group["momentum"] != 0:
+            if state.get("momentum_buffer") is None:
+                state.pop("momentum_buffer", None)
+                state["step"] = 0.0
+            else:
+                state.setdefault("step", 1.0)
+        super()._complete(group, param, state)
+
+    def _launch(
+        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        scalars = self._scalars(group, lr) | {
+            "momentum": group["momentum"], "dampening": group["dampening"], "nesterov": group["nesterov"]
+        }  # fmt: skip
+        if isinstance(work, Tensor):
+            sgd_from_table_(work, lr, factor, skip, **scalars)
+        else:
+            params, grads, buffers, _, _, masters, copies, steps = work.columns
+            sgd_(params, grads, buffers, masters, copies, steps, lr, factor, skip, **scalars, offsets=work.offsets)
