@@ -1,7 +1,8 @@
 """All-reduces and training over a network that is really slow: namespaces, a rate limit, the interface's own counters.
 
     all_reduce   100 MB of fp32 over 2 ranks: Gloo's own beside codecs
-    step         a training step of the example GPT (batch 8) after the warm-up: torch DDP + AdamW beside compressed ways
+    step         a training step of the example GPT after the warm-up: torch DDP + AdamW beside compressed ways; batch 8, and
+                 batch 2, where computation is a smaller part of it
     loss         250 steps of it at 100 Mbit/s, a fifth of them warm-up: loss against seconds, drawn in docs/slow_link.png
 
 `--only` takes a part of a case's name: "all_reduce", "100 Mbit/s", "OneBitAdam", "loss". Needs root: says so and skips else.
@@ -19,12 +20,21 @@ import torch
 from benchmarks import machine
 from benchmarks.harness import Row, format_row, quantiles
 from benchmarks.slow_link import Link, available
-from benchmarks.slow_link_ranks import BASELINE, FP32, WAYS
+from benchmarks.slow_link_ranks import ALONE, BASELINE, FP32, WAYS
 
 __all__ = ["run"]
 
 NUMEL = 25_000_000
 BATCH = 8
+STEPS = (
+    (2, 100, 8),
+    (2, 1000, 8),
+    (2, 10_000, 8),
+    (2, 100, 2),
+    (2, 1000, 2),
+    (4, 100, 8),
+    (4, 1000, 8),
+)  # ranks, Mbit/s, batch
 WARMUP, LOSS_STEPS = 50, 250
 CODECS = ("bf16", "int8", "onebit")
 SPEEDS = (100, 1000, 10_000)
@@ -61,7 +71,7 @@ def _row(
     }  # fmt: skip
     if way == rival:
         row["us"] = {way: us[way]}
-    else:
+    elif sent[way]:
         row["wire_ratio"] = round(sent[rival] / sent[way], 2)
         if way in WIRE_TARGETS:
             row["wire_target"] = WIRE_TARGETS[way]
@@ -99,15 +109,15 @@ def _all_reduces(options: Any, *, mbit: int) -> Iterator[Row]:
         yield _row(f"{name}, {way}", way, found, rival=FP32, ranks=2, mbit=mbit, target=target)
 
 
-def _steps(options: Any, *, ranks: int, mbit: int) -> Iterator[Row]:
-    name = f"GPT step, {ranks} ranks, {_speed(mbit)}"
-    chosen = [way for way in WAYS if way != BASELINE and _wanted(options, f"{name}, {way}")]
+def _steps(options: Any, *, ranks: int, mbit: int, batch: int) -> Iterator[Row]:
+    name = f"GPT step, {ranks} ranks, {_speed(mbit)}, batch {batch}"
+    chosen = [way for way in (*WAYS, ALONE) if way != BASELINE and _wanted(options, f"{name}, {way}")]
     if not chosen:
         return
     rounds = min(options.rounds, {100: 9, 1000: 15}.get(mbit, 15))
     counts = {way: max(rounds, AVERAGED.get(way, 0)) for way in (BASELINE, *chosen)}
     with Link(ranks=ranks, mbit=mbit) as link:
-        arguments = {"ways": counts, "batch": BATCH, "warmup": 2}
+        arguments = {"ways": counts, "batch": batch, "warmup": 2}
         found = _slowest(link.run("benchmarks.slow_link_ranks:steps", arguments, timeout=900))
     for way in (BASELINE, *chosen):
         target = STEP_TARGETS.get((mbit, way)) if ranks == 2 else None
@@ -142,8 +152,8 @@ def _wanted(options: Any, case: str) -> bool:
 def _rows(options: Any) -> Iterator[Row]:
     for mbit in SPEEDS:
         yield from _all_reduces(options, mbit=mbit)
-    for ranks, mbit in [*((2, speed) for speed in SPEEDS), (4, 100), (4, 1000)]:
-        yield from _steps(options, ranks=ranks, mbit=mbit)
+    for ranks, mbit, batch in STEPS:
+        yield from _steps(options, ranks=ranks, mbit=mbit, batch=batch)
     yield from _losses(options, mbit=100)
 
 

@@ -24,9 +24,9 @@ from pyops.config import Config, load_config
 from pyops.data import Batches, prepare, validation_rows
 from pyops.models import GPT
 
-__all__ = ["BASELINE", "FP32", "WAYS", "all_reduces", "losses", "steps"]
+__all__ = ["ALONE", "BASELINE", "FP32", "WAYS", "all_reduces", "losses", "steps"]
 
-FP32, BASELINE = "gloo fp32", "torch DDP + AdamW"
+FP32, BASELINE, ALONE = "gloo fp32", "torch DDP + AdamW", "no communication"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gpt_small.toml"
 MATRIX_RANK = 4  # of PowerSGD
 Pair = tuple[nn.Module, Any]
@@ -131,6 +131,11 @@ def _torch_ddp(model: nn.Module, config: Config, *, warmup: int, power_sgd: bool
     return wrapped, _torch_adamw(wrapped, config)
 
 
+def _alone(model: nn.Module, config: Config, *, warmup: int) -> Pair:
+    """Each rank for itself, which no way to communicate can beat."""
+    return model, _torch_adamw(model, config)
+
+
 def _pyops(model: nn.Module, config: Config, *, warmup: int, optimizer: str = "adamw", codec: str = "none") -> Pair:
     from pyops.train.recipe import make_data_parallel, make_optimizer
 
@@ -162,11 +167,9 @@ class Trainer:
         self.batches = Batches(self.corpus, global_batch=batch, seed=seed, **rows)
         self.held_out = validation_rows(self.corpus, num_sequences=self.config.train.validation_sequences, **rows)
         self.inner = GPT(self.config.model, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
-        self.model, self.optimizer = WAYS[way](self.inner, self.config, warmup=warmup)
-        # DDP averages gradients; pyops' recipe sums them.
-        parts = 1 if isinstance(self.model, nn.parallel.DistributedDataParallel) else dist.get_world_size()
-        self.tokens = batch * length * (1 if parts > 1 else 1 / dist.get_world_size())
-        self.clips = not hasattr(self.optimizer, "max_grad_norm")
+        self.model, self.optimizer = (_alone if way == ALONE else WAYS[way])(self.inner, self.config, warmup=warmup)
+        self.clips = not hasattr(self.optimizer, "max_grad_norm")  # torch's does not
+        self.tokens = batch * length / (dist.get_world_size() if self.clips else 1)  # DDP averages, pyops' recipe sums
         self.step = 0
 
     def _nats(self, rows_BT: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from pyops.comm.codec import parse
 from pyops.data import DataConfig
 from pyops.models import GPTConfig
 
@@ -107,8 +108,6 @@ class CommunicationConfig:
 
     def __post_init__(self) -> None:
         if self.codec != "none":
-            from pyops.comm.codec import parse
-
             parse(self.codec)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig
+from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, TrainConfig
 from pyops.data import CorpusError, DataConfig
 from pyops.metrics import read_rows
 from pyops.models import GPTConfig
@@ -19,7 +19,10 @@ from pyops.train import Run, train
 STEPS = 20
 
 
-def config_of(folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0, **options: Any) -> Config:
+def config_of(
+    folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0,
+    optimizer: dict[str, Any] | None = None, codec: str = "none", **options: Any,
+) -> Config:  # fmt: skip
     """A tiny run on a text of which it can learn something in 20 steps."""
     text = folder / "text.py"
     if not text.exists():
@@ -29,7 +32,8 @@ def config_of(folder: Path, device: torch.device | str, *, name: str = "run", dr
         name=name,
         model=GPTConfig(sequence_length=16, num_layers=2, num_heads=2, dim=16, dropout=dropout),
         data=DataConfig(path=str(text), cache=str(folder / "cache")),
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
+        optimizer=OptimizerConfig(**{"lr": 1e-2, "warmup_steps": 3, **(optimizer or {})}),
+        communication=CommunicationConfig(codec),
         train=TrainConfig(folder=str(folder / "runs"), device=torch.device(device).type, **given),
     )
 

@@ -3,7 +3,7 @@
     config -> ranks -> corpus -> batches -> model -> data parallel -> optimizer -> checkpoints -> loop
 
 Files: `run` (the run itself; reads the way the data goes), `recipe` (data parallel and optimizer, as the configuration says),
-`state` (what a checkpoint holds of them), `traffic` (bytes sent), `ranks`, `folder`.
+`state` (what a checkpoint holds of them), `traffic` (bytes sent), `notes` (what is logged), `ranks`, `folder`.
 """
 
 from pyops.train.ranks import StopRequest

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pyops.optim
+from pyops.comm.codec import Codec, parse
 from pyops.config import CommunicationConfig, Config, OptimizerConfig
 from pyops.data_parallel import DataParallel
 
@@ -30,12 +31,8 @@ def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
     return "decayed" if parameter.ndim >= 2 else "not decayed"
 
 
-def _codec(config: CommunicationConfig) -> Any:
-    if config.codec == "none":
-        return None
-    from pyops.comm.codec import parse
-
-    return parse(config.codec)
+def _codec(config: CommunicationConfig) -> Codec | None:
+    return None if config.codec == "none" else parse(config.codec)
 
 
 def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:

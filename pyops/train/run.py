@@ -30,6 +30,7 @@ from pyops.mesh import Axes, Mesh
 from pyops.metrics import MetricsLog, peak_memory_gib, plot_losses
 from pyops.models import GPT, sample
 from pyops.train.folder import only_run_in, prepare_folder
+from pyops.train.notes import collected_notes
 from pyops.train.ranks import StopRequest, joined_ranks
 from pyops.train.recipe import make_data_parallel, make_optimizer
 from pyops.train.state import load_optimizer_state, optimizer_state
@@ -57,8 +58,9 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     alike for what the user can put right.
     """
     config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
-    with joined_ranks(config.train) as device, only_run_in(config.folder):
+    with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
         run = Run(config, device=device, resume=resume)
+        notes.show(run.display.note)
         with StopRequest() as request:
             stopped = run.loop(request)
         return run.finish(stopped_by=request.number or signal.SIGTERM if stopped else 0)
@@ -202,26 +204,31 @@ class Run:
         state = {
             "step": self.step, "skipped": self.skipped, "model_config": asdict(self.config.model),
             "precision": self.config.train.precision, "model": self.model.state_dict(),
-            "optimizer": optimizer_state(self.optimizer, self.parallel), "data": self.batches.state_dict(),
+            "data": self.batches.state_dict(), "recipe": self._recipe(), **optimizer_state(self.optimizer, self.parallel),
         }  # fmt: skip
         own = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state(self.device)
         return self.checkpoints.save(self.step, state, own=own, group=self.group)
 
+    def _recipe(self) -> dict[str, str]:
+        """What decides which states there are."""
+        return {"optimizer.name": self.config.optimizer.name, "communication.codec": self.config.communication.codec}
+
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
         state, own = load(path, group=self.group)
         now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
-        now["train.precision"] = self.config.train.precision
+        now |= {"train.precision": self.config.train.precision, **self._recipe()}
         before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"train.precision": state["precision"]}
+        before |= state.get("recipe", {})
         for key, value in now.items():
             if before.get(key, value) != value:
                 raise ConfigError(f"{key} is {value!r}, but checkpoint {path} was made with {before[key]!r}; set it to that, "
                                   "or give this run another name")  # fmt: skip
         self.batches.load_state_dict(state["data"])
         self.model.load_state_dict(state["model"])
-        load_optimizer_state(self.optimizer, self.parallel, state["optimizer"])
+        load_optimizer_state(self.optimizer, self.parallel, state)
         self.step, self.skipped = state["step"], state["skipped"]
         if own is not None:
             torch.set_rng_state(own["torch"])

@@ -1,6 +1,9 @@
-"""What a checkpoint holds of the model's and the optimizer's way: by parameter name, so that any layout reads any other.
+"""What a checkpoint holds of the optimizer and of compressed communication: by parameter name, so any layout reads any other.
 
-"optimizer":      {"head.weight": {"exp_avg": tensor [V, D], "exp_avg_sq": ..., "step": 7}, ...}
+    "optimizer":      {"head.weight": {"exp_avg": tensor [V, D], "exp_avg_sq": ..., "step": 7}, ...}
+    "communication":  {"gradients": errors of DataParallel's codec, "optimizer": a one-bit optimizer's phase, errors}
+
+Errors are shards, a row per rank; a run on another number of ranks shares them out.
 """
 
 from __future__ import annotations
@@ -11,24 +14,37 @@ from typing import Any
 import torch
 
 from pyops.checkpoint.flat_state import flat_state, named_state
+from pyops.config import ConfigError
 from pyops.data_parallel import DataParallel
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel) -> dict[str, Any]:
-    """The moments over the flat buffers, cut into parameters."""
-    states = optimizer.state_dict()["state"]
+    """{"optimizer", "communication"}: tensors over the flat buffers are cut into parameters."""
+    whole = optimizer.state_dict()
     moments: dict[str, Any] = {}
     for i, buffer in enumerate(parallel.flat):
-        moments |= named_state(states.get(i, {}), buffer.layout)
-    return moments
+        moments |= named_state(whole["state"].get(i, {}), buffer.layout)
+    communication = {
+        "gradients": parallel.communication_state() if hasattr(parallel, "communication_state") else {},
+        "optimizer": whole.get("communication", {}),
+    }
+    return {"optimizer": moments, "communication": communication}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel, state: Mapping[str, Any]) -> None:
-    """Give the optimizer the moments of `optimizer_state`, laid out as they are here."""
+    """Take up `optimizer_state`, laid out as it is here. A collective. ConfigError for the state of another codec."""
     whole = optimizer.state_dict()
     for i, buffer in enumerate(parallel.flat):
-        if flat := flat_state(state, buffer.layout):
+        if flat := flat_state(state["optimizer"], buffer.layout):
             whole["state"][i] = flat
-    optimizer.load_state_dict(whole)
+    communication = state.get("communication", {})
+    if communication.get("optimizer"):
+        whole["communication"] = communication["optimizer"]
+    try:
+        optimizer.load_state_dict(whole)
+        if communication.get("gradients"):
+            parallel.load_communication_state(communication["gradients"])
+    except ValueError as error:
+        raise ConfigError(f"the checkpoint does not fit this configuration: {error}") from None
