@@ -1,0 +1,51 @@
+"""One compressed all-reduce of a flat tensor, with its error buffers, and nothing where nothing moves.
+
+    flat [n] -> dead elements to 0 -> compressed_all_reduce, error feedback -> dead elements to 0 -> flat, same bits everywhere
+
+Dead: padding, and elements whose variance is 0. A bit can't say 0, so they come back as +-scale, and what was added to
+them waits in the error buffers; both are set to 0 again, so that they stay out of the scale of their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyops.comm.codec import Codec
+from pyops.comm.communicator import Communicator
+from pyops.comm.compressed import compressed_all_reduce
+from pyops.comm.error_feedback import ErrorFeedback
+from pyops.onebit.flat_states import Places
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """What a compressed phase keeps. variances: one for each place, None: only padding is dead. errors: ErrorFeedback."""
+
+    def __init__(
+        self, places: Places, variances: Sequence[Tensor] | None, *, codec: Codec, communicator: Communicator | None
+    ) -> None:
+        self.places, self.codec, self._communicator = places, codec, communicator
+        rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.size)
+        alive = places.gather(
+            [torch.ones_like(place.parameter, dtype=torch.float32) for place in places] if variances is None
+            else [(v > 0).float() for v in variances]
+        )  # fmt: skip
+        dead = (alive == 0).nonzero().view(-1)
+        self.errors = ErrorFeedback(places.layout, codec=codec, rank=rank, size=size, device=alive.device)
+        start, stop = self.errors.starts[rank], self.errors.starts[rank + 1]
+        self._dead = dead
+        self._dead_in_chunk = dead[(dead >= start) & (dead < stop)] - start
+
+    def average(self, flat: Tensor, *, label: str) -> None:
+        """The ranks' mean of `flat`, in place."""
+        flat.index_fill_(0, self._dead, 0.0)
+        compressed_all_reduce(
+            flat, codec=self.codec, error=self.errors, op="mean", communicator=self._communicator, label=label
+        )
+        flat.index_fill_(0, self._dead, 0.0)
+        self.errors.worker.index_fill_(0, self._dead, 0.0)
+        self.errors.server.index_fill_(0, self._dead_in_chunk, 0.0)

@@ -1,0 +1,80 @@
+"""The half-steps of an optimizer whose variance no longer changes, over all parameters of its groups.
+
+take_gradients     m = m + (1 - beta) (g - m)                          g: this rank's own gradient
+step_frozen        p = p (1 - lr wd) - lr m / (sqrt(v) + eps)          m: what came back from the ranks
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.onebit.flat_states import Places
+from pyops.ops.frozen_adam import frozen_adam_, momentum_
+from pyops.optim.checks import number
+from pyops.optim.layout import is_dense, lies_like
+from pyops.optim.rows import Row, batch_of, split_rows
+
+__all__ = ["corrected_beta", "step_frozen", "take_gradients"]
+
+Group = dict[str, Any]
+
+
+def corrected_beta(beta: float, step: int) -> float:
+    """The decay with which the bias-corrected mean of `step - 1` gradients becomes that of `step` gradients.
+
+    m^_t = m_t / (1 - beta^t) gives m^_t = b m^_(t-1) + (1 - b) g with b = 1 - (1 - beta) / (1 - beta^t); b -> beta.
+    """
+    return 1.0 - (1.0 - beta) / (1.0 - beta**step) if step > 0 else beta
+
+
+def take_gradients(
+    places: Places, flat: Tensor, gradients: Sequence[Tensor | None], betas: Sequence[float], *, factors: Sequence[float]
+) -> None:
+    """Take this rank's gradients into the running means in `flat`. One gradient, beta and factor per place; None: zeros."""
+    calls: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for place, gradient, beta, factor in zip(places, gradients, betas, factors, strict=True):
+        mean = place.view(flat)
+        if gradient is None:
+            mean.mul_(beta)
+            continue
+        if not (is_dense(gradient) and lies_like(gradient, mean.stride())):
+            gradient = torch.empty_like(mean, dtype=gradient.dtype).copy_(gradient)
+        means, found = calls[beta, factor]
+        means.append(mean)
+        found.append(gradient)
+    for (beta, factor), (means, found) in calls.items():
+        scale = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float32, device=flat.device)
+        momentum_(means, found, scale, None, beta=beta)
+
+
+def step_frozen(group: Group, rows: Iterable[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+    """Move a group's parameters. rows: (parameter, mean, state) with "exp_avg_sq" and "step", perhaps "master", in state;
+    `step` is counted."""
+    copies = dict(zip(map(id, group["params"]), group.get("copies") or (), strict=False))
+    columns: list[list[Tensor | None]] = [
+        [p, None, mean, state["exp_avg_sq"], None, state.get("master"), copies.get(id(p)), state["step"]]
+        for p, mean, state in rows
+    ]
+    if not columns:
+        return
+    device = columns[0][0].device  # type: ignore[union-attr]
+    lr = group["lr"]
+    known = number(lr) if isinstance(lr, torch.Tensor) else float(lr)
+    rate = lr.reshape(()).to(device, torch.float32) if known is None else None
+    fast, others = split_rows([Row(i, column, 0) for i, column in enumerate(columns)])
+    for some in ([fast] if fast else []) + others:
+        batch = batch_of(some, zero_grads=False)
+        batch.load(gradients=False)
+        params, _, means, variances, _, masters, into, _ = batch.columns
+        frozen_adam_(
+            params, means, variances, masters, into, rate, None, lr=known or 0.0, eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )  # fmt: skip
+        batch.store()
+        torch.autograd.graph.increment_version(params + into)
+    torch._foreach_add_([step for column in columns if (step := column[-1]) is not None], 1.0)
