@@ -147,11 +147,9 @@ class Communicating(FusedOptimizer):
         if bad := [rank for rank, row in enumerate(rows) if row[0]]:
             raise RuntimeError(f"{who}: rank {bad[0]} could not step, its error says why; no rank has changed anything")
         if any(tuple(row[1:3]) != doing for row in rows):
-            stand = ", ".join(
-                f"rank {r} after step {int(row[2])} in {self._phases()[int(row[1])]!r}" for r, row in enumerate(rows)
-            )
+            stand = [f"rank {r} after step {int(row[2])} in {self._phases()[int(row[1])]!r}" for r, row in enumerate(rows)]
             raise DisagreementError(
-                f"{who}: the ranks are in different phases: {', '.join(stands)}; load the same checkpoint on every rank",
+                f"{who}: the ranks are in different phases: {', '.join(stand)}; load the same checkpoint on every rank",
                 ranks=[r for r, row in enumerate(rows) if tuple(row[1:3]) != doing],
             )
         total, count = sum(row[3] for row in rows), sum(row[4] for row in rows)
