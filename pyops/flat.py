@@ -129,7 +129,8 @@ class FlatBuffer:
 
     layout      the FlatLayout
     data, grad  the flat tensors; parameter.data and parameter.grad are views of them
-    parameter   an nn.Parameter over `data` whose .grad is `grad`: give it to an optimizer in place of the many
+    parameter   an nn.Parameter over `data` whose .grad is `grad`: give it to an optimizer in place of the many. Its
+                attribute `flat_layout` is the layout, by which LAMB, LARS and Adafactor know their layers
     names, parameters, grad_views   in the buffer's order
 
     Don't move the module or assign new data to its parameters afterwards; load_state_dict is fine. A gradient that was set
@@ -160,6 +161,7 @@ class FlatBuffer:
                 self.grad_views.append(grad_view)
         self.parameter = nn.Parameter(self.data, requires_grad=True)
         self.parameter.grad = self.grad
+        self.parameter.flat_layout = self.layout  # type: ignore[attr-defined]  # for optimizers that go by layers
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@
 #include "../math/adagrad.h"
 #include "../math/adam.h"
 #include "../math/frozen_adam.h"
+#include "../math/lamb.h"
 #include "../math/lion.h"
 #include "../math/sgd.h"
 #include "../math/table.h"
@@ -32,7 +33,8 @@ struct StepSpan {
     X(Lion, lion)              \
     X(Adagrad, adagrad)        \
     X(FrozenAdam, frozen_adam) \
-    X(Momentum, momentum)
+    X(Momentum, momentum) \
+    X(LambApply, lamb_apply)
 
 struct Kernels {
     const char* name;
@@ -41,6 +43,9 @@ struct Kernels {
 #define PYOPS_MEMBER(RULE, NAME) void (*NAME)(const StepSpan& span, const RULE<float>& rule);
     PYOPS_FOR_EACH_RULE(PYOPS_MEMBER)
 #undef PYOPS_MEMBER
+
+    // LAMB's first pass over a stretch of a row: moments, and in `squared_norms` the sums of squares of parameter and update.
+    void (*lamb_moments)(const StepSpan& span, const Lamb<float>& rule, double* squared_norms);
 
     // Sum of squares in float64 in an order that depends on n alone, and the number of inf and nan.
     double (*squared_sum)(const void* data, int64_t n, int dtype);

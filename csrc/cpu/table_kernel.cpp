@@ -10,6 +10,7 @@ namespace pyops {
 namespace PYOPS_ISA {
 #define PYOPS_DECLARE(RULE, NAME) void NAME##_kernel(const StepSpan&, const RULE<float>&);
 PYOPS_FOR_EACH_RULE(PYOPS_DECLARE)
+void lamb_moments_kernel(const StepSpan&, const Lamb<float>&, double*);
 double squared_sum_kernel(const void*, int64_t, int);
 int64_t count_nonfinite_kernel(const void*, int64_t, int);
 void sum_rows_kernel(void*, const void* const*, int, int64_t, int, int, double);
@@ -31,6 +32,7 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_TEXT(PYOPS_ISA),
 #define PYOPS_ENTRY(RULE, NAME) PYOPS_ISA::NAME##_kernel,
     PYOPS_FOR_EACH_RULE(PYOPS_ENTRY)
+    PYOPS_ISA::lamb_moments_kernel,
     PYOPS_ISA::squared_sum_kernel,
     PYOPS_ISA::count_nonfinite_kernel,
     PYOPS_ISA::sum_rows_kernel,

@@ -67,6 +67,39 @@ def _from_table(rule: str, device: torch.device) -> Sample:
     return (table, *_device_scalars(device)), RULES[rule][0]
 
 
+# The same for those that go by layers, whose ops also take room for the norms.
+LAYERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "lamb": (
+        {"lr": 0.03, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.2, "min_ratio": 0.1, "max_ratio": 7.0,
+         "trust_ratio": True, "passes": 3, **AROUND},
+        (0, 1, 2, 3, 5, 6, 7),
+    ),
+    "lars": (
+        {"lr": 0.03, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.2, "trust_coefficient": 0.6, "eps": 1e-3,
+         "nesterov": False, "trust_ratio": True, "passes": 3, **AROUND},
+        (0, 1, 2, 5, 6, 7),
+    ),
+}  # fmt: skip
+
+
+def _norms(device: torch.device) -> Tensor:
+    return torch.zeros(2, 2, dtype=torch.float64, device=device)
+
+
+def _layer_step(rule: str, device: torch.device) -> Sample:
+    scalars, columns = LAYERS[rule]
+    lists = adam_lists(device)
+    return (*(lists[c] for c in columns), _norms(device), *_device_scalars(device)), {**scalars, "offsets": [11, 29]}
+
+
+def _layers_from_table(rule: str, device: torch.device) -> Sample:
+    lists = adam_lists(device)
+    columns = [tensors if c in LAYERS[rule][1] else [] for c, tensors in enumerate(lists)]
+    table = torch.ops.pyops.optimizer_table.default(*columns, [11, 29])
+    table.keep_alive = lists
+    return (table, _norms(device), *_device_scalars(device)), LAYERS[rule][0]
+
+
 def _frozen_adam(device: torch.device) -> Sample:
     params, _, exp_avgs, exp_avg_sqs, _, masters, copies, _ = adam_lists(device)
     exp_avg_sqs[1][0] = 0.0
@@ -116,6 +149,8 @@ _ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     **{f"{rule}_": partial(_step, rule) for rule in RULES},
     **{f"{rule}_from_table_": partial(_from_table, rule) for rule in RULES},
+    **{f"{rule}_": partial(_layer_step, rule) for rule in LAYERS},
+    **{f"{rule}_from_table_": partial(_layers_from_table, rule) for rule in LAYERS},
     "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
     "frozen_adam_": _frozen_adam,
     "momentum_": _momentum,
@@ -155,7 +190,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
 }
 
 # Operands of these hide behind pointers; their fakes refuse.
-UNTRACEABLE = (*(f"{rule}_from_table_" for rule in RULES), "squared_norm_from_table")
+UNTRACEABLE = (*(f"{rule}_from_table_" for rule in (*RULES, *LAYERS)), "squared_norm_from_table")
 
 # What opcheck can't ask: a table's numbers are pointers, another one in each run.
 OPCHECKS: dict[str, tuple[str, ...]] = {

@@ -12,7 +12,8 @@ from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
-    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "grad_norm", "reduce", "random", "onebit", "quantize",
+    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "grad_norm", "reduce", "random",
+    "onebit", "quantize",
 )  # fmt: skip
 
 
