@@ -7,7 +7,7 @@ rank 1   batch 1 -> module -> backward --buckets--'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,11 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
+from pyops.comm.codec import Codec
 from pyops.comm.communicator import Communicator
 from pyops.comm.reducer import Reducer
 from pyops.flat import FlatBuffer
 
 __all__ = ["DataParallel"]
+
+COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -36,6 +39,19 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device; materialise the module (module.to_empty, then initialise) first")
     return named
+
+
+def _check_codec(codec: Codec | None, named: list[tuple[str, nn.Parameter]]) -> None:
+    """TypeError for what is no codec, or for a parameter whose gradient no codec takes."""
+    if codec is None:
+        return
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.codec.OneBit(), or None")
+    for name, p in named:
+        if p.dtype not in COMPRESSIBLE:
+            raise TypeError(
+                f"{name} is {p.dtype}, which {codec.name} can't compress; use float32, bfloat16 or float16, or codec=None"
+            )
 
 
 def _signature(module: nn.Module) -> list[tuple[Any, ...]]:
@@ -66,6 +82,9 @@ class DataParallel(nn.Module):
     `pyops.comm.all_reduce`. op: "mean", or "sum" for a loss that is already divided by the global number of samples.
     group_by: (name, parameter) -> key; parameters with different keys lie in different buffers, so that an optimizer can
     treat them differently: `AdamW([{"params": [b.parameter], ...} for b in model.flat])`.
+    codec: gradients travel compressed, a bucket at a time (`pyops.comm.compressed_all_reduce`); what is left out of one step
+    is added to the next one's gradient, and belongs into checkpoints: `communication_state()`. None: exactly. `algorithm`
+    then has no meaning, and one rank alone compresses nothing.
 
     flat: the FlatBuffers, one per dtype, device and key. keys: their keys, in the same order. module: the wrapped module;
     take state_dict() from it. Parameters that take part on no rank keep the gradient they had, None say. Frozen parameters
@@ -81,12 +100,14 @@ class DataParallel(nn.Module):
     def __init__(
         self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 << 20,
         algorithm: str = "auto", op: str = "mean", group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
+        codec: Codec | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         named: list[tuple[str, nn.Parameter]] = []
         error: Exception | None = None
         try:
             named = _trainable(module)
+            _check_codec(codec, named)
         except (TypeError, ValueError) as caught:
             error = caught
         agree(error, group=group)
@@ -99,7 +120,7 @@ class DataParallel(nn.Module):
             key = group_by(name, p) if group_by else None
             sorted_into.setdefault((key, p.dtype, p.device), []).append((name, p))
         plan = [
-            ([name for name, _ in members], str(dtype), bucket_bytes, algorithm, op)
+            ([name for name, _ in members], str(dtype), bucket_bytes, algorithm, op, codec and codec.name)
             for (_, dtype, _), members in sorted_into.items()
         ]
         plans = gather(plan, group=group)
@@ -107,16 +128,16 @@ class DataParallel(nn.Module):
         if different is not None:
             raise ValueError(
                 f"rank 0 and rank {different} reduce gradients in different ways; pass the same group_by, bucket_bytes, "
-                "algorithm and op on every rank"
+                "algorithm, op and codec on every rank"
             )
-        self.module = module
+        self.module, self._group = module, group
         self.keys = [key for key, _, _ in sorted_into]
         self.flat = [FlatBuffer(members) for members in sorted_into.values()]
         self._broadcast(group)
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.reducer = Reducer(
             self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
-            positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
+            positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat], codec=codec,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -162,3 +183,25 @@ class DataParallel(nn.Module):
         else:
             for buffer in self.flat:
                 buffer.zero_grad()
+
+    def communication_state(self) -> dict[str, Any]:
+        """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without a codec, or alone.
+
+        `pyops.checkpoint.save` writes all ranks' shards as one; put it into `state`, not `own`. It shares memory with the
+        errors in use: save or copy it before the next backward.
+        """
+        return self.reducer.communication_state()
+
+    def load_communication_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `communication_state` gave, or a checkpoint of it: of any number of ranks, and any buckets.
+
+        Errors of another number of ranks are shared out so that what they add to the gradient is the same. ValueError,
+        on every rank and before anything is changed, for the state of another codec (naming both) or of another model.
+        """
+        error: Exception | None = None
+        try:
+            self.reducer.check_communication_state(state)
+        except ValueError as caught:
+            error = caught
+        agree(error, group=self._group)
+        self.reducer.load_communication_state(state)

@@ -11,7 +11,7 @@ it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,8 +21,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from pyops.comm.bucket import plan_buckets
+from pyops.comm.bucket_errors import BucketErrors
+from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
+from pyops.comm.compressed import compressed_all_reduce
 from pyops.flat import FlatBuffer
 
 __all__ = ["Reducer"]
@@ -33,7 +36,8 @@ class Reducer:
 
     buffers: FlatBuffers whose parameters get hooks. communicator: None where one rank runs alone; gradients then only find
     their way into the buffers. op: "mean" or "sum". algorithm: as for `pyops.comm.all_reduce`.
-    bucket_bytes: the most that a bucket holds. positions: see `plan_buckets`.
+    bucket_bytes: the most that a bucket holds. positions: see `plan_buckets`. codec: buckets travel compressed, and what
+    that leaves out is kept in `errors` and added the next time; None: exactly. One rank alone compresses nothing.
 
     After backward() the gradients are final. A parameter that took part on no rank keeps .grad as it was (None, say); one
     that took part on some rank has the same gradient on every rank. `no_sync()` lets gradients add up locally; the next
@@ -47,6 +51,7 @@ class Reducer:
     def __init__(
         self, buffers: Sequence[FlatBuffer], communicator: Communicator | None, *, bucket_bytes: int = 25 << 20,
         algorithm: str = "auto", op: str = "mean", positions: Sequence[Sequence[int]] | None = None,
+        codec: Codec | None = None,
     ) -> None:  # fmt: skip
         if op not in ("mean", "sum"):
             raise ValueError(f"op is {op!r}; choose 'mean' or 'sum'")
@@ -55,6 +60,12 @@ class Reducer:
             [b.layout for b in self.buffers], item_sizes=[b.data.element_size() for b in self.buffers],
             bucket_bytes=bucket_bytes, positions=positions,
         )  # fmt: skip
+        self.errors: BucketErrors | None = None
+        if codec is not None and communicator is not None:
+            self.errors = BucketErrors(
+                codec, self.buckets, layouts=[b.layout for b in self.buffers], rank=communicator.rank, size=communicator.size,
+                devices=[b.data.device for b in self.buffers],
+            )  # fmt: skip
         self.synchronises = True
         self._bucket_of = {(b.buffer, p): i for i, b in enumerate(self.buckets) for p in b.parameters}
         numbering = [(b, p) for b, buffer in enumerate(self.buffers) for p in range(len(buffer))]
@@ -76,6 +87,20 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def communication_state(self) -> dict[str, Any]:
+        """The errors of compression by parameter name (see `BucketErrors`); {} where nothing is compressed."""
+        return {} if self.errors is None else self.errors.state_dict()
+
+    def check_communication_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError for a state that can't be loaded here."""
+        if self.errors is not None:
+            self.errors.check(state)
+
+    def load_communication_state(self, state: Mapping[str, Any]) -> None:
+        """Take up the errors that `communication_state` gave. One rank alone has no use for them."""
+        if self.errors is not None:
+            self.errors.load_state_dict(state, op=self.op)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -134,7 +159,15 @@ class Reducer:
         bucket = self.buckets[index]
         gradient = self.buffers[bucket.buffer].grad[bucket.start : bucket.stop]
         label = f"bucket {index} of {len(self.buckets)}"
-        self._works.append(self._all_reduce(gradient, op=self.op, offset=bucket.start, label=label))
+        if self.errors is None:
+            self._works.append(self._all_reduce(gradient, op=self.op, offset=bucket.start, label=label))
+            return
+        self._works.append(
+            compressed_all_reduce(
+                gradient, codec=self.errors.codec, error=self.errors[index], communicator=self.communicator, op=self.op,
+                async_op=True, label=label,
+            )
+        )  # fmt: skip
 
     def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Any:
         if self.communicator is None:
@@ -156,8 +189,11 @@ class Reducer:
             return
         absent = [number for number, used in enumerate(self._used_here) if not used]
         absent_before: dict[int, torch.Tensor | None] = {}
+        errors_before: dict[int, list[torch.Tensor]] = {}
         for number in absent:
             b, p = self._numbering[number]
+            if self.errors is not None:
+                errors_before[number] = self.errors.keep(b, p)
             gradient = self.buffers[b].parameters[p].grad
             absent_before[number] = None if gradient is None else gradient.clone()  # its place is summed with its bucket
             self.buffers[b].restore_gradient(p)
@@ -168,10 +204,15 @@ class Reducer:
         for work in [*self._works, used]:
             if work is not None:
                 work.wait()
+        if self.errors is not None:
+            for index, bucket in enumerate(self.buckets):
+                self.errors.clear_padding(index, self.buffers[bucket.buffer].grad[bucket.start : bucket.stop])
         if absent:
             for number, anywhere in zip(absent, self._used[absent].tolist(), strict=True):
                 if not anywhere:
                     b, p = self._numbering[number]
+                    if self.errors is not None:
+                        self.errors.put_back(b, p, errors_before[number])
                     self.buffers[b].parameters[p].grad = absent_before[number]
                     if absent_before[number] is not None:
                         self.buffers[b].restore_gradient(p)
