@@ -327,9 +327,13 @@ class OneBit(Codec):
 
 def parse(text: str) -> Codec:
     """The codec of a name as a configuration gives it. ValueError lists the names."""
+    from pyops.comm.power_sgd import PowerSGD  # they are made of what is above
+    from pyops.comm.topk import TopK
+
     known: dict[str, Callable[[], Codec]] = {
         "none": Identity, "identity": Identity, "bf16": BF16, "int8": Int8, "fp8": FP8, "onebit": OneBit,
         "fp8_e5m2": lambda: FP8(format="e5m2"), "onebit_tensor": lambda: OneBit(block=None),
+        "topk": TopK, "power_sgd": PowerSGD,
     }  # fmt: skip
     if text not in known:
         raise ValueError(f"there is no codec {text!r}; choose one of {', '.join(known)}")

@@ -12,14 +12,19 @@ strongest directions of the gradients. Vogels, Karimireddy, Jaggi, PowerSGD, Neu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from pyops.comm import two_shot
+from pyops.comm.codec import Codec
+from pyops.comm.error_feedback import ErrorFeedback
 from pyops.comm.low_rank import Family, families, fresh_basis, orthonormal, product, unit_columns
+from pyops.comm.transport import Transport
 from pyops.flat import FlatLayout, Shard
 
 __all__ = ["PowerSGD", "PowerSGDMemory", "low_rank_mean"]
@@ -28,17 +33,16 @@ SEGMENT = 1 << 18  # elements of a slice of the exact collectives
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Codec):
     """Matrices as products of rank `rank`; a tensor [n, ...] is the matrix [n, numel / n]. seed: of the first directions.
 
-    Vectors, and matrices that would not shrink by half, travel in fp32, exactly. Needs the shapes of the tensors: those of
-    the layout of its memory, or of the tensor itself. The wire carries 2 * 4 * rank * (n + m) bytes for 2 * 4 * n * m.
+    Vectors, and matrices that would not shrink by half, travel in fp32, exactly. A matrix costs rank * (n + m) numbers in
+    place of n * m. It needs the shapes of the tensors, so `compressed_all_reduce` takes it with error=PowerSGDMemory(layout,
+    ...) only, as DataParallel and ddp_hook do; there is no payload of a piece, nor a compressed reduce-scatter or all-gather.
     """
 
     rank: int = 4
     seed: int = 0
-    block = 1
-    feedback = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -47,6 +51,47 @@ class PowerSGD:
     @property
     def name(self) -> str:
         return f"power_sgd(rank={self.rank}, seed={self.seed})"
+
+    @property
+    def memory(self) -> type[PowerSGDMemory]:
+        return PowerSGDMemory
+
+    def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
+        """flat = scale * (sum over ranks of flat + error) at low rank, in place. ValueError without a memory that fits."""
+        if not isinstance(error, PowerSGDMemory):
+            raise ValueError(
+                f"{self.name} needs the shapes of the tensors; pass error=PowerSGDMemory(layout, codec=codec, ...)"
+            )
+        if (error.codec, error.rank, error.size) != (self, transport.rank, transport.size) or error.numel != flat.numel():
+            raise ValueError(
+                f"error is for {error.numel} elements with {error.codec.name} on rank {error.rank} of {error.size}; this call "
+                f"has {flat.numel()} with {self.name} on rank {transport.rank} of {transport.size}"
+            )
+
+        def exchange(x: Tensor) -> None:
+            two_shot.all_reduce(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
+
+        low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            f"{self.name} writes whole matrices, not pieces; use it with compressed_all_reduce and a PowerSGDMemory"
+        )
+
+    def payload_bytes(self, n: int) -> int:
+        self._refuse()
+
+    def encode(
+        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
+        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
+    ) -> None:  # fmt: skip
+        self._refuse()
+
+    def decode(self, payload: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+        self._refuse()
+
+    def sum_rows(self, out: Tensor, payloads: Sequence[Tensor], *, scale: float = 1.0) -> None:
+        self._refuse()
 
 
 class PowerSGDMemory:
@@ -59,11 +104,14 @@ class PowerSGDMemory:
     def __init__(
         self, layout: FlatLayout, *, codec: PowerSGD, rank: int, size: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.layout, self.codec, self.rank, self.size = layout, codec, rank, size
+        self.layout, self.numel, self.codec, self.rank, self.size = layout, layout.numel, codec, rank, size
         self.families, self.whole = families(layout, rank=codec.rank)
         self.worker = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.overflowed = torch.zeros(1, dtype=torch.float32, device=device)
         self.bases = [self._fresh(family) for family in self.families]
+        self.rounds = 0
+        self.starts = [0] * (size + 1)  # no rank keeps errors for all, as the owners of an elementwise codec's chunks do
+        self.server = self.worker[:0]
 
     def _fresh(self, family: Family) -> Tensor:
         return fresh_basis(family, self.layout.names, seed=self.codec.seed).to(self.worker.device)
@@ -74,7 +122,7 @@ class PowerSGDMemory:
         self.bases = [self._fresh(family) for family in self.families]
 
     def state_dict(self) -> dict[str, Any]:
-        """{"codec", "worker": {name: Shard of [size, *shape]}, "basis": {name: Q [r, m]}}."""
+        """{"codec", "rounds", "worker": {name: Shard of [size, *shape]}, "basis": {name: Q [r, m]}}."""
         worker = {
             name: Shard((self.size, *shape), (self.rank, *(0 for _ in shape)), self._part(i).view(1, *shape))
             for i, (name, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True))
@@ -84,7 +132,40 @@ class PowerSGDMemory:
             for family, batch in zip(self.families, self.bases, strict=True)
             for i, q in zip(family.members, batch, strict=True)
         }
-        return {"codec": self.codec.name, "worker": worker, "basis": basis}
+        return {"codec": self.codec.name, "rounds": self.rounds, "worker": worker, "basis": basis}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, or the whole tensors that a checkpoint has in place of shards.
+
+        From another number of ranks every rank gets the mean of the errors. ValueError, before anything is changed, for
+        another codec, other tensors, or rows of another number of ranks of which some are missing.
+        """
+        errors = ErrorFeedback(self.layout, codec=self.codec, rank=self.rank, size=self.size, device=self.worker.device)
+        errors.load_state_dict({**state, "server": {name: self.worker.new_zeros(numel) for name, numel in self._sizes()}})
+        bases = [torch.stack([self._basis(state, i, family) for i in family.members]) for family in self.families]
+        self.worker.copy_(errors.worker)
+        self.bases, self.rounds = [b.to(self.worker.device) for b in bases], errors.rounds
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(name, prod(shape)) for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)]
+
+    def _basis(self, state: Mapping[str, Any], index: int, family: Family) -> Tensor:
+        name = self.layout.names[index]
+        found = state.get("basis", {}).get(name)
+        if not isinstance(found, Tensor) or found.shape != (family.rank, family.columns):
+            has = tuple(found.shape) if isinstance(found, Tensor) else "none"
+            raise ValueError(f"the state's directions for {name!r} are {has}; expected ({family.rank}, {family.columns})")
+        return found
+
+    def take_basis(self, name: str, other: PowerSGDMemory) -> None:
+        """Copy a matrix's directions from another memory of it."""
+        where, source = self._place(name), other._place(name)
+        if where is not None and source is not None:
+            self.bases[where[0]][where[1]] = other.bases[source[0]][source[1]]
+
+    def _place(self, name: str) -> tuple[int, int] | None:
+        index = self.layout.names.index(name)
+        return next(((i, f.members.index(index)) for i, f in enumerate(self.families) if index in f.members), None)
 
     def _part(self, index: int) -> Tensor:
         return self.worker[self.layout.slice_at(index)]
