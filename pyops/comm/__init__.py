@@ -12,7 +12,9 @@
 | arithmetic.py | sums of any dtype: fp32 inside for 16-bit, one rounding |
 | communicator.py, probe.py, work.py | what is kept for a group; measured costs for "auto"; asynchronous calls |
 | codec.py, compressed.py, compressed_shots.py, error_feedback.py | what a slow link needs: few bits, and what they leave out |
-| bucket.py, reducer.py | slices of a FlatBuffer, all-reduced as backward fills them |
+| topk.py; power_sgd.py, low_rank.py | codecs of the largest numbers, and of matrices as products of thin ones |
+| bucket.py, reducer.py, bucket_errors.py | slices of a FlatBuffer, all-reduced as backward fills them; what that leaves out |
+| ddp.py, fsdp.py | the same for torch's own DistributedDataParallel and FSDP2, by one line |
 | agreement.py, failure.py | ranks fail together, and errors say which rank, which collective, which bucket |
 
 The result of every collective has the same bits on all ranks. Sums have a fixed order: by rank for two_shot and shared_memory,
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from pyops.comm.collectives import all_gather, all_reduce, reduce_scatter
     from pyops.comm.communicator import Communicator, release
     from pyops.comm.compressed import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
+    from pyops.comm.ddp import ddp_hook
     from pyops.comm.error_feedback import ErrorFeedback
     from pyops.comm.failure import CommunicationError, DisagreementError
+    from pyops.comm.fsdp import fsdp_reduce_scatter
     from pyops.comm.reducer import Reducer
 
 __all__ = [
@@ -43,6 +47,8 @@ __all__ = [
     "compressed_all_gather",
     "compressed_all_reduce",
     "compressed_reduce_scatter",
+    "ddp_hook",
+    "fsdp_reduce_scatter",
     "reduce_scatter",
     "release",
 ]
@@ -50,7 +56,7 @@ __all__ = [
 _HOMES = {
     "CommunicationError": "failure", "Communicator": "communicator", "DisagreementError": "failure", "Reducer": "reducer",
     "ErrorFeedback": "error_feedback", "compressed_all_gather": "compressed", "compressed_all_reduce": "compressed",
-    "compressed_reduce_scatter": "compressed",
+    "compressed_reduce_scatter": "compressed", "ddp_hook": "ddp", "fsdp_reduce_scatter": "fsdp",
     "all_gather": "collectives", "all_reduce": "collectives", "reduce_scatter": "collectives", "release": "communicator",
 }  # fmt: skip
 
