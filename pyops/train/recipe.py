@@ -41,7 +41,7 @@ def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessG
     codec = None if config.optimizer.communicates else _codec(config.communication)
     return DataParallel(
         model, group=group, op="sum", algorithm=options.algorithm, bucket_bytes=int(options.bucket_mib * 2**20),
-        group_by=_weight_decay_group, **({"codec": codec} if codec is not None else {}),
+        group_by=_weight_decay_group, codec=codec,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel) ->
     for i, buffer in enumerate(parallel.flat):
         moments |= named_state(whole["state"].get(i, {}), buffer.layout)
     communication = {
-        "gradients": parallel.communication_state() if hasattr(parallel, "communication_state") else {},
+        "gradients": parallel.communication_state(),
         "optimizer": whole.get("communication", {}),
     }
     return {"optimizer": moments, "communication": communication}
