@@ -1,8 +1,9 @@
-"""AdamW against torch.optim (foreach, fused), DeepSpeedCPUAdam where installed, and torch's own sequence around a step.
+"""The elementwise optimizers against torch.optim (foreach, fused), DeepSpeedCPUAdam where installed, and torch's own sequence.
 
     sizes       one large tensor; 1000 of 64 elements; 1000 of 4 Ki     what a launch costs, what memory allows
     precision   bf16 parameters with float32 masters and moments
     tail        clip + step + zero_grad + bf16 copy
+    rules       SGD, SGD with momentum, Lion (torch has none: foreach calls instead) and Adagrad at two sizes
     overhead    what step() costs beyond its kernel: 1000 parameters, and one flat parameter
 
 A case that moves memory states its bytes; GB/s and percent of a copy follow from them.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import nn
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
-from pyops.optim import AdamW
+from pyops.optim import SGD, Adagrad, AdamW, Lion
 
 __all__ = ["cases", "run"]
 
@@ -92,6 +94,56 @@ def of_size(name: str, count: int, numel: int, *, device: torch.device, target: 
         "optim", name, {"pyops": ours.step, **rivals(params, device)}, device=device,
         check=lambda: compare(params, twin, ours.step, theirs.step),
         bytes_moved=state_bytes * count * numel, targets={"torch fused": target} if target else {},
+    )  # fmt: skip
+
+
+class ForeachLion(torch.optim.Optimizer):
+    """Lion in as few calls as torch has: six passes over lists of tensors."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.exp_avgs = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        params, (beta1, beta2) = group["params"], group["betas"]
+        grads = [p.grad for p in params]
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        update = torch._foreach_mul(self.exp_avgs, beta1)
+        torch._foreach_add_(update, grads, alpha=1 - beta1)
+        torch._foreach_sign_(update)
+        torch._foreach_add_(params, update, alpha=-group["lr"])
+        torch._foreach_lerp_(self.exp_avgs, grads, 1 - beta2)
+
+
+# Our class, torch's (by rival), options, bytes per fp32 element.
+RULES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int]] = {
+    "SGD": (
+        SGD, {"torch fused": partial(torch.optim.SGD, fused=True), "torch foreach": partial(torch.optim.SGD, foreach=True)},
+        {"lr": 1e-2, "weight_decay": 0.1}, 12),
+    "SGD momentum": (
+        SGD, {"torch fused": partial(torch.optim.SGD, fused=True), "torch foreach": partial(torch.optim.SGD, foreach=True)},
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, 20),
+    "Lion": (Lion, {"torch foreach": ForeachLion}, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}, 20),
+    "Adagrad": (
+        Adagrad,
+        {"torch fused": partial(torch.optim.Adagrad, fused=True), "torch foreach": partial(torch.optim.Adagrad, foreach=True)},
+        {"lr": 1e-2, "weight_decay": 0.1, "initial_accumulator_value": 0.1}, 20),
+}  # fmt: skip
+
+
+def of_rule(name: str, rule: str, count: int, numel: int, *, device: torch.device, target: float | None) -> Case:
+    make, rivals_of_rule, options, state_bytes = RULES[rule]
+    params = parameters(count, numel, device=device)
+    twin = twins(params)
+    ours = make(params, **options)
+    theirs = {rival: make_rival(twins(params), **options).step for rival, make_rival in rivals_of_rule.items()}
+    judge = next(iter(rivals_of_rule.values()))(twin, **options)
+    return Case(
+        "optim", name, {"pyops": ours.step, **theirs}, device=device,
+        check=lambda: compare(params, twin, ours.step, judge.step),
+        bytes_moved=state_bytes * count * numel, targets=dict.fromkeys(theirs, target) if target else {},
     )  # fmt: skip
 
 
@@ -236,6 +288,11 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield names[0], lambda: of_size(names[0], 1, large, device=device, target=aim(0.97))
     yield names[1], lambda: of_size(names[1], 1000, 64, device=device, target=aim(8.0))
     yield names[2], lambda: of_size(names[2], 1000, 4 * KI, device=device, target=aim(2.5))
+    for rule in RULES:
+        sizes = ((f"1 tensor of {title}", 1, large), ("1000 tensors of 64", 1000, 64))
+        for words, count, numel in sizes:
+            case = f"{rule} fp32, {words}"
+            yield case, partial(of_rule, case, rule, count, numel, device=device, target=aim(1.0))
     fresh = "AdamW fp32, 1000 tensors of 64, new gradients"
     yield fresh, lambda: fresh_gradients(fresh, device=device)
     master = f"AdamW bf16 + fp32 master and moments, {title}"
