@@ -29,6 +29,7 @@ __all__ = ["ALONE", "BASELINE", "FP32", "WAYS", "all_reduces", "losses", "steps"
 FP32, BASELINE, ALONE = "gloo fp32", "torch DDP + AdamW", "no communication"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gpt_small.toml"
 MATRIX_RANK = 4  # of PowerSGD
+RATES = {"OneBitLAMB": 1e-2}  # LAMB's step is a share of a layer's norm, so its learning rate is another; else the example's
 Pair = tuple[nn.Module, Any]
 
 
@@ -149,6 +150,7 @@ WAYS: dict[str, Callable[..., Pair]] = {
     BASELINE: _torch_ddp,
     "AdamW, bf16": partial(_pyops, codec="bf16"),
     "AdamW, int8": partial(_pyops, codec="int8"),
+    "AdamW, PowerSGD": partial(_pyops, codec="power_sgd"),
     "torch DDP + PowerSGD": partial(_torch_ddp, power_sgd=True),
     "OneBitAdam": partial(_pyops, optimizer="onebit_adam"),
     "OneBitLAMB": partial(_pyops, optimizer="onebit_lamb"),
@@ -160,7 +162,9 @@ class Trainer:
     """The example GPT on the standard library's sources, communicating in one of the WAYS; calling it takes one step."""
 
     def __init__(self, way: str, *, batch: int, num_steps: int, warmup: int) -> None:
-        self.config = load_config(CONFIG, overrides=[f"train.steps={num_steps}", f"train.batch={batch}"])
+        overrides = [f"train.steps={num_steps}", f"train.batch={batch}"]
+        overrides += [f"optimizer.lr={RATES[way]}"] if way in RATES else []
+        self.config = load_config(CONFIG, overrides=overrides)
         length, seed = self.config.model.sequence_length, self.config.train.seed
         rows = {"sequence_length": length, "rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
         self.corpus = prepare(self.config.data, vocab_size=self.config.model.vocab_size, sequence_length=length)
