@@ -10,14 +10,6 @@ namespace pyops {
 
 constexpr int64_t STREAMED_NUMEL = 8 << 20;  // elements of an output that the caches can't hold
 
-inline float* data_of(const std::optional<Tensor>& t) { return t && t->numel() ? static_cast<float*>(t->data_ptr()) : nullptr; }
-
-inline std::vector<const uint8_t*> addresses(const Tensors& rows) {
-    std::vector<const uint8_t*> out;
-    for (const Tensor& row : rows) out.push_back(static_cast<const uint8_t*>(row.data_ptr()));
-    return out;
-}
-
 // Calls f(first, last) on ranges of the span's blocks.
 template <typename F>
 void for_blocks(const CodecSpan& span, F f) {
@@ -27,13 +19,20 @@ void for_blocks(const CodecSpan& span, F f) {
     else torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, SERIAL / 2 / span.block), f);
 }
 
-template <typename Encode>
-void encode_all(const CodecSpan& span, Encode encode, const std::optional<Tensor>& flag) {
+using EncodeKernel = bool (*)(const CodecSpan&, int64_t, int64_t);
+using SumKernel = void (*)(const CodecSpan&, int64_t, int64_t);
+
+inline void encode_blocks(const CodecSpan& span, EncodeKernel encode, const OptionalTensor& flag) {
     std::atomic<bool> bad{false};
     for_blocks(span, [&](int64_t first, int64_t last) {
         if (encode(span, first, last)) bad.store(true, std::memory_order_relaxed);
     });
     if (bad && flag) *static_cast<float*>(flag->data_ptr()) = 1.0f;
+}
+
+inline void sum_blocks(CodecSpan span, SumKernel sum) {
+    span.streams = span.n >= STREAMED_NUMEL;
+    for_blocks(span, [&](int64_t first, int64_t last) { sum(span, first, last); });
 }
 
 }  // namespace pyops

@@ -9,7 +9,7 @@ namespace pyops {
 
 enum Format : int { INT8 = 0, E4M3 = 1, E5M2 = 2 };
 
-constexpr float quantize_limit(int format) { return format == INT8 ? 127.0f : format == E4M3 ? 448.0f : 57344.0f; }
+PYOPS_HOST_DEVICE constexpr float quantize_limit(int format) { return format == INT8 ? 127.0f : format == E4M3 ? 448.0f : 57344.0f; }
 
 // The scale of a block whose largest magnitude has the bits `largest`; nan when that is not finite.
 template <int FORMAT>

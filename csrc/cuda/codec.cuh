@@ -1,0 +1,176 @@
+// How the kernels of the codecs walk: a warp takes a block, line by line, and a thread four elements of each line.
+//
+//   block   |------ line 0 ------|------ line 1 ------|-- line 2 --|      LINE = 128 elements
+//   lanes   0000 1111 2222 ... 31   0000 1111 ...                          one access of 16 bytes each (8 for 16-bit numbers)
+//
+// Every kernel is called with a source: what gives u, before the error, of four elements of a block (Numbers, or rows of payloads).
+#pragma once
+
+#include "pack.cuh"
+#include "reduce.cuh"
+
+namespace pyops::cuda {
+
+constexpr int CODEC_THREADS = 256;
+constexpr int LINE = 4 * WARP;
+constexpr int MAX_PAYLOADS = 256;  // pointers that travel as kernel arguments
+
+struct Codec {
+  int64_t n, block;
+  float* error;      // null: none
+  uint8_t* payload;  // [fp32 scales][bits or codes], at any address; or bits alone
+  float* flag;
+  int rule;
+  bool stochastic_rounding;
+  uint64_t seed, offset;
+};
+
+struct Payloads {
+  const uint8_t* row[MAX_PAYLOADS];
+  int count;
+  int64_t head;             // bytes of scales before the bits or codes
+  const float* row_scales;  // null: each block has its own
+  float scale;              // of the sum
+};
+
+__device__ __forceinline__ bool in_line(const void* address, int bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
+
+__device__ __forceinline__ float scale_at(const uint8_t* payload, int64_t block) {
+  const uint8_t* from = payload + 4 * block;
+  if (in_line(from, 4)) return *reinterpret_cast<const float*>(from);
+  return float_of(from[0] | static_cast<uint32_t>(from[1]) << 8 | static_cast<uint32_t>(from[2]) << 16 | static_cast<uint32_t>(from[3]) << 24);
+}
+
+__device__ __forceinline__ void put_scale(uint8_t* payload, int64_t block, float scale) {
+  uint8_t* to = payload + 4 * block;
+  const uint32_t bits = bits_of(scale);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) to[k] = static_cast<uint8_t>(bits >> (8 * k));
+}
+
+// Elements i .. i + 3 of those before `end`; 0 beyond.
+template <int DTYPE>
+__device__ __forceinline__ void load_four(const void* base, int64_t i, int64_t end, float (&values)[4]) {
+  if (i + 4 <= end && in_line(base, 4 * bytes_of(DTYPE))) {
+    widen(load<DTYPE, 4>(base, i), values);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[k] = i + k < end ? widen(load<DTYPE, 1>(base, i + k).element[0]) : 0.0f;
+  }
+}
+
+template <int DTYPE>
+__device__ __forceinline__ void store_four(void* base, int64_t i, int64_t end, const float (&values)[4]) {
+  if (i + 4 <= end && in_line(base, 4 * bytes_of(DTYPE))) {
+    Pack<DTYPE, 4> pack;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pack.element[k] = narrow<DTYPE>(values[k]);
+    store<DTYPE, 4>(base, i, pack);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (i + k < end) store<DTYPE, 1>(base, i + k, Pack<DTYPE, 1>{{narrow<DTYPE>(values[k])}});
+    }
+  }
+}
+
+// The elements of a tensor.
+template <int DTYPE>
+struct Numbers {
+  const void* x;
+  __device__ __forceinline__ void operator()(int64_t, int64_t i, int64_t end, float (&u)[4]) const { load_four<DTYPE>(x, i, end, u); }
+};
+
+// scale * ((row 0 + row 1) + ...); DECODE gives four numbers of one row.
+template <typename Decode>
+struct RowSum {
+  Payloads rows;
+  __device__ __forceinline__ void operator()(int64_t block, int64_t i, int64_t end, float (&u)[4]) const {
+    for (int r = 0; r < rows.count; ++r) {
+      const float scale = rows.row_scales ? rows.row_scales[r] : scale_at(rows.row[r], block);
+      float values[4];
+      Decode::four(rows.row[r] + rows.head, scale, i, end, values);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) u[k] = r == 0 ? values[k] : u[k] + values[k];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) u[k] *= rows.scale;
+  }
+};
+
+// u of four elements: the source, and the error where there is one.
+template <typename Source>
+__device__ __forceinline__ void four(const Codec& codec, const Source& source, int64_t block, int64_t i, int64_t end, float (&u)[4]) {
+  source(block, i, end, u);
+  if (codec.error == nullptr) return;
+  float error[4];
+  load_four<FP32>(codec.error, i, end, error);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) u[k] += error[k];
+}
+
+// Calls body(block, first element, end) for the blocks of this warp.
+template <typename Body>
+__device__ __forceinline__ void for_blocks(int64_t n, int64_t block, const Body& body) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (CODEC_THREADS / WARP);
+  const int64_t blocks = (n + block - 1) / block;
+  for (int64_t b = static_cast<int64_t>(blockIdx.x) * (CODEC_THREADS / WARP) + threadIdx.x / WARP; b < blocks; b += warps) {
+    const int64_t begin = b * block;
+    body(b, begin, begin + block < n ? begin + block : n);
+  }
+}
+
+// The lines of one block, up to LINES of them held in registers between the two looks: first(u) and second(i, u), called by all
+// lanes alike (an element at or beyond `end` is 0). `between` runs once in the middle.
+template <int LINES, typename Source, typename First, typename Between, typename Second>
+__device__ __forceinline__ void look_twice(const Codec& codec, const Source& source, int64_t block, int64_t begin, int64_t end,
+                                           const First& first, const Between& between, const Second& second) {
+  const int64_t mine = begin + 4 * (threadIdx.x % WARP);
+  if constexpr (LINES > 0) {
+    float held[LINES][4];
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+      if (begin + line * LINE < end) four(codec, source, block, mine + line * LINE, end, held[line]);
+    }
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+      if (begin + line * LINE < end) first(held[line]);
+    }
+    between();
+#pragma unroll
+    for (int line = 0; line < LINES; ++line) {
+      if (begin + line * LINE < end) second(mine + line * LINE, held[line]);
+    }
+  } else {
+    float u[4];
+    for (int64_t line = 0; begin + line < end; line += LINE) {
+      four(codec, source, block, mine + line, end, u);
+      first(u);
+    }
+    between();
+    for (int64_t line = 0; begin + line < end; line += LINE) {
+      four(codec, source, block, mine + line, end, u);
+      second(mine + line, u);
+    }
+  }
+}
+
+// out (+)= the source.
+template <int OUT, typename Source>
+__global__ __launch_bounds__(CODEC_THREADS) void decode_kernel(void* out, const __grid_constant__ Source source, int64_t n, int64_t block,
+                                                               bool accumulate) {
+  for_blocks(n, block, [&](int64_t b, int64_t begin, int64_t end) {
+    for (int64_t i = begin + 4 * (threadIdx.x % WARP); i < end; i += LINE) {
+      float values[4], before[4];
+      source(b, i, end, values);
+      if (accumulate) {
+        load_four<OUT>(out, i, end, before);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) values[k] = before[k] + values[k];
+      }
+      store_four<OUT>(out, i, end, values);
+    }
+  });
+}
+
+}  // namespace pyops::cuda

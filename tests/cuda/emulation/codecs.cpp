@@ -1,0 +1,115 @@
+// The CUDA kernels of the codecs as functions of the host, for tests/cuda/test_codecs.py: no GPU and no nvcc needed.
+#include <cuda_runtime.h>
+
+#include "../../../csrc/cuda/onebit_kernel.cuh"
+#include "../../../csrc/cuda/quantize_kernel.cuh"
+
+using namespace pyops;
+using namespace pyops::cuda;
+
+namespace {
+
+Payloads payloads(const void* const* rows, int count, int64_t head, const float* scales, float scale) {
+  Payloads out{};
+  for (int r = 0; r < count; ++r) out.row[r] = static_cast<const uint8_t*>(rows[r]);
+  out.count = count;
+  out.head = head;
+  out.row_scales = scales;
+  out.scale = scale;
+  return out;
+}
+
+template <typename Body>
+void with_format(int format, const Body& body) {
+  if (format == INT8) body(Code<INT8>{});
+  else if (format == E4M3) body(Code<E4M3>{});
+  else body(Code<E5M2>{});
+}
+
+template <typename Source>
+void decode(unsigned grid, void* out, int dtype, const Source& source, int64_t n, int64_t block, int accumulate) {
+  with_dtype(dtype, [&](auto to) {
+    emulation::launch(grid, CODEC_THREADS, [&] { decode_kernel<decltype(to)::value>(out, source, n, block, accumulate != 0); });
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// What all encodes are told; x is null where the source are rows.
+struct Encode {
+  int64_t n, block;
+  float* error;
+  uint8_t* payload;
+  float* flag;
+  int64_t rule, stochastic, seed, offset;
+  const void* x;
+  int64_t dtype;
+  const void* const* rows;
+  int64_t count;
+  float scale;
+};
+
+static Codec codec_of(const Encode& e) {
+  return {e.n, e.block, e.error, e.payload, e.flag, static_cast<int>(e.rule), e.stochastic != 0, static_cast<uint64_t>(e.seed),
+          static_cast<uint64_t>(e.offset)};
+}
+
+void emulated_onebit_encode(unsigned grid, const Encode* e, int64_t head) {
+  const Codec codec = codec_of(*e);
+  const auto run = [&](const auto& source) {
+    emulation::launch(grid, CODEC_THREADS, [&] {
+      if (e->block <= HELD_LINES * LINE) onebit_encode_kernel<HELD_LINES>(codec, source);
+      else onebit_encode_kernel<0>(codec, source);
+    });
+  };
+  if (!e->x) return run(RowSum<SignBits>{payloads(e->rows, static_cast<int>(e->count), head, nullptr, e->scale)});
+  with_dtype(static_cast<int>(e->dtype), [&](auto code) { run(Numbers<decltype(code)::value>{e->x}); });
+}
+
+void emulated_onebit_scaled(unsigned grid, const Encode* e, const float* scale) {
+  const Codec codec = codec_of(*e);
+  with_dtype(static_cast<int>(e->dtype), [&](auto code) {
+    const Numbers<decltype(code)::value> source{e->x};
+    emulation::launch(grid, CODEC_THREADS, [&] { onebit_scaled_kernel(codec, source, scale); });
+  });
+}
+
+void emulated_onebit_norm(unsigned grid, const Encode* e, double* out) {
+  static OneBitWorkspace workspace;
+  const Codec codec = codec_of(*e);
+  with_dtype(static_cast<int>(e->dtype), [&](auto code) {
+    const Numbers<decltype(code)::value> source{e->x};
+    emulation::launch(grid, CODEC_THREADS, [&] { onebit_norm_kernel(codec, source, &workspace, out); });
+  });
+}
+
+void emulated_onebit_decode(unsigned grid, void* out, int dtype, const void* const* rows, int count, int64_t head,
+                            const float* scales, float scale, int64_t n, int64_t block, int accumulate) {
+  decode(grid, out, dtype, RowSum<SignBits>{payloads(rows, count, head, scales, scale)}, n, block, accumulate);
+}
+
+void emulated_quantize_encode(unsigned grid, const Encode* e, int64_t head) {
+  const Codec codec = codec_of(*e);
+  with_format(codec.rule, [&](auto format) {
+    constexpr int FORMAT = decltype(format)::value;
+    const auto run = [&](const auto& source) {
+      emulation::launch(grid, CODEC_THREADS, [&] {
+        if (e->block <= QUANTIZE_LINES * LINE) quantize_encode_kernel<FORMAT, QUANTIZE_LINES>(codec, source);
+        else quantize_encode_kernel<FORMAT, 0>(codec, source);
+      });
+    };
+    if (!e->x) return run(RowSum<Codes<FORMAT>>{payloads(e->rows, static_cast<int>(e->count), head, nullptr, e->scale)});
+    with_dtype(static_cast<int>(e->dtype), [&](auto code) { run(Numbers<decltype(code)::value>{e->x}); });
+  });
+}
+
+void emulated_quantize_decode(unsigned grid, void* out, int dtype, const void* const* rows, int count, int64_t head, float scale,
+                              int64_t n, int64_t block, int format, int accumulate) {
+  with_format(format, [&](auto code) {
+    decode(grid, out, dtype, RowSum<Codes<decltype(code)::value>>{payloads(rows, count, head, nullptr, scale)}, n, block, accumulate);
+  });
+}
+
+}  // extern "C"

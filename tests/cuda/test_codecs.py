@@ -1,0 +1,198 @@
+"""The codecs' CUDA kernels compiled for the host (tests/cuda/emulation) against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyops.ops import onebit, quantize
+from tests.ops.test_onebit import F, numbers, same
+
+pytestmark = pytest.mark.cpu_only
+
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SIZES = (1, 7, 65, 8 * 311 - 1, 4229)
+GRID = 3
+CPU = torch.device("cpu")
+
+
+class Encode(ctypes.Structure):
+    """The struct of tests/cuda/emulation/codecs.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "block")),
+        *((name, ctypes.c_void_p) for name in ("error", "payload", "flag")),
+        *((name, ctypes.c_int64) for name in ("rule", "stochastic", "seed", "offset")),
+        ("x", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("rows", ctypes.c_void_p), ("count", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    library = tmp_path_factory.mktemp("emulation") / "codecs.so"
+    source = Path(__file__).resolve().parent / "emulation" / "codecs.cpp"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    subprocess.run([compiler, *flags, f"-I{source.parent}", source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def place(values: torch.Tensor, shift: int) -> torch.Tensor:
+    """The values `shift` elements into a buffer that is in line, with room behind."""
+    buffer = torch.full((values.numel() + shift + 16,), 77, dtype=values.dtype)
+    view = buffer[shift : shift + values.numel()]
+    view.copy_(values)
+    return view
+
+
+def untouched(view: torch.Tensor) -> bool:
+    whole = view.as_strided((view.storage_offset() + view.numel() + 16,), (1,), 0)
+    return bool((whole[: view.storage_offset()] == 77).all() and (whole[-16:] == 77).all())
+
+
+def pointer(t: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr() if t is not None else None)
+
+
+def addresses(rows: Sequence[torch.Tensor]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(rows))(*[row.data_ptr() for row in rows])
+
+
+def encode(
+    kernels: ctypes.CDLL, stem: str, payload: torch.Tensor, x: torch.Tensor | Sequence[torch.Tensor],
+    error: torch.Tensor | None, flag: torch.Tensor | None, *, n: int, block: int, rule: int, scale: float = 1.0,
+    random: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    rows = addresses([] if isinstance(x, torch.Tensor) else x)
+    seed, offset = random or (0, 0)
+    told = Encode(n, block, pointer(error), pointer(payload), pointer(flag), rule, random is not None, seed, offset,
+                  pointer(x if isinstance(x, torch.Tensor) else None), CODES[x.dtype] if isinstance(x, torch.Tensor) else 0,
+                  ctypes.cast(rows, ctypes.c_void_p), len(rows), scale)  # fmt: skip
+    getattr(kernels, f"emulated_{stem}_encode")(GRID, ctypes.byref(told), ctypes.c_int64(4 * -(-n // block)))
+
+
+def bytes_of(stem: str, n: int, block: int) -> int:
+    return onebit.payload_bytes(n, block=block) if stem == "onebit" else quantize.payload_bytes(n, block=block)
+
+
+def results(kernels: ctypes.CDLL | None, stem: str, dtype: torch.dtype, n: int, block: int, rule: int, shift: int, bad: bool,
+            random: tuple[int, int] | None = None) -> list[torch.Tensor]:  # fmt: skip
+    """Encode, and the server's step over three rows: by the kernels, or by the reference when there are none."""
+    module = onebit if stem == "onebit" else quantize
+    name = {"rule": onebit.RULES[rule]} if stem == "onebit" else {"format": quantize.FORMATS[rule]}
+    rounding = {"stochastic_rounding": True, "seed": random[0], "offset": random[1]} if random else {}
+    x = place(numbers(n, dtype, CPU), shift)
+    errors = [place(numbers(n, torch.float32, CPU, seed=s), shift) for s in (2, 3)]
+    payloads = [place(torch.full((bytes_of(stem, n, block),), 9, dtype=torch.uint8), shift) for _ in range(3)]
+    if bad:
+        x[n // 3], x[-1], errors[0][2] = torch.inf, torch.nan, -torch.inf
+    getattr(module, f"{stem}_encode_reference")(payloads[1], place(numbers(n, dtype, CPU, seed=5), 0), block=block, **name)
+    rows, flags = [payloads[0], payloads[1], payloads[0]], [torch.zeros(1), torch.zeros(1)]
+    if kernels is None:
+        getattr(module, f"{stem}_encode_reference")(payloads[0], x, errors[0], flags[0], block=block, **name, **rounding)
+        options = {**name, **rounding, "n": n, "block": block, "scale": 0.3}
+        getattr(module, f"{stem}_reencode_reference")(payloads[2], rows, errors[1], flags[1], **options)
+    else:
+        encode(kernels, stem, payloads[0], x, errors[0], flags[0], n=n, block=block, rule=rule, random=random)
+        encode(kernels, stem, payloads[2], rows, errors[1], flags[1], n=n, block=block, rule=rule, scale=0.3, random=random)
+    assert all(untouched(t) for t in (*payloads, *errors))
+    return [*payloads, *errors, *flags]
+
+
+@pytest.mark.parametrize("rule", [0, 1], ids=onebit.RULES)
+@pytest.mark.parametrize("dtype", F, ids=str)
+def test_onebit_encode(kernels, dtype, rule):
+    for n in SIZES:
+        for block, shift in ((64, 0), (192, 1), (2048, 0), (2048, 3), (4160, 0)):
+            for bad in {False, n > 20}:
+                pair = [results(k, "onebit", dtype, n, block, rule, shift, bad) for k in (kernels, None)]
+                for actual, expected in zip(*pair, strict=True):
+                    same(actual, expected)
+                assert pair[0][-1].item() == bad
+
+
+@pytest.mark.parametrize("random", [None, (-12345, 13), (7, 4)], ids=["nearest", "stochastic", "stochastic in line"])
+@pytest.mark.parametrize("format", [0, 1, 2], ids=quantize.FORMATS)
+def test_quantize_encode(kernels, format, random):
+    for dtype in F:
+        for n in SIZES[1:]:
+            for block, shift in ((32, 0), (256, 1), (256, 0), (1056, 3)):
+                bad = n > 20 and block == 256
+                pair = [results(k, "quantize", dtype, n, block, format, shift, bad, random) for k in (kernels, None)]
+                for actual, expected in zip(*pair, strict=True):
+                    same(actual, expected)
+                assert pair[0][-1].item() == bad
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", F, ids=str)
+def test_decoding(kernels, dtype, shift):
+    for n in SIZES:
+        rows = [place(torch.randint(0, 120, (bytes_of("onebit", n, 192),), dtype=torch.uint8), shift) for _ in range(3)]
+        codes = [place(torch.randint(0, 120, (bytes_of("quantize", n, 192),), dtype=torch.uint8), shift) for _ in range(3)]
+        scales, blocks = torch.tensor([0.3, -1.7, 0.4]), -(-n // 192)
+        for row in (*rows, *codes):
+            row[: 4 * blocks] = torch.randn(blocks).view(torch.uint8)
+        for accumulate in (False, True):
+            for count in (1, 3) if not accumulate else (1,):
+                for own in (True, False):
+                    out = place(numbers(n, dtype, CPU, seed=9), shift)
+                    expected, given = out.clone(), None if own else scales[:count].contiguous()
+                    bits = rows[:count] if own else [row[4 * blocks :].clone() for row in rows[:count]]
+                    kernels.emulated_onebit_decode(
+                        GRID, pointer(out), CODES[dtype], addresses(bits), count, ctypes.c_int64(4 * blocks if own else 0),
+                        pointer(given), ctypes.c_float(0.7), ctypes.c_int64(n), ctypes.c_int64(192), accumulate,
+                    )  # fmt: skip
+                    if count == 1:
+                        onebit.onebit_decode_reference(expected, bits[0], given, block=192, scale=0.7, accumulate=accumulate)
+                    else:
+                        onebit.onebit_sum_rows_reference(expected, bits, given, block=192, scale=0.7)
+                    same(out, expected)
+                    assert untouched(out)
+                for format, name in enumerate(quantize.FORMATS):
+                    out = place(numbers(n, dtype, CPU, seed=9), shift)
+                    expected = out.clone()
+                    kernels.emulated_quantize_decode(
+                        GRID, pointer(out), CODES[dtype], addresses(codes[:count]), count, ctypes.c_int64(4 * blocks),
+                        ctypes.c_float(0.7), ctypes.c_int64(n), ctypes.c_int64(192), format, accumulate,
+                    )  # fmt: skip
+                    if count == 1:
+                        quantize.quantize_decode_reference(
+                            expected, codes[0], block=192, format=name, scale=0.7, accumulate=accumulate
+                        )
+                    else:
+                        quantize.quantize_sum_rows_reference(expected, codes, block=192, format=name, scale=0.7)
+                    same(out, expected)
+
+
+@pytest.mark.parametrize("dtype", F, ids=str)
+def test_one_scale_for_a_whole_tensor(kernels, dtype):
+    for n in SIZES:
+        for scale in (0.8, torch.nan):
+            given = torch.tensor([scale])
+            x, error = place(numbers(n, dtype, CPU), 1), place(numbers(n, torch.float32, CPU, seed=2), 1)
+            x[n // 2] = torch.inf
+            bits = place(torch.zeros((n + 7) // 8, dtype=torch.uint8), 3)
+            expected, wanted = bits.clone(), error.clone()
+            told = Encode(n, 512, pointer(error), pointer(bits), None, 0, 0, 0, 0, pointer(x), CODES[dtype], None, 0, 1.0)
+            total = torch.zeros(3, dtype=torch.float64)
+            kernels.emulated_onebit_norm(GRID, ctypes.byref(told), pointer(total))
+            assert torch.equal(total, onebit.onebit_norm_reference(x, error)), "inf, inf and how many"
+            kernels.emulated_onebit_scaled(GRID, ctypes.byref(told), pointer(given))
+            onebit.onebit_encode_scaled_reference(expected, x, wanted, given)
+            same(bits, expected)
+            same(error, wanted)
+            assert untouched(bits)
+            assert untouched(error)
+            x[n // 2] = 2.0
+            kernels.emulated_onebit_norm(GRID, ctypes.byref(told), pointer(total))
+            torch.testing.assert_close(total, onebit.onebit_norm_reference(x, error), rtol=1e-13, atol=0)
