@@ -98,6 +98,9 @@ def _steps(rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, 
         padding[buffer.layout.slice(name)] = False
     assert padding.sum() > 0
     assert buffer.grad[padding].abs().max() == 0, "padding has a gradient of zero, or it would enter norms and updates"
+    errors = model.reducer.errors
+    assert errors is not None
+    assert all(errors[i].worker[places].abs().sum() == 0 for i, places in enumerate(errors._padding)), "nor an error"
     return total, carried(model, group, op), gradients(model), model.module.never.weight.grad is None
 
 
@@ -289,4 +292,11 @@ def test_one_rank_alone_is_exact():
         loss_of(m, 0, 0).backward()
     assert torch.equal(model.module.first.weight.grad, net.first.weight.grad)
     assert model.communication_state() == {}
+    model.load_communication_state({"codec": CODEC.name, "worker": {}})  # of several ranks: one alone has no use for it
+
+
+def test_a_state_and_no_codec():
+    model = DataParallel(Net())
     model.load_communication_state({})
+    with pytest.raises(ValueError, match=r"of codec onebit\(.*this run uses none"):
+        model.load_communication_state({"codec": CODEC.name, "worker": {}})

@@ -60,6 +60,7 @@ class Reducer:
             [b.layout for b in self.buffers], item_sizes=[b.data.element_size() for b in self.buffers],
             bucket_bytes=bucket_bytes, positions=positions,
         )  # fmt: skip
+        self.codec = codec
         self.errors: BucketErrors | None = None
         if codec is not None and communicator is not None:
             self.errors = BucketErrors(
@@ -96,6 +97,11 @@ class Reducer:
         """ValueError for a state that can't be loaded here."""
         if self.errors is not None:
             self.errors.check(state)
+        elif self.codec is None and state:
+            raise ValueError(
+                f"the communication state is of codec {state.get('codec')}, this run uses none; use that codec, or go on "
+                "without the state"
+            )
 
     def load_communication_state(self, state: Mapping[str, Any]) -> None:
         """Take up the errors that `communication_state` gave. One rank alone has no use for them."""
