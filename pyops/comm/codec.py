@@ -97,10 +97,6 @@ class Codec(ABC):
         self.encode(total, payload, error=error, flag=flag, scale=measure, seed=seed, offset=offset)
 
 
-def _source(x: Tensor, error: Tensor | None) -> Tensor:
-    return x.float() if error is None else x.float() + error
-
-
 def _raise_flag(flag: Tensor | None, fine: Tensor) -> None:
     if flag is not None:
         flag.copy_(torch.where(fine.all(), flag, 1.0))
@@ -118,13 +114,16 @@ class _Floats(Codec):
         scale: Tensor | None = None, seed: int = 0, offset: int = 0,
     ) -> None:  # fmt: skip
         numbers = self._numbers(payload)
-        u = _source(x, error)
+        u = x.float() if error is None else torch.add(x, error)
         numbers.copy_(u)
-        fine = numbers.isfinite()  # the largest fp32 numbers round to infinity in bf16
-        numbers.copy_(torch.where(fine, numbers, torch.nan))
-        _raise_flag(flag, fine)
+        left = torch.sub(u, numbers, out=u) if u is not x else u - numbers  # nan where a number is not finite
+        fine = left.isfinite()
+        if x.is_cuda or not bool(fine.all()):
+            numbers.copy_(torch.where(fine, numbers, torch.nan))
+            _raise_flag(flag, fine)
+            left = left if error is None else torch.where(fine, left, error)
         if error is not None:
-            error.copy_(torch.where(fine, u - numbers.float(), error))
+            error.copy_(left)
 
     def decode(self, payload: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         numbers = self._numbers(payload)

@@ -78,9 +78,11 @@ def _reduce(comm: Communicator, flat: Tensor, scale: float, algorithm: str, segm
 
     chosen = comm.choose(algorithm, flat, runners=runner)
     if chosen == "shared_memory":
+        comm.count(2 * _others_share(comm, flat))
         comm.shared_memory().all_reduce(flat, scale=scale, spins=spins)
         return
     if chosen == "native":
+        comm.count(2 * _others_share(comm, flat))
         _native(comm, lambda: dist.all_reduce(flat, group=comm.group))
         scale_in_place(flat, scale=scale)
         return
@@ -134,9 +136,11 @@ def _reduce_scatter(
         return
     chosen = comm.choose(algorithm, flat, runners=lambda name: lambda x: _reduce(comm, x, 1.0, name, segment, 0, spins))
     if chosen == "shared_memory":
+        comm.count(_others_share(comm, flat))
         comm.shared_memory().reduce_scatter(flat, out, starts=starts, scale=scale, spins=spins)
         return
     if chosen == "native":
+        comm.count(_others_share(comm, flat))
         parts = [flat[a:b] for a, b in itertools.pairwise(starts)]
         if any(len(part) != len(parts[0]) for part in parts):  # backends want equal parts
             total = flat.clone()
@@ -194,6 +198,8 @@ def _all_gather(
         out.copy_(x)
         return
     chosen = comm.choose(algorithm, x, runners=lambda name: lambda y: _reduce(comm, y, 1.0, name, segment, 0, spins))
+    if chosen in ("shared_memory", "native"):
+        comm.count((comm.size - 1) * x.numel() * x.element_size())
     if chosen == "shared_memory":
         comm.shared_memory().all_gather(x, out, starts=starts, spins=spins)
     elif chosen == "native":
@@ -210,6 +216,11 @@ def _all_gather(
             comm.agree("all_gather", numel=starts[-1], dtype=x.dtype, details=(chosen, segment, starts))
         function = ring.all_gather if chosen == "ring" else two_shot.all_gather
         function(x, out, starts=starts, transport=comm.transport, segment=segment)
+
+
+def _others_share(comm: Communicator, flat: Tensor) -> float:
+    """Bytes of a tensor that are not this rank's own part."""
+    return flat.numel() * flat.element_size() * (comm.size - 1) / comm.size
 
 
 def gather_bytes(comm: Communicator, x: Tensor, out: Tensor, starts: list[int], *, spins: int) -> None:

@@ -57,6 +57,7 @@ class Communicator:
         self.sequence = 0  # collectives called so far; equal on all ranks
         self._current = 0  # the one that runs
         self._shared: SharedMemory | str | None = None  # a text says why there is none
+        self._uncounted = 0  # bytes that went another way than the transport, less those that were for measuring
         self._costs: dict[tuple[str, str], probe.Table] = {}
         self._broken: CommunicationError | None = None
         self._streams: dict[torch.device, Any] = {}
@@ -92,6 +93,18 @@ class Communicator:
         """The group's timeout in seconds."""
         options = getattr(self.group._get_backend(device), "options", None)
         return float(options._timeout.total_seconds()) if options is not None else 1800.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others so far, or put into shared memory for them.
+
+        What a backend's own collective sends is not told: its tensors count as if it were two shots.
+        """
+        return self.transport.bytes_sent + self._uncounted
+
+    def count(self, nbytes: float) -> None:
+        """Add what goes another way than `transport`."""
+        self._uncounted += round(nbytes)
 
     def stop(self) -> None:
         self.worker.stop()
@@ -176,7 +189,9 @@ class Communicator:
             return names[0]
         key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
         if key not in self._costs:
+            before = self.bytes_sent
             table = probe.measure({n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device)
+            self.count(before - self.bytes_sent)
             self._costs[key] = self._of_rank_0(table, flat.device)
         return probe.fastest(self._costs[key], nbytes=flat.numel() * flat.element_size())
 

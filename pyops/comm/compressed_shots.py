@@ -5,15 +5,16 @@ shot 1    rank r encodes its part of every chunk (worker error) and sends each t
           the owner adds up what arrived, in rank order, and encodes the sum anew (server error)
 shot 2    the owner sends its payload to everyone; everyone, the owner too, decodes the same bytes
 
-segment 0   encode | post ......... reencode | post ........ decode
-segment 1            encode | post .........   reencode | post ........ decode
-segment 2                     encode | post .........     ...                      computing while others travel
+time      0        1        2        3        4        5        6          DEPTH = 2
+segment   encode 0 encode 1 encode 2 encode 3 encode 4 ...
+                            sum 0    sum 1    sum 2    ...                 while one is computed, others travel
+                                              decode 0 decode 1 ...
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from pyops.comm.codec import Codec
 from pyops.comm.error_feedback import chunk_starts
-from pyops.comm.transport import Pending, Transport, run_staggered
+from pyops.comm.transport import Pending, Transport
 
 __all__ = ["Alone", "Memory", "all_gather", "all_reduce", "reduce_scatter"]
 
-WINDOW = 3  # segments on their way at once
+DEPTH = 2  # segments between the sending of a message and the first look whether the others' are there
+AHEAD = 8  # messages whose receives are posted before their turn
 LINE = 64  # bytes: payloads begin at multiples of it
 
 Slices = list[tuple[int, int]]
@@ -81,17 +83,106 @@ class _Slabs:
         self._free.append(slab)
 
 
-class _Shots:
-    """One collective: what its segments share."""
+class _Exchange:
+    """A message to, and one from, every other rank. parts[p]: what rank p sent."""
 
-    def __init__(self, codec: Codec, transport: Transport, memory: Memory, *, whole: Tensor, device: torch.device) -> None:
-        self.codec, self.transport, self.memory = codec, transport, memory
-        self.slabs = _Slabs(device)
-        self.rank, self.size = transport.rank, transport.size
+    def __init__(self, parts: list[Tensor], slab: Tensor, pending: list[Pending]) -> None:
+        self.parts, self.slab, self.pending = parts, slab, pending
+
+    def wait(self) -> None:
+        for pending in self.pending:
+            pending.wait()
+
+
+class _Mail:
+    """The messages of one collective: `order` is that in which every rank sends them, sizes(message) the bytes from each rank.
+
+    On the CPU, receives are posted AHEAD of their turn: Gloo sends when it hears that somebody waits, and it hears so through
+    the very stream in which other data are on their way. On CUDA a message's sends and receives are one batch.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        order: list[tuple[int, int]],
+        sizes: Callable[[int, int], list[int]],
+        *,
+        device: torch.device,
+    ) -> None:
+        self._transport, self._sizes = transport, sizes
+        self._queue = iter(order)
+        self._posted: dict[tuple[int, int], _Exchange] = {}
         # Each rank begins with its right-hand neighbour, so that not all send to rank 0 first.
-        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.others = [(transport.rank + i) % transport.size for i in range(1, transport.size)]
+        self.slabs = _Slabs(device)
+        self._separate = device.type == "cpu"
+        for _ in range(AHEAD if self._separate else 0):
+            self._receive_next()
+
+    def _receive_next(self) -> None:
+        message = next(self._queue, None)
+        if message is not None:
+            slab, parts = self.slabs.take(self._sizes(*message))
+            receives = [(parts[p], p) for p in self.others] if self._separate else []
+            self._posted[message] = _Exchange(parts, slab, [self._transport.post([], receives)] if receives else [])
+
+    def send(self, message: tuple[int, int], payloads: Sequence[Tensor]) -> _Exchange:
+        """Send payloads[p] to every other rank p; they must be left alone until the wait."""
+        self._receive_next()
+        exchange = self._posted.pop(message)
+        receives = [] if self._separate else [(exchange.parts[p], p) for p in self.others]
+        exchange.pending.append(self._transport.post([(payloads[p], p) for p in self.others], receives))
+        return exchange
+
+
+def _order(segments: int, shots: int) -> Iterator[tuple[int, int]]:
+    """(stage, segment) in the order of execution: stage j of a segment comes DEPTH segments after stage j - 1."""
+    for time in range(segments + DEPTH * shots):
+        for stage in range(shots):
+            if 0 <= time - DEPTH * stage < segments:
+                yield stage, time - DEPTH * stage
+
+
+class _Shots:
+    """One collective of `shots` messages a segment, cut as `rounds` says."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        transport: Transport,
+        memory: Memory,
+        rounds: list[Slices],
+        *,
+        whole: Tensor,
+        gathers: tuple[bool, ...],
+    ) -> None:
+        self.codec, self.memory, self.rounds = codec, memory, rounds
+        self.rank, self.size = transport.rank, transport.size
+        self._gathers = gathers
+        order = [key for key in _order(len(rounds), len(gathers))]
+        self.mail = _Mail(transport, order, self._message_sizes, device=whole.device)
         self.scale = codec.scale_of(whole, memory.worker)
         self._seed = (memory.seed * self.size + self.rank) * 2
+
+    def sizes(self, slices: Slices) -> list[int]:
+        return [self.codec.payload_bytes(b - a) for a, b in slices]
+
+    def _message_sizes(self, shot: int, segment: int) -> list[int]:
+        sizes = self.sizes(self.rounds[segment])
+        return sizes if self._gathers[shot] else [sizes[self.rank]] * self.size
+
+    def run(self, steps: Callable[[int], Iterator[_Exchange]]) -> None:
+        """Advance the segments' generators, which yield a message at each stage but the last, in their turn."""
+        waiting: dict[int, tuple[Iterator[_Exchange], _Exchange]] = {}
+        for stage, segment in _order(len(self.rounds), len(self._gathers) + 1):
+            if stage == 0:
+                generator = steps(segment)
+            else:
+                generator, exchange = waiting.pop(segment)
+                exchange.wait()
+            sent = next(generator, None)
+            if sent is not None:
+                waiting[segment] = (generator, sent)
 
     def encode(self, x: Tensor, at: tuple[int, int], payload: Tensor) -> None:
         a, b = at
@@ -99,27 +190,26 @@ class _Shots:
             worker, flag = self.memory.worker_part(a, b), self.memory.flag
             self.codec.encode(x[a:b], payload, error=worker, flag=flag, scale=self.scale, seed=self._seed, offset=a)
 
-    def scatter(self, x: Tensor, slices: Slices) -> Iterator[Pending | tuple[list[Tensor], Tensor]]:
-        """Shot 1: yields what to wait for, then (every rank's payload of this rank's slice, the slab they lie in)."""
-        sizes = [self.codec.payload_bytes(b - a) for a, b in slices]
-        mine = sizes[self.rank]
-        slab, parts = self.slabs.take([*sizes, *[mine] * self.size])
-        out, rows = parts[: self.size], parts[self.size :]
-        rows[self.rank] = out[self.rank]
-        for p in self.others:
+    def scatter(self, x: Tensor, segment: int) -> Iterator[_Exchange]:
+        """Shot 1. After the wait, the message's parts are every rank's payload of this rank's slice, this rank's included."""
+        slices = self.rounds[segment]
+        slab, out = self.mail.slabs.take(self.sizes(slices))
+        for p in self.mail.others:
             self.encode(x, slices[p], out[p])
-        pending = self.transport.post([(out[p], p) for p in self.others], [(rows[p], p) for p in self.others])
-        self.encode(x, slices[self.rank], out[self.rank])  # while the others' are on their way
-        yield pending
-        yield rows, slab
+        exchange = self.mail.send((0, segment), out)
+        self.encode(x, slices[self.rank], exchange.parts[self.rank])  # while the others' are on their way
+        yield exchange
+        self.mail.slabs.give(slab)
 
-    def gather(self, out: Tensor, slices: Slices, mine: Tensor, parts: list[Tensor]) -> Iterator[Pending]:
-        """Shot 2: everyone decodes what the owner of each slice has written; `parts[p]` is where it arrives."""
-        pending = self.transport.post([(mine, p) for p in self.others], [(parts[p], p) for p in self.others])
+    def gather(self, out: Tensor, segment: int, *, shot: int, mine: Tensor) -> Iterator[_Exchange]:
+        """The last shot: everyone decodes what the owner of each slice has written."""
+        slices = self.rounds[segment]
+        exchange = self.mail.send((shot, segment), [mine] * self.size)
         self.decode(out, slices[self.rank], mine)
-        yield pending
-        for p in self.others:
-            self.decode(out, slices[p], parts[p])
+        yield exchange
+        for p in self.mail.others:
+            self.decode(out, slices[p], exchange.parts[p])
+        self.mail.slabs.give(exchange.slab)
 
     def decode(self, out: Tensor, at: tuple[int, int], payload: Tensor) -> None:
         a, b = at
@@ -149,21 +239,24 @@ def all_reduce(
     x: Tensor, *, codec: Codec, transport: Transport, segment: int, memory: Memory | None = None, scale: float = 1.0
 ) -> None:
     """x = scale * (sum of x over ranks), as the codec says it, in place. x: flat, contiguous. segment: elements of a piece."""
-    shots = _Shots(codec, transport, memory or Memory(), whole=x, device=x.device)
     starts = chunk_starts(x.numel(), size=transport.size, multiple=codec.multiple)
+    rounds = _rounds(starts, codec=codec, segment=segment)
+    shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(False, True))
+    rank, slabs = transport.rank, shots.mail.slabs
 
-    def steps(slices: Slices) -> Iterator[Pending]:
-        scattered = shots.scatter(x, slices)
-        yield next(scattered)  # type: ignore[misc]
-        rows, slab = next(scattered)  # type: ignore[misc]
-        own, parts = shots.slabs.take([codec.payload_bytes(b - a) for a, b in slices])
-        mine = parts[shots.rank]
-        shots.reencode(mine, rows, slices[shots.rank], start=starts[shots.rank], scale=scale)
-        shots.slabs.give(slab)
-        yield from shots.gather(x, slices, mine, parts)
-        shots.slabs.give(own)
+    def steps(number: int) -> Iterator[_Exchange]:
+        slices = rounds[number]
+        scattered = shots.scatter(x, number)
+        arrived = next(scattered)
+        yield arrived
+        slab, (mine,) = slabs.take([codec.payload_bytes(slices[rank][1] - slices[rank][0])])
+        shots.reencode(mine, arrived.parts, slices[rank], start=starts[rank], scale=scale)
+        slabs.give(arrived.slab)
+        next(scattered, None)
+        yield from shots.gather(x, number, shot=1, mine=mine)
+        slabs.give(slab)
 
-    run_staggered((steps(slices) for slices in _rounds(starts, codec=codec, segment=segment)), window=WINDOW)
+    shots.run(steps)
 
 
 def reduce_scatter(
@@ -171,35 +264,38 @@ def reduce_scatter(
     memory: Memory | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """out = scale * (sum over ranks of what each wrote of x[starts[rank]:starts[rank + 1]]), fp32 inside; x stays as it is."""
-    shots = _Shots(codec, transport, memory or Memory(), whole=x, device=x.device)
+    rounds = _rounds(starts, codec=codec, segment=segment)
+    shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(False,))
 
-    def steps(slices: Slices) -> Iterator[Pending]:
-        scattered = shots.scatter(x, slices)
-        yield next(scattered)  # type: ignore[misc]
-        rows, slab = next(scattered)  # type: ignore[misc]
-        a, b = (edge - starts[shots.rank] for edge in slices[shots.rank])
+    def steps(number: int) -> Iterator[_Exchange]:
+        scattered = shots.scatter(x, number)
+        arrived = next(scattered)
+        yield arrived
+        a, b = (edge - starts[shots.rank] for edge in rounds[number][shots.rank])
         if a < b:
             total = out[a:b] if out.dtype == torch.float32 else torch.empty(b - a, device=x.device)
-            codec.sum_rows(total, rows, scale=scale)
+            codec.sum_rows(total, arrived.parts, scale=scale)
             if out.dtype != torch.float32:
                 out[a:b].copy_(total)
-        shots.slabs.give(slab)
+        shots.mail.slabs.give(arrived.slab)
+        next(scattered, None)
 
-    run_staggered((steps(slices) for slices in _rounds(starts, codec=codec, segment=segment)), window=WINDOW)
+    shots.run(steps)
 
 
 def all_gather(
     x: Tensor, out: Tensor, *, starts: list[int], codec: Codec, transport: Transport, segment: int, memory: Memory | None = None
 ) -> None:
     """out[starts[p]:starts[p + 1]] = rank p's x as its payload says it, for every p, this rank too."""
-    shots = _Shots(codec, transport, memory or Memory(), whole=x, device=x.device)
+    rounds = _rounds(starts, codec=codec, segment=segment)
+    shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(True,))
     start = starts[transport.rank]
 
-    def steps(slices: Slices) -> Iterator[Pending]:
-        slab, parts = shots.slabs.take([codec.payload_bytes(b - a) for a, b in slices])
-        a, b = slices[shots.rank]
-        shots.encode(x, (a - start, b - start), parts[shots.rank])
-        yield from shots.gather(out, slices, parts[shots.rank], parts)
-        shots.slabs.give(slab)
+    def steps(number: int) -> Iterator[_Exchange]:
+        a, b = rounds[number][shots.rank]
+        slab, (mine,) = shots.mail.slabs.take([codec.payload_bytes(b - a)])
+        shots.encode(x, (a - start, b - start), mine)
+        yield from shots.gather(out, number, shot=0, mine=mine)
+        shots.mail.slabs.give(slab)
 
-    run_staggered((steps(slices) for slices in _rounds(starts, codec=codec, segment=segment)), window=WINDOW)
+    shots.run(steps)

@@ -77,6 +77,7 @@ class ProcessGroupTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes_sent = 0
 
     def post(self, sends: Messages, receives: Messages) -> Pending:
         group = self._group()
@@ -85,6 +86,7 @@ class ProcessGroupTransport:
         sends = [(t, peer) for t, peer in sends if t.numel()]
         receives = [(t, peer) for t, peer in receives if t.numel()]
         tensors = [t for t, _ in (*sends, *receives)]
+        self.bytes_sent += sum(t.numel() * t.element_size() for t, _ in sends)
         if tensors and tensors[0].is_cuda:
             return _Works(self._batch(group, sends, receives), tensors)
         # Receives first: Gloo sends when it knows that somebody waits.
