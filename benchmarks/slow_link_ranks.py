@@ -120,7 +120,7 @@ def _torch_adamw(model: nn.Module, config: Config) -> Any:
 def _torch_ddp(model: nn.Module, config: Config, *, warmup: int, power_sgd: bool = False) -> Pair:
     # The hook's all-reduces are issued from callbacks, in no set order over buckets, which Gloo can't bear: one bucket for it.
     wrapped = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=1024 if power_sgd else None
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=1024 if power_sgd else None
     )
     if power_sgd:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
