@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../math/adafactor.h"
 #include "../math/adagrad.h"
 #include "../math/adam.h"
 #include "../math/frozen_adam.h"
@@ -36,6 +37,14 @@ struct StepSpan {
     X(Momentum, momentum) \
     X(LambApply, lamb_apply)
 
+// Some whole rows of a matrix that Adafactor steps, or a part of a vector (one row).
+struct FactoredBand {
+    StepSpan span;
+    int64_t rows, columns;
+    const float *row_roots, *column_roots;  // of the band's rows and columns
+    Factored<float> rule;
+};
+
 struct Kernels {
     const char* name;
 
@@ -46,6 +55,13 @@ struct Kernels {
 
     // LAMB's first pass over a stretch of a row: moments, and in `squared_norms` the sums of squares of parameter and update.
     void (*lamb_moments)(const StepSpan& span, const Lamb<float>& rule, double* squared_norms);
+
+    // Adafactor: sums of the squared gradient by row and by column; a vector's variance, moved by `weight`, and its roots; the sum of
+    // the squared update; the step.
+    void (*factor_sums)(const FactoredBand& band, double* row_sums, double* column_sums);
+    void (*variance_roots)(const FactoredBand& band, float* variance, float* roots, double weight);
+    double (*factored_squares)(const FactoredBand& band);
+    void (*factored_apply)(const FactoredBand& band);
 
     // Sum of squares in float64 in an order that depends on n alone, and the number of inf and nan.
     double (*squared_sum)(const void* data, int64_t n, int dtype);

@@ -11,6 +11,10 @@ namespace PYOPS_ISA {
 #define PYOPS_DECLARE(RULE, NAME) void NAME##_kernel(const StepSpan&, const RULE<float>&);
 PYOPS_FOR_EACH_RULE(PYOPS_DECLARE)
 void lamb_moments_kernel(const StepSpan&, const Lamb<float>&, double*);
+void factor_sums_kernel(const FactoredBand&, double*, double*);
+void variance_roots_kernel(const FactoredBand&, float*, float*, double);
+double factored_squares_kernel(const FactoredBand&);
+void factored_apply_kernel(const FactoredBand&);
 double squared_sum_kernel(const void*, int64_t, int);
 int64_t count_nonfinite_kernel(const void*, int64_t, int);
 void sum_rows_kernel(void*, const void* const*, int, int64_t, int, int, double);
@@ -33,6 +37,10 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
 #define PYOPS_ENTRY(RULE, NAME) PYOPS_ISA::NAME##_kernel,
     PYOPS_FOR_EACH_RULE(PYOPS_ENTRY)
     PYOPS_ISA::lamb_moments_kernel,
+    PYOPS_ISA::factor_sums_kernel,
+    PYOPS_ISA::variance_roots_kernel,
+    PYOPS_ISA::factored_squares_kernel,
+    PYOPS_ISA::factored_apply_kernel,
     PYOPS_ISA::squared_sum_kernel,
     PYOPS_ISA::count_nonfinite_kernel,
     PYOPS_ISA::sum_rows_kernel,

@@ -45,8 +45,8 @@ __device__ __forceinline__ void update_known(const StepRow<R>& row, const StepAr
 }
 
 // found_inf: nothing changes, but the gradients are zeroed where the step would have.
-template <template <typename> class R>
-__device__ __forceinline__ void zero_all_grads(const StepArguments<R>& a) {
+template <typename Arguments>
+__device__ __forceinline__ void zero_all_grads(const Arguments& a) {
   char* grad = nullptr;
   int64_t numel = 0;
   int size = 0;
@@ -83,7 +83,7 @@ struct UpdateChunk {
 template <template <typename> class R, bool SR>
 __global__ __launch_bounds__(THREADS, SR ? 3 : 4) void step_kernel(const __grid_constant__ StepArguments<R> a) {
   if (a.found_inf && *a.found_inf != 0.0f) {
-    if (holds(R<float>::COLUMNS, GRAD) && a.zero_grads) zero_all_grads<R>(a);
+    if (holds(R<float>::COLUMNS, GRAD) && a.zero_grads) zero_all_grads(a);
     return;
   }
   __shared__ StepRow<R> row;  // in shared memory rather than in every thread's registers

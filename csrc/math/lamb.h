@@ -56,7 +56,9 @@ struct Lamb {
 // p - lr * ratio * update, with the operations of AdamW: a ratio of 1 gives its bits.
 template <typename T>
 struct LambApply {
+    using Options = LambOptions;
     static constexpr unsigned COLUMNS = set_of(PARAM, EXP_AVG, EXP_AVG_SQ), WRITTEN = set_of(PARAM);
+    static constexpr bool COUNTS = true;
     static constexpr int WITH_MAX = 0, VARIANTS = 1;
 
     T step_size, decay, rsqrt_bc2, eps;

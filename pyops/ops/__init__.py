@@ -6,6 +6,7 @@
     sgd, lion, adagrad                                 the same for these rules: sgd_, sgd_from_table_, ...
     frozen_adam  momentum_, frozen_adam_               Adam in two halves, with something in between
     lamb, lars                                         the same in two passes, with each layer's norms between them
+    adafactor  adafactor_                              the second moment of matrices from their row and column means
     grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite elements
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
     onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm, onebit_encode_scaled_
@@ -16,10 +17,25 @@ Each wrapper has the name of its op. `<name>_reference` is the same in plain tor
 kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math.
 """
 
-from pyops.ops import adagrad, frozen_adam, grad_norm, lamb, lars, lion, onebit, optim, quantize, random, reduce, sgd, table
+from pyops.ops import (
+    adafactor,
+    adagrad,
+    frozen_adam,
+    grad_norm,
+    lamb,
+    lars,
+    lion,
+    onebit,
+    optim,
+    quantize,
+    random,
+    reduce,
+    sgd,
+    table,
+)
 from pyops.ops.library import build_info, has_kernel, isa, native
 
 __all__ = [
-    "adagrad", "build_info", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb", "lars", "lion", "native", "onebit",
-    "optim", "quantize", "random", "reduce", "sgd", "table",
+    "adafactor", "adagrad", "build_info", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb", "lars", "lion", "native",
+    "onebit", "optim", "quantize", "random", "reduce", "sgd", "table",
 ]  # fmt: skip

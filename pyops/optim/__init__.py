@@ -6,9 +6,9 @@
     optimizer.grad_norm     # before clipping, a tensor
 
 Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Files:
-`adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `base` (what all share), `plan` and `rows` (from a param group to one
-launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward` (step each parameter as its gradient arrives). They know
-no process group.
+`adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `lamb`, `lars`, `layerwise` (what these two share), `adafactor`, `base` (what
+all share), `plan` and `rows` (from a param group to one launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward`
+(step each parameter as its gradient arrives). They know no process group.
 OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in pyops.onebit; they are
 found here too.
 """
@@ -16,13 +16,16 @@ found here too.
 import importlib
 from typing import Any
 
+from pyops.optim.adafactor import Adafactor
 from pyops.optim.adagrad import Adagrad
 from pyops.optim.adam import Adam, AdamW
 from pyops.optim.backward import fuse_into_backward
+from pyops.optim.lamb import LAMB
+from pyops.optim.lars import LARS
 from pyops.optim.lion import Lion
 from pyops.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "fuse_into_backward"]
+__all__ = ["LAMB", "LARS", "SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "fuse_into_backward"]
 
 _COMMUNICATING = ("OneBitAdam", "OneBitLAMB", "ZeroOneAdam")
 

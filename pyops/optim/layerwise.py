@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyops.flat import FlatLayout
-from pyops.ops.table import PARAM, STEP, optimizer_table
+from pyops.ops.table import PARAM, optimizer_table
 from pyops.optim.base import FusedOptimizer, Group
 from pyops.optim.checks import name_of
 from pyops.optim.rows import Batch
@@ -66,8 +66,8 @@ def _layer_table(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int], ta
         return None
     # As tables of other columns would be: sizes and chunks come from one that is made of the views.
     wide, starts = layers_of(columns, offsets)
-    padded = [column if column else [] for column in wide]
-    layers = optimizer_table(*padded[: STEP + 1], starts)  # type: ignore[arg-type]
+    lists: Any = [*wide, starts]
+    layers = optimizer_table(*lists)
     counts = [1 if (layout := layout_of(p)) is None else len(layout.names) for p in params]
     owner = torch.repeat_interleave(torch.arange(len(params)), torch.tensor(counts)).to(table.device)
     return LayerTable(owner, layers - table.index_select(0, owner))

@@ -100,6 +100,15 @@ def _layers_from_table(rule: str, device: torch.device) -> Sample:
     return (table, _norms(device), *_device_scalars(device)), LAYERS[rule][0]
 
 
+def _adafactor(device: torch.device) -> Sample:
+    params, grads, _, _, _, masters, copies, steps = adam_lists(device)
+    none = torch.empty(0, device=device)
+    variances = [torch.full((5,), 0.3, device=device), none]
+    states = [none, torch.rand(3, 1, device=device)], [none, torch.rand(1, 4, device=device)], variances
+    scalars = {"lr": 0.03, "beta2_decay": -0.7, "eps1": 1e-2, "eps2": 0.04, "d": 1.25, "weight_decay": 0.2, **AROUND}
+    return (params, grads, *states, masters, copies, steps, *_device_scalars(device)), {**scalars, "offsets": [11, 29]}
+
+
 def _frozen_adam(device: torch.device) -> Sample:
     params, _, exp_avgs, exp_avg_sqs, _, masters, copies, _ = adam_lists(device)
     exp_avg_sqs[1][0] = 0.0
@@ -152,6 +161,7 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     **{f"{rule}_": partial(_layer_step, rule) for rule in LAYERS},
     **{f"{rule}_from_table_": partial(_layers_from_table, rule) for rule in LAYERS},
     "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
+    "adafactor_": _adafactor,
     "frozen_adam_": _frozen_adam,
     "momentum_": _momentum,
     "squared_norm": lambda device: (([torch.randn(5, device=device), torch.randn(3, device=device).half()],), {}),

@@ -12,7 +12,7 @@ from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
-    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "grad_norm", "reduce", "random",
+    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "adafactor", "grad_norm", "reduce", "random",
     "onebit", "quantize",
 )  # fmt: skip
 

@@ -1,0 +1,184 @@
+"""Adafactor: torch.optim.Adafactor's signature and numbers, in one call per param group.
+
+    Adafactor(model.parameters(), lr=1e-2)                 a matrix of r rows and c columns has a state of r + c numbers
+    Adafactor([FlatBuffer(model.named_parameters()).parameter])              each tensor of the buffer for itself
+
+The formula is that of pyops/ops/adafactor.py. Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.ops.adafactor import adafactor_
+from pyops.optim.base import FusedOptimizer, Group
+from pyops.optim.checks import check_hyperparameters, name_of
+from pyops.optim.layerwise import check_layout, layers_of, layout_of
+from pyops.optim.rows import GRAD, PARAM, Batch, Row
+
+__all__ = ["Adafactor"]
+
+MASTER, COPY = 5, 6  # of a batch's columns
+STATES = ("row_var", "col_var", "variance")
+
+
+def shapes_of(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of row_var, col_var and variance for a tensor of this shape; (0,) for one that it does not have."""
+    if len(shape) > 1:
+        return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1]), (0,)
+    return (0,), (0,), tuple(shape)
+
+
+def state_shapes(param: Tensor) -> dict[str, tuple[int, ...]]:
+    """Shapes of a parameter's states. A flat parameter has those of its layers one after the other."""
+    layout = layout_of(param)
+    if layout is None:
+        return {
+            name: shape for name, shape in zip(STATES, shapes_of(param.shape), strict=True) if shape != (0,) or param.dim() == 1
+        }
+    each = [shapes_of(shape) for shape in layout.shapes]
+    return {name: (sum(prod(shapes[k]) for shapes in each),) for k, name in enumerate(STATES)}
+
+
+class Adafactor(FusedOptimizer):
+    """torch.optim.Adafactor, fused; never waits for an accelerator.
+
+    The arguments up to `maximize` are torch.optim.Adafactor's: lr bounds the relative step 1 / sqrt(step); eps are the least
+    root of the second moment (None: the eps of the dtype that is stepped) and the least root mean square of a
+    parameter.
+    States are float32, whatever the parameter's dtype. A parameter with a `flat_layout` (FlatBuffer.parameter) is stepped
+    tensor by tensor, with the bits that separate parameters would have; its padding is left alone. What follows: see Adam.
+    There is no state_dtype.
+
+    Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
+        zero_grad: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay, "foreach": foreach,
+            "maximize": maximize, "capturable": capturable, "seed": seed,
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, master_weights=master_weights, state_dtype=torch.float32,
+            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
+        )  # fmt: skip
+
+    def _check_group(self, group: Group) -> None:
+        who, eps = type(self).__name__, group["eps"]
+        check_hyperparameters({**group, "eps": 0.0, "differentiable": False, "fused": False}, who=who)
+        if not isinstance(eps, tuple | list) or len(eps) != 2:
+            raise TypeError(f"{who}: eps={eps!r} must be two numbers, the first of which may be None, such as (None, 1e-3)")
+        named = {"eps[0]": eps[0], "eps[1]": eps[1], "d": group["d"], "beta2_decay": group["beta2_decay"]}
+        for key, value in named.items():
+            if value is None and key == "eps[0]":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{who}: {key}={value!r} must be a number, got a {type(value).__name__}")
+            least = {"d": 1.0, "beta2_decay": -math.inf}.get(key, 0.0)
+            if not (value >= least and math.isfinite(value)):
+                raise ValueError(f"{who}: {key}={value} must be a finite number >= {least:g}")
+        if group["beta2_decay"] > 0:
+            raise ValueError(f"{who}: beta2_decay={group['beta2_decay']} must be <= 0, such as -0.8")
+
+    def _moments(self, group: Group) -> tuple[str | None, ...]:
+        return None, None, None  # states have shapes of their own and are no columns
+
+    def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
+        indices = list(indices)
+        super()._check_rows(group, indices)
+        for i in indices:
+            param, name, who = group["params"][i], name_of(group, i), type(self).__name__
+            check_layout(param, name=name, who=who)
+            for key, shape in state_shapes(param).items():
+                value = self.state.get(param, {}).get(key)
+                if value is not None and tuple(value.shape) != shape:
+                    raise ValueError(f"{who}: state {key!r} of {name} is {tuple(value.shape)}; expected a tensor of {shape}")
+
+    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        super()._complete(group, param, state)
+        for key, shape in state_shapes(param).items():
+            value = state.get(key)
+            if value is None:
+                state[key] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+            elif value.dtype != torch.float32 or value.device != param.device or not value.is_contiguous():
+                state[key] = value.to(param.device, torch.float32, memory_format=torch.contiguous_format)
+
+    def _make_plans(self, g: int, rows: dict[torch.device, list[Row]]) -> dict[torch.device, list[Row]]:
+        return rows  # the op takes lists: matrices need their shapes
+
+    def _launch(
+        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        assert isinstance(work, Batch)
+        dense, changed = self._contiguous(work.columns)
+        columns, offsets = layers_of(dense, work.offsets)
+        shapes, states = self._layers(work.columns[-1])
+        params, grads, masters, copies = (
+            [t.view(shape) if t.numel() else t for t, shape in zip(columns[which], shapes, strict=True)]
+            if columns[which]
+            else []
+            for which in (PARAM, GRAD, MASTER, COPY)
+        )
+        eps1, eps2 = group["eps"]
+        adafactor_(
+            params, grads, states["row_var"], states["col_var"], states["variance"], masters, copies, columns[-1], lr, factor,
+            skip, **self._scalars(group, lr), beta2_decay=float(group["beta2_decay"]),
+            eps1=-1.0 if eps1 is None else float(eps1), eps2=float(eps2), d=float(group["d"]), offsets=offsets,
+        )  # fmt: skip
+        for tensor, stand_in in changed:
+            tensor.copy_(stand_in)
+
+    def _contiguous(self, columns: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+        """The columns with contiguous stand-ins where needed, and what is to be copied back: (tensor, stand-in)."""
+        columns, changed = list(columns), []
+        for which in (PARAM, GRAD, MASTER, COPY):
+            dense = [t if t.is_contiguous() else t.contiguous() for t in columns[which]]
+            if which != GRAD or self.zeroes_gradients:
+                changed += [(t, c) for t, c in zip(columns[which], dense, strict=True) if t is not c]
+            columns[which] = dense
+        return columns, changed
+
+    def _layers(self, steps: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], dict[str, list[Tensor]]]:
+        """Shapes and states of all layers of the parameters that have these steps."""
+        owner = {id(state["step"]): param for param, state in self.state.items() if "step" in state}
+        shapes: list[tuple[int, ...]] = []
+        states: dict[str, list[Tensor]] = {name: [] for name in STATES}
+        for step in steps:
+            param = owner[id(step)]
+            layout = layout_of(param)
+            of_param = [tuple(param.shape)] if layout is None else list(layout.shapes)
+            shapes += of_param
+            for k, name in enumerate(STATES):
+                whole, start = self.state[param].get(name, self._none(param)), 0
+                for shape in of_param:
+                    end = start + prod(shapes_of(shape)[k])
+                    states[name].append(whole.view(-1)[start:end])
+                    start = end
+        return shapes, states
+
+    @staticmethod
+    def _none(param: Tensor) -> Tensor:
+        return torch.empty(0, device=param.device)
