@@ -28,7 +28,7 @@ class Traffic:
         self._before = self._count()
 
     def _count(self) -> int:
-        return getattr(self._communicator, "bytes_sent", 0)
+        return self._communicator.bytes_sent if self._communicator is not None else 0
 
     def step(self) -> dict[str, Any]:
         """What was sent since the last call."""
