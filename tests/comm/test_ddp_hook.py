@@ -189,3 +189,15 @@ def test_refuses(world):
     assert "no communication state" in first[2]
     assert "use ddp_hook(codec, model=model)" in first[3]
     assert "codec is 'onebit'; expected a codec such as" in first[4]
+
+
+def _alone(rank: int, group: Any) -> bool:
+    ddp, state = make(group)
+    loss_of(ddp, rank, 0).backward()
+    exact = local_gradients(rank, 1)
+    assert state.state_dict()["worker"] == {}
+    return all(torch.equal(p.grad.double(), exact[name]) for name, p in ddp.module.named_parameters())
+
+
+def test_one_rank_alone_is_exact(world):
+    assert world(1).run(_alone) == [True]
