@@ -259,8 +259,6 @@ class Communicating(FusedOptimizer):
 
     def _exact_step(self) -> bool:
         """The plain optimizer's step on exactly reduced gradients."""
-        if self.model is None:
-            self._reduce_gradients()
         self.found_inf = None
         super()._step()
         return bool(self.grad_norm is not None and self.grad_norm.isfinite())

@@ -19,7 +19,7 @@ from pyops.optim.checks import number
 from pyops.optim.layout import is_dense, lies_like
 from pyops.optim.rows import Row, batch_of, split_rows
 
-__all__ = ["corrected_beta", "step_frozen", "take_gradients"]
+__all__ = ["corrected_beta", "inverse_roots", "step_frozen", "take_gradients"]
 
 Group = dict[str, Any]
 
@@ -32,49 +32,63 @@ def corrected_beta(beta: float, step: int) -> float:
     return 1.0 - (1.0 - beta) / (1.0 - beta**step) if step > 0 else beta
 
 
+def inverse_roots(places: Places, variances: Sequence[Tensor], eps: Sequence[float]) -> Tensor:
+    """Flat: 1 / (sqrt(v) + eps) where v is not 0, else 0. One variance and one eps per place."""
+    flat = places.gather(variances)
+    dead = flat == 0
+    flat.sqrt_()
+    for place, each in zip(places, eps, strict=True):
+        flat[place.start : place.stop].add_(each)
+    return flat.reciprocal_().masked_fill_(dead, 0.0)
+
+
 def take_gradients(
-    places: Places, flat: Tensor, gradients: Sequence[Tensor | None], betas: Sequence[float], *, factors: Sequence[float]
-) -> None:
-    """Take this rank's gradients into the running means in `flat`. One gradient, beta and factor per place; None: zeros."""
-    calls: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for place, gradient, beta, factor in zip(places, gradients, betas, factors, strict=True):
+    places: Places, flat: Tensor, gradients: Sequence[Tensor | None], betas: Sequence[float], *, factor: float,
+    roots: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Take this rank's gradients, times factor, into the running means in `flat`. One gradient and beta per place; None: zeros.
+    roots: flat; gradients are multiplied by it first."""
+    calls: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for place, gradient, beta in zip(places, gradients, betas, strict=True):
         mean = place.view(flat)
         if gradient is None:
             mean.mul_(beta)
             continue
+        if roots is not None:
+            gradient = gradient * place.view(roots)
         if not (is_dense(gradient) and lies_like(gradient, mean.stride())):
             gradient = torch.empty_like(mean, dtype=gradient.dtype).copy_(gradient)
-        means, found = calls[beta, factor]
+        means, found = calls[beta]
         means.append(mean)
         found.append(gradient)
-    for (beta, factor), (means, found) in calls.items():
-        scale = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float32, device=flat.device)
+    scale = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float32, device=flat.device)
+    for beta, (means, found) in calls.items():
         momentum_(means, found, scale, None, beta=beta)
 
 
-def step_frozen(group: Group, rows: Iterable[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
-    """Move a group's parameters. rows: (parameter, mean, state) with "exp_avg_sq" and "step", perhaps "master", in state;
-    `step` is counted."""
+def step_frozen(
+    group: Group, rows: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]], *, eps: float, lr: float | Tensor,
+    weight_decay: float, count: bool = True,
+) -> None:  # fmt: skip
+    """Move parameters of a group. rows: (parameter, mean, variance, state), with "step", and perhaps "master", in state.
+    count: whether the step is counted."""
     copies = dict(zip(map(id, group["params"]), group.get("copies") or (), strict=False))
     columns: list[list[Tensor | None]] = [
-        [p, None, mean, state["exp_avg_sq"], None, state.get("master"), copies.get(id(p)), state["step"]]
-        for p, mean, state in rows
+        [p, None, mean, variance, None, state.get("master"), copies.get(id(p)), state["step"]]
+        for p, mean, variance, state in rows
     ]
     if not columns:
         return
     device = columns[0][0].device  # type: ignore[union-attr]
-    lr = group["lr"]
-    known = number(lr) if isinstance(lr, torch.Tensor) else float(lr)
-    rate = lr.reshape(()).to(device, torch.float32) if known is None else None
+    known = number(lr)
+    rate = lr.reshape(()).to(device, torch.float32) if isinstance(lr, Tensor) and known is None else None
     fast, others = split_rows([Row(i, column, 0) for i, column in enumerate(columns)])
     for some in ([fast] if fast else []) + others:
         batch = batch_of(some, zero_grads=False)
         batch.load(gradients=False)
         params, _, means, variances, _, masters, into, _ = batch.columns
-        frozen_adam_(
-            params, means, variances, masters, into, rate, None, lr=known or 0.0, eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )  # fmt: skip
+        frozen_adam_(params, means, variances, masters, into, rate, None, lr=known or 0.0, eps=eps, weight_decay=weight_decay)
         batch.store()
         torch.autograd.graph.increment_version(params + into)
-    torch._foreach_add_([step for column in columns if (step := column[-1]) is not None], 1.0)
+    if count:
+        torch._foreach_add_([step for column in columns if (step := column[-1]) is not None], 1.0)

@@ -41,8 +41,8 @@ def step_uncorrected(optimizer: FusedOptimizer) -> bool:
             gradient = p.grad.float() if factor is None else p.grad.float() * factor
             state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            rows.append((p, state["exp_avg"], state))
-        step_frozen(group, rows)
+            rows.append((p, state["exp_avg"], state["exp_avg_sq"], state))
+        step_frozen(group, rows, eps=group["eps"], lr=group["lr"], weight_decay=group["weight_decay"])
     if optimizer.zeroes_gradients:
         torch._foreach_zero_([p.grad for p in params])
     return True

@@ -83,6 +83,7 @@ class OneBitAdamRanks:
         self, params: Sequence[Tensor], *, ranks: int, warmup: int, dtype: torch.dtype, lr: float = 1e-2,
         betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-8, weight_decay: float | Sequence[float] = 0.0,
         block: int | None = 2048, rule: str = "l1", op: str = "mean", max_norm: float | None = None, deepspeed: bool = False,
+        precondition: bool = True, slow: float | None = None,
     ) -> None:  # fmt: skip
         self.shapes = [p.shape for p in params]
         self.offsets, end = [], 0
@@ -95,6 +96,7 @@ class OneBitAdamRanks:
         self.block, self.rule, self.op, self.max_norm, self.deepspeed = block, rule, op, max_norm, deepspeed
         decays = [weight_decay] * len(params) if isinstance(weight_decay, float) else weight_decay
         self.decay = self.flat([torch.full(p.shape, d) for p, d in zip(params, decays, strict=True)])
+        self.precondition, self.slow, self.s = precondition and not deepspeed, slow, self.flat(())
         self.p, self.m, self.v = self.flat(params), self.flat(()), self.flat(())
         self.t = 0
         self.wire: Wire | None = None
@@ -123,6 +125,8 @@ class OneBitAdamRanks:
         b1, b2 = self.betas
         self.m = b1 * self.m + (1 - b1) * g
         self.v = b2 * self.v + (1 - b2) * g * g
+        if self.slow is not None:
+            self.s = self.slow * self.s + (1 - self.slow) * g * g
         c1, c2 = (1.0, 1.0) if self.deepspeed else (1 - b1**self.t, 1 - b2**self.t)
         self.p = self.p - self.lr * (self.m / c1 / ((self.v / c2).sqrt() + self.eps) + self.decay * self.p)
 
@@ -130,7 +134,11 @@ class OneBitAdamRanks:
         b1, b2 = self.betas
         if not self.deepspeed:
             self.m, self.v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
+        if self.slow is not None:
+            self.v = self.s / (1 - self.slow**self.t)
         self.dead = self.v == 0
+        self.root = torch.where(self.dead, 1.0, self.v.sqrt() + self.eps)
+        self.m = self.m / self.root if self.precondition else self.m
         if self.block != 0:
             self.wire = Wire(
                 self.numel, self.ranks, block=self.block, rule=self.rule, dead=self.dead, dtype=self.dtype
@@ -142,7 +150,8 @@ class OneBitAdamRanks:
         self.t += 1
         b1 = self.betas[0]
         new = 1 - b1 if self.deepspeed else (1 - b1) / (1 - b1**self.t)  # the weight of the last gradient in a corrected mean
-        mine = [(1 - new) * self.m + new * (times * self._clip(norm) * g) for g in gradients]
+        unit = self.root if self.precondition else 1.0
+        mine = [(1 - new) * self.m + new * (times * self._clip(norm) * g / unit) for g in gradients]
         self.m = self.wire.mean(mine) if self.wire is not None else torch.stack(mine).mean(0)
-        update = torch.where(self.dead, 0.0, self.m / (self.v.sqrt() + self.eps))
+        update = torch.where(self.dead, 0.0, self.m if self.precondition else self.m / self.root)
         self.p = self.p - self.lr * (update + self.decay * self.p)

@@ -64,6 +64,25 @@ def test_groups_with_and_without_weight_decay(world):
     assert_like_simulation(results, params, gradients, weight_decay=decays, block=None, rule="rms")
 
 
+def test_momenta_may_travel_as_they_are(world):
+    params, gradients = random_parameters(), random_gradients(8, 2)
+    options = {**OPTIONS, "precondition": False, "codec": OneBit(block=64)}
+    results = world(2).run(run_steps, "OneBitAdam", params, gradients, options)
+    assert_like_simulation(results, params, gradients, precondition=False, block=64)
+
+
+def test_the_switch_may_keep_a_slower_variance(world):
+    params, gradients = random_parameters(), random_gradients(9, 2)
+    options = {**OPTIONS, "frozen_beta2": 0.999, "max_grad_norm": 12.0, "codec": OneBit(block=64)}
+    results = world(2).run(run_steps, "OneBitAdam", params, gradients, options)
+    assert_like_simulation(results, params, gradients, slow=0.999, max_norm=12.0, block=64)
+
+
+def test_the_slower_variance_has_half_the_warmup_for_its_memory():
+    optimizer, _ = optimizer_of("OneBitAdam", random_parameters(), None, {"betas": (0.9, 0.95), "warmup_steps": 400})
+    assert optimizer.frozen_beta2 == pytest.approx(0.995)
+
+
 def test_sum_of_parts_and_clipping_by_the_common_norm(world):
     params, gradients = random_parameters(), random_gradients(8, 2)
     gradients = [[[g / 2 for g in each] for each in ranks] for ranks in gradients]
