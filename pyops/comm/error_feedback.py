@@ -73,8 +73,8 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """{"codec", "rounds", "worker": {name: Shard}, "server": {name: Shard}}, this rank's part, without copying.
 
-        A worker error is row `rank` of a tensor [size, *shape], a server error a part of the flattened tensor. Between the tensors
-        of a layout nothing is kept: whoever wants to go on bit for bit keeps the numbers and the errors there zero.
+        A worker error is row `rank` of a tensor [size, *shape], a server error a part of the flattened tensor. Between
+        the tensors of a layout nothing is kept: whoever wants to go on bit for bit keeps the numbers and errors there zero.
         """
         worker, server = {}, {}
         for index, (name, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
