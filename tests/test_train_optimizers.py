@@ -22,7 +22,7 @@ from tests.tiny_run import STEPS, config_of, losses, same, train_on_rank
 THERE = [name for name in OPTIMIZERS if hasattr(pyops.optim, CLASSES[name])]
 LOCAL = [name for name in THERE if name not in COMMUNICATING]
 ONE_BIT = [name for name in THERE if name in COMMUNICATING]
-RATES = {"sgd": 1.0, "lars": 30.0, "lion": 1e-2, "lamb": 3e-2, "adagrad": 5e-2, "onebit_lamb": 3e-2}
+RATES = {"sgd": 1.0, "lars": 30.0, "lion": 1e-2, "lamb": 0.2, "adagrad": 5e-2, "adafactor": 0.5, "onebit_lamb": 0.2}
 WARMUP = 10
 
 
@@ -87,7 +87,7 @@ def test_codecs_on_ranks(world, tmp_path, codec):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("name", "codec"), [("adamw", "onebit"), *((name, "none") for name in ONE_BIT)])
+@pytest.mark.parametrize(("name", "codec"), [("adamw", "onebit"), ("adafactor", "none"), *((name, "none") for name in ONE_BIT)])
 @pytest.mark.parametrize("stop", ["before", "after"])
 def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
     """Stopped in step 7: with the switch at step 5 or 10. Phase, schedule and errors are part of the checkpoint."""
