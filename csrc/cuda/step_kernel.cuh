@@ -80,8 +80,12 @@ struct UpdateChunk {
   }
 };
 
+// CTAs at once on a multiprocessor: with random rounding, or with both moments, 64 registers would not do.
+template <typename Rule, bool SR>
+constexpr int RESIDENT = SR || (Rule::WRITTEN & set_of(EXP_AVG, EXP_AVG_SQ)) == set_of(EXP_AVG, EXP_AVG_SQ) ? 3 : 4;
+
 template <template <typename> class R, bool SR>
-__global__ __launch_bounds__(THREADS, SR ? 3 : 4) void step_kernel(const __grid_constant__ StepArguments<R> a) {
+__global__ __launch_bounds__(THREADS, (RESIDENT<R<float>, SR>)) void step_kernel(const __grid_constant__ StepArguments<R> a) {
   if (a.found_inf && *a.found_inf != 0.0f) {
     if (holds(R<float>::COLUMNS, GRAD) && a.zero_grads) zero_all_grads(a);
     return;

@@ -66,9 +66,9 @@ struct RowInMemory {
     max = pointer<char>(table, row, MAX);
     master = pointer<char>(table, row, MASTER);
     copy = pointer<char>(table, row, COPY);
-    numel = column(table, row, NUMEL);
-    for (int which = PARAM; which <= STEP; ++which)
-      if ((required >> which & 1u) && !column(table, row, which)) numel = 0;  // a table of another rule: touch nothing
+    const bool complete = (!holds(required, GRAD) || grad) && (!holds(required, EXP_AVG) || exp_avg) &&
+                          (!holds(required, EXP_AVG_SQ) || exp_avg_sq);
+    numel = complete ? column(table, row, NUMEL) : 0;  // a table of another rule: touch nothing
     offset = column(table, row, OFFSET);
     packed = static_cast<uint32_t>(column(table, row, PACKED));  // the upper half may hold the ticket
     choose_kind();
