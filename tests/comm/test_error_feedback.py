@@ -81,6 +81,22 @@ def test_one_round_is_the_mean_less_the_errors(numel: int) -> None:
         assert torch.allclose(out.double() + left_out(errors), mean, rtol=0, atol=(size + 1) * 2.0**-23)
 
 
+def test_a_large_tensor_in_many_segments() -> None:
+    codec, numel = OneBit(), 1_000_003
+    errors = make(codec, 3, tensors=numel)
+
+    def body(transport: Transport) -> Tensor:
+        x = numbers(transport.rank, numel)
+        error = memory(errors[transport.rank])
+        shots.all_reduce(x, codec=codec, transport=transport, segment=1 << 14, memory=error, scale=1 / 3)
+        return x
+
+    first, *others = run_virtual(3, body)
+    assert all(torch.equal(first, x) for x in others)
+    mean = sum(numbers(rank, numel).double() for rank in range(3)) / 3
+    assert torch.allclose(first.double() + left_out(errors), mean, rtol=0, atol=2e-6)
+
+
 def test_chunks_are_whole_blocks_and_cover_the_tensor() -> None:
     for numel in (0, 1, 63, 64, 65, 8 * 3 - 1, 10_007):
         for size in (1, 2, 3, 4):
