@@ -122,7 +122,7 @@ __device__ __forceinline__ SquaredNorms first_slice(const LayerArguments<typenam
     if (row.pack == 1) {
       first_of<First, SR, 1>(a, row, packs, param, other);
     } else {
-      first_of<First, SR, 4>(a, row, packs, param, other);
+      first_of<First, SR, SR ? 2 : 4>(a, row, packs, param, other);  // four do not fit in the registers beside Philox
     }
     walk_edges(range, packs, threadIdx.x, THREADS,
                [&](int64_t i) { row.first.template operator()<SR, 1>(a, row, i, param, other); });

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "../../../csrc/cuda/grad_norm_kernel.cuh"
+#include "../../../csrc/cuda/layer_kernel.cuh"
 #include "../../../csrc/cuda/random_kernel.cuh"
 #include "../../../csrc/cuda/reduce_kernel.cuh"
 #include "../../../csrc/cuda/step_kernel.cuh"
@@ -26,6 +27,11 @@ template <template <typename> class R>
 void step(unsigned grid, StepArguments<R>& a, const typename R<float>::Options& options, bool stochastic_rounding) {
   a.options = options;
   emulation::launch(grid, THREADS, [&] { stochastic_rounding ? step_kernel<R, true>(a) : step_kernel<R, false>(a); });
+}
+
+template <template <typename> class R, typename Options>
+void second_step(const LayerArguments<Options>& a, const StepArguments<R>& steps, bool stochastic) {
+  stochastic ? second_kernel<R, true, Options>(a, steps) : second_kernel<R, false, Options>(a, steps);
 }
 
 }  // namespace
@@ -55,6 +61,48 @@ void emulated_step(unsigned grid, int rule, int64_t* table, int rows, const void
   if (rule == 3) run(StepArguments<Adagrad>{}, AdagradOptions{o[0], o[1], o[2], o[3], maximize});
   if (rule == 4) run(StepArguments<FrozenAdam>{}, FrozenAdamOptions{o[0], o[1], o[2]});
   if (rule == 5) run(StepArguments<Momentum>{}, MomentumOptions{o[0]});
+}
+
+// kind: 0 LAMB, 1 LARS. options: the numbers of LambOptions, or of SgdOptions and LarsOptions, in their order; partial: room for
+// rows * SLICES pairs. flags: 1 nesterov, 2 maximize, 4 zero_grads, 8 stochastic rounding
+void emulated_layers(unsigned grid, int kind, int64_t* table, int rows, const void* lr, int lr_is_double, const float* grad_factor,
+                     const float* found_inf, const double* o, int flags, uint64_t seed, double* partial, double* norms) {
+  const bool nesterov = flags & 1, maximize = flags & 2, zero_grads = flags & 4, stochastic = flags & 8;
+  const auto fill = [&](auto& a) {
+    a.table = table;
+    a.rows = rows;
+    a.lr = lr;
+    a.lr_is_double = lr_is_double;
+    a.grad_factor = grad_factor;
+    a.found_inf = found_inf;
+    a.seed = seed;
+    a.partial = reinterpret_cast<SquaredNorms*>(partial);
+    a.norms = reinterpret_cast<SquaredNorms*>(norms);
+  };
+  const auto second = [&](auto steps, const auto& a, bool zeroes) {
+    steps.table = table;
+    steps.rows = rows;
+    steps.zero_grads = zeroes;
+    steps.seed = seed;
+    emulation::launch(grid, THREADS, [&] { second_step(a, steps, stochastic); });
+  };
+  if (kind == 0) {
+    LayerArguments<LambOptions> a{};
+    fill(a);
+    a.options = {o[0], o[1], o[2], o[3], o[4], o[5], o[6], true, maximize};
+    a.zero_grads = zero_grads;
+    emulation::launch(grid, THREADS, [&] { stochastic ? first_kernel<LambFirst, true>(a) : first_kernel<LambFirst, false>(a); });
+    emulation::launch(grid, THREADS, [&] { add_up_kernel(a); });
+    second(StepArguments<LambApply>{}, a, false);
+  } else {
+    LayerArguments<LarsOptions> a{};
+    fill(a);
+    a.options = {{o[0], o[1], o[2], o[3], nesterov, maximize}, o[4], o[5], true};
+    emulation::launch(grid, THREADS, [&] { first_kernel<LarsFirst, false>(a); });
+    emulation::launch(grid, THREADS, [&] { add_up_kernel(a); });
+    if (o[1] != 0.0) second(StepArguments<MomentumSgd>{}, a, zero_grads);
+    else second(StepArguments<PlainSgd>{}, a, zero_grads);
+  }
 }
 
 void emulated_norm(unsigned grid, const int64_t* table, int rows, double* out) {
