@@ -1,4 +1,4 @@
-"""Optimizers that communicate by themselves, a bit per parameter: OneBitAdam, OneBitLAMB, ZeroOneAdam.
+"""Optimizers that communicate by themselves, a bit per parameter: OneBitAdam, ZeroOneAdam.
 
     optimizer = pyops.optim.OneBitAdam(model.parameters(), lr=3e-4, warmup_steps=400)
     loss.backward()                 # of this rank's part of the batch; nobody reduces the gradients
@@ -11,11 +11,14 @@
 | schedule.py | when the first phase ends: a number of steps, or the variance-stability rule |
 | saving.py | state_dict: torch's, and the communication's own part |
 | frozen.py | the step with a variance that no longer changes |
-| adam.py, lamb.py, zero_one.py | the three optimizers |
+| exchange.py | one compressed all-reduce with its errors |
+| adam.py, zero_one.py | the optimizers |
+| rounds.py, local_steps.py | of 0/1 Adam: when what is sent, and steps without a message |
 
 The parameters, and what is communicated, have the same bits on all ranks.
 """
 
 from pyops.onebit.adam import OneBitAdam
+from pyops.onebit.zero_one import ZeroOneAdam
 
-__all__ = ["OneBitAdam"]
+__all__ = ["OneBitAdam", "ZeroOneAdam"]

@@ -30,13 +30,18 @@ class Exchange:
     ) -> None:
         self.places, self.codec, self._communicator = places, codec, communicator
         rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.size)
+        self.errors = ErrorFeedback(places.layout, codec=codec, rank=rank, size=size, device=places.zeros().device)
+        self.bury(variances)
+
+    def bury(self, variances: Sequence[Tensor] | None) -> None:
+        """Find the dead elements anew."""
+        places = self.places
         alive = places.gather(
             [torch.ones_like(place.parameter, dtype=torch.float32) for place in places] if variances is None
             else [(v > 0).float() for v in variances]
         )  # fmt: skip
         dead = (alive == 0).nonzero().view(-1)
-        self.errors = ErrorFeedback(places.layout, codec=codec, rank=rank, size=size, device=alive.device)
-        start, stop = self.errors.starts[rank], self.errors.starts[rank + 1]
+        start, stop = self.errors.starts[self.errors.rank : self.errors.rank + 2]
         self._dead = dead
         self._dead_in_chunk = dead[(dead >= start) & (dead < stop)] - start
 
