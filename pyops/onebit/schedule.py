@@ -48,7 +48,7 @@ class Warmup:
         return self.steps == "auto" and step % self.every == 0
 
     def ended(self, step: int, variance_sum: float | None) -> bool:
-        """Whether the step of this number, counted from 1, was the last of the first phase."""
+        """Whether the step of this number, counted from 1, was the last of the first phase; the sum is that which it found."""
         if isinstance(self.steps, int):
             return step >= self.steps
         if variance_sum is None:
