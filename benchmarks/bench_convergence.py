@@ -48,8 +48,8 @@ class Finished:
     switch: int | None
 
 
-def _traffic(rows: list[Row]) -> tuple[float | None, int | None]:
-    """(times fewer bytes than fp32 after the switch, the first step after it)."""
+def _traffic(rows: list[Row], *, whole_run: bool) -> tuple[float | None, int | None]:
+    """(times fewer bytes than fp32 from a step on, that step): the switch, or the beginning."""
     first = rows[0]
     if "compression" not in first:
         return None, None
@@ -57,6 +57,7 @@ def _traffic(rows: list[Row]) -> tuple[float | None, int | None]:
     switch = next((row["step"] for row in rows if row["bytes_sent"] < 0.6 * whole), None)
     if switch is None:
         return None, None
+    switch = 0 if whole_run else switch
     sent = [row["bytes_sent"] for row in rows if row["step"] >= switch]
     return whole * len(sent) / sum(sent), switch
 
@@ -69,7 +70,7 @@ def _read(folder: Path) -> Finished | None:
         return None
     name, codec = config["optimizer"].get("name", "adamw"), config.get("communication", {}).get("codec", "none")
     task = (steps, config["train"]["batch"], json.dumps(config["model"], sort_keys=True), config["data"]["path"])
-    ratio, switch = _traffic(rows)
+    ratio, switch = _traffic(rows, whole_run=name == "zero_one_adam")  # which has no switch, but a schedule
     kind = name if codec == "none" else f"{name}, {codec}"
     return Finished(kind, config["train"]["seed"], task, rows[-1]["validation_loss"], ratio, switch)
 

@@ -43,7 +43,6 @@ ALL_REDUCE_TARGETS = {(100, "onebit"): 25.0, (100, "int8"): 3.7, (1000, "onebit"
 STEP_TARGETS = {(100, "OneBitAdam"): 10.0, (1000, "OneBitAdam"): 3.0}
 LOSS_TARGETS = {(100, "OneBitAdam"): 3.3}
 WIRE_TARGETS = {"onebit": 30.0, "int8": 3.8, "OneBitAdam": 30.0, "OneBitLAMB": 30.0, "ZeroOneAdam": 60.0, "AdamW, int8": 3.8}
-AVERAGED = {"ZeroOneAdam": 128}  # steps to average over: its schedule communicates in some of them only
 
 
 def _speed(mbit: int) -> str:
@@ -51,22 +50,16 @@ def _speed(mbit: int) -> str:
 
 
 def _row(
-    name: str, way: str, found: Mapping[str, Any], *, rival: str, ranks: int, mbit: int, target: float | None,
-    mean: bool = False,
+    name: str, way: str, found: Mapping[str, Any], *, rival: str, ranks: int, mbit: int, target: float | None
 ) -> Row:  # fmt: skip
-    """A row in the harness's format: `way` beside `rival`. found: {name: {"seconds", "sent"}}, of the slowest rank.
-
-    mean: the mean over samples counts, not the median, for ways whose samples differ by design.
-    """
-    middle = statistics.fmean if mean else statistics.median
+    """A row in the harness's format: `way` beside `rival`. found: {name: {"seconds", "sent"}}, of the slowest rank."""
     seconds = {key: found[key]["seconds"] for key in (way, rival)}
     us = {key: quantiles(values) for key, values in seconds.items()}
-    if mean:
-        us[way][1] = round(1e6 * statistics.fmean(seconds[way]), 3)
     sent = {key: round(statistics.fmean(found[key]["sent"])) for key in (way, rival)}
+    middle = {key: statistics.median(values) for key, values in seconds.items()}
     row: Row = {
         "bench": "slow_link", "case": name, "device": "cpu", "us": us,
-        "speedup": {rival: round(statistics.median(seconds[rival]) / middle(seconds[way]), 3)} if way != rival else {},
+        "speedup": {rival: round(middle[rival] / middle[way], 3)} if way != rival else {},
         "max_error": None, "rounds": len(seconds[way]), "ranks": ranks, "mbit": mbit, "wire_bytes": sent[way],
     }  # fmt: skip
     if way == rival:
@@ -115,15 +108,13 @@ def _steps(options: Any, *, ranks: int, mbit: int, batch: int) -> Iterator[Row]:
     if not chosen:
         return
     rounds = min(options.rounds, {100: 9, 1000: 15}.get(mbit, 15))
-    counts = {way: max(rounds, AVERAGED.get(way, 0)) for way in (BASELINE, *chosen)}
+    counts = dict.fromkeys((BASELINE, *chosen), rounds)
     with Link(ranks=ranks, mbit=mbit) as link:
         arguments = {"ways": counts, "batch": batch, "warmup": 2}
         found = _slowest(link.run("benchmarks.slow_link_ranks:steps", arguments, timeout=900))
     for way in (BASELINE, *chosen):
         target = STEP_TARGETS.get((mbit, way)) if ranks == 2 else None
-        yield _row(
-            f"{name}, {way}", way, found, rival=BASELINE, ranks=ranks, mbit=mbit, target=target, mean=way in AVERAGED
-        )  # fmt: skip
+        yield _row(f"{name}, {way}", way, found, rival=BASELINE, ranks=ranks, mbit=mbit, target=target)
 
 
 def _losses(options: Any, *, mbit: int) -> Iterator[Row]:

@@ -7,6 +7,7 @@ Runs within `slow_link.Link.run`; times with a barrier before each sample, and r
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ __all__ = ["ALONE", "BASELINE", "FP32", "WAYS", "all_reduces", "losses", "steps"
 
 FP32, BASELINE, ALONE = "gloo fp32", "torch DDP + AdamW", "no communication"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gpt_small.toml"
+FULL_RUN = 2000  # steps
 MATRIX_RANK = 4  # of PowerSGD
 RATES = {"OneBitLAMB": 1e-2}  # LAMB's step is a share of a layer's norm, so its learning rate is another; else the example's
 Pair = tuple[nn.Module, Any]
@@ -210,6 +212,7 @@ def steps(*, ways: dict[str, int], batch: int, warmup: int) -> dict[str, Any]:
     """{way: {"seconds": [...], "sent": [...]}} of `ways[way]` training steps each after the warm-up, the ways in turn."""
     trainers = {way: Trainer(way, batch=batch, num_steps=warmup + 2 + count, warmup=warmup) for way, count in ways.items()}
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in ways}
+    scheduled = {way: trainers.pop(way) for way in ways if hasattr(trainers[way].optimizer, "schedule")}
     for trainer in trainers.values():
         for _ in range(warmup + 2):
             trainer()
@@ -220,7 +223,24 @@ def steps(*, ways: dict[str, int], batch: int, warmup: int) -> dict[str, Any]:
                     trainer()
                 found[way]["seconds"].append(sample.seconds)
                 found[way]["sent"].append(sample.sent)
-    return found
+    return found | {way: _over_schedule(trainer, count=ways[way]) for way, trainer in scheduled.items()}
+
+
+def _over_schedule(trainer: Trainer, *, count: int) -> dict[str, list[float]]:
+    """Of 0/1 Adam, whose steps differ: the mean step of a run of FULL_RUN steps, by steps of each kind on a short schedule."""
+    optimizer = trainer.optimizer
+    rounds = replace(optimizer.schedule, var_freeze_step=FULL_RUN // 8).rounds(FULL_RUN)._asdict()
+    optimizer.schedule = replace(optimizer.schedule, var_freeze_step=12, local_step_scaler=8)
+    samples: dict[str, list[Sample]] = {kind: [] for kind in rounds}
+    for step in range(1, 13 + 4 * count):
+        with Sample() as sample:
+            trainer()
+        if step > 1:  # which makes connections and buffers
+            samples[optimizer.schedule.kind(step)].append(sample)
+    share = {kind: many / FULL_RUN for kind, many in rounds.items()}
+    seconds = sum(share[kind] * statistics.median(s.seconds for s in each) for kind, each in samples.items())
+    sent = sum(share[kind] * statistics.fmean(s.sent for s in each) for kind, each in samples.items())
+    return {"seconds": [seconds] * count, "sent": [sent] * count}
 
 
 def losses(*, way: str, batch: int, num_steps: int, warmup: int) -> dict[str, Any]:
