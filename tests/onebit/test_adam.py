@@ -173,3 +173,11 @@ def test_bf16_parameters_round_their_masters(world):
         # In the warm-up the sum goes back into bf16 gradients, as DistributedDataParallel leaves them: 8 bits.
         assert (master.double() - want).abs().max() < 1e-3
         assert torch.equal(results[1].params[-1][i], results[0].params[-1][i])
+
+
+def test_compat_deepspeed_follows_its_formulas(world):
+    """No bias correction, momenta as they are, one rms scale for a whole momentum and for a chunk of the mean."""
+    params, gradients = random_parameters(), random_gradients(8, 2)
+    options = {key: value for key, value in OPTIONS.items() if key != "codec"} | {"compat": "deepspeed"}
+    results = world(2).run(run_steps, "OneBitAdam", params, gradients, options)
+    assert_like_simulation(results, params, gradients, deepspeed=True, block=None, rule="rms")
