@@ -30,6 +30,7 @@ __all__ = ["Finished", "finished_runs", "main", "rows_of", "run"]
 FOLDER = report.ROOT / "runs" / "convergence"
 CONFIG = report.ROOT / "examples" / "gpt_small.toml"
 STEPS, BATCH, WARMUP, SEEDS = 2000, 8, 400, (0, 1, 2)
+WARMUPS = {"zero_one_adam": "auto"}  # an eighth of the run
 REFERENCE = "adamw"
 AIM = 1.0  # percent above AdamW's loss
 Row = dict[str, Any]
@@ -141,7 +142,7 @@ def _train(name: str, seed: int, *, folder: Path) -> None:
     overrides = {
         "name": f"{name}-{seed}", "train.folder": str(folder), "train.steps": STEPS, "train.batch": BATCH, "train.seed": seed,
         "train.validate_every": 200, "train.checkpoint_every": 0, "train.log_every": 100, "optimizer.name": name,
-        "optimizer.compression_warmup_steps": WARMUP,
+        "optimizer.compression_warmup_steps": WARMUPS.get(name, WARMUP),
     }  # fmt: skip
     settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pyops", "train", str(CONFIG)]
