@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import pyops.optim
 from benchmarks import machine
 from benchmarks.harness import Row, format_row, quantiles
 from benchmarks.slow_link import Link, available
@@ -104,7 +105,7 @@ def _all_reduces(options: Any, *, mbit: int) -> Iterator[Row]:
 
 def _steps(options: Any, *, ranks: int, mbit: int, batch: int) -> Iterator[Row]:
     name = f"GPT step, {ranks} ranks, {_speed(mbit)}, batch {batch}"
-    chosen = [way for way in (*WAYS, ALONE) if way != BASELINE and _wanted(options, f"{name}, {way}")]
+    chosen = [way for way in (*_ways(), ALONE) if way != BASELINE and _wanted(options, f"{name}, {way}")]
     if not chosen:
         return
     rounds = min(options.rounds, {100: 9, 1000: 15}.get(mbit, 15))
@@ -119,7 +120,7 @@ def _steps(options: Any, *, ranks: int, mbit: int, batch: int) -> Iterator[Row]:
 
 def _losses(options: Any, *, mbit: int) -> Iterator[Row]:
     name = f"loss, 2 ranks, {_speed(mbit)}, {LOSS_STEPS} steps"
-    chosen = [way for way in WAYS if _wanted(options, f"{name}, {way}")]
+    chosen = [way for way in _ways() if _wanted(options, f"{name}, {way}")]
     baseline: Mapping[str, Any] | None = None
     for way in chosen:
         with Link(ranks=2, mbit=mbit) as link:
@@ -134,6 +135,11 @@ def _losses(options: Any, *, mbit: int) -> Iterator[Row]:
         row["validation_loss"] = round(first["validation_loss"], 4)
         row["curve"] = [[round(s, 3), round(v, 4)] for s, v in zip(first["seconds"], first["loss"], strict=True)]
         yield row
+
+
+def _ways() -> list[str]:
+    """Those of WAYS that this installation has an optimizer for."""
+    return [way for way in WAYS if not way.startswith(("OneBit", "ZeroOne")) or hasattr(pyops.optim, way)]
 
 
 def _wanted(options: Any, case: str) -> bool:
