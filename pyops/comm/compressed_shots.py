@@ -143,6 +143,10 @@ def _order(segments: int, shots: int) -> Iterator[tuple[int, int]]:
                 yield stage, time - DEPTH * stage
 
 
+def _sizes(codec: Codec, slices: Slices) -> list[int]:
+    return [codec.payload_bytes(b - a) for a, b in slices]
+
+
 class _Shots:
     """One collective of `shots` messages a segment, cut as `rounds` says."""
 
@@ -159,17 +163,15 @@ class _Shots:
         self.codec, self.memory, self.rounds = codec, memory, rounds
         self.rank, self.size = transport.rank, transport.size
         self._gathers = gathers
-        order = [key for key in _order(len(rounds), len(gathers))]
-        self.mail = _Mail(transport, order, self._message_sizes, device=whole.device)
+        rank, size = self.rank, self.size
+
+        def message_sizes(shot: int, segment: int) -> list[int]:  # no method: its object would keep itself and all slabs alive
+            sizes = _sizes(codec, rounds[segment])
+            return sizes if gathers[shot] else [sizes[rank]] * size
+
+        self.mail = _Mail(transport, list(_order(len(rounds), len(gathers))), message_sizes, device=whole.device)
         self.scale = codec.scale_of(whole, memory.worker)
         self._seed = (memory.seed * self.size + self.rank) * 2
-
-    def sizes(self, slices: Slices) -> list[int]:
-        return [self.codec.payload_bytes(b - a) for a, b in slices]
-
-    def _message_sizes(self, shot: int, segment: int) -> list[int]:
-        sizes = self.sizes(self.rounds[segment])
-        return sizes if self._gathers[shot] else [sizes[self.rank]] * self.size
 
     def run(self, steps: Callable[[int], Iterator[_Exchange]]) -> None:
         """Advance the segments' generators, which yield a message at each stage but the last, in their turn."""
@@ -193,7 +195,7 @@ class _Shots:
     def scatter(self, x: Tensor, segment: int) -> Iterator[_Exchange]:
         """Shot 1. After the wait, the message's parts are every rank's payload of this rank's slice, this rank's included."""
         slices = self.rounds[segment]
-        slab, out = self.mail.slabs.take(self.sizes(slices))
+        slab, out = self.mail.slabs.take(_sizes(self.codec, slices))
         for p in self.mail.others:
             self.encode(x, slices[p], out[p])
         exchange = self.mail.send((0, segment), out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from pyops.comm import (
     compressed_all_gather,
     compressed_all_reduce,
     compressed_reduce_scatter,
+    compressed_shots,
 )
 from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit
 
@@ -122,3 +125,14 @@ def test_without_a_process_group_one_rank_runs_alone() -> None:
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="compresses float32"):
         compressed_all_reduce(torch.zeros(3, dtype=dtype), codec=OneBit())
+
+
+def test_memory_for_payloads_is_given_back_at_the_end_of_a_call():
+    """Without waiting for the collector of cycles, which may not come for thousands of steps."""
+    gc.collect()
+    gc.disable()
+    try:
+        compressed_all_reduce(torch.ones(5000), codec=OneBit())
+        assert not [o for o in gc.get_objects() if isinstance(o, compressed_shots._Slabs)]
+    finally:
+        gc.enable()
