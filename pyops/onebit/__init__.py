@@ -1,4 +1,4 @@
-"""Optimizers that communicate by themselves, a bit per parameter: OneBitAdam, ZeroOneAdam.
+"""Optimizers that communicate by themselves, a bit per parameter: OneBitAdam, OneBitLAMB, ZeroOneAdam.
 
     optimizer = pyops.optim.OneBitAdam(model.parameters(), lr=3e-4, warmup_steps=400)
     loss.backward()                 # of this rank's part of the batch; nobody reduces the gradients
@@ -10,15 +10,18 @@
 | flat_states.py | one flat fp32 tensor under states of all parameters, and the coordinates that never move |
 | schedule.py | when the first phase ends: a number of steps, or the variance-stability rule |
 | saving.py | state_dict: torch's, and the communication's own part |
+| two_phases.py | exact steps, the switch, compressed momenta: of OneBitAdam and OneBitLAMB |
 | frozen.py | the step with a variance that no longer changes |
 | exchange.py | one compressed all-reduce with its errors |
-| adam.py, zero_one.py | the optimizers |
+| adam.py, lamb.py, zero_one.py | the optimizers |
+| layers.py | of 1-bit LAMB: the compressed step, layer by layer |
 | rounds.py, local_steps.py | of 0/1 Adam: when what is sent, and steps without a message |
 
 The parameters, and what is communicated, have the same bits on all ranks.
 """
 
 from pyops.onebit.adam import OneBitAdam
+from pyops.onebit.lamb import OneBitLAMB
 from pyops.onebit.zero_one import ZeroOneAdam
 
-__all__ = ["OneBitAdam", "ZeroOneAdam"]
+__all__ = ["OneBitAdam", "OneBitLAMB", "ZeroOneAdam"]

@@ -7,7 +7,11 @@ DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py. It is here so that a run may be c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from pyops.onebit.frozen import step_frozen
 from pyops.ops.grad_norm import squared_norm
@@ -18,8 +22,18 @@ from pyops.optim.layout import is_dense
 __all__ = ["step_uncorrected"]
 
 
-def step_uncorrected(optimizer: FusedOptimizer) -> bool:
-    """Step every parameter that has a gradient, already reduced; False when one is not finite, and nothing has changed then."""
+Rows = list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]
+
+
+def _move_as_adam(group: dict[str, Any], rows: Rows) -> None:
+    step_frozen(group, rows, eps=group["eps"], lr=group["lr"], weight_decay=group["weight_decay"])
+
+
+def step_uncorrected(optimizer: FusedOptimizer, move: Callable[[dict[str, Any], Rows], None] = _move_as_adam) -> bool:
+    """Step every parameter that has a gradient, already reduced; False when one is not finite, and nothing has changed then.
+
+    move: moves a group's parameters; a row is (parameter, m, v, state).
+    """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not params:
         return True
@@ -42,7 +56,7 @@ def step_uncorrected(optimizer: FusedOptimizer) -> bool:
             state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             rows.append((p, state["exp_avg"], state["exp_avg_sq"], state))
-        step_frozen(group, rows, eps=group["eps"], lr=group["lr"], weight_decay=group["weight_decay"])
+        move(group, rows)
     if optimizer.zeroes_gradients:
         torch._foreach_zero_([p.grad for p in params])
     return True

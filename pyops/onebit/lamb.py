@@ -1,0 +1,240 @@
+"""1-bit LAMB: LAMB until the variance is stable, then momenta of one bit per element, and trust ratios that are kept.
+
+    warm-up        gradients --exact mean--> LAMB;  ratio = running mean of each layer's ||p|| / ||u||
+    the switch     v, m corrected and kept as by OneBitAdam; each layer's ratio is kept too
+    compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps) --1 bit, error feedback--> w on all ranks, one message
+                   p = p - lr ratio factor (w + wd p)                 factor: of the layer, from what came back (layers.py)
+
+Li et al., arXiv:2104.06069, algorithm 1; there the bias correction is left out, and m travels, times a number per layer that
+makes the layers' sizes equal. In units of sqrt(v) + eps they are of like size already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.codec import Codec
+from pyops.onebit.base import on_all_ranks
+from pyops.onebit.flat_states import Places
+from pyops.onebit.frozen import step_frozen
+from pyops.onebit.layers import COLUMNS, FACTOR, WEIGHT, FrozenLayers, layer_slices, squares_of
+from pyops.onebit.two_phases import COMPRESSED, TwoPhases
+from pyops.onebit.uncorrected import Rows, step_uncorrected
+from pyops.optim.lamb import LAMB
+from pyops.optim.plan import Plan
+from pyops.optim.rows import PARAM, Batch
+
+__all__ = ["OneBitLAMB"]
+
+Group = dict[str, Any]
+
+
+class OneBitLAMB(TwoPhases, LAMB):
+    """1-bit LAMB. Each rank gives the gradients of its own part of the batch; step() averages what is needed.
+
+    params, lr, betas, eps, weight_decay: as LAMB's; a parameter is a layer, and so is each tensor of a `FlatBuffer.parameter`.
+        A group's `trust_ratio` False leaves its parameters to 1-bit Adam's step.
+    min_coeff, max_coeff: bounds of the trust ratio, LAMB's min_ratio and max_ratio. coeff_beta: the decay of its running mean,
+        which leaves out steps where a norm was 0.
+    factor_min, factor_max: bounds of what multiplies the kept ratio; factor_threshold: by how much of itself it may change
+        in a step.
+    Every other argument, what is raised, and what becomes of bad gradients: see OneBitAdam. `fresh` squares decay by the larger
+    of beta2 and frozen_beta2, as the variance that they are compared with.
+    compat: "deepspeed" steps as DeepSpeed 0.19.6 does: no bias correction, neither of moments nor of the ratios' mean, which
+        takes in only ratios that are not 1; m travels times its layer's number, with one scale for the whole of it.
+
+    state_dict() is LAMB's, with "exp_avg_sq_fresh" in the compressed phase; ratios and factors are in "communication", by
+    layer name.
+    """
+
+    _needs_last = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        warmup_steps: int | str,
+        group: dist.ProcessGroup | None = None,
+        model: nn.Module | None = None,
+        op: str = "mean",
+        codec: Codec | None = None,
+        precondition: bool | None = None,
+        frozen_beta2: float | None = None,
+        compat: str | None = None,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        max_grad_norm: float | None = None,
+        zero_grad: bool = False,
+        master_weights: bool = False,
+        total_steps: int | None = None,
+    ) -> None:
+        with on_all_ranks(group):
+            LAMB.__init__(
+                self, params, lr, betas, eps, weight_decay, min_ratio=min_coeff, max_ratio=max_coeff, zero_grad=zero_grad,
+                master_weights=master_weights, max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
+            )  # fmt: skip
+            self._configure(group=group, model=model, op=op, codec=codec, compat=compat)
+            self._begin(
+                warmup_steps=warmup_steps, beta2=float(betas[1]), total_steps=total_steps, precondition=precondition,
+                frozen_beta2=frozen_beta2,
+            )  # fmt: skip
+            who = type(self).__name__
+            if not 0 < factor_min <= 1 <= factor_max:
+                raise ValueError(
+                    f"{who}: factor_min={factor_min} and factor_max={factor_max} must have 1 between them, and be > 0"
+                )
+            for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
+                if not 0 <= value < 1:
+                    raise ValueError(f"{who}: {name}={value} must be in [0, 1)")
+        self.coeff_beta, self.factor_bounds = coeff_beta, (factor_min, factor_max, factor_threshold)
+        ratios = (min_coeff, max_coeff, coeff_beta, self.factor_bounds)
+        self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2, ratios)
+        self._tables: dict[Tensor, Tensor] = {}
+        self._seen: list[tuple[list[Tensor], Tensor]] = []
+        self._frozen: FrozenLayers | None = None
+        self._start()
+
+    # ------------------------------------------------------------------------------------------------ warm-up
+
+    def _layer_step(
+        self, group: Group, work: Tensor | list[list[Tensor]], norms: Tensor, *args: Tensor | None, **options: Any
+    ) -> None:
+        super()._layer_step(group, work, norms, *args, **options)
+        if group["trust_ratio"]:
+            self._norms = norms
+
+    def _run(self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None) -> None:
+        super()._run(group, work, factor, skip)
+        if not group["trust_ratio"]:
+            return
+        if isinstance(work, Plan):
+            assert work.table is not None
+            params = work.written[: work.table.shape[0]]
+        else:
+            real = {id(each.stand_in): each.tensor for each in work.exchanges if each.column == PARAM}
+            params = [real.get(id(p), p) for p in work.columns[PARAM]]
+        self._seen.append((params, self._norms))
+
+    def _exact_step(self) -> bool:
+        self._seen.clear()
+        taken = super()._exact_step()
+        if taken:
+            self._average_ratios()
+        return taken
+
+    def _uncorrected_step(self) -> bool:
+        self._seen.clear()
+        taken = step_uncorrected(self, self._move_uncorrected)
+        if taken:
+            self._average_ratios()
+        return taken
+
+    def _move_uncorrected(self, group: Group, rows: Rows) -> None:
+        """p = p - lr ratio (m / (sqrt(v) + eps) + wd p), layer by layer."""
+        moves = []
+        for p, m, v, state in rows:
+            master = state.get("master", p.detach()).float()
+            update = torch.add(m / v.sqrt().add_(group["eps"]), master * group["weight_decay"])
+            if group["trust_ratio"]:
+                flat, weights = update.as_strided((p.numel(),), (1,)), torch.empty_like(update).copy_(master)
+                slices = layer_slices(p)
+                parts = [flat[part] for part in slices]
+                sizes = squares_of([weights.as_strided((p.numel(),), (1,))[part] for part in slices])
+                norms = torch.stack([sizes, squares_of(parts)], dim=1)
+                for part, ratio in zip(parts, self._ratios(group, norms).float(), strict=True):
+                    part.mul_(ratio)
+                self._seen.append(([p], norms))
+            moves.append((p, update, torch.ones_like(update), state))
+        step_frozen(group, moves, eps=0.0, lr=group["lr"], weight_decay=0.0)
+
+    def _ratios(self, group: Group, norms: Tensor) -> Tensor:
+        """float64 [layers]: LAMB's trust ratio of ||p||^2 and ||u||^2."""
+        ratio = (norms[:, 0] / norms[:, 1]).sqrt().clamp(group["min_ratio"], group["max_ratio"])
+        return torch.where(norms.amin(dim=1) > 0, ratio, 1.0)
+
+    def _table(self, parameter: Tensor) -> Tensor:
+        """float64 [layers, COLUMNS]: RATIO and WEIGHT: sums whose quotient is the mean of ratios; FACTOR: the last; SCALE."""
+        if parameter not in self._tables:
+            made = torch.zeros(len(layer_slices(parameter)), COLUMNS, dtype=torch.float64, device=parameter.device)
+            made[:, FACTOR] = 1.0
+            self._tables[parameter] = made
+        return self._tables[parameter]
+
+    def _average_ratios(self) -> None:
+        """Take this step's ratios into their means."""
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        for params, norms in self._seen:
+            tables = [self._table(p) for p in params]
+            ratios = self._ratios(group_of[params[0]], norms)
+            counted = norms.amin(dim=1) > 0 if self.compat is None else ratios != 1.0
+            whole = torch.cat(tables)[:, : WEIGHT + 1]
+            new = torch.stack([ratios, torch.ones_like(ratios)], dim=1)
+            mean = self.coeff_beta * whole + (1 - self.coeff_beta) * new
+            mean = torch.where(counted[:, None], mean, whole)
+            for table, part in zip(tables, mean.split([len(table) for table in tables]), strict=True):
+                table[:, : WEIGHT + 1] = part
+        self._seen.clear()
+
+    # ------------------------------------------------------------------------------------------------ compressed
+
+    def _weigh(self, places: Places) -> Tensor | None:
+        for place in places:
+            self._table(place.parameter)
+        self._frozen = FrozenLayers(
+            places, self.param_groups, self.state, self._tables, self._flat, precondition=self.precondition,
+            corrected=self.compat is None,
+        )  # fmt: skip
+        return self._frozen.roots
+
+    def _linked(self, places: Places) -> bool:
+        assert self._frozen is not None
+        fresh = [self.state[place.parameter]["exp_avg_sq_fresh"] for place in places]
+        return super()._linked(places) and places.lie_in(self._frozen.fresh, fresh)
+
+    def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
+        assert self._frozen is not None
+        assert before is not None
+        decays = [max(float(self.param_groups[place.group]["betas"][1]), self.frozen_beta2) for place in places]
+        self._frozen.step(self._flat, before, self.state, betas=betas, decays=decays, bounds=self.factor_bounds)
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def _tabled(self) -> Places:
+        return Places(self.param_groups, moved={p for p, state in self.state.items() if state})
+
+    def _communication_state(self) -> dict[str, Any]:
+        places = self._tabled()
+        tables = [self._table(place.parameter) for place in places]
+        table = torch.cat(tables) if tables else torch.zeros(0, COLUMNS, dtype=torch.float64)
+        return {**super()._communication_state(), "layers": list(places.layout.names), "trust": table}
+
+    def _first_state(self) -> dict[str, Any]:
+        return {**super()._first_state(), "layers": [], "trust": torch.zeros(0, COLUMNS, dtype=torch.float64)}
+
+    def _load_communication(self, state: dict[str, Any]) -> None:
+        rows = dict(zip(state["layers"], state["trust"], strict=True))
+        places = self._tabled()
+        if self.phase == COMPRESSED and (missing := [name for name in places.layout.names if name not in rows]):
+            raise ValueError(
+                f"{type(self).__name__}: the state has no trust ratio of {missing[:3]}; it has those of {list(rows)[:3]} ...: "
+                "name the parameters as they were named when it was saved"
+            )
+        self._tables, names = {}, iter(places.layout.names)
+        for place in places:
+            for row in self._table(place.parameter):
+                name = next(names)
+                if name in rows:
+                    row.copy_(rows[name])
+        super()._load_communication(state)
