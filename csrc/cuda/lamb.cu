@@ -1,7 +1,7 @@
 // LAMB on CUDA.
 #include "../cpu/lamb_ops.h"
-#include "../math/adam.h"
 #include "layer.cuh"
+#include "optim.cuh"
 
 namespace pyops::cuda {
 
@@ -9,7 +9,7 @@ void LayersOnCuda::lamb(const CudaRows& rows, const Tensor& norms, const LambOpt
   LayerArguments<LambOptions> a = arguments_of(rows, norms, o, around, passes, op);
   if (!o.trust_ratio) {  // AdamW, in the last pass
     const AdamOptions adam{o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, true, o.maximize};
-    if (passes & SECOND_PASS) step_rows<Adam>(rows.table, adam, around, rows.on);
+    if (passes & SECOND_PASS) adam_rows(rows.table, adam, around, rows.on);
     return;
   }
   if (passes & FIRST_PASS) {

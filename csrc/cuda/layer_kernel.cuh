@@ -115,14 +115,16 @@ __device__ __forceinline__ void first_of(const LayerArguments<typename First::Op
 template <typename First, bool SR>
 __device__ __forceinline__ SquaredNorms first_slice(const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, int slice) {
   double param = 0.0, other = 0.0;
-  const int64_t chunks = chunks_of(row.numel);
-  for (int64_t index = slice * chunks / SLICES; index < (slice + 1) * chunks / SLICES; ++index) {
+  const int64_t chunks = chunks_of(row.numel), end = (slice + 1) * chunks / SLICES;
+  int64_t index = slice * chunks / SLICES;
+  if (index == end) return {0.0, 0.0};  // the CTA at once: most slices of a small layer
+  for (; index < end; ++index) {
     const Range range = elements_of(index, row.numel, CHUNK, row.head);
     const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
     if (row.pack == 1) {
       first_of<First, SR, 1>(a, row, packs, param, other);
     } else {
-      first_of<First, SR, SR ? 2 : 4>(a, row, packs, param, other);  // four do not fit in the registers beside Philox
+      first_of<First, SR, 4>(a, row, packs, param, other);
     }
     walk_edges(range, packs, threadIdx.x, THREADS,
                [&](int64_t i) { row.first.template operator()<SR, 1>(a, row, i, param, other); });
@@ -131,7 +133,7 @@ __device__ __forceinline__ SquaredNorms first_slice(const LayerArguments<typenam
 }
 
 template <typename First, bool SR>
-__global__ __launch_bounds__(THREADS) void first_kernel(const __grid_constant__ LayerArguments<typename First::Options> a) {
+__global__ __launch_bounds__(THREADS, 3) void first_kernel(const __grid_constant__ LayerArguments<typename First::Options> a) {
   if (a.skips()) {
     if (a.zero_grads) zero_all_grads(a);
     return;

@@ -1,6 +1,15 @@
 // Adam on CUDA.
+#include "optim.cuh"
+
 #include "../cpu/optim_ops.h"
-#include "step.cuh"
+
+namespace pyops::cuda {
+
+void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around, const Launch& on) {
+  step_rows<Adam>(table, options, around, on);
+}
+
+}  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
   m.impl("adam_", TORCH_BOX(&pyops::AdamOps<pyops::cuda::Cuda>::adam_));
