@@ -93,7 +93,7 @@ class OneBitLAMB(TwoPhases, LAMB):
             who = type(self).__name__
             if not 0 < factor_min <= 1 <= factor_max:
                 raise ValueError(
-                    f"{who}: factor_min={factor_min} and factor_max={factor_max} must have 1 between them, and be > 0"
+                    f"{who}: factor_min={factor_min} and factor_max={factor_max} must satisfy 0 < min <= 1 <= max"
                 )
             for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
                 if not 0 <= value < 1:
