@@ -92,9 +92,7 @@ class OneBitLAMB(TwoPhases, LAMB):
             )  # fmt: skip
             who = type(self).__name__
             if not 0 < factor_min <= 1 <= factor_max:
-                raise ValueError(
-                    f"{who}: factor_min={factor_min} and factor_max={factor_max} must satisfy 0 < min <= 1 <= max"
-                )
+                raise ValueError(f"{who}: factor_min={factor_min} and factor_max={factor_max} must satisfy 0 < min <= 1 <= max")
             for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
                 if not 0 <= value < 1:
                     raise ValueError(f"{who}: {name}={value} must be in [0, 1)")
