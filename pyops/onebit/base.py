@@ -11,6 +11,7 @@ An exact round is the plain optimizer's step (AdamW's, say, by the same kernel) 
 from __future__ import annotations
 
 import math
+import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,14 @@ def on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     agree(error, group=group)
 
 
+def _plain(value: Any) -> Any:
+    """An option as ranks compare it: 0 and 0.0 are one number, and a tensor is what it holds."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    known = isinstance(value, torch.Tensor) and value.numel() == 1
+    return float(value) if known or (isinstance(value, (int, float)) and not isinstance(value, bool)) else str(value)
+
+
 class Communicating(FusedOptimizer):
     """The part of OneBitAdam, OneBitLAMB and ZeroOneAdam that speaks with other ranks; in front of the plain optimizer.
 
@@ -85,15 +94,21 @@ class Communicating(FusedOptimizer):
             raise ValueError(f"{who}: op={op!r}, but the model reduces gradients with op={of_model!r}; pass op={of_model!r}")
         if codec is None:
             codec = OneBit(block=None, rule="rms") if compat == "deepspeed" else OneBit()
-        if not hasattr(codec, "name") or not hasattr(codec, "feedback"):
+        if not isinstance(codec, Codec):
             raise TypeError(f"{who}: codec={codec!r} must be a codec of pyops.comm.codec, such as OneBit()")
+        if hasattr(codec, "all_reduce"):
+            raise ValueError(
+                f"{who}: {codec.name} needs matrices, and momenta travel as one flat tensor; use OneBit() or Int8()"
+            )
         self.group, self.model, self.op, self.codec, self.compat = group, model, op, codec, compat
 
     def _agree_on_options(self, *options: Any) -> None:
         """ValueError on every rank when the ranks built different optimizers."""
         shapes = [[(tuple(p.shape), str(p.dtype)) for p in group["params"]] for group in self.param_groups]
-        names = ("class", "op", "codec", "compat", "reduces by itself", "options", "parameters")
-        mine = (type(self).__name__, self.op, self.codec.name, self.compat, self.model is None, options, shapes)
+        names = ("class", "op", "codec", "compat", "reduces by itself", "options", "parameters", "param_groups")
+        mine = (
+            type(self).__name__, self.op, self.codec.name, self.compat, self.model is None, options, shapes, self._options(),
+        )  # fmt: skip
         everyone = gather(mine, group=self.group)
         for rank, theirs in enumerate(everyone):
             for name, first, other in zip(names, everyone[0], theirs, strict=True):
@@ -102,6 +117,14 @@ class Communicating(FusedOptimizer):
                         f"{type(self).__name__}: {name} of rank 0 is {first}, of rank {rank} {other}; build the same "
                         "optimizer on every rank"
                     )
+
+    def _options(self) -> list[dict[str, Any]]:
+        """What decides how far a step goes, group by group, and must be the same on every rank."""
+        whole = {"max_grad_norm": _plain(self.max_grad_norm), "master_weights": self.master_weights}
+        return [
+            whole | {"params": len(group["params"])} | {key: _plain(group.get(key)) for key in sorted(self.defaults)}
+            for group in self.param_groups
+        ]
 
     # ------------------------------------------------------------------------------------------------ ranks
 
@@ -134,7 +157,7 @@ class Communicating(FusedOptimizer):
     def _exchange(self, error: Exception | None, squares: Sequence[float], *, extra: float = 0.0) -> Verdict:
         """Compare with every rank what is about to happen; raises on all when a rank has an error or does something else."""
         doing = (float(self._phases().index(self.phase)), float(self.steps))
-        card = [float(error is not None), *doing, *squares, extra]
+        card = [float(error is not None), *doing, *squares, extra, float(zlib.crc32(repr(self._options()).encode()))]
         comm = self.communicator
         if comm is None or comm.size == 1:
             rows = [card]
@@ -151,6 +174,12 @@ class Communicating(FusedOptimizer):
             raise DisagreementError(
                 f"{who}: the ranks are in different phases: {', '.join(stand)}; load the same checkpoint on every rank",
                 ranks=[r for r, row in enumerate(rows) if tuple(row[1:3]) != doing],
+            )
+        if strangers := [rank for rank, row in enumerate(rows) if row[6] != rows[0][6]]:
+            raise DisagreementError(
+                f"{who}: rank {self.rank} would step with {self._options()}, but the options of ranks {strangers} are not "
+                "those of rank 0; set the same lr and other options, and add the same groups, on every rank",
+                ranks=strangers,
             )
         total, count = sum(row[3] for row in rows), sum(row[4] for row in rows)
         scale = 1 / len(rows) if self.op == "mean" else len(rows)

@@ -11,6 +11,7 @@ import torch
 from pyops.comm.codec import BF16, OneBit
 from pyops.comm.error_feedback import merge
 from pyops.comm.failure import DisagreementError
+from pyops.comm.power_sgd import PowerSGD
 from pyops.data_parallel import DataParallel
 from pyops.onebit import OneBitAdam
 from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
@@ -189,3 +190,46 @@ def test_over_data_parallel_with_gradient_accumulation(world):
     assert torch.equal(found[0][0], found[1][0])
     assert [row[1] for row in found] == [False, False]
     assert found[0][2] == ["bias", "weight"]
+
+
+def with_other_options(rank, group, kind, params, gradients, options):
+    with pytest.raises(ValueError, match=r"param_groups of rank 0 is .* of rank 1"):
+        optimizer_of(kind, params, group, {"lr": 1e-2, "warmup_steps": 2, **{k: v[rank] for k, v in options.items()}})
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLAMB", "ZeroOneAdam"])
+def test_options_that_differ_between_ranks_are_refused(world, kind):
+    for options in (
+        {"lr": (1e-2, 1e-3)},
+        {"weight_decay": (0.0, 0.1)},
+        {"eps": (1e-8, 1e-4)},
+        {"master_weights": (False, True)},
+    ):
+        world(2).run(with_other_options, kind, random_parameters(), None, options)
+
+
+def with_another_rate_later(rank, group, params, gradients, steps):
+    optimizer, copies = optimizer_of("OneBitAdam", params, group, {"lr": 1e-2, "warmup_steps": 2})
+    take_steps(optimizer, copies, [g[rank] for g in gradients[:steps]])
+    before = [p.detach().clone() for p in copies]
+    optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+    grads_of(copies, gradients[steps][rank])
+    with pytest.raises(DisagreementError, match="set the same lr"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, copies, strict=True))
+    assert optimizer.steps == steps
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5) if rank else 0.5  # the same number, however it is held
+    optimizer.step()
+    return [p.detach().clone() for p in copies]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_rate_that_differs_between_ranks_stops_the_step_on_all(world, steps):
+    first, second = world(2).run(with_another_rate_later, random_parameters(), random_gradients(5, 2), steps)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_codecs_that_momenta_cannot_travel_by_are_refused():
+    for codec, kind in ((OneBit, TypeError), (PowerSGD(), ValueError)):
+        with pytest.raises(kind, match=r"codec|matrices"):
+            OneBitAdam([torch.nn.Parameter(torch.ones(3))], warmup_steps=2, codec=codec)
