@@ -37,7 +37,8 @@ class Saving(Communicating):
         """As torch.optim, and "communication": what continues this rank mid-phase. Tensors by reference."""
         saved = super().state_dict()
         saved["communication"] = {
-            "phase": self.phase, "steps": self.steps, "codec": self.codec.name, **self._communication_state(),
+            "optimizer": type(self).__name__, "phase": self.phase, "steps": self.steps, "codec": self.codec.name,
+            **self._communication_state(),
         }  # fmt: skip
         return saved
 
@@ -48,20 +49,20 @@ class Saving(Communicating):
         Saved by another number of ranks: give every rank all ranks' errors, merged (pyops.comm.error_feedback.merge, or a
         checkpoint of pyops.checkpoint); they are shared out anew and their sum stays. A state_dict of AdamW begins the warm-up
         where AdamW was. Raises ValueError on every rank, and changes nothing, for another codec once anything was
-        compressed, for other groups or shapes, and for ranks that bring different phases.
+        compressed, for another optimizer, other groups or shapes, and for ranks that bring different phases.
         """
         with on_all_ranks(self.group):
             self._check_communication(state_dict)
         before = self.state_dict()
-        with on_all_ranks(self.group):
-            super().load_state_dict(state_dict)
-            try:
+        try:
+            with on_all_ranks(self.group):
+                super().load_state_dict(state_dict)
                 self._continue(state_dict)
-            except (TypeError, ValueError):
-                super().load_state_dict(before)
-                self._continue(before)
-                raise
-        self._exchange(None, (0.0, 0.0))
+            self._exchange(None, (0.0, 0.0))
+        except (TypeError, ValueError):  # on whatever rank: those that could have gone on go back too
+            super().load_state_dict(before)
+            self._continue(before)
+            raise
 
     def _continue(self, state_dict: dict[str, Any]) -> None:
         steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
@@ -78,6 +79,11 @@ class Saving(Communicating):
         who, saved = type(self).__name__, state_dict.get("communication")
         if saved is None:
             return
+        if not isinstance(saved, dict) or (lacking := {"phase", "steps", "codec", "errors"} - set(saved)):
+            lacks = f"lacks {sorted(lacking)}" if isinstance(saved, dict) else f"is {saved!r}"
+            raise ValueError(f'{who}: the state\'s "communication" {lacks}; pass what state_dict() of a {who} returned')
+        if saved.get("optimizer", who) != who:
+            raise ValueError(f"{who}: the state is that of a {saved['optimizer']}; build that optimizer, or begin anew")
         if saved["phase"] not in self._phases():
             raise ValueError(f"{who}: the state is of phase {saved['phase']!r}; expected one of {self._phases()}")
         if saved["errors"] and saved["codec"] != self.codec.name:

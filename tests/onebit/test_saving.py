@@ -192,6 +192,41 @@ def test_over_data_parallel_with_gradient_accumulation(world):
     assert found[0][2] == ["bias", "weight"]
 
 
+def loads_what_one_rank_refuses(rank, group, params, states, what):
+    optimizer, copies = optimizer_of("OneBitAdam", params, group, OPTIONS)
+    state = states[rank]
+    if what == "another rank's":
+        state = states[0]
+    elif what == "phases" and rank:
+        state = optimizer.state_dict()
+    elif what == "incomplete" and rank:
+        state = {**state, "communication": {"phase": "compressed"}}
+    with pytest.raises(ValueError, match=r"rank|lacks"):
+        optimizer.load_state_dict(state)
+    assert (optimizer.phase, optimizer.steps) == ("warmup", 0)
+    assert not any(optimizer.state.values())
+    grads_of(copies, params)
+    optimizer.step()  # as if nothing had been tried
+    return [p.detach().clone() for p in copies]
+
+
+def test_a_state_that_one_rank_refuses_changes_nothing_on_any(world):
+    params, gradients = random_parameters(), random_gradients(6, 2)
+    states = [r.state for r in world(2).run(run_steps, "OneBitAdam", params, gradients, OPTIONS)]
+    for what in ("another rank's", "phases", "incomplete"):
+        first, second = world(2).run(loads_what_one_rank_refuses, params, states, what)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    params, gradients = random_parameters(), random_gradients(6, 1)
+    optimizer, copies = optimizer_of("OneBitLAMB", params, None, OPTIONS)
+    take_steps(optimizer, copies, [g[0] for g in gradients])
+    other, _ = optimizer_of("OneBitAdam", params, None, OPTIONS)
+    with pytest.raises(ValueError, match="that of a OneBitLAMB"):
+        other.load_state_dict(optimizer.state_dict())
+
+
 def with_other_options(rank, group, kind, params, gradients, options):
     with pytest.raises(ValueError, match=r"param_groups of rank 0 is .* of rank 1"):
         optimizer_of(kind, params, group, {"lr": 1e-2, "warmup_steps": 2, **{k: v[rank] for k, v in options.items()}})
