@@ -15,7 +15,7 @@
 | exchange.py | one compressed all-reduce with its errors |
 | adam.py, lamb.py, zero_one.py | the optimizers |
 | layers.py | of 1-bit LAMB: the compressed step, layer by layer |
-| rounds.py, local_steps.py | of 0/1 Adam: when what is sent, and steps without a message |
+| rounds.py, variance.py, local_steps.py | of 0/1 Adam: when what is sent, its variance, and steps without a message |
 
 The parameters, and what is communicated, have the same bits on all ranks.
 """

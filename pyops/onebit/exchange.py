@@ -45,6 +45,24 @@ class Exchange:
         self._dead = dead
         self._dead_in_chunk = dead[(dead >= start) & (dead < stop)] - start
 
+    def rescale(self, ratio: Tensor) -> None:
+        """Measure errors in other units: times ratio, flat."""
+        start, stop = self.errors.starts[self.errors.rank : self.errors.rank + 2]
+        self.errors.worker.mul_(ratio)
+        self.errors.server.mul_(ratio[start:stop])
+
+    def adopt(self, other: Exchange) -> None:
+        """The errors of one with fewer places, whose chunks lie otherwise: a server's error becomes a part of its worker's."""
+        old = other.errors
+        start, stop = old.starts[old.rank : old.rank + 2]
+        left = old.worker.clone()
+        left[start:stop].add_(old.server, alpha=old.size)
+        before = {place.parameter: place for place in other.places}
+        for place in self.places:
+            if place.parameter in before:
+                place.view(self.errors.worker).copy_(before[place.parameter].view(left))
+        self.errors.rounds = old.rounds
+
     def average(self, flat: Tensor, *, label: str) -> None:
         """The ranks' mean of `flat`, in place."""
         flat.index_fill_(0, self._dead, 0.0)

@@ -1,12 +1,13 @@
 """Steps that a rank takes alone between two messages, and what it must keep for the message that makes the ranks one again.
 
-    anchor x      p after the last message, the same on all ranks
+    anchor x      p before the first of them, the same on all ranks
     alone         w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)        p = p (1 - lr wd) - lr w        each rank its own
                   s = s (1 - lr wd) + lr w        D = D (1 - lr wd)    L = L (1 - lr wd) + lr
-    message       s = the ranks' mean of s, compressed
-                  p = x D - s        w = s / L        x = p, s = 0, D = 1, L = 0
+    message       w = the ranks' mean of s / L, compressed
+                  p = x D - L w        s = 0, D = 1, L = 0
 
-The anchor is kept, and not found again by subtracting the steps, so that p has the same bits on all ranks after each message.
+In an interval of one step s / L is w itself, and x is p. The anchor is kept, and not found again by subtracting the steps, so
+that p has the same bits on all ranks after each message.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class LocalSteps:
     def restart(self) -> None:
         self.sums.zero_()
         self.decays, self.rates = [1.0] * self._groups, [0.0] * self._groups
+
+    @property
+    def begun(self) -> bool:
+        """Whether this rank has moved since the last message."""
+        return any(self.rates) or any(decay != 1.0 for decay in self.decays)
 
     def masters(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
         """What steps move: parameters, or their fp32 masters."""
@@ -83,7 +89,7 @@ def load_rows(saved: Mapping[str, Tensor | Shard], layout: FlatLayout, flat: Ten
             row = rows.double().mean(0)
         else:
             raise ValueError(
-                f"the state has what {len(rows)} of {whole} ranks did alone with {name!r}, and this run has {size} ranks; "
-                "give every rank all rows: save and load with pyops.checkpoint"
+                f"the state has the rows of {len(rows)} of {whole} ranks for {name!r}, and this run has {size} ranks; give "
+                " every rank all rows: save and load with pyops.checkpoint"
             )
         flat[layout.slice_at(index)].copy_(row.reshape(-1))

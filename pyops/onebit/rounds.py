@@ -1,11 +1,12 @@
 """Which steps of 0/1 Adam communicate what; pure arithmetic.
 
     step        1 2 .. k | k+2 k+4 .. |                        var_freeze_step |
-    exact       x x .. x |  x   x  .. |  x       x      ..                     |     intervals 1, 2, 4 ..: each k times
-    compressed           | x   x   .. | x x x x x x x   ..                     | x x x x   x   x   x     x       x
+    exact       x x .. x |  x   x  .. |  x       x      ..                   x |     intervals 1, 2, 4 ..: each k times
+    compressed  x x .. x | x x x x .. | x x x x x x x   ..       x x x x x x x | x x x x   x   x   x     x       x
     local                                                                      |         x   x   x   xxx   xxxxx
 
-k = var_update_scaler. After the freeze, intervals double every local_step_scaler steps, up to local_step_clipper.
+k = var_update_scaler. An exact round is the variance's, besides the compressed one; the freeze step has one too. After it,
+intervals double every local_step_scaler steps, up to local_step_clipper.
 Lu et al., 0/1 Adam, arXiv:2202.06009, section 6 (T_v: differences 2^floor(j / k); T_u: doubling, capped).
 """
 
@@ -17,10 +18,11 @@ from typing import NamedTuple
 __all__ = ["COMPRESSED", "EXACT", "LOCAL", "RoundSchedule", "Rounds"]
 
 EXACT, COMPRESSED, LOCAL = "exact", "compressed", "local"
+EXACT_PAYLOAD = 2  # gradients and their squares, in fp32
 
 
 class Rounds(NamedTuple):
-    """How many steps communicate exactly, compressed, or not at all."""
+    """How many steps communicate exactly besides, only compressed, or not at all."""
 
     exact: int
     compressed: int
@@ -44,7 +46,7 @@ class RoundSchedule:
     def kind(self, step: int) -> str:
         """What the step of this number, counted from 1, communicates."""
         if step <= self.var_freeze_step:
-            return EXACT if self._is_update(step) else COMPRESSED
+            return EXACT if step == self.var_freeze_step or self._is_update(step) else COMPRESSED
         return COMPRESSED if self._is_sync(step - self.var_freeze_step) else LOCAL
 
     def _is_update(self, step: int) -> bool:
@@ -69,3 +71,8 @@ class RoundSchedule:
         """Of a run of so many steps."""
         kinds = [self.kind(step) for step in range(1, steps + 1)]
         return Rounds(kinds.count(EXACT), kinds.count(COMPRESSED), kinds.count(LOCAL))
+
+    def bytes_ratio(self, steps: int, *, payload: float) -> float:
+        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a compressed one, likewise."""
+        exact, compressed, _ = self.rounds(steps)
+        return (EXACT_PAYLOAD * exact + payload * (exact + compressed)) / steps

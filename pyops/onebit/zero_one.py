@@ -1,12 +1,17 @@
-"""0/1 Adam: exact gradients now and then for the variance, bits in between, and after its freeze steps without any message.
+"""0/1 Adam: momenta of one bit in each step, a few exact rounds for the variance, and after its freeze steps without messages.
 
-    phase "variance"   exact round        m, v from the exact gradient            at steps whose distance doubles
-                       compressed round   m from gradients of one bit             all others
-    phase "local"      alone              each rank moves by its own momentum     v stays
-                       message            the sum of these moves, one bit         at steps whose distance doubles, to a cap
+    phase "variance"   s = mean of squares of this rank's own gradients          every step, no message
+                       exact: v = c * the ranks' mean of s                       at steps whose distance doubles, and the last
+                       compressed: w = beta1 w + (1 - beta1) g / (sqrt(v) + eps), p = p (1 - lr wd) - lr w     every step
+    phase "local"      alone: each rank moves by its own w                       v stays
+                       message: the mean of these moves, one bit                 at steps whose distance doubles, to a cap
 
-Lu et al., arXiv:2202.06009, algorithms 1 and 2. Otherwise than there: means are bias-corrected; what travels is measured in
-units of the step, g / (sqrt(v) + eps), as in OneBitAdam; decay is applied to the common parameters (see local_steps.py).
+When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') + eps), 0 where v is 0.
+
+Lu et al., arXiv:2202.06009, algorithms 1 and 2. There v is made of the gradients of the exact rounds alone. In a run of 2,000
+steps these are a dozen, most of them from the first steps, whose gradients are the largest: v stays too large, every step too
+short. Here each step contributes (see variance.py), and the exact rounds can be fewer. Otherwise than there too: means are
+bias-corrected; what travels is w, not g, as in OneBitAdam; decay is of the common parameters (see local_steps.py).
 """
 
 from __future__ import annotations
@@ -22,13 +27,11 @@ from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.base import Verdict
 from pyops.onebit.exchange import Exchange
 from pyops.onebit.flat_states import Places
-from pyops.onebit.frozen import corrected_beta, step_frozen, take_gradients
+from pyops.onebit.frozen import inverse_roots, step_frozen, take_gradients
 from pyops.onebit.local_steps import LocalSteps, load_rows, rows_of
-from pyops.onebit.rounds import COMPRESSED, EXACT, LOCAL, Rounds, RoundSchedule
+from pyops.onebit.rounds import EXACT, LOCAL, Rounds, RoundSchedule
 from pyops.onebit.schedule import logger
-from pyops.ops.grad_norm import squared_norm
-from pyops.optim.clip import EPSILON
-from pyops.optim.layout import is_dense
+from pyops.onebit.variance import SharedVariance
 
 __all__ = ["ZeroOneAdam"]
 
@@ -36,14 +39,16 @@ VARIANCE, ALONE = "variance", "local"
 
 
 class ZeroOneAdam(OneBitAdam):
-    """0/1 Adam. Arguments that are not here: see OneBitAdam.
+    """0/1 Adam, with a variance to which every step contributes. Arguments that are not here: see OneBitAdam.
 
     warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": an eighth of total_steps, else 250.
-    var_update_scaler: so many exact rounds at each distance 1, 2, 4 ...
+    var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and one more at the freeze.
     local_step_scaler: steps after which the distance between messages doubles. local_step_clipper: its largest value.
     With the defaults a run of 2,000 steps sends less than 1/60 of what an fp32 all-reduce in each step would:
-    `rounds(2000)` counts.
+    `rounds(2000)` counts, `bytes_ratio(2000)` says how much. model: reduces nothing, from the first step on.
 
+    A parameter whose first gradient comes between two exact rounds begins to move at the next one, at the latest at the
+    freeze. exp_avg in the state is w. A state_dict of AdamW goes on with its v until the next exact round.
     Within a local interval the ranks' parameters differ. state_dict() holds this rank's; loaded on another number of ranks,
     all go on from the mean. A small message in every step, of a few bytes, finds what is not finite, and the common norm.
     """
@@ -57,7 +62,7 @@ class ZeroOneAdam(OneBitAdam):
         weight_decay: float = 0.0,
         *,
         warmup_steps: int | str = "auto",
-        var_update_scaler: int = 2,
+        var_update_scaler: int = 1,
         local_step_scaler: int = 100,
         local_step_clipper: int = 16,
         group: dist.ProcessGroup | None = None,
@@ -79,12 +84,18 @@ class ZeroOneAdam(OneBitAdam):
             total_steps=total_steps,
         )  # fmt: skip
         self._agree_on_options(self.schedule)
-        self.phase, self.updates = VARIANCE, 0
+        self.phase = VARIANCE
+        self._variance: SharedVariance | None = SharedVariance(self.param_groups)
         self._alone: LocalSteps | None = None
 
     def rounds(self, steps: int) -> Rounds:
-        """How many of the first `steps` steps communicate exactly, compressed, or not at all."""
+        """How many of the first `steps` steps have an exact round besides the compressed one, this alone, or no message."""
         return self.schedule.rounds(steps)
+
+    def bytes_ratio(self, steps: int) -> float:
+        """What the first `steps` steps send, in parts of what an fp32 all-reduce of the gradients in each would."""
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
+        return self.schedule.bytes_ratio(steps, payload=self.codec.payload_bytes(numel) / (4 * numel))
 
     def _phases(self) -> tuple[str, ...]:
         return VARIANCE, ALONE
@@ -92,82 +103,55 @@ class ZeroOneAdam(OneBitAdam):
     def _observe(self) -> float:
         return 0.0
 
+    def _synchronise_backward(self, wanted: bool) -> None:
+        super()._synchronise_backward(False)  # each rank's own gradient is always needed
+
     # ------------------------------------------------------------------------------------------------ a step
 
     def _take(self, verdict: Verdict) -> bool:
-        kind = self.schedule.kind(self.steps + 1)
-        if self.phase == VARIANCE and kind == EXACT:
-            return self._exact_round()
         self._measured["grad_norm"] = torch.tensor(verdict.norm, device=self.device)
-        if self.phase == VARIANCE:
-            self._gradient_round(self._clip_factor(verdict))
-        else:
-            self._local_step(self._clip_factor(verdict), message=kind == COMPRESSED)
+        kind, factor = self.schedule.kind(self.steps + 1), self._clip_factor(verdict)
+        if self._variance is not None:
+            self._variance = self._variance.extended(self.param_groups)
+            self._variance.take(factor)
+            if kind == EXACT:
+                self._exact_round(self._variance, factor)
+        if self._exchanged is not None:  # None: no gradient so far, anywhere
+            self._momentum_step(factor, message=kind != LOCAL)
         self._clear_gradients()
         return True
 
     def _advance(self, verdict: Verdict) -> None:
         if self.steps == self.schedule.var_freeze_step:
-            self.phase = ALONE
-            self._enter(errors=None)
-            assert self._roots is not None
-            self._flat.mul_(self._roots)
+            self.phase, self._variance = ALONE, None
             if self.rank == 0:
                 logger.info("%s: the variance is kept as it is after step %d", type(self).__name__, self.steps)
-        self._synchronise_backward(self.schedule.kind(self.steps + 1) == EXACT)
 
-    def _exact_round(self) -> bool:
-        if self.model is None:
-            self._reduce_gradients()
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not params:
-            return True
-        total, bad = squared_norm([p.grad if is_dense(p.grad) else p.grad.contiguous() for p in params]).tolist()
-        norm = total**0.5 * self._inverse_scale()
-        self._measured["grad_norm"] = torch.tensor(norm, device=self.device)
-        if bad:
-            self._clear_gradients()
-            return False
-        factor = min(1.0, float(self.max_grad_norm or 0) / (norm + EPSILON)) * self._inverse_scale()
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._complete(group, p, self.state[p])
-        if self._exchanged is None or len(self._exchanged.places) != sum(bool(s) for s in self.state.values()):
-            self._enter(errors=None)
-        assert self._exchanged is not None
-        places = self._exchanged.places
-        self._relink()
-        for place in places:
-            beta = corrected_beta(float(self.param_groups[place.group]["betas"][1]), self.updates + 1)
-            variance = self.state[place.parameter]["exp_avg_sq"].mul_(beta)
-            if place.parameter.grad is not None:
-                g = place.parameter.grad.float() * factor
-                variance.addcmul_(g, g, value=1 - beta)
-        betas = [self._beta1(place.group, place.parameter) for place in places]
-        take_gradients(places, self._flat, [place.parameter.grad for place in places], betas, factor=factor)
-        self.updates += 1
-        self._exchanged.bury([self.state[place.parameter]["exp_avg_sq"] for place in places])
-        self._link()
-        self._move()
-        self._clear_gradients()
-        return True
-
-    def _gradient_round(self, factor: float) -> None:
-        if self._exchanged is None:  # no gradient so far, anywhere
+    def _exact_round(self, variance: SharedVariance, factor: float) -> None:
+        """Another v, and everything in its units."""
+        squares, seen = variance.exchange(factor, group=self.group, size=self.num_ranks)
+        found = [place for place, anywhere in zip(variance.places, seen, strict=True) if anywhere]
+        if not found:
             return
+        for place in found:
+            self._complete(self.param_groups[place.group], place.parameter, self.state[place.parameter])
+        before = self._exchanged
+        if before is None or len(before.places) != len(found):
+            self._enter(errors=None)
+            if before is not None and self._exchanged is not None:
+                self._exchanged.adopt(before)
+        assert self._exchanged is not None
         self._relink()
-        places = self._exchanged.places
-        assert self._roots is not None
-        mine = places.zeros()
-        take_gradients(
-            places, mine, [place.parameter.grad for place in places], [0.0] * len(places), factor=factor, roots=self._roots
-        )
-        self._exchanged.average(mine, label="gradients")
-        mine.div_(self._roots.masked_fill(self._roots == 0, 1.0))
-        for place in places:
-            beta = self._beta1(place.group, place.parameter)
-            self._flat[place.start : place.stop].mul_(beta).add_(mine[place.start : place.stop], alpha=1 - beta)
-        self._move()
+        old, places = self._roots, self._exchanged.places
+        for place in found:
+            self.state[place.parameter]["exp_avg_sq"].copy_(place.view(squares))
+        variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
+        self._roots = inverse_roots(places, variances, [float(self.param_groups[place.group]["eps"]) for place in places])
+        assert old is not None
+        ratio = torch.where(old == 0, 0.0, self._roots / old)
+        self._flat.mul_(ratio)
+        self._exchanged.rescale(ratio)
+        self._exchanged.bury(variances)
 
     def _relink(self) -> None:
         assert self._exchanged is not None
@@ -175,15 +159,8 @@ class ZeroOneAdam(OneBitAdam):
         if not places.lie_in(self._flat, [self.state[place.parameter]["exp_avg"] for place in places]):
             self._link()
 
-    def _move(self) -> None:
-        """The parameters, by m / (sqrt(v) + eps)."""
-        assert self._exchanged is not None
-        for g, group in enumerate(self.param_groups):
-            states = [(p.parameter, self.state[p.parameter]) for p in self._exchanged.places if p.group == g]
-            rows = [(p, state["exp_avg"], state["exp_avg_sq"], state) for p, state in states]
-            step_frozen(group, rows, eps=group["eps"], lr=group["lr"], weight_decay=group["weight_decay"])
-
-    def _local_step(self, factor: float, *, message: bool) -> None:
+    def _momentum_step(self, factor: float, *, message: bool) -> None:
+        """Move by this rank's momentum, or, at the end of an interval, by the ranks' mean of what they moved by in it."""
         assert self._exchanged is not None
         assert self._alone is not None
         self._relink()
@@ -191,36 +168,45 @@ class ZeroOneAdam(OneBitAdam):
         betas = [self._beta1(place.group, place.parameter) for place in places]
         gradients = [place.parameter.grad for place in places]
         take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
-        alone.add(self._flat, [(float(group["lr"]), float(group["weight_decay"])) for group in self.param_groups])
-        if not message:
-            for g, group in enumerate(self.param_groups):
-                self._shift(g, self._flat, lr=group["lr"], weight_decay=group["weight_decay"], count=True)
-            return
-        still = not any(alone.rates)  # a rate of 0 throughout: nothing to add up, so the momenta themselves travel
-        self._exchanged.average(self._flat if still else alone.sums, label="moves")
+        rates = [(float(group["lr"]), float(group["weight_decay"])) for group in self.param_groups]
+        if message and not alone.begun:  # an interval of one step
+            self._exchanged.average(self._flat, label="momentum")
+            self._shift(rates)
+        elif message:
+            self._end_interval(alone, rates)
+        else:
+            if not alone.begun:
+                alone.remember(alone.masters(self.state))
+            alone.add(self._flat, rates)
+            self._shift(rates)
+
+    def _end_interval(self, alone: LocalSteps, rates: list[tuple[float, float]]) -> None:
+        assert self._exchanged is not None
+        alone.add(self._flat, rates)
+        for place in alone.places:
+            if rate := alone.rates[place.group]:  # 0 throughout: nothing to add up, so the momentum itself travels
+                torch.div(alone.sums[place.start : place.stop], rate, out=self._flat[place.start : place.stop])
+        self._exchanged.average(self._flat, label="moves")
         alone.return_to_anchor(alone.masters(self.state))
-        for g in range(len(self.param_groups)):
-            self._shift(g, alone.sums, lr=0.0 if still else 1.0, weight_decay=1 - alone.decays[g], count=True)
-        for place in () if still else places:
-            if rate := alone.rates[place.group]:
-                self._flat[place.start : place.stop] = alone.sums[place.start : place.stop] / rate
-        alone.remember(alone.masters(self.state))
+        self._shift([(rate, (1 - keep) / rate if rate else 0.0) for rate, keep in zip(alone.rates, alone.decays, strict=True)])
         alone.restart()
 
-    def _shift(self, g: int, moves: Tensor, *, lr: float | Tensor, weight_decay: float, count: bool) -> None:
+    def _shift(self, rates: list[tuple[float, float]]) -> None:
+        """Parameters by w. rates: (lr, weight decay) of each group."""
         assert self._exchanged is not None
         assert self._ones is not None
-        rows = [
-            (place.parameter, place.view(moves), place.view(self._ones), self.state[place.parameter])
-            for place in self._exchanged.places
-            if place.group == g
-        ]
-        step_frozen(self.param_groups[g], rows, eps=0.0, lr=lr, weight_decay=weight_decay, count=count)
+        for g, (lr, weight_decay) in enumerate(rates):
+            rows = [
+                (place.parameter, place.view(self._flat), place.view(self._ones), self.state[place.parameter])
+                for place in self._exchanged.places
+                if place.group == g
+            ]
+            step_frozen(self.param_groups[g], rows, eps=0.0, lr=lr, weight_decay=weight_decay)
 
     # ------------------------------------------------------------------------------------------------ phases and saving
 
     def _enter(self, *, errors: dict[str, Any] | None) -> None:
-        self._synchronise_backward(self.schedule.kind(self.steps + 1) == EXACT)
+        self._synchronise_backward(False)
         self._exchanged, self._alone = None, None
         moved = {p for p, state in self.state.items() if state}
         if not moved:
@@ -231,24 +217,25 @@ class ZeroOneAdam(OneBitAdam):
         if errors is not None:
             self._exchanged.errors.load_state_dict(errors)
         self._link()
-        if self.phase == ALONE:
-            self._alone = LocalSteps(places, groups=len(self.param_groups))
-            self._alone.remember(self._alone.masters(self.state))
+        self._alone = LocalSteps(places, groups=len(self.param_groups))
 
     def _communication_state(self) -> dict[str, Any]:
         errors = {} if self._exchanged is None else self._exchanged.errors.state_dict()
-        state: dict[str, Any] = {"errors": errors, "updates": self.updates, "schedule": vars(self.schedule).copy(), "alone": {}}
+        state: dict[str, Any] = {"errors": errors, "schedule": vars(self.schedule).copy(), "variance": {}, "alone": {}}
+        where = {"rank": self.rank, "size": self.num_ranks}
+        if self._variance is not None:
+            self._variance = self._variance.extended(self.param_groups)
+            state["variance"] = self._variance.state_dict(**where)
         if self._alone is not None and self.schedule.kind(self.steps) == LOCAL:
             alone = self._alone
             own = {"sums": alone.sums, "means": self._flat, "anchor": alone.anchor}
             own["masters"] = alone.places.gather(alone.masters(self.state))
-            where = {"rank": self.rank, "size": self.num_ranks}
             state["alone"] = {key: rows_of(flat, alone.places.layout, **where) for key, flat in own.items()}
             state["alone"] |= {"decays": list(alone.decays), "rates": list(alone.rates)}
         return state
 
     def _first_state(self) -> dict[str, Any]:
-        return {"errors": {}, "updates": None, "schedule": vars(self.schedule), "alone": {}}
+        return {"errors": {}, "schedule": vars(self.schedule), "variance": None, "alone": {}}
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         if state["schedule"] != vars(self.schedule):
@@ -256,20 +243,32 @@ class ZeroOneAdam(OneBitAdam):
                 f"{type(self).__name__}: the state was made with the rounds of {state['schedule']}, this optimizer has "
                 f"{vars(self.schedule)}; build it with the same"
             )
-        if state["updates"] is None:  # of AdamW: its means are not corrected yet
-            for group in self.param_groups:
-                for own in (self.state[p] for p in group["params"] if self.state.get(p)):
-                    for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
-                        own[key] = own[key] / (1 - float(beta) ** float(own["step"]))
-        self.updates = self.steps if state["updates"] is None else int(state["updates"])
+        if state["variance"] is None:
+            self._take_over_adam()
+        self._variance = SharedVariance(self.param_groups) if self.phase == VARIANCE else None
+        if self._variance is not None and state["variance"]:
+            self._variance.load_state_dict(state["variance"], rank=self.rank, size=self.num_ranks)
         self._enter(errors=state["errors"] or None)
         if state["alone"] and self._alone is not None:
-            alone, own = self._alone, state["alone"]
-            masters = alone.places.zeros()
-            for flat, key in ((alone.sums, "sums"), (self._flat, "means"), (alone.anchor, "anchor"), (masters, "masters")):
-                load_rows(own[key], alone.places.layout, flat, rank=self.rank, size=self.num_ranks)
-            alone.decays, alone.rates = list(own["decays"]), list(own["rates"])
-            with torch.no_grad():
-                for place in alone.places:
-                    self.state[place.parameter].get("master", place.parameter).copy_(place.view(masters))
-                    place.parameter.copy_(place.view(masters))
+            self._load_interval(self._alone, state["alone"])
+
+    def _take_over_adam(self) -> None:
+        """AdamW's means are not corrected yet, and its first one is of gradients."""
+        if self.steps >= self.schedule.var_freeze_step:
+            self.phase = ALONE
+        for group in self.param_groups:
+            for own in (self.state[p] for p in group["params"] if self.state.get(p)):
+                for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
+                    own[key] = own[key] / (1 - float(beta) ** float(own["step"]))
+                unit = own["exp_avg_sq"].sqrt() + float(group["eps"])
+                own["exp_avg"] = torch.where(own["exp_avg_sq"] == 0, 0.0, own["exp_avg"] / unit)
+
+    def _load_interval(self, alone: LocalSteps, own: dict[str, Any]) -> None:
+        masters = alone.places.zeros()
+        for flat, key in ((alone.sums, "sums"), (self._flat, "means"), (alone.anchor, "anchor"), (masters, "masters")):
+            load_rows(own[key], alone.places.layout, flat, rank=self.rank, size=self.num_ranks)
+        alone.decays, alone.rates = list(own["decays"]), list(own["rates"])
+        with torch.no_grad():
+            for place in alone.places:
+                self.state[place.parameter].get("master", place.parameter).copy_(place.view(masters))
+                place.parameter.copy_(place.view(masters))

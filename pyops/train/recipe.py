@@ -1,7 +1,7 @@
 """Data parallelism and the optimizer, as a configuration says.
 
 adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communication] codec, if any) -> optimizer
-onebit_adam, zero_one_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates momenta
+onebit_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates momenta (zero_one_adam: always)
 """
 
 from __future__ import annotations
