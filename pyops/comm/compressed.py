@@ -29,7 +29,7 @@ from pyops.comm.work import Work
 
 __all__ = ["compressed_all_gather", "compressed_all_reduce", "compressed_reduce_scatter"]
 
-SEGMENT_BYTES = 2 << 20  # of the numbers behind one message
+SEGMENT_BYTES = 4 << 20  # of the numbers behind one message
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
