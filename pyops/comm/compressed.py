@@ -46,7 +46,7 @@ def compressed_all_reduce(
 
     within: the process group of this node. The sum within a node is exact; compressed numbers go only between nodes, in
     `group`, which holds the ranks that have this rank's place in their nodes. Nodes must have equally many ranks.
-    segment_bytes: the numbers behind one message, 2 MiB of them by default. label, communicator: as for `all_reduce`.
+    segment_bytes: the numbers behind one message, 4 MiB of them by default. label, communicator: as for `all_reduce`.
 
     A number that is not finite on any rank makes its block nan on every rank and sets `error.overflowed` where it was met: on
     the rank that had it and on the one that owns the block. The errors of the block stay there as they were.
