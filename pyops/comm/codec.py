@@ -106,8 +106,9 @@ def _raise_flag(flag: Tensor | None, fine: Tensor) -> None:
 class _Floats(Codec):
     """Numbers one by one in a float dtype."""
 
+    @abstractmethod
     def _numbers(self, payload: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The payload as numbers of the codec's dtype."""
 
     def encode(
         self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
