@@ -12,14 +12,15 @@ copied in or out.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ALIGNMENT", "FlatBuffer", "FlatLayout", "Shard"]
+__all__ = ["ALIGNMENT", "FlatBuffer", "FlatLayout", "Shard", "Shards"]
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, 128 of bf16; at least a cache line of either
 
@@ -80,23 +81,90 @@ class FlatLayout:
                 found.append((name, builtins.slice(low - whole.start, high - whole.start), builtins.slice(low, high)))
         return found
 
+    def cut(self, local: Tensor, ranges: Sequence[tuple[int, int]]) -> dict[str, Shards]:
+        """The tensors' parts within `local`, which holds these ranges [start, stop) of the buffer one after the other.
+
+        Views of `local`; a tensor with nothing there has no entry, one without elements an empty part. ValueError unless
+        `local` is of one dim and exactly as long as the ranges, which must lie within the buffer, in order.
+        """
+        ends = [0, *(n for pair in ranges for n in pair), self.numel]
+        length = sum(stop - start for start, stop in ranges)
+        if sorted(ends) != ends or tuple(local.shape) != (length,):
+            raise ValueError(
+                f"a tensor of shape {tuple(local.shape)} can't hold the ranges {list(ranges)} of a buffer of {self.numel} "
+                f"elements; expected ranges in increasing order, and shape ({length},)"
+            )
+        joined: list[list[int]] = []
+        for start, stop in ranges:
+            if joined and joined[-1][1] == start:
+                joined[-1][1] = stop
+            else:
+                joined.append([start, stop])
+        empty = {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if not prod(shape)}
+        found: dict[str, list[Shard]] = {name: [Shard(shape, (0,), local[:0])] for name, shape in empty.items()}
+        begin = 0
+        for start, stop in joined:
+            for name, part, place in self.shards(start, stop):
+                here = local[begin + place.start - start : begin + place.stop - start]
+                found.setdefault(name, []).append(Shard(self.shapes[self._index[name]], (part.start,), here))
+            begin += stop - start
+        return {name: Shards(tuple(parts)) for name, parts in found.items()}
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` (one number per dim) of the whole."""
+    """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` of the whole, in one of two forms.
+
+    box     offset has one number per dim                                     Shard((4, 6), (2, 0), tensor [2, 6])
+    range   offset has one number and `tensor` one dim, whatever the whole    Shard((4, 6), (9,), tensor [5])
+            has: elements [offset, offset + n) of the flattened, row-major whole
+
+    ValueError for a part that does not lie within the whole.
+    """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: Tensor
 
+    @property
+    def is_range(self) -> bool:
+        """Whether this is a range of the flattened tensor. A box of one dim is one too."""
+        return len(self.offset) == self.tensor.dim() == 1
+
     def __post_init__(self) -> None:
+        whole = (prod(self.global_shape),) if self.is_range else self.global_shape
+        fits = len(whole) == len(self.offset) == self.tensor.dim()
         ends = [o + n for o, n in zip(self.offset, self.tensor.shape, strict=False)]
-        fits = len(self.global_shape) == len(self.offset) == self.tensor.dim()
-        if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, self.global_shape, strict=True)):
+        if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, whole, strict=True)):
             raise ValueError(
                 f"a shard of shape {tuple(self.tensor.shape)} at offset {self.offset} does not lie within {self.global_shape}; "
-                "offset needs one number per dim"
+                "offset needs one number per dim, or one number and a tensor of one dim for a range of the flattened whole"
             )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Several parts of one tensor on one rank, which owns a chunk of each of several buckets; may be none at all.
+
+    ValueError for parts of tensors that differ in shape or dtype.
+    """
+
+    parts: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(tuple(part.global_shape), part.tensor.dtype) for part in self.parts}
+        if len(kinds) > 1:
+            raise ValueError(f"Shards are parts of one tensor, but these are of {sorted(map(str, kinds))}; make one for each")
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:

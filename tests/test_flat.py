@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pyops.flat import ALIGNMENT, FlatBuffer, FlatLayout, Shard
+from pyops.flat import ALIGNMENT, FlatBuffer, FlatLayout, Shard, Shards
 
 
 def test_layout_by_hand():
@@ -148,3 +148,38 @@ def test_shard_must_lie_within():
     for offset in [(3, 0), (2,), (-1, 0)]:
         with pytest.raises(ValueError, match="does not lie within"):
             Shard((4, 6), offset, torch.ones(2, 6))
+
+
+def test_a_range_of_the_flattened_tensor_must_too():
+    assert Shard((4, 6), (9,), torch.ones(15)).is_range
+    assert Shard((), (0,), torch.ones(1)).is_range
+    assert not Shard((4, 6), (0, 0), torch.ones(4, 6)).is_range
+    for shape, offset, size in [((4, 6), 10, 15), ((4, 6), -1, 2), ((), 1, 1), ((7,), 3, 5)]:
+        with pytest.raises(ValueError, match="does not lie within"):
+            Shard(shape, (offset,), torch.ones(size))
+    with pytest.raises(ValueError, match=r"Shards are parts of one tensor.*\(2, 2\).*\(4,\)"):
+        Shards((Shard((2, 2), (0,), torch.ones(2)), Shard((4,), (2,), torch.ones(2))))
+
+
+def test_cut_by_hand():
+    """Two buckets of 32, two ranks; rank 1 holds the second half of each, one after the other."""
+    layout = FlatLayout.plan([("a", (3, 5)), ("e", (0, 2)), ("b", (4, 10)), ("c", ())], alignment=4)
+    assert (layout.offsets, layout.numel) == ((0, 16, 16, 56), 57)
+    local = torch.arange(16.0, 32.0).tolist() + torch.arange(48.0, 57.0).tolist()
+    parts = layout.cut(torch.tensor(local), [(16, 32), (48, 57)])
+    assert list(parts) == ["e", "b", "c"]
+    assert [(p.offset, p.tensor.tolist()) for p in parts["b"]] == [
+        ((0,), list(range(16, 32))),
+        ((32,), list(range(48, 56))),
+    ]
+    assert [(p.global_shape, p.offset, p.tensor.tolist()) for p in parts["c"]] == [((), (0,), [56.0])]
+    assert [p.tensor.numel() for p in parts["e"]] == [0]
+    joined = layout.cut(torch.arange(57.0), [(0, 20), (20, 57)])
+    assert len(joined["b"]) == 1, "ranges that meet are one"
+    assert joined["b"].parts[0].tensor.tolist() == list(range(16, 56))
+
+
+@pytest.mark.parametrize(("ranges", "size"), [([(0, 5)], 4), ([(5, 3)], -2), ([(0, 5), (4, 6)], 7), ([(60, 65)], 5)])
+def test_cut_refuses(ranges, size):
+    with pytest.raises(ValueError, match="can't hold the ranges"):
+        FlatLayout.plan([("a", (64,))]).cut(torch.ones(max(size, 0)), ranges)

@@ -22,6 +22,7 @@ from pyops.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
+    WITH_RANGES,
     WITH_SHARDS,
     CheckpointError,
     read_manifest,
@@ -44,8 +45,8 @@ def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.Process
     on the disk.
 
     state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Anywhere in `state`, ranks may
-    hold `pyops.flat.Shard`s of one tensor at one path, also where rank 0 has none: together they must cover the tensor, once,
-    or CheckpointError names the path before anything is written.
+    hold a `pyops.flat.Shard` or `Shards` of one tensor at one path, also where rank 0 has none: together they must cover the
+    tensor, once, or CheckpointError names the path before anything is written.
 
     Raises CheckpointError on all ranks alike when it can't be written, a full disk for one; what was in `folder` before is
     still whole then. Raises TypeError for a state that a checkpoint can't hold.
@@ -74,7 +75,9 @@ def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.Process
     parts = gather(None if error else {"rank": rank, "tree": own_tree, **written}, group=group)
 
     def finish() -> None:
-        _write_manifest(folder, aside, tree, parts, version=WITH_SHARDS if wholes else VERSION)
+        ranges = any(len(part["offset"]) != len(w.node["shape"]) for w in wholes.values() for part in w.node["parts"])
+        version = WITH_RANGES if ranges else WITH_SHARDS if wholes else VERSION
+        _write_manifest(folder, aside, tree, parts, version=version)
 
     try:
         agree(error, group=group)

@@ -5,9 +5,11 @@
 
 manifest.json:
 
-    format, version                               this is a checkpoint of pyops, laid out in this way: 2 when it has shards
+    format, version                               this is a checkpoint of pyops, laid out in this way: 2 when it has shards,
+                                                  3 when there are ranges of flattened tensors among them
     tree: {"state": ...}                          the state, with names in place of tensors; of a tensor made of shards,
-                                                  {"$shards": {shape, dtype, parts: [{file, name, offset, shape}]}}
+                                                  {"$shards": {shape, dtype, parts: [{file, name, offset, shape}]}};
+                                                  a part with one offset is a range of the flattened tensor
     own: {rank: ...}                              each rank's own state, likewise
     files: {file: {bytes, crc32}}                 every file of the checkpoint except the manifest
     tensors: {file: {name: {dtype, shape}}}       what each holds
@@ -29,6 +31,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "VERSION",
+    "WITH_RANGES",
     "WITH_SHARDS",
     "CheckpointError",
     "Sharded",
@@ -40,6 +43,7 @@ __all__ = [
 
 FORMAT, VERSION, MANIFEST = "pyops.checkpoint", 1, "manifest.json"
 WITH_SHARDS = 2  # the version of a checkpoint that has shards; one without is as readers of version 1 expect it
+WITH_RANGES = 3  # of one with ranges of flattened tensors of several dims
 TENSOR, PAIRS, TUPLE, SHARDS = "$tensor", "$pairs", "$tuple", "$shards"
 
 
@@ -120,9 +124,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({error}); delete {folder} and use an earlier checkpoint") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of pyops; name a folder that pyops.checkpoint.save wrote")
-    if manifest.get("version") not in (VERSION, WITH_SHARDS):
+    if manifest.get("version") not in (VERSION, WITH_SHARDS, WITH_RANGES):
         raise CheckpointError(
-            f"{path} is of version {manifest.get('version')}, this pyops reads versions {VERSION} and {WITH_SHARDS}; read it "
+            f"{path} is of version {manifest.get('version')}, this pyops reads versions {VERSION} to {WITH_RANGES}; read it "
             "with the pyops that wrote it"
         )
     if seal({key: value for key, value in manifest.items() if key != "crc32"}) != manifest:

@@ -4,7 +4,8 @@ state of rank 0    {"step": 7, "errors": {"w": Shard([2, 3], offset (0, 0), tens
 state of rank 1    {"step": 7, "errors": {"w": Shard([2, 3], offset (1, 0), tensor [1, 3])}}   shards-00001.safetensors
 loaded, anywhere   {"step": 7, "errors": {"w": tensor [2, 3]}}
 
-The ranks compare what they hold before anything is written: the shards of a path must cover its tensor, once.
+A shard is a box of its tensor or a range of the flattened one, and a rank may hold several at one path (`Shards`), say a chunk
+of each bucket. The ranks compare what they hold before anything is written: the shards of a path must cover its tensor, once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyops.checkpoint.manifest import CheckpointError, Sharded
-from pyops.flat import Shard
+from pyops.flat import Shard, Shards
 
 __all__ = ["assemble", "describe", "find_shards", "insert", "merge", "path_text"]
 
@@ -31,46 +32,55 @@ def path_text(path: Path) -> str:
     return ".".join(str(key) for _, key in path)
 
 
-def find_shards(state: Any, path: Path = ()) -> dict[Path, Shard]:
-    """Every Shard within a nested state, by the path that leads to it."""
+def find_shards(state: Any, path: Path = ()) -> dict[Path, tuple[Shard, ...]]:
+    """The shards within a nested state, by the path that leads to them; none for an empty `Shards`."""
     if isinstance(state, Shard):
-        return {path: state}
+        return {path: (state,)}
+    if isinstance(state, Shards):
+        return {path: state.parts} if state.parts else {}
     steps: list[tuple[Step, Any]] = []
     if isinstance(state, Mapping):
         steps = [(("key", key), value) for key, value in state.items()]
     elif isinstance(state, list | tuple):
         steps = [(("item", i), value) for i, value in enumerate(state)]
-    found: dict[Path, Shard] = {}
+    found: dict[Path, tuple[Shard, ...]] = {}
     for step, value in steps:
         found |= find_shards(value, (*path, step))
     return found
 
 
-def describe(shards: Mapping[Path, Shard], *, file: str) -> tuple[dict[Path, Card], dict[str, Tensor]]:
-    """({path: card}, {name in the file: tensor}) of one rank's shards, which it will write to `file`."""
-    cards: dict[Path, Card] = {}
+def describe(shards: Mapping[Path, Sequence[Shard]], *, file: str) -> tuple[dict[Path, list[Card]], dict[str, Tensor]]:
+    """({path: cards}, {name in the file: tensor}) of one rank's shards, which it will write to `file`.
+
+    Of several at one path the name says the offset: model.w@128.
+    """
+    cards: dict[Path, list[Card]] = {}
     tensors: dict[str, Tensor] = {}
-    for path, shard in shards.items():
-        name = path_text(path) or "tensor"
-        while name in tensors:  # {"a.b": s, "a": {"b": s}}
-            name += "'"
-        tensors[name] = shard.tensor
-        cards[path] = {
-            "global_shape": list(shard.global_shape), "dtype": str(shard.tensor.dtype).removeprefix("torch."),
-            "file": file, "name": name, "offset": list(shard.offset), "shape": list(shard.tensor.shape),
-        }  # fmt: skip
+    for path, parts in shards.items():
+        for shard in parts:
+            name = path_text(path) or "tensor"
+            if len(parts) > 1:
+                name += "@" + ",".join(map(str, shard.offset))
+            while name in tensors:  # {"a.b": s, "a": {"b": s}}
+                name += "'"
+            tensors[name] = shard.tensor
+            card = {
+                "global_shape": list(shard.global_shape), "dtype": str(shard.tensor.dtype).removeprefix("torch."),
+                "file": file, "name": name, "offset": list(shard.offset), "shape": list(shard.tensor.shape),
+            }  # fmt: skip
+            cards.setdefault(path, []).append(card)
     return cards, tensors
 
 
-def merge(cards: Sequence[Mapping[Path, Card]]) -> dict[Path, Sharded]:
+def merge(cards: Sequence[Mapping[Path, Sequence[Card]]]) -> dict[Path, Sharded]:
     """Every path's tensor, made of the shards of all ranks (in rank order).
 
     CheckpointError, naming the path, for shards of tensors that differ, that overlap, or that leave a gap.
     """
     together: dict[Path, list[tuple[int, Card]]] = {}
     for rank, of_rank in enumerate(cards):
-        for path, card in of_rank.items():
-            together.setdefault(path, []).append((rank, card))
+        for path, several in of_rank.items():
+            together.setdefault(path, []).extend((rank, card) for card in several)
     return {path: _whole(path_text(path), members) for path, members in together.items()}
 
 
@@ -83,9 +93,15 @@ def _whole(name: str, members: list[tuple[int, Card]]) -> Sharded:
                     f"state[{name!r}] is a shard of {key} {first[key]} on rank {first_rank}, of {key} {card[key]} on rank "
                     f"{rank}; the shards of one path must be parts of one tensor"
                 )
-    _check_cover(name, first["global_shape"], members)
+    shape = first["global_shape"]
+    if len({len(card["offset"]) for _, card in members}) > 1:
+        raise CheckpointError(
+            f"state[{name!r}] is in ranges of the flattened tensor on some ranks, in boxes of {len(shape)} dims on others; "
+            "use one form for all its shards"
+        )
+    _check_cover(name, shape, members)
     parts = [{key: card[key] for key in ("file", "name", "offset", "shape")} for _, card in members]
-    return Sharded({"shape": first["global_shape"], "dtype": first["dtype"], "parts": parts})
+    return Sharded({"shape": shape, "dtype": first["dtype"], "parts": parts})
 
 
 def _check_cover(name: str, shape: list[int], members: list[tuple[int, Card]]) -> None:
@@ -126,7 +142,7 @@ def _insert(value: Any, wholes: dict[Path, Sharded], at: Path) -> Any:
     if not wholes:
         return value
     if () in wholes:
-        if value is not None and not isinstance(value, Shard):
+        if value is not None and not isinstance(value, Shard | Shards):
             raise CheckpointError(
                 f"state[{path_text(at)!r}] is a shard on another rank, on rank 0 a {type(value).__name__}; "
                 "put shards there on every rank, or nothing"
@@ -156,5 +172,5 @@ def assemble(node: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]])
     whole = torch.empty(node["shape"], dtype=getattr(torch, node["dtype"]))
     for part in node["parts"]:
         place = tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))
-        whole[place] = files[part["file"]][part["name"]]
+        (whole.view(-1) if len(place) == 1 else whole)[place] = files[part["file"]][part["name"]]
     return whole

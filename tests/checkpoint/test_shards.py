@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyops.checkpoint import CheckpointError, load, save
 from pyops.checkpoint.shards import describe, find_shards, insert, merge
-from pyops.flat import FlatLayout, Shard
+from pyops.flat import FlatLayout, Shard, Shards
 from tests.checkpoint.test_folder import equal, flip
 
 pytestmark = pytest.mark.cpu_only
@@ -73,6 +73,31 @@ def test_one_rank_alone_and_a_state_without_shards(tmp_path):
     ]
 
 
+def in_buckets(rank: int, size: int, *, bucket: int, value: float = 0.0) -> dict[str, Any]:
+    """Each rank a chunk of each bucket of a flat buffer, as optimizers with states over ranks have it."""
+    plan = layout()
+    chunk = bucket // size
+    starts = range(rank * chunk, plan.numel, bucket)
+    ranges = [(start, min(start + chunk, plan.numel)) for start in starts]
+    local = torch.cat([torch.empty(0), *(flat(0)[a:b] + value for a, b in ranges)])
+    return {"step": rank, "moments": plan.cut(local, ranges)}
+
+
+def save_buckets(rank: int, group: Any, path: str, bucket: int) -> Any:
+    save(path, in_buckets(rank, group.size(), bucket=bucket), group=group)
+    return load(path, group=group)[0]
+
+
+@pytest.mark.parametrize("bucket", [6, 12, 48, 1000])
+def test_ranges_of_every_bucket_become_tensors_of_their_shape(world, tmp_path, bucket: int):
+    plan = layout()
+    wanted = {n: flat(0)[plan.slice(n)].view(s) for n, s in zip(plan.names, plan.shapes, strict=True)}
+    for state in world(3).run(save_buckets, str(tmp_path / "c"), bucket):
+        assert equal(state, {"step": 0, "moments": wanted})
+    assert equal(load(tmp_path / "c")[0]["moments"], wanted), "one process reads what several wrote"
+    assert json.loads((tmp_path / "c" / "manifest.json").read_text())["version"] == 3
+
+
 def shard(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> Shard:
     return Shard(shape, offset, torch.rand(size))
 
@@ -97,6 +122,11 @@ def merged(*states: Any) -> Any:
         ([{"e": shard((4,), (0,), (0,))}], r"state\['e'\] has a gap.*0 of the 4"),
         ([{"e": {"x": shard((4,), (0,), (2,))}}, {"e": {"x": shard((5,), (2,), (3,))}}], r"'e.x'.*global_shape \[4\].*\[5\]"),
         ([{"e": shard((4,), (0,), (2,))}, {"e": Shard((4,), (2,), torch.ones(2).int())}], r"'e'.*dtype float32.*int32"),
+        ([{"e": shard((4, 3), (0,), (5,))}, {"e": shard((4, 3), (6,), (6,))}], r"'e'.* has a gap.* 11 of the 12.*\[4, 3\]"),
+        ([{"e": shard((4, 3), (0,), (7,))}, {"e": shard((4, 3), (6,), (6,))}], r"'e'.* rank 1 at offset \[6\] overlaps"),
+        ([{"e": shard((4, 3), (0,), (6,))}, {"e": shard((4, 3), (2, 0), (2, 3))}], r"'e'.* in ranges .* in boxes of 2 dims"),
+        ([{"e": Shards((shard((4,), (0,), (2,)), shard((4,), (1,), (2,))))}], r"'e'.* at offset \[1\] overlaps.* rank 0"),
+        ([{"e": Shards(())}, {"e": shard((4,), (0,), (3,))}], r"'e'.* has a gap"),
         ([{"e": torch.ones(4)}, {"e": shard((4,), (0,), (4,))}], r"'e'.* on another rank, on rank 0 a Tensor"),
         ([{"e": [1]}, {"e": [1, shard((4,), (0,), (4,))]}], r"state\['e.1'\].*state\['e'\] is a list without it"),
         ([{"e": 3}, {"e": {"x": shard((4,), (0,), (4,))}}], r"state\['e.x'\].*state\['e'\] is a int without it"),
@@ -114,6 +144,10 @@ def test_shards_that_do(reverse: bool):
     state = merged(*states, {"f": {"deep": {7: shard((), (), ())}}})
     assert len(state["e"][0].node["parts"]) == 4
     assert state["f"]["deep"][7].node["shape"] == []
+    several = Shards((shard((2, 3), (4,), (2,)), shard((2, 3), (0,), (1,))))
+    state = merged({"e": Shards(())}, {"e": several}, {"e": shard((2, 3), (1,), (3,))})
+    assert [p["name"] for p in state["e"].node["parts"]] == ["e@4", "e@0", "e"]
+    assert state["e"].node["shape"] == [2, 3]
     assert merged({"e": (1, 2), "f": shard((0, 3), (0, 0), (0, 3))})["e"] == (1, 2)
 
 
