@@ -169,6 +169,10 @@ def all_gather(
     comm = communicator if communicator is not None else Communicator.of(group)
     segment = _check(tensor, algorithm, segment_bytes, written=False)
     mine = tensor if tensor.dim() else tensor.reshape(1)
+    if length is not None and length < 0:
+        raise ValueError(
+            f"length is {length}; give the rows of the result, 0 or more, or None where all ranks have equally many"
+        )
     rows = _row_starts(len(mine) * comm.size if length is None else length, comm.size)
     if len(mine) != rows[comm.rank + 1] - rows[comm.rank]:
         raise ValueError(

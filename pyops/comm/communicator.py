@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyops.comm import probe
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
-from pyops.comm.shared_memory import SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
+from pyops.comm.shared_memory import AGREEMENT, SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
 from pyops.comm.transport import ProcessGroupTransport, exchange_bytes
 from pyops.comm.work import StreamWork, Work, Worker
 
@@ -30,6 +30,8 @@ __all__ = ["ALGORITHMS", "Communicator", "release"]
 ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
 _ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 _CARD = struct.Struct("<16s3q")
+_REFUSED = b"refused"  # in the place of a dtype's name
+_REFUSAL_WIDTH = 1024
 _TABLE_WIDTH = 512
 
 # The one cache at module level: what belongs to a group lives as long as the group and is found by it. Entries don't hold their
@@ -158,6 +160,7 @@ class Communicator:
     def shared_memory(self) -> SharedMemory:
         """Collective at the first call. ValueError, on every rank alike, when the ranks can't share memory."""
         if self._shared is None:
+            self.agree("shared memory for the first time")
             try:
                 self._shared = SharedMemory(self.transport, timeout=self.timeout(torch.device("cpu")))
             except Unavailable as reason:
@@ -183,12 +186,16 @@ class Communicator:
             try:
                 self.shared_memory()
                 names.insert(0, "shared_memory")
+            except DisagreementError:
+                raise
             except ValueError:
                 pass
         if len(names) == 1:
             return names[0]
         key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
         if key not in self._costs:
+            if not flat.is_cuda:
+                self.agree("the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names))
             before = self.bytes_sent
             table = probe.measure({n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device)
             self.count(before - self.bytes_sent)
@@ -203,21 +210,51 @@ class Communicator:
         dist.broadcast(on_device, group_src=0, group=self.group)
         return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
 
-    def agree(self, kind: str, *, numel: int, dtype: torch.dtype, details: tuple[Any, ...]) -> None:
+    def agree(
+        self, kind: str, *, numel: int = 0, dtype: torch.dtype = torch.uint8, details: tuple[Any, ...] = (),
+        refusal: Exception | None = None,
+    ) -> None:  # fmt: skip
         """DisagreementError, on every rank, unless all ranks are about to run this very collective.
 
         Gloo ends the process when a message has another size than expected, so ranks compare first, by a small message to each.
+        refusal: why this rank can't take part. It is raised here, and told to the others, who raise a DisagreementError.
         """
-        name = str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
         check = zlib.crc32(repr((kind, details)).encode())
-        card = _CARD.pack(name.encode()[:16], numel, self._current, check)
-        for peer, theirs in enumerate(exchange_bytes(self.transport, card, width=_CARD.size)):
+        card = _CARD.pack(name, numel, self._current, check)
+        try:
+            cards = self._exchange(card, width=_CARD.size)
+            refused = [rank for rank, theirs in enumerate(cards) if _CARD.unpack(theirs)[0].rstrip(b"\0") == _REFUSED]
+            if refused:
+                text = b"" if refusal is None else f"{type(refusal).__name__}: {refusal}".encode()[:_REFUSAL_WIDTH]
+                texts = self._exchange(text, width=_REFUSAL_WIDTH)
+        except DisagreementError:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise refusal
+        if refused:
+            why = "; ".join(f"rank {r} refused: {texts[r].rstrip(bytes(1)).decode(errors='ignore')}" for r in refused)
+            raise DisagreementError(f"{why}; no rank has changed anything", ranks=refused)
+        for peer, theirs in enumerate(cards):
             if theirs != card:
                 their_dtype, their_numel, their_number, _ = _CARD.unpack(theirs)
                 raise DisagreementError(
-                    f"rank {self.rank} called its collective {self._current}, {kind} of {numel} elements of {name} {details}; "
-                    f"rank {peer} called its collective {their_number}, with {their_numel} elements of "
-                    f"{their_dtype.rstrip(bytes(1)).decode()} or other options; ranks must call the same collectives in the "
+                    f"rank {self.rank} called its collective {self._current}, {kind} of {numel} elements of "
+                    f"{name.decode()} {details}; rank {peer} called its collective {their_number}, with {their_numel} elements "
+                    f"of {their_dtype.rstrip(bytes(1)).decode()} or other options; ranks must call the same collectives in the "
                     "same order, with equal shapes, dtypes and options",
                     ranks=[peer],
                 )
+
+    def _exchange(self, payload: bytes, *, width: int) -> list[bytes]:
+        """Every rank's payload, filled up to `width` bytes. Where there is shared memory it goes that way: there it also meets
+        the collectives of shared memory, which another rank may have called in the place of this one."""
+        if not isinstance(self._shared, SharedMemory):
+            return exchange_bytes(self.transport, payload, width=width)
+        mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+        out = torch.empty(self.size * width, dtype=torch.uint8)
+        starts = [width * rank for rank in range(self.size + 1)]
+        self.count(width * (self.size - 1))
+        self._shared.all_gather(mine, out, starts=starts, tag=AGREEMENT, spins=SPINS_BESIDE_COMPUTE)
+        return [bytes(row.tolist()) for row in out.view(self.size, width)]

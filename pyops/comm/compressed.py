@@ -24,13 +24,14 @@ from pyops.comm.collectives import gather_bytes, reduce_scatter
 from pyops.comm.communicator import Communicator
 from pyops.comm.compressed_shots import Alone, Memory
 from pyops.comm.error_feedback import ErrorFeedback
+from pyops.comm.failure import DisagreementError
+from pyops.comm.refusal import check_error, check_length, check_tensor, compares, mistake_of, refuse, refusing
 from pyops.comm.transport import Pending, Transport
 from pyops.comm.work import Work
 
 __all__ = ["compressed_all_gather", "compressed_all_reduce", "compressed_reduce_scatter"]
 
 SEGMENT_BYTES = 4 << 20  # of the numbers behind one message
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compressed_all_reduce(
@@ -51,16 +52,23 @@ def compressed_all_reduce(
     A number that is not finite on any rank makes its block nan on every rank and sets `error.overflowed` where it was met: on
     the rank that had it and on the one that owns the block. The errors of the block stay there as they were.
 
-    TypeError: a tensor of integers, or of another dtype. ValueError: an `error` of another size, codec or rank.
-    DisagreementError, on all ranks: another codec, size, dtype, op, segment or collective; the group is as good as before.
+    TypeError: a tensor of integers, or of another dtype; what is no tensor, codec or ErrorFeedback. ValueError: an `error` of
+    another size, codec or rank. DisagreementError: another codec, size, dtype, op, segment or collective on some rank; or, on
+    the ranks that made no mistake, what another rank raises. So on the CPU all ranks raise, nothing is changed, and the group
+    is as good as before. With async_op these come from wait(). On CUDA without Gloo each rank raises for itself.
     """
-    _check(tensor, codec, op=op, segment_bytes=segment_bytes)
     comm = _communicator(group, communicator)
     if within is not None:
         return _hierarchical(tensor, codec, error, comm, Communicator.of(within), op, async_op, label, segment_bytes)
-    _check_error(error, codec, numel=tensor.numel(), comm=comm)
+
+    def check() -> None:
+        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes)
+        check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
+
+    if mistake := mistake_of(check):
+        return refuse(mistake, comm, what=f"compressed_all_reduce{_of(label)}", tensor=tensor, async_op=async_op)
     scale = 1.0 / (comm.size if comm is not None else 1) if op == "mean" else 1.0
-    segment = _segment(tensor, segment_bytes)
+    segment = _segment(segment_bytes)
 
     def call(spins: int) -> Tensor:
         flat, copied = _flat(tensor)
@@ -89,15 +97,20 @@ def compressed_reduce_scatter(
     their owner and rounded to tensor.dtype. error: for a tensor of this size; only `error.worker` is used. The rest as for
     `compressed_all_reduce`; ValueError for a tensor without dims.
     """
-    _check(tensor, codec, op=op, segment_bytes=segment_bytes)
-    if tensor.dim() == 0:
-        raise ValueError("compressed_reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)")
     comm = _communicator(group, communicator)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
-    _check_error(error, codec, numel=tensor.numel(), comm=comm)
+
+    def check() -> None:
+        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes, in_pieces=True)
+        if tensor.dim() == 0:
+            raise ValueError("compressed_reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)")
+        check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
+
+    if mistake := mistake_of(check):
+        return refuse(mistake, comm, what=f"compressed_reduce_scatter{_of(label)}", tensor=tensor, async_op=async_op)
     rows = _row_starts(len(tensor), size)
     scale = 1.0 / size if op == "mean" else 1.0
-    segment = _segment(tensor, segment_bytes)
+    segment = _segment(segment_bytes)
 
     def call(spins: int) -> Tensor:
         flat, _ = _flat(tensor)
@@ -123,20 +136,21 @@ def compressed_all_gather(
 
     length: rows of the result when the ranks' parts are those of torch.tensor_split; by default every rank gives equally many.
     error: for a tensor of this rank's size; only `error.worker` is used. A new tensor, or a Work. The rest as for
-    `compressed_all_reduce`. DisagreementError also where the ranks' parts don't make up `length`.
+    `compressed_all_reduce`; ValueError also where a rank's part is not that of `length`.
     """
-    _check(tensor, codec, op="sum", segment_bytes=segment_bytes)
     comm = _communicator(group, communicator)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
+
+    def check() -> None:
+        check_tensor(tensor, codec, op="sum", segment_bytes=segment_bytes, in_pieces=True)
+        check_length(len(tensor) if tensor.dim() else 1, length, rank=rank, size=size)
+        check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
+
+    if mistake := mistake_of(check):
+        return refuse(mistake, comm, what=f"compressed_all_gather{_of(label)}", tensor=tensor, async_op=async_op)
     mine = tensor if tensor.dim() else tensor.reshape(1)
-    _check_error(error, codec, numel=mine.numel(), comm=comm)
     rows = _row_starts(len(mine) * size if length is None else length, size)
-    if len(mine) != rows[rank + 1] - rows[rank]:
-        raise ValueError(
-            f"rank {rank} gives {len(mine)} rows, but its part of length={length} over {size} ranks is "
-            f"{rows[rank + 1] - rows[rank]} rows"
-        )
-    segment = _segment(tensor, segment_bytes)
+    segment = _segment(segment_bytes)
 
     def call(spins: int) -> Tensor:
         flat, _ = _flat(mine)
@@ -160,20 +174,26 @@ def _hierarchical(
     """Sum exactly within the node, each rank a part; compress that part's way between the nodes; bring the parts together.
 
     Every call joins its group's queue here, on the caller's thread, so that the order is the same on all ranks; each waits
-    for the one before on its own group's thread.
+    for the one before on its own group's thread. What goes wrong within a node is told to the other nodes.
     """
     if across is None:
         raise ValueError("within= needs torch.distributed: initialise it, or call without within")
+
+    def check() -> None:
+        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes)
+        part = _row_starts(tensor.numel(), node.size)[node.rank : node.rank + 2]
+        check_error(error, codec, x=tensor, numel=part[1] - part[0], comm=across)
+
+    what = f"compressed_all_reduce{_of(label)} between nodes"
+    if mistake := mistake_of(check):
+        return _refuse_in_node(mistake, across, node, what, tensor, async_op)
     starts = _row_starts(tensor.numel(), node.size)
-    mine = starts[node.rank + 1] - starts[node.rank]
-    _check_error(error, codec, numel=mine, comm=across)
-    scale, segment = (1.0 / across.size if op == "mean" else 1.0), _segment(tensor, segment_bytes)
-    flat, _ = _flat(tensor)
-    first = reduce_scatter(flat, op=op, communicator=node, async_op=True, label=label)
+    scale, segment = (1.0 / across.size if op == "mean" else 1.0), _segment(segment_bytes)
+    first = reduce_scatter(_flat(tensor)[0], op=op, communicator=node, async_op=True, label=label)
     own = getattr(codec, "all_reduce", None)
 
     def between(spins: int) -> Tensor:
-        part = first.wait()
+        part = _or_tell(first, across, what)
         _agree(across, "compressed_all_reduce", part, (codec.name, scale, segment, node.size))
         transport, memory = _transport(across, part), _memory(error, codec, across)
         if own is not None:
@@ -182,11 +202,10 @@ def _hierarchical(
             shots.all_reduce(part, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale)
         return part
 
-    what = f"compressed_all_reduce{_of(label)} between nodes"
     second = _run(across, between, what, tensor, codec, True)
 
     def together(spins: int) -> Tensor:
-        part = second.wait().view(torch.uint8)
+        part = _or_tell(second, node, what).view(torch.uint8)
         whole = part.new_empty(tensor.numel() * tensor.element_size())
         in_bytes = [start * tensor.element_size() for start in starts]
         gather_bytes(node, part, whole, in_bytes, spins=spins)
@@ -194,6 +213,31 @@ def _hierarchical(
         return tensor
 
     return node.run(together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=False)
+
+
+def _refuse_in_node(
+    mistake: Exception, across: Communicator, node: Communicator, what: str, tensor: object, async_op: bool
+) -> Any:
+    """As `refuse`, in the place of the three calls of `_hierarchical`."""
+    if not (compares(node, tensor) and compares(across, tensor)):
+        raise mistake
+
+    def run(comm: Communicator, call: Any, async_op: bool) -> Any:
+        return comm.run(call, what=what, tensor=torch.empty(0), async_op=async_op, direct=False)
+
+    first = run(node, refusing(mistake, node, what=what), True)
+    second = run(across, lambda spins: _or_tell(first, across, what), True)
+    return run(node, lambda spins: _or_tell(second, node, what), async_op)
+
+
+def _or_tell(before: Work, comm: Communicator, what: str) -> Tensor:
+    """What `before` gives; where it gives an error instead, the ranks of `comm`, which will wait for this one, are told."""
+    try:
+        return before.wait()
+    except (DisagreementError, TypeError, ValueError) as error:
+        if comm.size > 1:
+            comm.agree(what, refusal=error)
+        raise
 
 
 class _OverHost:
@@ -256,36 +300,7 @@ def _memory(error: ErrorFeedback | None, codec: Codec, comm: Communicator | None
     return Memory(error.worker, error.server, error.overflowed, error.rounds)
 
 
-def _check(tensor: Tensor, codec: Codec, *, op: str, segment_bytes: int | None) -> None:
-    if not hasattr(codec, "name") or not hasattr(codec, "feedback"):
-        raise TypeError(f"codec must be a Codec, such as pyops.comm.codec.OneBit(), got {codec!r}")
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{codec.name} compresses float32, bfloat16 and float16, got {tensor.dtype}; use pyops.comm.all_reduce")
-    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be compressed; pass a dense one")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
-    if segment_bytes is not None and segment_bytes < 1024:
-        raise ValueError(f"segment_bytes is {segment_bytes}; give at least 1024")
-
-
-def _check_error(error: ErrorFeedback | None, codec: Codec, *, numel: int, comm: Communicator | None) -> None:
-    if error is None or hasattr(codec, "all_reduce"):
-        return
-    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
-    if error.codec != codec:
-        raise ValueError(f"error is for codec {error.codec.name}, and this call is with {codec.name}; use one for both")
-    if error.numel != numel:
-        raise ValueError(f"error is for {error.numel} elements, and this rank compresses {numel}; make it for {numel}")
-    if (error.rank, error.size) != (rank, size):
-        raise ValueError(
-            f"error is that of rank {error.rank} of {error.size}, and this is rank {rank} of {size}; make one for this group"
-        )
-
-
-def _segment(tensor: Tensor, segment_bytes: int | None) -> int:
+def _segment(segment_bytes: int | None) -> int:
     return (SEGMENT_BYTES if segment_bytes is None else segment_bytes) // 4
 
 

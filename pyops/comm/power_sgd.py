@@ -58,20 +58,24 @@ class PowerSGD(Codec):
 
     def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
         """flat = scale * (sum over ranks of flat + error) at low rank, in place. ValueError without a memory that fits."""
-        if not isinstance(error, PowerSGDMemory):
-            raise ValueError(
-                f"{self.name} needs the shapes of the tensors; pass error=PowerSGDMemory(layout, codec=codec, ...)"
-            )
-        if (error.codec, error.rank, error.size) != (self, transport.rank, transport.size) or error.numel != flat.numel():
-            raise ValueError(
-                f"error is for {error.numel} elements with {error.codec.name} on rank {error.rank} of {error.size}; this call "
-                f"has {flat.numel()} with {self.name} on rank {transport.rank} of {transport.size}"
-            )
+        self.check_memory(error, numel=flat.numel(), rank=transport.rank, size=transport.size)
 
         def exchange(x: Tensor) -> None:
             two_shot.all_reduce(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
 
         low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
+
+    def check_memory(self, error: Any, *, numel: int, rank: int, size: int) -> None:
+        """ValueError unless `error` is a memory of this codec and rank for so many numbers."""
+        if not isinstance(error, PowerSGDMemory):
+            raise ValueError(
+                f"{self.name} needs the shapes of the tensors; pass error=PowerSGDMemory(layout, codec=codec, ...)"
+            )
+        if (error.codec, error.rank, error.size, error.numel) != (self, rank, size, numel):
+            raise ValueError(
+                f"error is for {error.numel} elements with {error.codec.name} on rank {error.rank} of {error.size}; this call "
+                f"has {numel} with {self.name} on rank {rank} of {size}"
+            )
 
     def _refuse(self) -> NoReturn:
         raise ValueError(

@@ -21,10 +21,11 @@ from pyops.comm.failure import CommunicationError, DisagreementError
 from pyops.comm.transport import Transport, exchange_bytes
 from pyops.ops.library import native
 
-__all__ = ["SharedMemory", "Unavailable"]
+__all__ = ["AGREEMENT", "SharedMemory", "Unavailable"]
 
 SPINS_ALONE = 64  # the caller has nothing better to do than to wait
 SPINS_BESIDE_COMPUTE = 8  # spinning would take the processor from the computation that the collective hides behind
+AGREEMENT = 1  # tag of an all_gather by which ranks compare what they are about to do some other way
 _WIDTH = 512
 _CODES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 4,
@@ -107,7 +108,7 @@ class SharedMemory:
         in_bytes = [start * x.element_size() for start in starts]
         status = self._ring.all_gather(x.data_ptr(), out.data_ptr(), in_bytes, tag, spins, self.timeout)
         if status:
-            self._raise(status, "all_gather")
+            self._raise(status, "all_gather" if tag != AGREEMENT else "comparing what comes next")
 
     def _raise(self, status: int, what: str) -> None:
         code, peer = status % 256, status // 256
@@ -126,6 +127,8 @@ class SharedMemory:
     def _describe(self, rank: int) -> str:
         kind, count, dtype, _, tag = self._ring.signature(rank)
         kind_name = _KINDS.get(kind, "another collective")
+        if kind == 3 and tag == AGREEMENT:
+            return "a collective that does not go through shared memory"
         if kind == 1:
             return f"{kind_name} of {count} elements of {_NAMES.get(dtype, '?')}" + (f" with tag {tag}" if tag else "")
         return f"{kind_name}" + (f" of {_NAMES.get(dtype, '?')}" if kind == 2 else "")
