@@ -28,6 +28,7 @@ _ROOMS = frozenset(
         "comm",
         "data_parallel",
         "onebit",
+        "recompute",
         "checkpoint",
         "models",
         "data",

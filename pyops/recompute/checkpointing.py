@@ -1,0 +1,73 @@
+"""checkpoint: one call of a function whose intermediate results are thrown away, and computed again in backward.
+
+    checkpoint(f, x, mask=m)        tensors anywhere in args and kwargs  -> inputs of torch's non-reentrant checkpoint
+                                    parameters and everything else       -> stay with f
+
+torch's checkpoint saves its inputs before it puts its own hooks in place, so hooks around the call see the inputs and nothing
+else: that is where they are split, moved or put into the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyops.recompute.inputs import keeping_of
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, partition_group: Any = None, offload: str | None = None, arena: Any = None,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """`function(*args, **kwargs)`, keeping for backward its inputs instead of what it computed on the way.
+
+    Backward runs the function again, once per call, under the random states (torch's, CPU and CUDA) and the autocast of the
+    first time, up to the last tensor it needs; gradients have the same bits as without checkpoint. Calls nest. Under
+    torch.no_grad nothing is kept; without a backward, what was kept goes with the result.
+
+    partition_group: each rank of this process group keeps 1/n of every input, in torch.tensor_split's parts, and all-gathers
+        them in backward. Inputs must be equal on its ranks (as within a tensor-parallel group), which is not checked; ranks
+        whose shapes differ all get pyops.comm's DisagreementError in backward.
+    offload: "cpu" keeps CUDA inputs in pinned host memory; inputs in host memory stay where they are.
+    arena: a pyops.recompute.Arena in which the copies lie one after the other; RuntimeError when they don't fit.
+
+    With one of these three, inputs are copied, and may be changed in place afterwards; without, that is autograd's usual
+    RuntimeError in backward. Parameters among the arguments are never copied.
+
+    The function must compute the same thing twice: what it reads beside its arguments must not have changed by then. Modules
+    with running statistics (batch norm) count a batch twice. Python's and NumPy's random states are not kept.
+
+    Raises, before the function is called, ValueError for an unknown `offload` or a `partition_group` that this rank is not in;
+    in backward torch.utils.checkpoint.CheckpointError when the second run saves other tensors than the first.
+    """
+    plain = partition_group is None and offload is None and arena is None
+    if plain and torch.compiler.is_compiling():  # which knows torch's checkpoint
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
+    tensors = [leaves[i] for i in places]
+    keeping = None if plain else keeping_of(partition_group, offload, arena, tensors)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    for i in places:
+        leaves[i] = None  # the function below lives as long as the graph and must not hold them
+
+    def run(*inputs: Tensor) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(places, inputs, strict=True):
+            filled[i] = tensor
+        given, named = tree_unflatten(filled, structure)
+        return function(*given, **named)
+
+    hooks = contextlib.nullcontext() if keeping is None else saved_tensors_hooks(keeping.pack, keeping.unpack)
+    with hooks:
+        return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
