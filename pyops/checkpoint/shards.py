@@ -14,25 +14,24 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyops.checkpoint.manifest import CheckpointError, Sharded
 from pyops.flat import Shard, Shards
 
-__all__ = ["assemble", "describe", "find_shards", "insert", "merge", "path_text"]
+__all__ = ["Card", "StatePath", "check_cover", "describe", "find_shards", "insert", "merge", "path_text"]
 
 Step = tuple[str, Any]  # ("key", of a mapping) or ("item", number in a list or tuple)
-Path = tuple[Step, ...]
+StatePath = tuple[Step, ...]
 Card = dict[str, Any]  # what the manifest says of one shard, and of the tensor it is a part of
 
 
-def path_text(path: Path) -> str:
+def path_text(path: StatePath) -> str:
     """The path as checkpoints name tensors: errors.worker.w."""
     return ".".join(str(key) for _, key in path)
 
 
-def find_shards(state: Any, path: Path = ()) -> dict[Path, tuple[Shard, ...]]:
+def find_shards(state: Any, path: StatePath = ()) -> dict[StatePath, tuple[Shard, ...]]:
     """The shards within a nested state, by the path that leads to them; none for an empty `Shards`."""
     if isinstance(state, Shard):
         return {path: (state,)}
@@ -43,18 +42,20 @@ def find_shards(state: Any, path: Path = ()) -> dict[Path, tuple[Shard, ...]]:
         steps = [(("key", key), value) for key, value in state.items()]
     elif isinstance(state, list | tuple):
         steps = [(("item", i), value) for i, value in enumerate(state)]
-    found: dict[Path, tuple[Shard, ...]] = {}
+    found: dict[StatePath, tuple[Shard, ...]] = {}
     for step, value in steps:
         found |= find_shards(value, (*path, step))
     return found
 
 
-def describe(shards: Mapping[Path, Sequence[Shard]], *, file: str) -> tuple[dict[Path, list[Card]], dict[str, Tensor]]:
+def describe(
+    shards: Mapping[StatePath, Sequence[Shard]], *, file: str
+) -> tuple[dict[StatePath, list[Card]], dict[str, Tensor]]:
     """({path: cards}, {name in the file: tensor}) of one rank's shards, which it will write to `file`.
 
     Of several at one path the name says the offset: model.w@128.
     """
-    cards: dict[Path, list[Card]] = {}
+    cards: dict[StatePath, list[Card]] = {}
     tensors: dict[str, Tensor] = {}
     for path, parts in shards.items():
         for shard in parts:
@@ -72,12 +73,12 @@ def describe(shards: Mapping[Path, Sequence[Shard]], *, file: str) -> tuple[dict
     return cards, tensors
 
 
-def merge(cards: Sequence[Mapping[Path, Sequence[Card]]]) -> dict[Path, Sharded]:
+def merge(cards: Sequence[Mapping[StatePath, Sequence[Card]]]) -> dict[StatePath, Sharded]:
     """Every path's tensor, made of the shards of all ranks (in rank order).
 
     CheckpointError, naming the path, for shards of tensors that differ, that overlap, or that leave a gap.
     """
-    together: dict[Path, list[tuple[int, Card]]] = {}
+    together: dict[StatePath, list[tuple[int, Card]]] = {}
     for rank, of_rank in enumerate(cards):
         for path, several in of_rank.items():
             together.setdefault(path, []).extend((rank, card) for card in several)
@@ -99,38 +100,41 @@ def _whole(name: str, members: list[tuple[int, Card]]) -> Sharded:
             f"state[{name!r}] is in ranges of the flattened tensor on some ranks, in boxes of {len(shape)} dims on others; "
             "use one form for all its shards"
         )
-    _check_cover(name, shape, members)
+    check_cover(name, shape, [(f"rank {rank}", card) for rank, card in members])
     parts = [{key: card[key] for key in ("file", "name", "offset", "shape")} for _, card in members]
     return Sharded({"shape": shape, "dtype": first["dtype"], "parts": parts})
 
 
-def _check_cover(name: str, shape: list[int], members: list[tuple[int, Card]]) -> None:
-    """Boxes that don't meet and have the volume of the whole cover it, once."""
+def check_cover(name: str, shape: list[int], members: Sequence[tuple[str, Card]]) -> None:
+    """CheckpointError unless the parts, each with who has it, cover a tensor of this shape once.
+
+    Boxes that don't meet and have the volume of the whole cover it; so do ranges of the flattened tensor.
+    """
     boxes = sorted(
-        (tuple(card["offset"]), tuple(o + n for o, n in zip(card["offset"], card["shape"], strict=True)), rank)
-        for rank, card in members
+        (tuple(card["offset"]), tuple(o + n for o, n in zip(card["offset"], card["shape"], strict=True)), holder)
+        for holder, card in members
         if prod(card["shape"])
     )
-    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
-    for low, high, rank in boxes:
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
+    for low, high, holder in boxes:
         open_boxes = [box for box in open_boxes if not low or box[1][0] > low[0]]  # the others end before this one begins
         for other_low, other_high, other in open_boxes:
             if all(a < d and c < b for a, b, c, d in zip(low, high, other_low, other_high, strict=True)):
                 raise CheckpointError(
-                    f"state[{name!r}]: the shard of rank {rank} at offset {list(low)} overlaps that of rank {other} at offset "
+                    f"state[{name!r}]: the shard of {holder} at offset {list(low)} overlaps that of {other} at offset "
                     f"{list(other_low)}; every element must be written by one rank"
                 )
-        open_boxes.append((low, high, rank))
+        open_boxes.append((low, high, holder))
     covered, whole = sum(prod(card["shape"]) for _, card in members), prod(shape)
     if covered != whole:
-        held = ", ".join(f"{list(low)} to {list(high)} (rank {rank})" for low, high, rank in boxes[:4])
+        held = ", ".join(f"{list(low)} to {list(high)} ({holder})" for low, high, holder in boxes[:4])
         raise CheckpointError(
             f"state[{name!r}] has a gap: its shards hold {covered} of the {whole} elements of shape {shape}: {held or 'none'}"
             f"{', ...' if len(boxes) > 4 else ''}; every rank must save its part"
         )
 
 
-def insert(state: Any, wholes: Mapping[Path, Sharded]) -> Any:
+def insert(state: Any, wholes: Mapping[StatePath, Sharded]) -> Any:
     """`state` with each path's whole in place of a shard, or added where this rank had none.
 
     CheckpointError, naming the path, where this rank holds something else there, or no dict that the path could be added to.
@@ -138,7 +142,7 @@ def insert(state: Any, wholes: Mapping[Path, Sharded]) -> Any:
     return _insert(state, dict(wholes), ())
 
 
-def _insert(value: Any, wholes: dict[Path, Sharded], at: Path) -> Any:
+def _insert(value: Any, wholes: dict[StatePath, Sharded], at: StatePath) -> Any:
     if not wholes:
         return value
     if () in wholes:
@@ -148,7 +152,7 @@ def _insert(value: Any, wholes: dict[Path, Sharded], at: Path) -> Any:
                 "put shards there on every rank, or nothing"
             )
         return wholes[()]
-    below: dict[Step, dict[Path, Sharded]] = {}
+    below: dict[Step, dict[StatePath, Sharded]] = {}
     for path, whole in wholes.items():
         below.setdefault(path[0], {})[path[1:]] = whole
     if value is None and all(kind == "key" for kind, _ in below):
@@ -165,12 +169,3 @@ def _insert(value: Any, wholes: dict[Path, Sharded], at: Path) -> Any:
         f"state[{missing!r}] leads to shards of other ranks, but on rank 0 state[{path_text(at)!r}] is a "
         f"{type(value).__name__} without it; nest shards in dicts, or in lists that are equally long on every rank"
     )
-
-
-def assemble(node: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-    """The whole tensor of a manifest's node, from the tensors of the files."""
-    whole = torch.empty(node["shape"], dtype=getattr(torch, node["dtype"]))
-    for part in node["parts"]:
-        place = tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))
-        (whole.view(-1) if len(place) == 1 else whole)[place] = files[part["file"]][part["name"]]
-    return whole

@@ -1,62 +1,236 @@
-"""Safetensors files with a checksum: written by the safetensors package, flushed to the disk, compared before they are read."""
+"""Safetensors files with a checksum of every block: written in one pass, read in pieces that are compared first.
+
+    | u64 | JSON header, padded | tensor | tensor | tensor ... |
+    | block 0: crc32 | block 1: crc32 | block 2: crc32 | ...   |      a MiB each, more in files of more than 4 GiB
+
+A reader of a few rows reads and compares the blocks in which they lie, and nothing else of the file. CRC-32 finds every flip of
+up to 32 bits in a row; it is no signature, and cryptographic hashes would take three times as long as writing.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import stat
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["DTYPES", "checksum", "read_tensors", "write_tensors"]
+__all__ = ["DTYPES", "Entry", "TensorFile", "bytes_of", "check_dtypes", "write_tensors"]
 
-DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-CHUNK = 16 << 20
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BLOCK = 1 << 20
+MAX_BLOCKS = 4096  # of a file, before blocks grow: their checksums stand in the manifest
+MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses more
+PIECE = 4 << 20  # bytes that are written or compared at a time
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write and flush to the disk; {"bytes": size, "crc32": checksum} of the file. Raises TypeError, OSError.
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in a file: bytes [start, stop) of it."""
 
-    The package refuses tensors that share memory, and a state is made of views into flat buffers: a view is copied, so writing
-    takes as much host memory again as the file is large.
-    """
-    whole: dict[str, Tensor] = {}
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_dtypes(tensors: Mapping[str, Tensor], *, what: str = "state") -> None:
+    """TypeError naming a tensor that a file can't hold."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-            raise TypeError(
-                f"state[{name!r}] is a {tensor.dtype}, {tensor.layout} tensor, which a checkpoint can't hold: convert it"
-            )
-        host = tensor.detach().to("cpu").contiguous()
-        whole[name] = host.clone() if host.data_ptr() == tensor.data_ptr() else host
-    try:
-        save_file(whole, path)
-    except SafetensorError as error:  # the disk's own words, "No space left on device" say
-        raise OSError(str(error)) from error
-    with open(path, "rb+") as file:
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else tensor.layout
+            raise TypeError(f"{what}[{name!r}] is a {tensor.dtype}, {kind} tensor, which a checkpoint can't hold: convert it")
+
+
+class _Checksums:
+    """The checksums of a file's blocks, of bytes that come in any pieces."""
+
+    def __init__(self, block: int) -> None:
+        self.block, self.found = block, list[int]()
+        self._crc = self._filled = 0
+
+    def add(self, piece: memoryview) -> None:
+        at = 0
+        while at < len(piece):
+            n = min(self.block - self._filled, len(piece) - at)
+            self._crc, self._filled, at = zlib.crc32(piece[at : at + n], self._crc), self._filled + n, at + n
+            if self._filled == self.block:
+                self.end()
+
+    def end(self) -> None:
+        if self._filled:
+            self.found.append(self._crc)
+        self._crc = self._filled = 0
+
+
+def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The length and the JSON of a file whose tensors lie in this order."""
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    end = 0
+    for name, (dtype, shape) in entries.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        told[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
+
+    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor of another checkpoint. One at a
+    time is copied where it is not contiguous memory already. TypeError for a dtype that a file can't hold, before the
+    file is made; OSError.
+    """
+    check_dtypes({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
+    # Wide elements first, so that every tensor lies at a multiple of its element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header = _header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
+    size = len(header) + sum(prod(t.shape) * t.dtype.itemsize for t in tensors.values())
+    block = BLOCK
+    while size > block * MAX_BLOCKS:
+        block *= 2
+    checksums = _Checksums(block)
+    with open(path, "wb", buffering=0) as file:
+        _put(file.fileno(), memoryview(header), checksums)
+        for name in order:
+            tensor = tensors[name] if isinstance(tensors[name], Tensor) else tensors[name].read()
+            _put(file.fileno(), bytes_of(tensor.detach().to("cpu").contiguous()), checksums)
+        checksums.end()
         os.fsync(file.fileno())
-    return checksum(path)
+    return {"bytes": size, "block": block, "crc32": checksums.found}
 
 
-def checksum(path: Path) -> dict[str, Any]:
-    """{"bytes", "crc32"} of a file."""
-    size, crc = 0, 0
-    with open(path, "rb") as file:
-        while piece := file.read(CHUNK):
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return {"bytes": size, "crc32": crc}
+def _put(descriptor: int, data: memoryview, checksums: _Checksums) -> None:
+    for at in range(0, len(data), PIECE):
+        piece = data[at : at + PIECE]
+        checksums.add(piece)
+        while len(piece):  # a write may be short
+            piece = piece[os.write(descriptor, piece) :]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, on the CPU. Raises OSError, or ValueError when it is not a safetensors file."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
+class TensorFile:
+    """A file, read in pieces. Nothing stays open between two calls.
+
+    expected: {"bytes", "block", "crc32": [...]} as `write_tensors` gave it; {"bytes", "crc32": one number} for a file that is
+    one block; None for a file of which nothing is known, which is then compared with nothing.
+
+    entries: {name: Entry}. Raises OSError, and ValueError saying what is wrong, without the file's name.
+    """
+
+    def __init__(self, path: Path, expected: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        found = os.stat(path)  # before it is opened: opening a pipe would wait
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is not a regular file")
+        self.size, self._identity = found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
+        self._crcs: list[int] | None = None
+        self._compared: set[int] = set()
+        if expected is not None:
+            if self.size != expected["bytes"]:
+                raise ValueError(f"has {self.size} bytes, {expected['bytes']} by the manifest")
+            crcs = expected["crc32"]
+            self._crcs = crcs if isinstance(crcs, list) else [crcs]
+            self.block = expected["block"] if isinstance(crcs, list) else max(1, self.size)
+        self.entries = self._parse()
+
+    def _parse(self) -> dict[str, Entry]:
+        prefix = bytearray(8)
+        self.read(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(MAX_HEADER, self.size - 8):
+            raise ValueError(f"is damaged: its header says that it is {length} bytes long")
+        text = bytearray(length)
+        self.read(8, memoryview(text))
+        try:
+            return _entries(json.loads(bytes(text)), first=8 + length, size=self.size)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"is damaged: its header makes no sense ({error})") from None
+
+    def _open(self) -> int:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino, found.st_mtime_ns) != self._identity:
+            os.close(descriptor)
+            raise ValueError("was replaced while it was read")
+        return descriptor
+
+    def compare(self, start: int, stop: int) -> None:
+        """Compare the blocks of bytes [start, stop) with their checksums, each once. ValueError where they differ."""
+        if self._crcs is None or start >= stop:
+            return
+        wanted = [b for b in range(start // self.block, (stop - 1) // self.block + 1) if b not in self._compared]
+        if not wanted:
+            return
+        scratch, descriptor = memoryview(bytearray(min(self.block, PIECE))), self._open()
+        try:
+            for number in wanted:
+                crc, end = 0, min((number + 1) * self.block, self.size)
+                for at in range(number * self.block, end, len(scratch)):
+                    piece = scratch[: min(len(scratch), end - at)]
+                    _fill(descriptor, at, piece)
+                    crc = zlib.crc32(piece, crc)
+                if crc != self._crcs[number]:
+                    raise ValueError(f"is damaged: the checksum of bytes {number * self.block} to {end} is not the manifest's")
+                self._compared.add(number)
+        finally:
+            os.close(descriptor)
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Bytes [start, start + len(into)), after comparing their blocks."""
+        if start + len(into) > self.size:
+            raise ValueError(f"has {self.size} bytes, which is too few")
+        self.compare(start, start + len(into))
+        descriptor = self._open()
+        try:
+            _fill(descriptor, start, into)
+        finally:
+            os.close(descriptor)
+
+
+def _fill(descriptor: int, at: int, into: memoryview) -> None:
+    while len(into):
+        n = os.preadv(descriptor, [into], at)
+        if n == 0:
+            raise ValueError("ends too early")
+        at, into = at + n, into[n:]
+
+
+def _entries(told: Any, *, first: int, size: int) -> dict[str, Entry]:
+    """The header's tensors; together they must be all of the file. Raises KeyError, TypeError, ValueError."""
+    if not isinstance(told, dict):
+        raise TypeError("it is no object")
+    found = {}
+    for name, entry in told.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (start, stop) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, start, stop]):
+            raise ValueError(f"{name!r} has a shape or place that is not made of whole numbers")
+        if stop - start != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} has {stop - start} bytes, which are not {shape} of {entry['dtype']}")
+        found[name] = Entry(dtype, tuple(shape), first + start, first + stop)
+    end = first
+    for entry in sorted(found.values(), key=lambda e: (e.start, e.stop)):
+        if entry.start != end:
+            raise ValueError("its tensors overlap, or leave gaps")
+        end = entry.stop
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
+    return found

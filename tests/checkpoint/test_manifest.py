@@ -26,7 +26,7 @@ def test_round_trip_keeps_types_keys_and_values():
     state = {"state": {0: {"step": a}, 1: {}}, "groups": [group], "a": {"b": a}, "a.b": b, "$tensor": "no tensor"}
     tensors: dict[str, torch.Tensor] = {}
     tree = take_apart(state, tensors)
-    again = restore(tree, tensors)
+    again = restore(tree, lambda node, name: tensors[node["$tensor"]])
     assert again == state
     assert isinstance(again["groups"][0]["betas"], tuple)
     assert again["a"]["b"] is a
@@ -37,3 +37,11 @@ def test_round_trip_keeps_types_keys_and_values():
 def test_what_a_checkpoint_cannot_hold_is_named():
     with pytest.raises(TypeError, match=r"state\['model.1'\] is a set"):
         take_apart({"model": [1, {2}]}, {})
+
+
+def test_a_state_that_is_too_deep_to_be_one():
+    deep: list = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(TypeError, match=r"own\['.*0.0.0'\] is nested more than 64 levels"):
+        take_apart({"a": deep}, {}, what="own")
