@@ -11,6 +11,7 @@ makes the layers' sizes equal. In units of sqrt(v) + eps they are of like size a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pyops.onebit.frozen import step_frozen
 from pyops.onebit.layers import COLUMNS, FACTOR, WEIGHT, FrozenLayers, layer_slices, squares_of
 from pyops.onebit.two_phases import COMPRESSED, TwoPhases
 from pyops.onebit.uncorrected import Rows, step_uncorrected
+from pyops.optim.checks import check_number
 from pyops.optim.lamb import LAMB
 from pyops.optim.plan import Plan
 from pyops.optim.rows import PARAM, Batch
@@ -31,6 +33,22 @@ from pyops.optim.rows import PARAM, Batch
 __all__ = ["OneBitLAMB"]
 
 Group = dict[str, Any]
+
+
+def _check_coefficients(who: str, **values: float) -> None:
+    """TypeError or ValueError for bounds and decays that make no sense."""
+    for name, value in values.items():
+        check_number(value, name=name, who=who)
+    for least, most in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+        if not 0 <= values[least] <= values[most] or math.isinf(values[least]):
+            raise ValueError(f"{who}: {least}={values[least]} and {most}={values[most]} must satisfy 0 <= {least} <= {most}")
+    if not 0 < values["factor_min"] <= 1 <= values["factor_max"]:
+        raise ValueError(
+            f"{who}: factor_min={values['factor_min']} and factor_max={values['factor_max']} must satisfy 0 < min <= 1 <= max"
+        )
+    for name in ("coeff_beta", "factor_threshold"):
+        if not 0 <= values[name] < 1:
+            raise ValueError(f"{who}: {name}={values[name]} must be in [0, 1)")
 
 
 class OneBitLAMB(TwoPhases, LAMB):
@@ -80,7 +98,12 @@ class OneBitLAMB(TwoPhases, LAMB):
         master_weights: bool = False,
         total_steps: int | None = None,
     ) -> None:
+        who = type(self).__name__
         with on_all_ranks(group):
+            _check_coefficients(
+                who, min_coeff=min_coeff, max_coeff=max_coeff, factor_min=factor_min, factor_max=factor_max,
+                coeff_beta=coeff_beta, factor_threshold=factor_threshold,
+            )  # fmt: skip
             LAMB.__init__(
                 self, params, lr, betas, eps, weight_decay, min_ratio=min_coeff, max_ratio=max_coeff, zero_grad=zero_grad,
                 master_weights=master_weights, max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
@@ -90,12 +113,6 @@ class OneBitLAMB(TwoPhases, LAMB):
                 warmup_steps=warmup_steps, beta2=float(betas[1]), total_steps=total_steps, precondition=precondition,
                 frozen_beta2=frozen_beta2,
             )  # fmt: skip
-            who = type(self).__name__
-            if not 0 < factor_min <= 1 <= factor_max:
-                raise ValueError(f"{who}: factor_min={factor_min} and factor_max={factor_max} must satisfy 0 < min <= 1 <= max")
-            for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-                if not 0 <= value < 1:
-                    raise ValueError(f"{who}: {name}={value} must be in [0, 1)")
         self.coeff_beta, self.factor_bounds = coeff_beta, (factor_min, factor_max, factor_threshold)
         ratios = (min_coeff, max_coeff, coeff_beta, self.factor_bounds)
         self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2, ratios)

@@ -24,6 +24,8 @@ torch.serialization.add_safe_globals([Shard])  # errors are Shards; torch.load r
 class Saving(Communicating):
     """The part that saves and loads."""
 
+    _reads_communication = True
+
     @abstractmethod
     def _communication_state(self) -> dict[str, Any]:
         """What must be saved besides phase, steps and codec."""

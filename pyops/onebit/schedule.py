@@ -24,7 +24,8 @@ class Warmup:
     """Decides after each step of the first phase whether it was the last.
 
     steps: how many there are, at least 1, or "auto": the rule of 1-bit Adam, arXiv:2102.02888, section 7.1, with the ratio
-    of the smaller to the larger sum. beta2: gives "auto" its distance. Raises ValueError for anything else.
+    of the smaller to the larger sum. beta2: gives "auto" its distance. total_steps: of the run, at least 1, or None. Raises
+    ValueError for anything else.
     """
 
     def __init__(self, steps: int | str, *, beta2: float, total_steps: int | None, who: str) -> None:
@@ -33,6 +34,8 @@ class Warmup:
                 f"{who}: warmup_steps={steps!r} must be a number of steps, at least 1 (without any there is no variance to "
                 'keep), or "auto"; 15 to 25 % of the run is a good choice'
             )
+        if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
+            raise ValueError(f"{who}: total_steps={total_steps!r} must be the run's number of steps, at least 1, or None")
         if isinstance(steps, int) and total_steps is not None and steps >= total_steps:
             logger.warning(
                 "%s: warmup_steps=%d is not less than total_steps=%d: every step is exact and nothing will be compressed; "

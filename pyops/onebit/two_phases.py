@@ -21,6 +21,7 @@ from pyops.onebit.flat_states import Places
 from pyops.onebit.frozen import corrected_beta, take_gradients
 from pyops.onebit.saving import Saving
 from pyops.onebit.schedule import Warmup, logger
+from pyops.optim.checks import check_number, check_switch
 from pyops.optim.clip import EPSILON
 
 __all__ = ["TwoPhases"]
@@ -39,11 +40,17 @@ class TwoPhases(Saving):
         """Check and keep the options of the two phases; `_configure` was called before."""
         who = type(self).__name__
         self.warmup = Warmup(warmup_steps, beta2=beta2, total_steps=total_steps, who=who)
+        if precondition is not None:
+            check_switch(precondition, name="precondition", who=who)
+        if frozen_beta2 is not None:
+            check_number(frozen_beta2, name="frozen_beta2", who=who)
         self.precondition = self.compat is None if precondition is None else precondition
         slow = 0.995 if warmup_steps == "auto" else max(0.0, 1 - 2 / int(warmup_steps))
         self.frozen_beta2 = (slow if self.compat is None else 0.0) if frozen_beta2 is None else frozen_beta2
         if not 0 <= self.frozen_beta2 < 1:
-            raise ValueError(f"{who}: frozen_beta2={frozen_beta2} must be in [0, 1), and is used where more than beta2")
+            raise ValueError(
+                f"{who}: frozen_beta2={frozen_beta2} must be in [0, 1), such as 0.999, or None; used where more than beta2"
+            )
 
     def _start(self) -> None:
         """Be in the warm-up."""

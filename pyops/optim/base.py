@@ -66,7 +66,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         who = type(self).__name__
         check_settings(
             state_dtype=state_dtype, master_weights=master_weights, stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm, who=who,
+            max_grad_norm=max_grad_norm, zero_grad=zero_grad, who=who,
         )  # fmt: skip
         self.master_weights, self.state_dtype = master_weights, state_dtype
         self.stochastic_rounding = stochastic_rounding

@@ -18,14 +18,17 @@ __all__ = [
     "check_gradient",
     "check_gradients_apart",
     "check_hyperparameters",
+    "check_number",
     "check_parameter",
     "check_settings",
+    "check_switch",
     "name_of",
     "number",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NONNEGATIVE = ("eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value")
+SWITCHES = ("maximize", "amsgrad", "nesterov", "trust_ratio", "decoupled_weight_decay")
 
 
 def number(value: float | Tensor) -> float | None:
@@ -69,15 +72,35 @@ def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
         raise ValueError(f"{who}: lr as a tensor must have 1 element, got shape {tuple(lr.shape)}")
     if (rate := number(lr)) is not None and not (rate >= 0.0 and math.isfinite(rate)):
         raise ValueError(f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it")
+    for key in SWITCHES:
+        check_switch(group.get(key, False), name=key, who=who)
+    if type(seed := group.get("seed", 0)) is not int:
+        raise TypeError(f"{who}: seed={seed!r} must be a whole number, got a {type(seed).__name__}")
     if "betas" in group:
         _check_betas(group["betas"], who=who)
     for key in nonnegative:
         if not (group[key] >= 0.0 and math.isfinite(group[key])):
             raise ValueError(f"{who}: {key}={group[key]} must be a finite number >= 0")
+    if group.get("momentum", 0.0) > 1.0:
+        raise ValueError(f"{who}: momentum={group['momentum']} must be <= 1, such as 0.9: with more it grows without bound")
+    if not math.isfinite(group.get("dampening", 0.0)):
+        raise ValueError(f"{who}: dampening={group['dampening']} must be a finite number")
     if group["differentiable"]:
         raise ValueError(f"{who}: differentiable=True has no fused kernel; {instead_of(who)} to differentiate a step")
     if group["fused"] and group["foreach"]:
         raise ValueError(f"{who}: fused and foreach can't both be True; leave both out, the step is always fused")
+
+
+def check_switch(value: object, *, name: str, who: str) -> None:
+    """TypeError for what is not True or False: "false", say, which is true."""
+    if type(value) is not bool:
+        raise TypeError(f"{who}: {name}={value!r} must be True or False")
+
+
+def check_number(value: object, *, name: str, who: str) -> None:
+    """TypeError for what is no number."""
+    if not _is_number(value):
+        raise TypeError(f"{who}: {name}={value!r} must be a number, got a {type(value).__name__}")
 
 
 def _check_betas(betas: Any, *, who: str) -> None:
@@ -93,9 +116,13 @@ def _check_betas(betas: Any, *, who: str) -> None:
 
 
 def check_settings(
-    *, state_dtype: torch.dtype, master_weights: bool, stochastic_rounding: bool, max_grad_norm: float | None, who: str
-) -> None:
+    *, state_dtype: torch.dtype, master_weights: bool, stochastic_rounding: bool, max_grad_norm: float | None,
+    zero_grad: bool, who: str,
+) -> None:  # fmt: skip
     """Raise for a setting of the whole optimizer that makes no sense."""
+    switches = {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding, "zero_grad": zero_grad}
+    for name, value in switches.items():
+        check_switch(value, name=name, who=who)
     if state_dtype not in DTYPES:
         raise ValueError(f"{who}: state_dtype={state_dtype} must be one of {[str(d) for d in DTYPES]}")
     if max_grad_norm is not None and not _is_number(max_grad_norm):

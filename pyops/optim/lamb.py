@@ -76,10 +76,10 @@ class LAMB(LayerwiseOptimizer):
         for key, value in (("min_ratio", least), ("max_ratio", most)):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{who}: {key}={value!r} must be a number, got a {type(value).__name__}")
-        if not 0.0 <= least <= most:
-            raise ValueError(f"{who}: min_ratio={least} and max_ratio={most} must satisfy 0 <= min_ratio <= max_ratio")
-        if not isinstance(group["trust_ratio"], bool):
-            raise TypeError(f"{who}: trust_ratio={group['trust_ratio']!r} must be True or False")
+        if not 0.0 <= least <= most or math.isinf(least):
+            raise ValueError(
+                f"{who}: min_ratio={least} and max_ratio={most} must satisfy 0 <= min_ratio <= max_ratio, min_ratio finite"
+            )
 
     def _moments(self, group: Group) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq", None

@@ -83,8 +83,6 @@ class LARS(LayerwiseOptimizer):
                 f"{who}: nesterov=True needs momentum > 0 and dampening = 0, got momentum={group['momentum']} and "
                 f"dampening={group['dampening']}"
             )
-        if not isinstance(group["trust_ratio"], bool):
-            raise TypeError(f"{who}: trust_ratio={group['trust_ratio']!r} must be True or False")
 
     def _moments(self, group: Group) -> tuple[str | None, ...]:
         return "momentum_buffer" if group["momentum"] else None, None, None

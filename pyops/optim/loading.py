@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.optim.kinds import check_kind
 from pyops.optim.state import cast_entry
 
 __all__ = ["Loading"]
@@ -30,6 +31,7 @@ class Loading(torch.optim.Optimizer):
 
     state_dtype: torch.dtype
     master_weights: bool
+    _reads_communication = False  # whether a state of momenta that travelled compressed means something here
 
     def _forget(self) -> None:
         """Drop what can be remade from the state; FusedOptimizer says what that is."""
@@ -55,6 +57,13 @@ class Loading(torch.optim.Optimizer):
                 f"{who}: the state_dict has param groups of {saved_sizes} parameters, this optimizer of {sizes}; build "
                 "the optimizer with the same groups as the one that was saved"
             )
+        check_kind(self.defaults, state_dict, who=who)
+        communication = state_dict.get("communication")
+        if not self._reads_communication and isinstance(communication, dict) and communication.get("phase") != "warmup":
+            raise ValueError(
+                f"{who}: the state_dict is that of {communication.get('optimizer')} in phase {communication.get('phase')!r}, "
+                f"whose 'exp_avg' is another quantity; build that optimizer, or begin anew without the state"
+            )
         params = {
             key: param for s, g in zip(saved, groups, strict=True) for key, param in zip(s["params"], g["params"], strict=True)
         }
@@ -76,7 +85,8 @@ class Loading(torch.optim.Optimizer):
 
         Hyper-parameters of the groups come from the state_dict; state_dtype and master_weights stay those of this
         optimizer: moments are cast, a missing master is made from the parameter at the next step, one that isn't
-        wanted is dropped. Raises ValueError, and changes nothing, when groups or shapes differ.
+        wanted is dropped. Raises ValueError, and changes nothing, when groups or
+        shapes differ, or when the state_dict is known to be that of another optimizer.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

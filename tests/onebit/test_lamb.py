@@ -211,7 +211,7 @@ def test_bf16_parameters_round_their_masters():
     ("options", "text"),
     [
         ({"factor_min": 1.5}, "0 < min <= 1 <= max"), ({"factor_threshold": 1.0}, "factor_threshold=1.0"),
-        ({"coeff_beta": -0.1}, "coeff_beta=-0.1"), ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_ratio"),
+        ({"coeff_beta": -0.1}, "coeff_beta=-0.1"), ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options, text):

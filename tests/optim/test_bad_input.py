@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.optim import Adam, AdamW
+from pyops.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion
 from pyops.optim.checks import check_gradient
 from tests.optim.pairs import assert_equal, give_gradients, parameters
 
@@ -188,3 +188,39 @@ def test_storage_that_was_given_back(what, steps_before):
     with pytest.raises(ValueError, match="no memory"):
         optimizer.step()
     assert torch.equal(a[0], before), "nothing is changed"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "says"),
+    [
+        (SGD, {"momentum": 1.5}, ValueError, "momentum=1.5 must be <= 1"),
+        (LARS, {"momentum": 1.5}, ValueError, "momentum=1.5 must be <= 1"),
+        (LARS, {"momentum": -0.1}, ValueError, "momentum=-0.1"),
+        (SGD, {"dampening": math.nan}, ValueError, "dampening=nan must be a finite number"),
+        (LARS, {"nesterov": 1}, TypeError, "nesterov=1 must be True or False"),
+        (LARS, {"trust_ratio": None}, TypeError, "trust_ratio=None must be True or False"),
+        (LAMB, {"min_ratio": 2.0, "max_ratio": 1.0}, ValueError, "min_ratio=2.0 and max_ratio=1.0"),
+        (LAMB, {"min_ratio": math.inf}, ValueError, "min_ratio=inf"),
+        (LAMB, {"trust_ratio": "no"}, TypeError, "trust_ratio='no' must be True or False"),
+        (Adam, {"amsgrad": "false"}, TypeError, "amsgrad='false' must be True or False"),
+        (Adam, {"decoupled_weight_decay": 2}, TypeError, "decoupled_weight_decay=2 must be"),
+        (Lion, {"maximize": "no"}, TypeError, "maximize='no' must be True or False"),
+        (Lion, {"seed": 1.5}, TypeError, "seed=1.5 must be a whole number"),
+        (Adagrad, {"master_weights": "fp32"}, TypeError, "master_weights='fp32' must be True or False"),
+        (Adagrad, {"stochastic_rounding": None}, TypeError, "stochastic_rounding=None must be True or False"),
+        (Adagrad, {"zero_grad": 1}, TypeError, "zero_grad=1 must be True or False"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_step_could_make_sense_of(make, options, error, says):
+    with pytest.raises(error, match=says):
+        make(parameters(), **options)
+    if not set(options) & {"master_weights", "stochastic_rounding", "zero_grad"}:
+        a = parameters()
+        optimizer = make(a)
+        give_gradients(a, seed=0)
+        before = [p.detach().clone() for p in a]
+        optimizer.param_groups[0].update(options)
+        with pytest.raises(error, match=says):
+            optimizer.step()
+        assert_equal(a, before)
