@@ -29,6 +29,7 @@ _ROOMS = frozenset(
         "data_parallel",
         "onebit",
         "recompute",
+        "zero",
         "checkpoint",
         "models",
         "data",

@@ -98,11 +98,13 @@ def _reduce(comm: Communicator, flat: Tensor, scale: float, algorithm: str, segm
 def reduce_scatter(
     tensor: Tensor, *, group: dist.ProcessGroup | None = None, op: str = "sum", algorithm: str = "auto",
     segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+    out: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """This rank's part of the sum, or mean, of `tensor` over the ranks; `tensor` is left as it is. A Work when `async_op`.
 
     tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does: the first N % n ranks get one row more. Numbers,
     algorithms and errors are those of `all_reduce`.
+    out: where the result goes, contiguous; it may be this rank's own part of `tensor`, and nothing is allocated then.
     """
     comm = communicator if communicator is not None else Communicator.of(group)
     check_reducible(tensor, op=op)
@@ -112,15 +114,20 @@ def reduce_scatter(
     scale = 1.0 / comm.size if op == "mean" else 1.0
     rows = _row_starts(len(tensor), comm.size)
     staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
+    shape = (rows[comm.rank + 1] - rows[comm.rank], *tensor.shape[1:])
+    _check_out(out, tensor, shape)
 
     def call(spins: int) -> Tensor:
         flat, _ = _flat(tensor, host=staged)
         width = flat.numel() // len(tensor) if len(tensor) else 0
         starts = [row * width for row in rows]
-        out = flat.new_empty(starts[comm.rank + 1] - starts[comm.rank])
-        _reduce_scatter(comm, flat, out, starts, scale, algorithm, segment, spins)
-        shape = (rows[comm.rank + 1] - rows[comm.rank], *tensor.shape[1:])
-        return _like(out, tensor).view(shape).to(tensor.device)
+        if out is None or staged:
+            part = flat.new_empty(starts[comm.rank + 1] - starts[comm.rank])
+        else:
+            part = summable_view(out.detach().view(-1))
+        _reduce_scatter(comm, flat, part, starts, scale, algorithm, segment, spins)
+        result = _like(part, tensor).view(shape)
+        return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
     what = f"reduce_scatter{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
     with torch.no_grad():
@@ -160,11 +167,13 @@ def _reduce_scatter(
 def all_gather(
     tensor: Tensor, *, group: dist.ProcessGroup | None = None, length: int | None = None, algorithm: str = "auto",
     segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+    out: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The ranks' tensors, one after the other along dim 0, on every rank. Any dtype. Returns a new tensor, or a Work.
 
     length: rows of the result when the ranks' parts are those of torch.tensor_split (as `reduce_scatter` makes them); by
     default every rank gives equally many rows. A tensor without dims counts as one row.
+    out: where the result goes, contiguous; `tensor` may be this rank's own part of it.
     """
     comm = communicator if communicator is not None else Communicator.of(group)
     segment = _check(tensor, algorithm, segment_bytes, written=False)
@@ -180,15 +189,18 @@ def all_gather(
             f"{rows[comm.rank + 1] - rows[comm.rank]} rows"
         )
     staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
+    shape = (rows[-1], *mine.shape[1:])
+    _check_out(out, tensor, shape)
 
     def call(spins: int) -> Tensor:
         x = mine.detach().contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
         x = x.cpu() if staged else x
         width = mine[:1].numel() * mine.element_size() if len(mine) else _width_of_row(mine)
         starts = [row * width for row in rows]
-        out = x.new_empty(starts[-1])
-        _all_gather(comm, x, out, starts, algorithm, segment, spins)
-        return out.to(tensor.device).view(tensor.dtype).view(rows[-1], *mine.shape[1:])
+        whole = x.new_empty(starts[-1]) if out is None or staged else out.detach().view(-1).view(torch.uint8)
+        _all_gather(comm, x, whole, starts, algorithm, segment, spins)
+        result = whole.view(tensor.dtype).view(shape)
+        return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
     what = f"all_gather{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
     with torch.no_grad():
@@ -256,6 +268,17 @@ def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written
     if segment_bytes < 1024:
         raise ValueError(f"segment_bytes is {segment_bytes}; give at least 1024")
     return segment_bytes
+
+
+def _check_out(out: Tensor | None, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """ValueError for a place that the result does not fit into."""
+    if out is None:
+        return
+    if (out.dtype, out.device, tuple(out.shape)) != (tensor.dtype, tensor.device, shape) or not out.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} of {out.dtype} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}; the "
+            f"result is {shape} of {tensor.dtype} on {tensor.device}"
+        )
 
 
 def _flat(tensor: Tensor, *, host: bool) -> tuple[Tensor, bool]:

@@ -1,0 +1,23 @@
+"""ZeRO: states, gradients and parameters spread over the ranks of data-parallel training.
+
+    optimizer = pyops.zero.ZeroOptimizer(model, pyops.optim.AdamW, stage=2, lr=3e-4, max_grad_norm=1.0)
+    for batch in my_part_of_the_batches:
+        loss(model(batch)).backward()            # gradients are reduce-scattered while it runs
+        optimizer.step()                         # each rank steps what it owns; then parameters are gathered
+
+| file | what it does |
+|---|---|
+| optimizer.py, checks.py | ZeroOptimizer: what a user calls, and what it refuses |
+| partition.py | who owns what: buckets, chunks, pieces; pure arithmetic |
+| parameters.py | parameters in flat buffers |
+| gradients.py | buckets of gradients, reduce-scattered during backward |
+| owned.py | this rank's pieces and the ordinary optimizer over them; masters |
+| saving.py | state by parameter name, as ranges of flattened tensors |
+| agreement.py | what the ranks must have in common |
+"""
+
+from __future__ import annotations
+
+from pyops.zero.optimizer import ZeroOptimizer
+
+__all__ = ["ZeroOptimizer"]

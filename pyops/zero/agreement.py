@@ -1,0 +1,56 @@
+"""What the ranks must have in common before their collectives can match: the model, the options, and the first values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import gather
+
+__all__ = ["broadcast", "check_same_model", "check_same_options"]
+
+
+def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+    """ValueError, on every rank, unless names, shapes, dtypes and requires_grad are those of rank 0's model."""
+    mine = [
+        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), "trained" if t.requires_grad else "fixed")
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    everyone = gather(mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        pairs = zip(everyone[0], theirs, strict=False)
+        found = next((f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b), None)
+        found = found or f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
+        raise ValueError(f"ZeroOptimizer: the ranks' models differ: {found}; build the same model on every rank")
+
+
+def check_same_options(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
+    """ValueError, on every rank, naming the first option in which a rank differs from rank 0."""
+    mine = {key: repr(value) for key, value in options.items()}
+    everyone = gather(mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for key in sorted(set(everyone[0]) | set(theirs)):
+            if everyone[0].get(key) != theirs.get(key):
+                raise ValueError(
+                    f"ZeroOptimizer: {key} is {everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank}; pass the "
+                    "same on every rank"
+                )
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> None:
+    """Rank 0's values on every rank."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, source, group=group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)

@@ -1,0 +1,279 @@
+"""ZeroOptimizer: an ordinary optimizer whose states, gradients and parameters are spread over the ranks.
+
+    backward --buckets--> reduce-scatter --> this rank's chunks --> optimizer on them --> all-gather --> parameters
+                                   (norm, clipping: one small message)
+
+Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054: stages 1, 2 and 3 are its P_os, P_os+g and P_os+g+p.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import agree
+from pyops.comm.collectives import all_reduce
+from pyops.comm.communicator import Communicator
+from pyops.comm.failure import DisagreementError
+from pyops.optim.clip import EPSILON
+from pyops.zero.agreement import broadcast, check_same_model, check_same_options
+from pyops.zero.checks import check_arguments, param_groups_of
+from pyops.zero.gradients import Gradients
+from pyops.zero.owned import Owned
+from pyops.zero.parameters import FlatParameters
+from pyops.zero.saving import check_names, collect, distribute
+
+__all__ = ["ZeroOptimizer"]
+
+Group = dict[str, Any]
+ERRORS, PENDING, OPTIONS, OPTIONS_SQUARED, SQUARES, NONFINITE, USED = range(7)
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Trains `model` on all ranks of `group`, each with its own part of the batch and 1 / N of the states.
+
+    model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
+    torch.optim, or any that steps each element by itself; LAMB and LARS of pyops too. optimizer_arguments: its arguments.
+
+    stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too.
+    params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
+    bucket_bytes: how much is reduced, and gathered, at a time. max_grad_norm: clip the gradients of all ranks, all groups
+    together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes
+    nothing. overlap: communicate while backward computes. op: "mean", or "sum" for a loss that is already divided by the
+    global number of samples.
+
+    Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between backward and step, `.grad` of
+    the parameters is None: the reduced gradient of this rank's part is within. step() uses the gradients up. Within
+    `no_sync()` backward adds gradients up locally, whole; without it, backwards before one step add up too, and each is
+    reduced. Parameters that got no gradient on any rank are left alone, as torch.optim leaves those without .grad.
+
+    Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
+    4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2. A step sends 2 (N - 1) / N times the model at stages 1 and 2, as
+    much as an all-reduce.
+
+    Raises ValueError or TypeError, on every rank and before anything is changed, for arguments that make no sense, for ranks
+    that differ in model or options; in backward and step pyops.comm's errors, which name rank and bucket.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
+        group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, bucket_bytes: int = 25 << 20,
+        max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean", **optimizer_arguments: Any,
+    ) -> None:  # fmt: skip
+        error: Exception | None = None
+        groups: list[Group] = []
+        try:
+            check_arguments(
+                model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
+                overlap=overlap, group=group, optimizer_arguments=optimizer_arguments,
+            )  # fmt: skip
+            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        agree(error, group=group)
+        check_same_model(model, group=group)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        options = {
+            "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
+            "overlap": overlap, "max_grad_norm": max_grad_norm, "optimizer_arguments": optimizer_arguments,
+            "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
+        }  # fmt: skip
+        check_same_options(options, group=group)
+        self.model, self.stage, self.group, self.max_grad_norm, self.op = model, stage, group, max_grad_norm, op
+        self.overlap, self.bucket_bytes = overlap, bucket_bytes
+        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        self.communicator = None if alone else Communicator.of(group)
+        self.grad_norm: Tensor | None = None
+        self._lay_out(groups)
+        self.owned = Owned(self.flats, groups, optimizer_class, optimizer_arguments)
+        if self.communicator is not None and hasattr(self.owned.optimizer, "reduce_norms"):
+            self.owned.optimizer.reduce_norms = self._sum_over_ranks
+        self._built = False
+        super().__init__(groups, self.owned.optimizer.defaults)
+        self._built = True
+        self.state = self.owned.optimizer.state
+        model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
+
+    def _lay_out(self, groups: list[Group]) -> None:
+        """Put the parameters into flat buffers, with rank 0's values, and hooks on them."""
+        comm = self.communicator
+        ranks, rank = (comm.size, comm.rank) if comm is not None and self.stage else (1, 0)
+        chosen = {id(p) for g in groups for p in g["params"] if p.requires_grad}
+        order: dict[int, int] = {}
+        sorted_into: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in reversed(list(self.model.named_parameters())):  # backward reaches the last one first
+            if id(parameter) in chosen:
+                order[id(parameter)] = len(order)
+                sorted_into.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+        self.flats = [
+            FlatParameters(named, rank=rank, ranks=ranks, bucket_bytes=self.bucket_bytes) for named in sorted_into.values()
+        ]
+        rest: list[Tensor] = [p for p in self.model.parameters() if id(p) not in chosen]
+        broadcast([*(flat.data for flat in self.flats), *rest, *self.model.buffers()], group=self.group)
+        positions = [[order[id(p)] for p in flat.parameters] for flat in self.flats]
+        self.gradients = Gradients(
+            self.flats, comm, keeps=self.stage < 2, op=self.op, overlap=self.overlap, positions=positions
+        )
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch.optim, while the optimizer is being made; RuntimeError afterwards, when every place is given away."""
+        if self.__dict__.get("_built", False):
+            raise RuntimeError(
+                "ZeroOptimizer has shared out its parameters and can take no further group; make a new one with all groups "
+                "(params=[...]), and load the state_dict() of this one"
+            )
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within the block, backward adds gradients up locally; the next backward outside reduces the sum of all.
+
+        The gradients of this rank are whole until then, also at stage 2: it saves traffic, not memory.
+        """
+        return self.gradients.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those that are reduced already. set_to_none makes no difference."""
+        self.gradients.clear()
+
+    # ------------------------------------------------------------------------------------------------ stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step, with all ranks; returns what `closure` returned, called with grad enabled.
+
+        A collective: every rank must call it. DisagreementError, on every rank, for ranks with different options.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.owned.take_gradients(self.gradients, set())
+        told = self._exchange()
+        if told[PENDING]:  # backwards within no_sync() that none outside followed, on some rank
+            self.gradients.flush()
+            self.owned.take_gradients(self.gradients, set())
+            told = self._exchange()
+        self.owned.take_gradients(self.gradients, self._unused(told))
+        factor, skip = self._factor(told)
+        if not skip:
+            self.owned.step(self.param_groups, factor=factor)
+            self._gather_parameters()
+        self.gradients.clear()
+        return loss
+
+    def _exchange(self) -> list[float]:
+        """The sums over ranks that a step needs, in one message; DisagreementError where the ranks' options differ."""
+        device = self.flats[0].device
+        comm, gradients = self.communicator, self.gradients
+        told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
+        crc = float(zlib.crc32(repr(self._options()).encode()) & 0xFFFF)
+        told[PENDING] = float(any(bucket.whole is not None for bucket in gradients.buckets))
+        told[OPTIONS], told[OPTIONS_SQUARED] = crc, crc * crc
+        if self._measures:
+            told[SQUARES : NONFINITE + 1] = self.owned.squared_norm(device)
+            if comm is not None and self.stage == 0:  # every rank has measured everything
+                told[SQUARES : NONFINITE + 1] /= comm.size
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            told[NONFINITE] += float(found_inf)
+        told[USED:] = torch.frombuffer(gradients.used, dtype=torch.uint8).to(device)
+        ranks = 1 if comm is None else comm.size
+        if comm is not None:
+            all_reduce(told, communicator=comm, label="what to step")
+        found: list[float] = told.tolist()
+        if found[OPTIONS_SQUARED] * ranks != found[OPTIONS] ** 2:
+            raise DisagreementError(
+                f"ZeroOptimizer: the ranks would step with different options; on this rank {self._options()}; set the same lr "
+                "and other options on every rank"
+            )
+        return found
+
+    def _options(self) -> list[Group]:
+        return [
+            {
+                key: value.tolist() if isinstance(value, Tensor) else value
+                for key, value in sorted(group.items())
+                if key != "params"
+            }
+            for group in self.param_groups
+        ]
+
+    @property
+    def _measures(self) -> bool:
+        return self.max_grad_norm is not None or getattr(self, "grad_scale", None) is not None
+
+    def _unused(self, told: list[float]) -> set[tuple[int, int]]:
+        """The parameters, as (number of the buffer, number within), that got a gradient on no rank."""
+        places = ((f, i) for f, flat in enumerate(self.flats) for i in range(len(flat.parameters)))
+        return {place for place, used in zip(places, told[USED:], strict=True) if not used}
+
+    def _factor(self, told: list[float]) -> tuple[Tensor | None, bool]:
+        """(what to multiply gradients by, whether to skip the step), from the sums over ranks."""
+        scale = getattr(self, "grad_scale", None)
+        inverse = 1.0 if scale is None else 1.0 / float(scale)
+        factor = inverse
+        if self.max_grad_norm is not None:
+            norm = math.sqrt(told[SQUARES]) * inverse if told[SQUARES] >= 0 else math.nan
+            self.grad_norm = torch.tensor(norm, dtype=torch.float32, device=self.flats[0].device)
+            factor = inverse * min(1.0, self.max_grad_norm / (norm + EPSILON)) if math.isfinite(norm) else inverse
+            if not math.isfinite(norm):
+                return None, True
+        if told[NONFINITE]:
+            return None, True
+        device = self.flats[0].device
+        return (None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=device)), False
+
+    def _gather_parameters(self) -> None:
+        """Every rank's chunks to all."""
+        if self.communicator is None:
+            return
+        works = [
+            flat.gather(bucket, self.communicator, async_op=self.overlap) for flat in self.flats for bucket in flat.published()
+        ]
+        for work in works:
+            work.wait()
+
+    def _sum_over_ranks(self, norms: Tensor) -> Tensor:
+        if self.stage:
+            all_reduce(norms, communicator=self.communicator, label="norms of layers")
+        return norms
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def state_dict(self) -> Group:  # type: ignore[override]
+        """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and names]}.
+
+        Each rank's own part, sharing memory with the states in use; `pyops.checkpoint.save` writes all ranks' as one.
+        """
+        return collect(self.owned, self.param_groups, self._names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and bucket size.
+
+        Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before anything is changed, for
+        the state of another model. The options of param groups are taken over, as torch.optim does.
+        """
+        error: Exception | None = None
+        states: dict[int, dict[str, Any]] = {}
+        masters: dict[int, Tensor] = {}
+        try:
+            check_names(self.param_groups, state_dict, self._names)
+            states, masters = distribute(self.owned, state_dict)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        agree(error, group=self.group)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.owned.load(states, masters, self.param_groups)
+        self.state = self.owned.optimizer.state

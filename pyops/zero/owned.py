@@ -1,0 +1,161 @@
+"""What this rank steps: its piece of every parameter, given to an ordinary optimizer as parameters of their own.
+
+    parameter w [512, 512]      | rank 0: elements 0 .. 98303 | rank 1: 98304 .. 196607 | rank 2: 196608 .. 262143 |
+    on rank 1, the optimizer    steps a flat parameter of 98304 elements, keeps its states, and knows nothing of the rest
+
+Each piece has its own state and its own count of steps, so a parameter that got no gradient anywhere is left alone, as it
+would be in one process. 16-bit parameters have float32 masters: pyops' optimizers keep them as a state of the 16-bit piece;
+for any other optimizer the piece itself is the master, and is rounded into the parameter after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops.ops.grad_norm import squared_norm
+from pyops.optim.base import FusedOptimizer
+from pyops.optim.layerwise import LayerwiseOptimizer
+from pyops.zero.gradients import Gradients
+from pyops.zero.parameters import FlatParameters
+from pyops.zero.partition import Piece
+
+__all__ = ["Owned", "OwnedPiece"]
+
+Group = dict[str, Any]
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class OwnedPiece:
+    """A piece and the parameter that the inner optimizer steps. `target`: the 16-bit piece where that is a master."""
+
+    name: str
+    shape: tuple[int, ...]
+    flat: int
+    piece: Piece
+    parameter: nn.Parameter
+    target: Tensor | None
+
+
+class Owned:
+    """The pieces of this rank, and the optimizer over them.
+
+    flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner one, with a group for
+    each of the user's. pieces[g]: those of group g, in the order of its parameters.
+    """
+
+    def __init__(
+        self, flats: Sequence[FlatParameters], groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer],
+        arguments: Group,
+    ) -> None:  # fmt: skip
+        arguments = dict(arguments)
+        fused = issubclass(optimizer_class, FusedOptimizer)
+        if fused and not arguments.get("stochastic_rounding", False):
+            arguments.setdefault("master_weights", True)
+        self._by_layers = issubclass(optimizer_class, LayerwiseOptimizer)
+        self.flats = list(flats)
+        where = {
+            id(flat.parameters[piece.index]): (f, piece)
+            for f, flat in enumerate(self.flats)
+            for piece in flat.partition.pieces(flat.rank)
+        }
+        self.pieces: list[list[OwnedPiece]] = []
+        inner: list[Group] = []
+        first = 0
+        for group in groups:
+            mine: list[OwnedPiece] = []
+            offsets: list[int] = []
+            for parameter in group["params"]:
+                f, piece = where[id(parameter)]
+                if piece.numel or self._by_layers:
+                    mine.append(self._own(f, piece, fused=fused))
+                    offsets.append(first + piece.of_tensor.start)
+                first += parameter.numel()
+            self.pieces.append(mine)
+            options = {key: value for key, value in group.items() if key != "params"}
+            inner.append({**options, "params": [each.parameter for each in mine]})
+            if fused:
+                inner[-1]["offsets"] = offsets  # so that random rounding draws what one process would
+        self.optimizer = optimizer_class(inner, **arguments)
+
+    def _own(self, f: int, piece: Piece, *, fused: bool) -> OwnedPiece:
+        flat = self.flats[f]
+        name, shape = flat.names[piece.index], flat.partition.layout.shapes[piece.index]
+        tensor = flat.piece(piece)
+        if fused or flat.dtype not in SIXTEEN_BITS:
+            return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor), None)
+        return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor.float()), tensor)
+
+    def all_pieces(self) -> list[OwnedPiece]:
+        return [each for group in self.pieces for each in group]
+
+    # ------------------------------------------------------------------------------------------------ stepping
+
+    def take_gradients(self, gradients: Gradients, absent: set[tuple[int, int]]) -> None:
+        """Give every piece its gradient; None to those of `absent`, pairs of a flat's number and a parameter's."""
+        for each in self.all_pieces():
+            chunk = gradients.of_flat[each.flat][each.piece.bucket].chunk
+            if chunk is None or (each.flat, each.piece.index) in absent:
+                each.parameter.grad = None
+            else:
+                each.parameter.grad = chunk[each.piece.of_chunk].to(each.parameter.dtype)
+
+    def squared_norm(self, device: torch.device) -> Tensor:
+        """float64 [2]: of the gradients given, the sum of squares and the number that are not finite."""
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        found = [each.parameter.grad for each in self.all_pieces() if each.parameter.grad is not None and each.piece.numel]
+        together: dict[torch.device, list[Tensor]] = {}
+        for gradient in found:
+            if gradient.dtype == torch.float64:
+                total += torch.stack([gradient.square().sum(), (~gradient.isfinite()).sum().double()]).to(device)
+            else:
+                together.setdefault(gradient.device, []).append(gradient)
+        for some in together.values():
+            total += squared_norm(some).to(device)
+        return total
+
+    def step(self, outer: Sequence[Group], *, factor: Tensor | None) -> None:
+        """Step with the hyper-parameters of `outer`, the gradients multiplied by `factor`."""
+        for theirs, mine in zip(outer, self.optimizer.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        fused = isinstance(self.optimizer, FusedOptimizer)
+        if factor is not None and fused:
+            self.optimizer.grad_scale = factor.double().reciprocal()  # type: ignore[attr-defined]  # inside the same launch
+        elif factor is not None:
+            found = [each.parameter.grad for each in self.all_pieces() if each.parameter.grad is not None]
+            for gradient in found:
+                gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype == torch.float64 else torch.float32))
+        try:
+            self.optimizer.step()
+        finally:
+            if fused:
+                self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round masters into their 16-bit parameters, and let go of the gradients."""
+        for each in self.all_pieces():
+            each.parameter.grad = None
+            if each.target is not None:
+                each.target.copy_(each.parameter)
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    @torch.no_grad()
+    def load(self, states: dict[int, Group], masters: dict[int, Tensor], outer: Sequence[Group]) -> None:
+        """Take up states, and masters that are parameters, by the piece's number among all; options from `outer`."""
+        groups, first = [], 0
+        for theirs, mine in zip(outer, self.pieces, strict=True):
+            options = {key: value for key, value in theirs.items() if key != "params"}
+            groups.append({**options, "params": list(range(first, first + len(mine)))})
+            first += len(mine)
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        for number, each in enumerate(self.all_pieces()):
+            if each.target is not None:
+                each.parameter.copy_(masters.get(number, each.target))

@@ -1,0 +1,85 @@
+"""Parameters of one dtype and device in one buffer, whole on every rank, of which each rank owns a part.
+
+    data     | head | pad | block 3 | ... | embedding | pad |        the parameters are views of it
+               ^^^^               ^^^^^^^                            this rank's chunks of the buckets: views of it too
+
+A step writes the chunks; an all-gather in place then brings the other ranks' chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops.comm.collectives import all_gather
+from pyops.comm.communicator import Communicator
+from pyops.comm.work import Work
+from pyops.zero.partition import Partition, Piece
+
+__all__ = ["FlatParameters", "lay_out"]
+
+
+def lay_out(data: Tensor, partition: Partition, parameters: Sequence[nn.Parameter]) -> None:
+    """Copy the parameters into the buffer, and make each a view of it. A gradient that is there is kept."""
+    with torch.no_grad():
+        for index, parameter in enumerate(parameters):
+            view = data[partition.layout.slice_at(index)].view(partition.layout.shapes[index])
+            view.copy_(parameter)
+            before, parameter.grad = parameter.grad, None  # a gradient of other strides would keep .data from being set
+            parameter.data = view
+            if before is not None:
+                parameter.grad = before.contiguous()
+
+
+class FlatParameters:
+    """named: (name, parameter) pairs of one dtype and device, in the order in which backward reaches them.
+
+    partition     who owns what
+    data          the buffer, whole
+    parameters    nn.Parameters, views of `data`
+    rank          this rank's number among the owners
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], *, rank: int, ranks: int, bucket_bytes: int | None, label: str = ""
+    ) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.rank, self.label = rank, label
+        like = self.parameters[0]
+        self.dtype, self.device = like.dtype, like.device
+        self.partition = Partition.plan(
+            [(name, p.shape) for name, p in named], ranks=ranks, item_size=like.element_size(), bucket_bytes=bucket_bytes
+        )
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.data = torch.zeros(self.partition.layout.numel, dtype=self.dtype, device=self.device)
+        lay_out(self.data, self.partition, self.parameters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.partition.layout.names
+
+    def chunk(self, bucket: int) -> Tensor:
+        """This rank's chunk of a bucket: what it steps."""
+        return self.data[self.partition.chunk(bucket, self.rank)]
+
+    def piece(self, piece: Piece) -> Tensor:
+        """This rank's piece of a parameter."""
+        return self.chunk(piece.bucket)[piece.of_chunk]
+
+    def gather(self, bucket: int, communicator: Communicator, *, async_op: bool) -> Work:
+        """Bring all ranks' chunks of the bucket together, in place."""
+        where = self.partition.buckets[bucket]
+        found: Any = all_gather(
+            self.chunk(bucket), out=self.data[where.start : where.stop], communicator=communicator, async_op=async_op,
+            label=f"parameters{self.label}, bucket {bucket} of {len(self.partition.buckets)}",
+        )  # fmt: skip
+        return found if async_op else Work(found)
+
+    def published(self) -> list[int]:
+        """The buckets that have to be gathered after a step."""
+        return list(range(len(self.partition.buckets))) if self.partition.ranks > 1 else []

@@ -1,0 +1,129 @@
+"""State by parameter name, each rank's part as a range of the flattened tensor: any stage and number of ranks reads any.
+
+    {"state": {"head.weight": {"exp_avg": Shard([V, D], from element 98304, tensor [98304]), "step": Shard([], tensor [])},
+               ...},
+     "param_groups": [{"lr": 1e-3, ..., "params": ["head.weight", ...]}, ...]}
+
+What a parameter has once (its `step`) is written by the rank that owns its first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.flat import Shard, Shards
+from pyops.zero.owned import Owned, OwnedPiece
+
+__all__ = ["check_names", "collect", "distribute", "range_of"]
+
+Group = dict[str, Any]
+
+
+def range_of(value: Any, shape: Sequence[int], *, start: int, stop: int, name: str) -> Tensor:
+    """Elements [start, stop) of the flattened tensor, given it whole, or ranges of it; ValueError where some are missing."""
+    if isinstance(value, Tensor):
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {tuple(value.shape)} in the state, here {tuple(shape)}; it is of another model")
+        return value.detach().reshape(-1)[start:stop]
+    parts = [value] if isinstance(value, Shard) else list(value)
+    found: list[tuple[int, Tensor]] = []
+    for shard in parts:
+        if tuple(shard.global_shape) != tuple(shape) or len(shard.offset) != 1 or shard.tensor.dim() != 1:
+            raise ValueError(
+                f"{name} is a shard of {tuple(shard.global_shape)} at {shard.offset} in the state; expected ranges of a "
+                f"flattened tensor of {tuple(shape)}: load whole tensors, as pyops.checkpoint.load gives them"
+            )
+        low, high = max(start, shard.offset[0]), min(stop, shard.offset[0] + shard.tensor.numel())
+        if low < high:
+            found.append((low, shard.tensor.detach()[low - shard.offset[0] : high - shard.offset[0]]))
+    found.sort(key=lambda pair: pair[0])
+    at = start
+    for low, tensor in found:
+        if low != at:
+            break
+        at += tensor.numel()
+    if at != stop or sum(t.numel() for _, t in found) != stop - start:
+        raise ValueError(
+            f"the state has only a part of elements {start} to {stop} of {name}, which this rank owns; load whole tensors, as "
+            "pyops.checkpoint.load gives them"
+        )
+    return found[0][1] if len(found) == 1 else torch.cat([t for _, t in found]) if found else torch.empty(0)
+
+
+def _entries(each: OwnedPiece, state: Mapping[str, Any]) -> dict[str, Any]:
+    """One piece's states as shards."""
+    start = each.piece.of_tensor.start
+    values = dict(state)
+    if each.target is not None:
+        values["master"] = each.parameter.detach()
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.shape == each.parameter.shape:
+            found[key] = Shard(each.shape, (start,), value)
+        elif value is not None and start == 0:
+            once = torch.as_tensor(value).detach()
+            found[key] = Shard(tuple(once.shape), (0,) * once.dim(), once)
+    return found
+
+
+def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str]) -> dict[str, Any]:
+    """The state dict. names: of the users' parameters, by id."""
+    state: dict[str, Any] = {}
+    for each in owned.all_pieces():
+        own = owned.optimizer.state.get(each.parameter, {})
+        if each.piece.numel and (found := _entries(each, own)):
+            state[each.name] = found
+    listed = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in groups
+    ]
+    return {"state": state, "param_groups": listed}
+
+
+def check_names(groups: Sequence[Group], saved: Any, names: Mapping[int, str]) -> None:
+    """ValueError unless the saved groups hold the parameters of the optimizer's groups."""
+    if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
+        raise ValueError('ZeroOptimizer: expected a state dict {"state": ..., "param_groups": ...}, as state_dict() gives it')
+    mine = [[names[id(p)] for p in group["params"]] for group in groups]
+    theirs = [list(group["params"]) for group in saved["param_groups"]]
+    if len(mine) != len(theirs):
+        raise ValueError(f"ZeroOptimizer: the state has {len(theirs)} param groups, this optimizer {len(mine)}")
+    for number, (have, want) in enumerate(zip(theirs, mine, strict=True)):
+        different = sorted({str(name) for name in have} ^ set(want))
+        if different:
+            raise ValueError(
+                f"ZeroOptimizer: param group {number} of the state holds other parameters than here: {different[:3]}; build "
+                "the optimizer with the groups of the one that was saved"
+            )
+
+
+def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
+    """({number of the inner parameter: its states}, {number: its master, where that is the parameter itself}).
+
+    Nothing is changed. ValueError names what does not fit.
+    """
+    states: dict[int, dict[str, Any]] = {}
+    masters: dict[int, Tensor] = {}
+    for number, each in enumerate(owned.all_pieces()):
+        where = each.piece.of_tensor
+        found: dict[str, Any] = {}
+        for key, value in saved["state"].get(each.name, {}).items():
+            label = f"state {key!r} of {each.name}"
+            single = isinstance(value, Shard) and value.global_shape == ()
+            if isinstance(value, Tensor) and (key == "step" or (value.dim() == 0 and each.shape != ())):
+                single = True
+            if single:
+                found[key] = (value.tensor if isinstance(value, Shard) else value).detach().clone().reshape(())
+            elif isinstance(value, Tensor | Shard | Shards):
+                found[key] = range_of(value, each.shape, start=where.start, stop=where.stop, name=label).clone()
+            else:
+                found[key] = value
+        if each.target is not None and "master" in found:
+            masters[number] = found.pop("master")
+        if found:
+            states[number] = found
+    return states, masters

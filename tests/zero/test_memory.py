@@ -1,0 +1,106 @@
+"""What each rank keeps, and what it sends: counted, and compared with the formulas of the ZeRO paper."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops.comm.communicator import Communicator
+from pyops.optim import AdamW
+from pyops.zero import ZeroOptimizer
+
+WIDTH, LAYERS = 256, 6
+# Bytes of a parameter that every rank keeps, and that are shared out: 16-bit parameters, AdamW with float32 masters.
+FORMULA = {0: (16, 0), 1: (4, 12), 2: (2, 14)}
+
+
+def bytes_of_tensors() -> int:
+    """Bytes of all storages that a tensor of this process keeps alive."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
+
+
+def _measure(rank: int, group: Any, stage: int, cls_name: str) -> tuple[float, float, int]:
+    """(bytes per parameter just before the second step, bytes sent per parameter and step, number of parameters)."""
+    before = bytes_of_tensors()
+    net = model()
+    numel = sum(p.numel() for p in net.parameters())
+    cls = AdamW if cls_name == "AdamW" else torch.optim.AdamW
+    optimizer = ZeroOptimizer(net, cls, stage=stage, group=group, bucket_bytes=200_000, lr=1e-3)
+    x = torch.randn(4, WIDTH).bfloat16()
+
+    def backward() -> None:
+        net(x).square().mean().backward()
+
+    backward()
+    optimizer.step()
+    backward()
+    kept = bytes_of_tensors() - before - x.untyped_storage().nbytes()
+    sent = 0
+    if dist.get_world_size(group) > 1:
+        comm = Communicator.of(group)
+        start = comm.bytes_sent
+        optimizer.step()
+        backward()
+        sent = comm.bytes_sent - start
+    return kept / numel, sent / numel, numel
+
+
+@pytest.mark.parametrize("cls_name", ["AdamW", "torch.AdamW"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_persistent_bytes_are_those_of_the_paper(world, size: int, cls_name: str):
+    for stage, (everywhere, shared) in FORMULA.items():
+        if cls_name == "torch.AdamW" and stage == 0:
+            continue
+        expected = everywhere + shared / size
+        if cls_name == "torch.AdamW" and stage:  # the 16-bit piece, and the master beside it: the same 16 bytes
+            expected = everywhere + shared / size
+        for kept, _, _ in world(size).run(_measure, stage, cls_name):
+            assert kept == pytest.approx(expected, rel=0.03), (stage, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_sends_no_more_than_an_all_reduce(world, size: int):
+    for stage in (1, 2):
+        for _, sent, _ in world(size).run(_measure, stage, "AdamW"):
+            assert sent == pytest.approx(2 * 2 * (size - 1) / size, rel=0.02), stage  # two passes of 2 bytes
+
+
+def _whole_gradients(rank: int, group: Any, bucket_bytes: int) -> int:
+    """The most bytes of whole gradients that were alive at once in a backward of stage 2."""
+    net = model()
+    optimizer = ZeroOptimizer(net, AdamW, stage=2, group=group, bucket_bytes=bucket_bytes, lr=1e-3)
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        alive = sum(b.whole.nbytes for b in optimizer.gradients.buckets if b.whole is not None)
+        most = max(most, alive)
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        net(torch.randn(4, WIDTH).bfloat16()).square().mean().backward()
+        optimizer.step()
+    return most
+
+
+def test_stage_2_holds_the_gradients_of_a_few_buckets_only(world):
+    layer = (WIDTH * WIDTH + WIDTH) * 2
+    for most in world(2).run(_whole_gradients, layer):
+        assert layer <= most <= 4 * layer * 1.02  # one that is filled, two on their way, one that is being handed over

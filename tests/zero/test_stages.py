@@ -1,0 +1,106 @@
+"""ZeroOptimizer: n ranks at any stage take the steps that one process takes with the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pyops.optim
+from pyops.zero import ZeroOptimizer
+from tests.zero.models import Net, groups, mean_loss, one_process, part
+
+STEPS = 20
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def _train(
+    rank: int, group: Any, stage: int, name: str, options: dict[str, Any], zero: dict[str, Any], accumulate: int = 1,
+    mode: str = "", steps: int = STEPS,
+) -> dict[str, Tensor]:  # fmt: skip
+    """mode of accumulation: "no_sync", or "sync" for a reduction after every backward."""
+    size = dist.get_world_size(group)
+    model = Net(seed=rank, mixed=name.startswith("torch."))
+    module = torch.optim if name.startswith("torch.") else pyops.optim
+    cls = getattr(module, name.removeprefix("torch."))
+    optimizer = ZeroOptimizer(model, cls, stage=stage, group=group, params=groups(model), **zero, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = part(step, rank, size)
+        pieces = list(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True))
+        for i, (a, b) in enumerate(pieces):
+            quiet = mode == "no_sync" and i + 1 < len(pieces)
+            with optimizer.no_sync() if quiet else contextlib.nullcontext():
+                (mean_loss(model, a, b, sometimes=step % 3 == 0) / accumulate).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _compare(found: list[dict[str, Tensor]], expected: dict[str, Tensor], *, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    start = Net().state_dict()
+    moved = sum(float((p - start[name]).abs().max()) > 1e-4 for name, p in expected.items())
+    assert moved > 7, "parameters that don't move would prove nothing"
+    for rank, parameters in enumerate(found):
+        for name, p in parameters.items():
+            torch.testing.assert_close(
+                p, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name, r=rank: f"{n} of {r}: {m}"
+            )
+            assert torch.equal(p, found[0][name]), f"{name} differs between ranks"
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    return one_process(lambda g: torch.optim.AdamW(g, **OPTIONS), steps=STEPS, sometimes_every=3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
+def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int):
+    for accumulate, mode, overlap in ((1, "", True), (2, "no_sync", False), (2, "sync", True)):
+        zero = {"bucket_bytes": bucket_bytes, "overlap": overlap}
+        _compare(world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
+    options = {"max_grad_norm": None}
+    found = [
+        world(3).run(_train, stage, "torch.AdamW", OPTIONS, {"bucket_bytes": size, **options})[0] for size in (1, 2000, 1 << 20)
+    ]
+    for other in found[1:]:
+        for name, p in found[0].items():
+            assert torch.equal(p, other[name]), name
+
+
+def test_stages_give_the_same_bits(world):
+    found = [world(3).run(_train, stage, "AdamW", OPTIONS, {"bucket_bytes": 2000})[0] for stage in (0, 1, 2)]
+    for other in found[1:]:
+        for name, p in found[0].items():
+            assert torch.equal(p, other[name]), name
+
+
+OPTIMIZERS = [
+    ("AdamW", OPTIONS), ("Adam", {"lr": 1e-2, "amsgrad": True}), ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("Lion", {"lr": 1e-3}), ("Adagrad", {"lr": 1e-2}), ("LAMB", {"lr": 1e-2}), ("LARS", {"lr": 1.0}),
+    ("torch.SGD", {"lr": 0.2}), ("torch.RMSprop", {"lr": 1e-3}), ("torch.NAdam", {"lr": 1e-3}),
+    ("torch.AdamW", {"lr": 1e-3, "fused": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_any_optimizer(world, name: str, options: dict[str, Any], max_grad_norm: float | None):
+    module = torch.optim if name.startswith("torch.") else pyops.optim
+    cls = getattr(module, name.removeprefix("torch."))
+    mixed = name.startswith("torch.")
+    expected = one_process(
+        lambda g: cls(g, **options), steps=6, sometimes_every=3, max_grad_norm=max_grad_norm, mixed=mixed
+    )  # fmt: skip
+    for stage in (1, 2):
+        found = world(3).run(_train, stage, name, options, {"bucket_bytes": 2000, "max_grad_norm": max_grad_norm}, 1, "", 6)
+        _compare(found, expected, rtol=1e-4, atol=1e-5)
