@@ -26,6 +26,7 @@ _ROOMS = frozenset(
         "random",
         "optim",
         "comm",
+        "offload",
         "data_parallel",
         "onebit",
         "recompute",

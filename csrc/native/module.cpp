@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 
 void bind_shared_memory(pybind11::module_& m);
+void bind_async_file(pybind11::module_& m);
 void bind_parameter_scan(pybind11::module_& m);
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "Objects with a life of their own, under pyops.comm and pyops.optim.";
+    m.doc() = "Objects with a life of their own, under pyops.comm, pyops.optim, pyops.offload and pyops.recompute.";
     bind_shared_memory(m);
     bind_parameter_scan(m);
+    bind_async_file(m);
 }
