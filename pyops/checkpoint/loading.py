@@ -82,6 +82,7 @@ class Reader:
         """The file, once it is known to hold what the manifest lists."""
         if name not in self._files:
             path = self.folder / name
+            self._stay_within(path)
             try:
                 file = TensorFile(path, self._manifest["files"][name])
             except (OSError, ValueError) as error:
@@ -92,6 +93,10 @@ class Reader:
                 raise CheckpointError(f"{path} does not hold the tensors that the manifest lists; {self._fix}")
             self._files[name] = file
         return self._files[name]
+
+    def _stay_within(self, path: Path) -> None:
+        if path.is_symlink() and path.resolve().parent != self.folder.resolve():
+            raise CheckpointError(f"{path} leads out of the folder, to {path.resolve()}; copy that file here")
 
     def _refusal(self, path: Path, error: Exception) -> CheckpointError:
         if isinstance(error, OSError):

@@ -81,6 +81,12 @@ def test_only_the_blocks_of_what_is_read_are_compared(tmp_path, monkeypatch):
     assert torch.equal(target, given["a"][100:600])
     with pytest.raises(ValueError, match="the checksum of bytes 8192 to 9216 is not the manifest's"):
         file.read(start, bytes_of(torch.empty(4096)))
+    data[-1] ^= 1
+    path.write_bytes(data)
+    file = TensorFile(path, entry)
+    file.compare(place.start, place.stop - 1024)
+    with pytest.raises(ValueError, match="the checksum of bytes 32768 to"):
+        file.compare(place.start, place.stop)
     write_tensors(path, given)
     with pytest.raises(ValueError, match="was replaced while it was read"):
         file.compare(start, place.stop)
