@@ -16,6 +16,7 @@ from benchmarks.slow_link_ranks import WAYS
 
 __all__ = ["draw", "main", "smooth"]
 
+BATCH = 8  # of the runs that are drawn
 PICTURE = report.ROOT / "docs" / "slow_link.png"
 Row = dict[str, Any]
 
@@ -61,7 +62,7 @@ def draw(rows: Iterable[Row], path: Path) -> None:
 
 
 def main() -> int:
-    rows = [row for row in report.newest(report.read_rows()) if row["bench"] == "slow_link" and "curve" in row]
+    rows = [row for row in report.newest(report.read_rows()) if "curve" in row and row["batch"] == BATCH]
     if not rows:
         print("no runs of the slow-link bench yet: python -m benchmarks slow_link --only loss", file=sys.stderr)
         return 1
