@@ -51,6 +51,16 @@ class Exchange:
         self.errors.worker.mul_(ratio)
         self.errors.server.mul_(ratio[start:stop])
 
+    def rescale_groups(self, ratios: Sequence[float]) -> None:
+        """As `rescale`, by one number for each param group."""
+        start, stop = self.errors.starts[self.errors.rank : self.errors.rank + 2]
+        for place in self.places:
+            if (ratio := ratios[place.group]) != 1.0:
+                self.errors.worker[place.start : place.stop].mul_(ratio)
+                low, high = max(start, place.start), min(stop, place.stop)
+                if low < high:
+                    self.errors.server[low - start : high - start].mul_(ratio)
+
     def adopt(self, other: Exchange) -> None:
         """The errors of one with fewer places, whose chunks lie otherwise: a server's error becomes a part of its worker's."""
         old = other.errors

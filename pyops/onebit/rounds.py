@@ -18,7 +18,6 @@ from typing import NamedTuple
 __all__ = ["COMPRESSED", "EXACT", "LOCAL", "RoundSchedule", "Rounds"]
 
 EXACT, COMPRESSED, LOCAL = "exact", "compressed", "local"
-EXACT_PAYLOAD = 2  # gradients and their squares, in fp32
 
 
 class Rounds(NamedTuple):
@@ -72,7 +71,8 @@ class RoundSchedule:
         kinds = [self.kind(step) for step in range(1, steps + 1)]
         return Rounds(kinds.count(EXACT), kinds.count(COMPRESSED), kinds.count(LOCAL))
 
-    def bytes_ratio(self, steps: int, *, payload: float) -> float:
-        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a compressed one, likewise."""
+    def bytes_ratio(self, steps: int, *, payload: float, exact_payload: float) -> float:
+        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a compressed round, exact_payload: of
+        what an exact one sends besides, likewise."""
         exact, compressed, _ = self.rounds(steps)
-        return (EXACT_PAYLOAD * exact + payload * (exact + compressed)) / steps
+        return (exact_payload * exact + payload * (exact + compressed)) / steps

@@ -6,7 +6,9 @@
     phase "local"      alone: each rank moves by its own w                       v stays
                        message: the mean of these moves, one bit                 at steps whose distance doubles, to a cap
 
-When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') + eps), 0 where v is 0.
+When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') + eps), 0 where v is 0. What a
+message leaves out is a way that parameters did not go, w times the sum of learning rates since the message before: where that
+sum changes, errors do inversely.
 
 Lu et al., arXiv:2202.06009, algorithms 1 and 2. There v is made of the gradients of the exact rounds alone. In a run of 2,000
 steps these are a dozen, most of them from the first steps, whose gradients are the largest: v stays too large, every step too
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
+from pyops.comm.codec import BF16, Codec
 from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.base import Verdict
 from pyops.onebit.exchange import Exchange
@@ -41,9 +43,11 @@ VARIANCE, ALONE = "variance", "local"
 class ZeroOneAdam(OneBitAdam):
     """0/1 Adam, with a variance to which every step contributes. Arguments that are not here: see OneBitAdam.
 
-    warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": an eighth of total_steps, else 250.
-    var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and one more at the freeze.
-    local_step_scaler: steps after which the distance between messages doubles. local_step_clipper: its largest value.
+    warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": a fifth of total_steps, else 400.
+    var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and one more at the freeze. variance_codec: how v goes
+    over the wire in them; None: BF16(). Identity() is exact, and twice as much.
+    local_step_scaler: steps after which the distance between messages doubles. local_step_clipper: its largest value. One bit
+    for the sum of many steps says less than one bit for each: see docs/compression.md for what distances cost.
     With the defaults a run of 2,000 steps sends less than 1/60 of what an fp32 all-reduce in each step would:
     `rounds(2000)` counts, `bytes_ratio(2000)` says how much. model: reduces nothing, from the first step on.
 
@@ -62,20 +66,21 @@ class ZeroOneAdam(OneBitAdam):
         weight_decay: float = 0.0,
         *,
         warmup_steps: int | str = "auto",
-        var_update_scaler: int = 1,
-        local_step_scaler: int = 100,
-        local_step_clipper: int = 16,
+        var_update_scaler: int = 2,
+        local_step_scaler: int = 8,
+        local_step_clipper: int = 5,
         group: dist.ProcessGroup | None = None,
         model: nn.Module | None = None,
         op: str = "mean",
         codec: Codec | None = None,
+        variance_codec: Codec | None = None,
         max_grad_norm: float | None = None,
         zero_grad: bool = False,
         master_weights: bool = False,
         total_steps: int | None = None,
     ) -> None:
         if warmup_steps == "auto":
-            warmup_steps = max(1, total_steps // 8) if total_steps else 250
+            warmup_steps = max(1, total_steps // 5) if total_steps else 400
         freeze = warmup_steps if isinstance(warmup_steps, int) else 1  # of anything else the base says what is wrong
         self.schedule = RoundSchedule(max(1, freeze), var_update_scaler, local_step_scaler, local_step_clipper)
         super().__init__(
@@ -83,8 +88,10 @@ class ZeroOneAdam(OneBitAdam):
             frozen_beta2=0.0, max_grad_norm=max_grad_norm, zero_grad=zero_grad, master_weights=master_weights,
             total_steps=total_steps,
         )  # fmt: skip
-        self._agree_on_options(self.schedule)
+        self.variance_codec = BF16() if variance_codec is None else variance_codec
+        self._agree_on_options(self.schedule, self.variance_codec.name)
         self.phase = VARIANCE
+        self._lengths: list[float] = []  # of each group: what the last message's w was multiplied by
         self._variance: SharedVariance | None = SharedVariance(self.param_groups)
         self._alone: LocalSteps | None = None
 
@@ -94,8 +101,10 @@ class ZeroOneAdam(OneBitAdam):
 
     def bytes_ratio(self, steps: int) -> float:
         """What the first `steps` steps send, in parts of what an fp32 all-reduce of the gradients in each would."""
-        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
-        return self.schedule.bytes_ratio(steps, payload=self.codec.payload_bytes(numel) / (4 * numel))
+        variance = SharedVariance(self.param_groups)
+        numel = variance.layout.numel
+        payload, exact = self.codec.payload_bytes(numel), self.variance_codec.payload_bytes(numel) + 4 * variance.exact_numel()
+        return self.schedule.bytes_ratio(steps, payload=payload / (4 * numel), exact_payload=exact / (4 * numel))
 
     def _phases(self) -> tuple[str, ...]:
         return VARIANCE, ALONE
@@ -129,7 +138,7 @@ class ZeroOneAdam(OneBitAdam):
 
     def _exact_round(self, variance: SharedVariance, factor: float) -> None:
         """Another v, and everything in its units."""
-        squares, seen = variance.exchange(factor, group=self.group, size=self.num_ranks)
+        squares, seen = variance.exchange(factor, codec=self.variance_codec, communicator=self.communicator)
         found = [place for place, anywhere in zip(variance.places, seen, strict=True) if anywhere]
         if not found:
             return
@@ -170,6 +179,7 @@ class ZeroOneAdam(OneBitAdam):
         take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in self.param_groups]
         if message and not alone.begun:  # an interval of one step
+            self._measure_errors_by([rate for rate, _ in rates])
             self._exchanged.average(self._flat, label="momentum")
             self._shift(rates)
         elif message:
@@ -186,10 +196,18 @@ class ZeroOneAdam(OneBitAdam):
         for place in alone.places:
             if rate := alone.rates[place.group]:  # 0 throughout: nothing to add up, so the momentum itself travels
                 torch.div(alone.sums[place.start : place.stop], rate, out=self._flat[place.start : place.stop])
+        self._measure_errors_by(alone.rates)
         self._exchanged.average(self._flat, label="moves")
         alone.return_to_anchor(alone.masters(self.state))
         self._shift([(rate, (1 - keep) / rate if rate else 0.0) for rate, keep in zip(alone.rates, alone.decays, strict=True)])
         alone.restart()
+
+    def _measure_errors_by(self, lengths: list[float]) -> None:
+        """The next message is of w times `lengths`, one for each group. Where that is 0 nothing moves, and errors stay."""
+        assert self._exchanged is not None
+        known = [*self._lengths, *[0.0] * (len(lengths) - len(self._lengths))]
+        self._exchanged.rescale_groups([old / new if new else 1.0 for old, new in zip(known, lengths, strict=True)])
+        self._lengths = [new or old for old, new in zip(known, lengths, strict=True)]
 
     def _shift(self, rates: list[tuple[float, float]]) -> None:
         """Parameters by w. rates: (lr, weight decay) of each group."""
@@ -221,7 +239,8 @@ class ZeroOneAdam(OneBitAdam):
 
     def _communication_state(self) -> dict[str, Any]:
         errors = {} if self._exchanged is None else self._exchanged.errors.state_dict()
-        state: dict[str, Any] = {"errors": errors, "schedule": vars(self.schedule).copy(), "variance": {}, "alone": {}}
+        state: dict[str, Any] = {"errors": errors, "lengths": list(self._lengths), "variance": {}, "alone": {}}
+        state["schedule"] = vars(self.schedule).copy()
         where = {"rank": self.rank, "size": self.num_ranks}
         if self._variance is not None:
             self._variance = self._variance.extended(self.param_groups)
@@ -235,7 +254,7 @@ class ZeroOneAdam(OneBitAdam):
         return state
 
     def _first_state(self) -> dict[str, Any]:
-        return {"errors": {}, "schedule": vars(self.schedule), "variance": None, "alone": {}}
+        return {"errors": {}, "lengths": [], "schedule": vars(self.schedule), "variance": None, "alone": {}}
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         if state["schedule"] != vars(self.schedule):
@@ -249,6 +268,7 @@ class ZeroOneAdam(OneBitAdam):
         if self._variance is not None and state["variance"]:
             self._variance.load_state_dict(state["variance"], rank=self.rank, size=self.num_ranks)
         self._enter(errors=state["errors"] or None)
+        self._lengths = list(state["lengths"])
         if state["alone"] and self._alone is not None:
             self._load_interval(self._alone, state["alone"])
 

@@ -29,6 +29,7 @@ class ZeroOneRanks(OneBitAdamRanks):
         self.root = self.flat(())
         self.dead = torch.ones(self.numel, dtype=torch.bool)
         self.anchor, self.length, self.kept = self.p.clone(), 0.0, torch.ones_like(self.p)
+        self.last_length = 0.0
         if self.block != 0:
             self.wire = Wire(self.numel, ranks, block=self.block, rule=self.rule, dead=self.dead, dtype=self.dtype)
 
@@ -57,6 +58,10 @@ class ZeroOneRanks(OneBitAdamRanks):
         self.length, self.kept = self.length * float(keep.min()) + self.lr, self.kept * keep
         if kind != "local":
             mean = [s / self.length for s in self.sums]
+            if self.wire is not None:
+                self.wire.workers = [e * (self.last_length / self.length) for e in self.wire.workers]
+                self.wire.server = self.wire.server * (self.last_length / self.length)
+            self.last_length = self.length
             out = self.wire.mean(mean) if self.wire is not None else torch.stack(mean).mean(0)
             self.anchor = self.anchor * self.kept - self.length * out
             self.ws, self.ps = [out.clone() for _ in mean], [self.anchor.clone() for _ in mean]
