@@ -9,9 +9,10 @@ state    nested dicts, lists and tuples of tensors, numbers, strings, booleans a
 own      the same kind of thing, of this rank alone: the state of its random number generator
 """
 
+from pyops.checkpoint.background import BackgroundSaver
 from pyops.checkpoint.folder import Checkpoints, save
 from pyops.checkpoint.loading import Reader, load
 from pyops.checkpoint.manifest import CheckpointError
 from pyops.checkpoint.stored import Stored
 
-__all__ = ["CheckpointError", "Checkpoints", "Reader", "Stored", "load", "save"]
+__all__ = ["BackgroundSaver", "CheckpointError", "Checkpoints", "Reader", "Stored", "load", "save"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pyops.checkpoint.background import BackgroundSaver
 from pyops.checkpoint.manifest import MANIFEST, CheckpointError
 from pyops.checkpoint.writing import commit, discard, prepare, write
 from pyops.comm.agreement import agree, gather
@@ -53,12 +54,19 @@ def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.Process
 
 
 class Checkpoints:
-    """The checkpoints of one run, `folder`/step-00000100 and so on; only the newest `keep` stay."""
+    """The checkpoints of one run, `folder`/step-00000100 and so on; only the newest `keep` stay.
 
-    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+    background: `save` copies the state, and it is written while training goes on (`pyops.checkpoint.BackgroundSaver`); call
+    `wait()` at the end.
+    """
+
+    def __init__(
+        self, folder: Path | str, *, keep: int = 2, background: bool = False, group: dist.ProcessGroup | None = None
+    ) -> None:  # fmt: skip
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay: give 1 or more")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self._group = Path(folder), keep, group
+        self._saver = BackgroundSaver(group=group) if background else None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -71,12 +79,25 @@ class Checkpoints:
         return sorted({int(name) for name in found if name.isdigit()})
 
     def save(self, step: int, state: Any, *, own: Any = None, group: dist.ProcessGroup | None = None) -> Path:
-        """`pyops.checkpoint.save`, then remove the oldest beyond `keep`; the path of the new one."""
+        """`pyops.checkpoint.save`, then remove the oldest beyond `keep`; the path of the new one, which in the background is
+        there later. group: None takes the one that the Checkpoints were given."""
+        if self._saver is not None:
+            self._saver.save(self.path(step), state, own=own, then=self._prune)
+            return self.path(step)
+        group = group if group is not None else self._group
         save(self.path(step), state, own=own, group=group)
         if not dist.is_initialized() or dist.get_rank(group) == 0:
-            for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+            self._prune()
         return self.path(step)
+
+    def wait(self) -> None:
+        """Return when all that was saved is on the disk. CheckpointError, on all ranks alike, if it can't be."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _prune(self) -> None:
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
