@@ -12,7 +12,7 @@ from torch import Tensor, nn
 __all__ = ["STAGES", "check_arguments", "param_groups_of"]
 
 Group = dict[str, Any]
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 # They look at a whole tensor, of which a rank has a part.
 NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
 
@@ -90,12 +90,10 @@ def param_groups_of(
     if not any(group["params"] for group in groups):
         raise ValueError(f"{who}: no parameter requires a gradient, so there is nothing to step")
     for name, tensor in [*named.items(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise ValueError(f"{who}: {name} is on the meta device; materialise the module first")
         if id(tensor) in seen and (tensor.layout != torch.strided or not tensor.is_floating_point()):
             raise ValueError(f"{who}: {name} is {tensor.dtype}, {tensor.layout}; expected a dense floating-point parameter")
     # What the optimizer itself refuses, it refuses here, of stand-ins of one element for each dtype.
-    kinds = [dict.fromkeys((p.dtype, p.device) for p in group["params"]) for group in groups]
+    kinds = [dict.fromkeys((p.dtype, "cpu" if p.is_meta else p.device) for p in group["params"]) for group in groups]
     stand_ins = [
         {**group, "params": [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for dtype, device in each]}
         for group, each in zip(groups, kinds, strict=True)

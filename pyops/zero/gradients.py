@@ -134,7 +134,8 @@ class Gradients:
 
     flats: with the buckets of each. communicator: None where one rank runs alone. keeps: stage 1, the memory of whole
     gradients stays. overlap: reduce while backward goes on, or backward waits for each bucket. positions[f][i]: when the
-    gradient of parameter i of flats[f] is expected, as a rank among all.
+    gradient of parameter i of flats[f] is expected, as a rank among all. automatic: buckets leave as they are complete, in
+    one order; else when `start` says so, and the rest at the end of backward.
 
     After backward() the chunks of all buckets are final, and `.grad` of the parameters is None; what several backwards bring
     adds up until `clear()`. Within `no_sync()` gradients stay whole, in `.grad`.
@@ -142,16 +143,17 @@ class Gradients:
 
     def __init__(
         self, flats: Sequence[FlatParameters], communicator: Communicator | None, *, keeps: bool, op: str, overlap: bool,
-        positions: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]], automatic: bool = True,
     ) -> None:  # fmt: skip
         self.flats, self.communicator, self.op, self.overlap = list(flats), communicator, op, overlap
+        self.automatic = automatic
         self.synchronises = True
         expected: list[tuple[int, int, int]] = []
         for f, flat in enumerate(self.flats):
             for number, bucket in enumerate(flat.partition.buckets):
                 expected.append((max(positions[f][i] for i in bucket.members), f, number))
         self.buckets = [GradientBucket(self.flats[f], number, keeps=keeps) for _, f, number in sorted(expected)]
-        place = {(id(bucket.flat), bucket.number): i for i, bucket in enumerate(self.buckets)}
+        place = self._place = {(id(bucket.flat), bucket.number): i for i, bucket in enumerate(self.buckets)}
         self.of_flat = [[self.buckets[place[id(flat), n]] for n in range(len(flat.partition.buckets))] for flat in self.flats]
         self._numbers = {(f, i): n for n, (f, i) in enumerate((f, i) for f, flat in enumerate(self.flats)
                                                               for i in range(len(flat.parameters)))}  # fmt: skip
@@ -197,10 +199,10 @@ class Gradients:
 
     def prepare(self) -> None:
         """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way."""
-        if self._active and self._started:
+        if self._active and any(self._left):
             raise RuntimeError(
-                f"the last backward ended with an error after {self._started} of {len(self.buckets)} buckets had left, so the "
-                "ranks no longer agree on what comes next; restart from a checkpoint"
+                f"the last backward ended with an error after {sum(self._left)} of {len(self.buckets)} buckets had left, so "
+                "the ranks no longer agree on what comes next; restart from a checkpoint"
             )
         self._active = False
 
@@ -213,7 +215,8 @@ class Gradients:
     def _begin(self) -> None:
         self._missing = [len(bucket.members) for bucket in self.buckets]
         self._arrived = bytearray(len(self._numbers))
-        self._started = 0
+        self._left = bytearray(len(self.buckets))
+        self._next = 0
         self._unfinished: deque[GradientBucket] = deque()
 
     def _hook(self, place: int, index: int, number: int) -> Callable[[nn.Parameter], None]:
@@ -221,11 +224,8 @@ class Gradients:
         accept = partial(bucket.accept, index)
 
         def arrived(_: nn.Parameter) -> None:
-            if not self._active:
-                self._active = True
-                self._begin()
-                Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-            if place < self._started:
+            self._activate()
+            if self._left[place]:
                 raise RuntimeError(
                     f"a gradient of {bucket.flat.names[index]} arrived after its bucket {place} had left; if the model uses "
                     "torch.utils.checkpoint, pass use_reentrant=False"
@@ -236,20 +236,35 @@ class Gradients:
             if not self._arrived[number]:
                 self._arrived[number] = 1
                 self._missing[place] -= 1
-                if self.synchronises:
-                    while self._started < len(self.buckets) and self._missing[self._started] == 0:
-                        self._start_next()
+                if self.synchronises and self.automatic:
+                    while self._next < len(self.buckets) and self._missing[self._next] == 0:
+                        self._start(self._next)
+                        self._next += 1
 
         return arrived
 
+    def _activate(self) -> None:
+        if not self._active:
+            self._active = True
+            self._begin()
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def start(self, flat: FlatParameters) -> None:
+        """Reduce the gradients of these parameters now, in backward; what has none counts as zero. Not within no_sync()."""
+        if self.synchronises:
+            self._activate()
+            for number in range(len(flat.partition.buckets)):
+                if not self._left[self._place[id(flat), number]]:
+                    self._start(self._place[id(flat), number])
+
     @torch.no_grad()
-    def _start_next(self) -> None:
-        bucket = self.buckets[self._started]
+    def _start(self, place: int) -> None:
+        bucket = self.buckets[place]
         while len(self._unfinished) >= ON_THEIR_WAY:
             self._unfinished.popleft().finish()
-        label = f"gradients, bucket {self._started} of {len(self.buckets)}"
+        label = f"gradients, bucket {place} of {len(self.buckets)}"
         bucket.start(self.communicator, op=self.op, async_op=self.overlap, label=label)
-        self._started += 1
+        self._left[place] = 1
         self._unfinished.append(bucket)
         if not self.overlap:
             self._unfinished.popleft().finish()
@@ -268,7 +283,8 @@ class Gradients:
 
     def _finish_all(self) -> None:
         """Start the buckets that waited for unused parameters, then wait for all."""
-        while self._started < len(self.buckets):
-            self._start_next()
+        for place, left in enumerate(self._left):
+            if not left:
+                self._start(place)
         while self._unfinished:
             self._unfinished.popleft().finish()

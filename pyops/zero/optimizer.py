@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import DisagreementError
 from pyops.optim.clip import EPSILON
-from pyops.zero.agreement import broadcast, check_same_model, check_same_options
+from pyops.zero.agreement import check_same_model, check_same_options
 from pyops.zero.checks import check_arguments, param_groups_of
+from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
+from pyops.zero.layout import Place, lay_out_units, lay_out_whole
+from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.owned import Owned
-from pyops.zero.parameters import FlatParameters
-from pyops.zero.saving import check_names, collect, distribute
+from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
+from pyops.zero.units import IsUnit
 
 __all__ = ["ZeroOptimizer"]
 
@@ -67,7 +70,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
         group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, bucket_bytes: int = 25 << 20,
-        max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean", **optimizer_arguments: Any,
+        max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean",
+        units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
+        device: torch.device | str | None = None, **optimizer_arguments: Any,
     ) -> None:  # fmt: skip
         error: Exception | None = None
         groups: list[Group] = []
@@ -76,6 +81,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
                 overlap=overlap, group=group, optimizer_arguments=optimizer_arguments,
             )  # fmt: skip
+            check_initialise(model, initialise)
             groups = param_groups_of(model, params, optimizer_class, optimizer_arguments)
         except (TypeError, ValueError) as caught:
             error = caught
@@ -84,7 +90,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names = {id(p): name for name, p in model.named_parameters()}
         options = {
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
-            "overlap": overlap, "max_grad_norm": max_grad_norm, "optimizer_arguments": optimizer_arguments,
+            "overlap": overlap, "max_grad_norm": max_grad_norm, "whole_below": whole_below,
+            "optimizer_arguments": optimizer_arguments,
             "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
         }  # fmt: skip
         check_same_options(options, group=group)
@@ -93,7 +100,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.communicator = None if alone else Communicator.of(group)
         self.grad_norm: Tensor | None = None
-        self._lay_out(groups)
+        comm = self.communicator
+        ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
+        place = Place(rank, ranks, device_for(model, device), group, initialise)
+        self._lay_out(groups, place, units, whole_below)
         self.owned = Owned(self.flats, groups, optimizer_class, optimizer_arguments)
         if self.communicator is not None and hasattr(self.owned.optimizer, "reduce_norms"):
             self.owned.optimizer.reduce_norms = self._sum_over_ranks
@@ -103,26 +113,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = self.owned.optimizer.state
         model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
 
-    def _lay_out(self, groups: list[Group]) -> None:
-        """Put the parameters into flat buffers, with rank 0's values, and hooks on them."""
-        comm = self.communicator
-        ranks, rank = (comm.size, comm.rank) if comm is not None and self.stage else (1, 0)
-        chosen = {id(p) for g in groups for p in g["params"] if p.requires_grad}
-        order: dict[int, int] = {}
-        sorted_into: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in reversed(list(self.model.named_parameters())):  # backward reaches the last one first
-            if id(parameter) in chosen:
-                order[id(parameter)] = len(order)
-                sorted_into.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-        self.flats = [
-            FlatParameters(named, rank=rank, ranks=ranks, bucket_bytes=self.bucket_bytes) for named in sorted_into.values()
-        ]
-        rest: list[Tensor] = [p for p in self.model.parameters() if id(p) not in chosen]
-        broadcast([*(flat.data for flat in self.flats), *rest, *self.model.buffers()], group=self.group)
-        positions = [[order[id(p)] for p in flat.parameters] for flat in self.flats]
+    def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
+        """Put the parameters where they belong, with rank 0's values, and hooks on them."""
+        trained = {id(p) for g in groups for p in g["params"]}
+        common: Group = {"trained": trained, "bucket_bytes": self.bucket_bytes, "place": place}
+        if self.stage < 3:
+            layout = lay_out_whole(self.model, **common)
+        else:
+            layout = lay_out_units(self.model, wanted=units, whole_below=whole_below, **common)
+        self.flats = layout.flats
         self.gradients = Gradients(
-            self.flats, comm, keeps=self.stage < 2, op=self.op, overlap=self.overlap, positions=positions
-        )
+            self.flats, self.communicator, keeps=self.stage < 2, op=self.op, overlap=self.overlap,
+            positions=layout.positions, automatic=self.stage < 3,
+        )  # fmt: skip
+        self.gathering = Gathering(layout.units, self.communicator, overlap=self.overlap, reduce=self._reduce_unit)
+
+    def _reduce_unit(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.parameters[0].requires_grad:
+                self.gradients.start(flat)
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch.optim, while the optimizer is being made; RuntimeError afterwards, when every place is given away."""
@@ -166,6 +175,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             told = self._exchange()
         self.owned.take_gradients(self.gradients, self._unused(told))
         factor, skip = self._factor(told)
+        self.gathering.release_all()  # what is whole holds the old values
         if not skip:
             self.owned.step(self.param_groups, factor=factor)
             self._gather_parameters()
@@ -257,6 +267,44 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Each rank's own part, sharing memory with the states in use; `pyops.checkpoint.save` writes all ranks' as one.
         """
         return collect(self.owned, self.param_groups, self._names)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Within the block the parameters are whole on every rank: to look at, to save, to load. A collective, at stage 3.
+
+        What is written into them stays: each rank keeps its own part of its own values. Masters of 16-bit parameters are
+        set to them by `refresh_masters`.
+        """
+        self.gathering.pin(True)
+        try:
+            yield
+        finally:
+            self.gathering.pin(False)
+
+    def refresh_masters(self) -> None:
+        """Set every float32 master to its parameter: call it after loading weights into the model."""
+        self.owned.refresh_masters()
+
+    def model_state_dict(self) -> Group:
+        """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
+        return collect_model(self.model, self.gathering.units, self.communicator)
+
+    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of ranks, or the model's own
+        state_dict(). Whole tensors, or ranges that hold this rank's part. ValueError, on every rank and before anything is
+        changed, for the state of another model. Masters are refreshed: load the optimizer's state afterwards."""
+        error: Exception | None = None
+        copies: list[tuple[Tensor, Tensor]] = []
+        try:
+            copies = distribute_model(self.model, self.gathering.units, self.communicator, state)
+        except (TypeError, ValueError) as caught:
+            error = caught
+        agree(error, group=self.group)
+        self.gathering.release_all()
+        with torch.no_grad():
+            for target, value in copies:
+                target.copy_(value)
+        self.refresh_masters()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and bucket size.

@@ -148,6 +148,15 @@ class Owned:
     # ------------------------------------------------------------------------------------------------ loading
 
     @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Set every master to its parameter."""
+        for each in self.all_pieces():
+            if each.target is not None:
+                each.parameter.copy_(each.target)
+        if isinstance(self.optimizer, FusedOptimizer):
+            self.optimizer.refresh_masters()
+
+    @torch.no_grad()
     def load(self, states: dict[int, Group], masters: dict[int, Tensor], outer: Sequence[Group]) -> None:
         """Take up states, and masters that are parameters, by the piece's number among all; options from `outer`."""
         groups, first = [], 0

@@ -17,25 +17,15 @@ from torch import Tensor, nn
 from pyops.comm.collectives import all_gather
 from pyops.comm.communicator import Communicator
 from pyops.comm.work import Work
+from pyops.zero.materialise import adopt
 from pyops.zero.partition import Partition, Piece
 
-__all__ = ["FlatParameters", "lay_out"]
-
-
-def lay_out(data: Tensor, partition: Partition, parameters: Sequence[nn.Parameter]) -> None:
-    """Copy the parameters into the buffer, and make each a view of it. A gradient that is there is kept."""
-    with torch.no_grad():
-        for index, parameter in enumerate(parameters):
-            view = data[partition.layout.slice_at(index)].view(partition.layout.shapes[index])
-            view.copy_(parameter)
-            before, parameter.grad = parameter.grad, None  # a gradient of other strides would keep .data from being set
-            parameter.data = view
-            if before is not None:
-                parameter.grad = before.contiguous()
+__all__ = ["FlatParameters"]
 
 
 class FlatParameters:
-    """named: (name, parameter) pairs of one dtype and device, in the order in which backward reaches them.
+    """named: (name, parameter) pairs of one dtype and device, in the order in which backward reaches them. device: of those on
+    the meta device, whose values are then still to be filled in.
 
     partition     who owns what
     data          the buffer, whole
@@ -44,20 +34,21 @@ class FlatParameters:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, rank: int, ranks: int, bucket_bytes: int | None, label: str = ""
-    ) -> None:
+        self, named: Sequence[tuple[str, nn.Parameter]], *, rank: int, ranks: int, bucket_bytes: int | None,
+        device: torch.device, label: str = "",
+    ) -> None:  # fmt: skip
         self.parameters = [parameter for _, parameter in named]
         self.rank, self.label = rank, label
         like = self.parameters[0]
-        self.dtype, self.device = like.dtype, like.device
+        self.dtype, self.device = like.dtype, device if like.is_meta else like.device
         self.partition = Partition.plan(
             [(name, p.shape) for name, p in named], ranks=ranks, item_size=like.element_size(), bucket_bytes=bucket_bytes
         )
-        self._allocate()
-
-    def _allocate(self) -> None:
-        self.data = torch.zeros(self.partition.layout.numel, dtype=self.dtype, device=self.device)
-        lay_out(self.data, self.partition, self.parameters)
+        layout = self.partition.layout
+        self.data = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                adopt(parameter, self.data[layout.slice_at(index)].view(layout.shapes[index]))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyops.comm.communicator import Communicator
 from pyops.flat import Shard, Shards
+from pyops.zero.gathering import Unit
 from pyops.zero.owned import Owned, OwnedPiece
 
-__all__ = ["check_names", "collect", "distribute", "range_of"]
+__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model", "range_of"]
 
 Group = dict[str, Any]
 
@@ -127,3 +129,59 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[s
         if found:
             states[number] = found
     return states, masters
+
+
+def _spread(units: Sequence[Unit], communicator: Communicator | None) -> dict[int, tuple[Tensor, slice]]:
+    """By the id of each parameter that is spread over the ranks: (this rank's piece, its elements of the flattened tensor)."""
+    if communicator is None:
+        return {}
+    return {
+        id(flat.parameters[piece.index]): (flat.piece(piece), piece.of_tensor)
+        for unit in units
+        for flat in unit.flats
+        for piece in flat.partition.pieces(flat.rank)
+    }
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, shared ones under each of their names, and the buffers that belong into a state dict."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def collect_model(model: nn.Module, units: Sequence[Unit], communicator: Communicator | None) -> dict[str, Any]:
+    """{name: Shard of a parameter that is spread, else the tensor}; a rank that has nothing of a parameter leaves it out."""
+    spread = _spread(units, communicator)
+    found: dict[str, Any] = {}
+    for name, tensor in _named_tensors(model).items():
+        if id(tensor) not in spread:
+            found[name] = tensor.detach()
+        else:
+            piece, where = spread[id(tensor)]
+            if piece.numel():
+                found[name] = Shard(tuple(tensor.shape), (where.start,), piece.detach())
+    return found
+
+
+def distribute_model(
+    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, state: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """(tensor of this rank, value for it) pairs; ValueError for the state of another model. Nothing is changed."""
+    spread = _spread(units, communicator)
+    mine = _named_tensors(model)
+    # A rank that has nothing of a parameter leaves it out of its own state.
+    needed = {name for name, tensor in mine.items() if id(tensor) not in spread or spread[id(tensor)][0].numel()}
+    if missing := sorted(needed - set(state)):
+        raise ValueError(f"ZeroOptimizer: the state has no {missing[:3]}; it is of another model")
+    if strange := sorted(set(state) - set(mine)):
+        raise ValueError(f"ZeroOptimizer: the model has no {strange[:3]}, which the state has; it is of another model")
+    copies = []
+    for name in sorted(needed):
+        tensor = mine[name]
+        target, where = spread.get(id(tensor), (tensor.detach().view(-1), slice(0, tensor.numel())))
+        copies.append((target, range_of(state[name], tensor.shape, start=where.start, stop=where.stop, name=name)))
+    return copies

@@ -81,6 +81,8 @@ def one_process(
     mixed: bool = True, sometimes_every: int = 0, dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Parameters after `steps` steps on whole batches."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks
     model = Net(mixed=mixed)
     if dtype is not None:
         model.to(dtype)
@@ -95,4 +97,5 @@ def one_process(
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
         optimizer.step()
+    torch.set_num_threads(threads)
     return {name: p.detach().clone() for name, p in model.named_parameters()}

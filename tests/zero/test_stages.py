@@ -37,7 +37,8 @@ def _train(
             with optimizer.no_sync() if quiet else contextlib.nullcontext():
                 (mean_loss(model, a, b, sometimes=step % 3 == 0) / accumulate).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    with optimizer.whole_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def _compare(found: list[dict[str, Tensor]], expected: dict[str, Tensor], *, rtol: float = 2e-5, atol: float = 2e-6) -> None:
@@ -58,7 +59,7 @@ def expected() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
 def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int):
     for accumulate, mode, overlap in ((1, "", True), (2, "no_sync", False), (2, "sync", True)):
@@ -66,7 +67,7 @@ def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes
         _compare(world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
     options = {"max_grad_norm": None}
     found = [
@@ -78,7 +79,7 @@ def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
 
 
 def test_stages_give_the_same_bits(world):
-    found = [world(3).run(_train, stage, "AdamW", OPTIONS, {"bucket_bytes": 2000})[0] for stage in (0, 1, 2)]
+    found = [world(3).run(_train, stage, "AdamW", OPTIONS, {"bucket_bytes": 2000})[0] for stage in (0, 1, 2, 3)]
     for other in found[1:]:
         for name, p in found[0].items():
             assert torch.equal(p, other[name]), name
@@ -101,6 +102,6 @@ def test_any_optimizer(world, name: str, options: dict[str, Any], max_grad_norm:
     expected = one_process(
         lambda g: cls(g, **options), steps=6, sometimes_every=3, max_grad_norm=max_grad_norm, mixed=mixed
     )  # fmt: skip
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         found = world(3).run(_train, stage, name, options, {"bucket_bytes": 2000, "max_grad_norm": max_grad_norm}, 1, "", 6)
         _compare(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,264 @@
+"""When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and let go of afterwards.
+
+    forward     gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
+                         | gather 1 | gather 2 | gather 3 |
+    backward             | 3        | 2        | 1        | 0        |
+                         | gather 2 | gather 1 | gather 0 |
+                                    | reduce 3 | reduce 2 | reduce 1 | reduce 0
+
+What comes next is what came next the last time. If it is another unit, that one is gathered when it is needed: an order that
+changes costs time and never changes a result. All ranks must run the same units in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyops.comm.communicator import Communicator
+from pyops.comm.work import Work
+from pyops.zero.sharded import ShardedParameters
+
+__all__ = ["Gathering", "Unit"]
+
+LONGEST = 10_000  # turns of units that are remembered
+
+
+class Unit:
+    """One unit while the program runs. flats: its parameters. open: the module whose forward is running. calls: forwards
+    whose backward is still to come."""
+
+    def __init__(self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]) -> None:
+        self.name, self.module, self.is_root, self.flats = name, module, is_root, list(flats)
+        self.works: list[Work] = []
+        self.whole = False  # or on its way, while there are works
+        self.open: nn.Module | None = None
+        self.calls = 0
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward tells that the gradients of a unit's inputs are there, so that its own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.tell = tell
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.tell()
+        return (None, *gradients)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Trace:
+    """The order of units in a phase, remembered from the last time."""
+
+    def __init__(self) -> None:
+        self._known: list[Unit] = []
+        self._now: list[Unit] = []
+        self._at = 0
+
+    def begin(self) -> None:
+        if self._now:
+            self._known = self._now
+        self._now, self._at = [], 0
+
+    def first(self) -> Unit | None:
+        return self._known[0] if self._known else None
+
+    def after(self, unit: Unit) -> Unit | None:
+        """Note that it is the unit's turn; the one that is expected next."""
+        if len(self._now) >= LONGEST:
+            self.begin()  # forwards of parts only, which no step ever ends
+        self._now.append(unit)
+        for at in range(self._at, len(self._known)):
+            if self._known[at] is unit:
+                self._at = at + 1
+                return self._known[at + 1] if at + 1 < len(self._known) else None
+        return None
+
+
+class Gathering:
+    """Hooks on the modules of the units. reduce: called with a unit when all its gradients are there, in backward."""
+
+    def __init__(
+        self, units: Sequence[Unit], communicator: Communicator | None, *, overlap: bool, reduce: Callable[[Unit], None]
+    ) -> None:
+        self.units, self.communicator, self.overlap, self._reduce = list(units), communicator, overlap, reduce
+        self._forward, self._backward = Trace(), Trace()
+        self._phase = ""
+        self._pinned = False
+        self._hooks: list[Any] = []
+        if communicator is None:
+            return
+        inside = {id(m) for unit in units if not unit.is_root for m in unit.module.modules()}
+        for unit in self.units:
+            members = [m for m in unit.module.modules() if not unit.is_root or id(m) not in inside]
+            for module in members:
+                if module is unit.module or any(True for _ in module.parameters(recurse=False)):
+                    before, after = partial(self._before, unit), partial(self._after, unit)
+                    self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                    self._hooks.append(module.register_forward_hook(after, always_call=True))
+            self._hooks.append(unit.module.register_state_dict_pre_hook(partial(self._before_state_dict, unit)))
+
+    # ------------------------------------------------------------------------------------------------ gathering
+
+    def _start(self, unit: Unit) -> None:
+        if not unit.whole and self.communicator is not None:
+            unit.works = [flat.start_gather(self.communicator, async_op=self.overlap) for flat in unit.flats]
+            unit.whole = True
+
+    def _need(self, unit: Unit) -> None:
+        """The unit's parameters are there when this returns; the next one's are on their way, if that is known."""
+        self._start(unit)
+        for work in unit.works:
+            work.wait()
+        unit.works = []
+
+    def _release(self, unit: Unit) -> None:
+        if unit.whole and not self._pinned:
+            for work in unit.works:
+                work.wait()
+            unit.works = []
+            for flat in unit.flats:
+                flat.release()
+            unit.whole = False
+
+    def release_all(self) -> None:
+        """Nothing is whole afterwards: before parameters change. Forgets what is still to come of a broken-off backward."""
+        for unit in self.units:
+            self._release(unit)
+            unit.open, unit.calls = None, 0
+        self._phase = ""
+
+    def pin(self, wanted: bool) -> None:
+        """True: gather everything, and keep it. False: keep this rank's chunks as they are now, and let go of the rest."""
+        if self.communicator is None:
+            return
+        if wanted:
+            for unit in self.units:
+                self._need(unit)
+            self._pinned = True
+            return
+        self._pinned = False
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.take_over()
+        self.release_all()
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def _enter(self, phase: str) -> None:
+        if self._phase != phase:
+            self._phase = phase
+            (self._forward if phase == "forward" else self._backward).begin()
+
+    def _turn(self, unit: Unit, trace: Trace) -> None:
+        """Gather the unit, let go of those that have had theirs, and fetch the next."""
+        following = trace.after(unit)
+        for other in self.units:
+            if other is not unit and other is not following and not other.is_root and other.open is None:
+                self._release(other)
+        self._start(unit)
+        if following is not None and self.overlap:
+            self._start(following)
+        self._need(unit)
+
+    @torch._disable_dynamo
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A forward begins."""
+        again = _in_backward()  # a recomputation
+        if unit.is_root and module is unit.module and not again:
+            if not any(other.open is not None for other in self.units):
+                self._phase = ""
+            self._enter("forward")
+            first = self._forward.first()
+            if first is not None and first is not unit and self.overlap:
+                self._start(unit)
+                self._start(first)
+        if unit.open is not None:
+            return None
+        unit.open = module
+        if again or unit.is_root:
+            self._need(unit)
+        else:
+            self._enter("forward")
+            self._turn(unit, self._forward)
+        if unit.is_root or not torch.is_grad_enabled():
+            return None
+        return self._watch_inputs(unit, args, kwargs)
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return None
+        watched = _AfterBackward.apply(partial(self._end_backward_of, unit), *(leaves[i] for i in places))
+        for i, tensor in zip(places, watched, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, spec)
+
+    @torch._disable_dynamo
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward ends, also by an exception."""
+        if unit.open is not module:
+            return
+        unit.open = None
+        again = _in_backward()
+        wanted = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
+        if torch.is_grad_enabled() and wanted:
+            for tensor in wanted:
+                tensor.register_hook(partial(self._begin_backward_of, unit))
+            if not again:
+                unit.calls += 1
+        elif unit.is_root and not again:
+            for other in self.units:
+                self._release(other)
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def _begin_backward_of(self, unit: Unit, gradient: Tensor) -> None:
+        if self._phase != "backward":
+            self._enter("backward")
+            Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        if unit.is_root:
+            self._need(unit)
+        else:
+            self._turn(unit, self._backward)
+
+    def _end_backward_of(self, unit: Unit) -> None:
+        unit.calls = max(0, unit.calls - 1)
+        if unit.open is None:
+            self._release(unit)
+        if unit.calls == 0:
+            self._reduce(unit)
+
+    def end_backward(self) -> None:
+        """Backward is over."""
+        for unit in self.units:
+            self._release(unit)
+        self._phase = ""
+
+    # ------------------------------------------------------------------------------------------------ guards
+
+    def _before_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._pinned and any(other.flats for other in self.units):
+            raise RuntimeError(
+                "the parameters are spread over the ranks: take optimizer.model_state_dict(), each rank's part, or "
+                "`with optimizer.whole_parameters(): model.state_dict()` on every rank"
+            )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
