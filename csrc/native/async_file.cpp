@@ -143,7 +143,7 @@ class AsyncFile {
             int refused = ENOSYS;
 #ifdef PYOPS_IO_URING
             try {
-                engine_ = std::make_unique<RingEngine>(depth, block_);
+                engine_ = std::make_unique<RingEngine>(depth);
                 return;
             } catch (int error) {
                 refused = error;
@@ -151,7 +151,7 @@ class AsyncFile {
 #endif
             if (engine == "io_uring") throw FileError{refused, std::string("io_uring: ") + std::strerror(refused)};
         }
-        engine_ = std::make_unique<ThreadEngine>(threads, block_);
+        engine_ = std::make_unique<ThreadEngine>(threads);
     }
 
     std::vector<Piece> cut(const std::shared_ptr<Request>& request, char* memory, int64_t bytes, int64_t offset) const {

@@ -92,9 +92,9 @@ struct Piece {
     }
 
     // What the kernel answered: bytes moved, or -errno. True when the piece is over, with *error set if it failed.
-    bool advance(int64_t answer, int64_t block, int* error, std::string* why) {
+    bool advance(int64_t answer, int* error, std::string* why) {
         if (answer == -EINTR || answer == -EAGAIN) return false;
-        if (answer == -EINVAL && direct_fd >= 0) {  // this part of the file, or of the memory, is not for O_DIRECT
+        if (answer == -EINVAL && direct_fd >= 0) {  // not for O_DIRECT: what a short transfer left, which is no multiple of blocks
             direct_fd = -1;
             return false;
         }
@@ -104,7 +104,6 @@ struct Piece {
             *error = write() ? ENOSPC : EIO;
         } else {
             done += answer;
-            if (done < bytes && done % block) direct_fd = -1;  // after a short transfer the rest is no multiple of blocks
         }
         if (*error) {
             *why = ", " + std::to_string(done) + " of " + std::to_string(bytes) + (write() ? " written" : " there") + " at " +

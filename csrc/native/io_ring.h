@@ -108,7 +108,7 @@ class Ring {
 
 class RingEngine : public Engine {
   public:
-    RingEngine(int depth, int64_t block) : block_(block), ring_(static_cast<unsigned>(depth) + 1), slots_(depth) {
+    explicit RingEngine(int depth) : ring_(static_cast<unsigned>(depth) + 1), slots_(depth) {
         for (int i = 0; i < depth; ++i) free_.push_back(i);
         wake_fd_ = eventfd(0, EFD_CLOEXEC);
         if (wake_fd_ < 0) throw errno;
@@ -200,7 +200,7 @@ class RingEngine : public Engine {
         Piece& piece = slots_[slot].piece;
         int error = 0;
         std::string why;
-        if (!piece.advance(answer, block_, &error, &why)) return ask(slot);
+        if (!piece.advance(answer, &error, &why)) return ask(slot);
         if (piece.bounce && !error) piece.empty_bounce();
         finish(slot, error, why);
     }
@@ -227,7 +227,6 @@ class RingEngine : public Engine {
         std::unique_ptr<BounceBuffer> bounce;
     };
 
-    const int64_t block_;
     Ring ring_;
     std::vector<Slot> slots_;
     std::vector<int> free_, fresh_;

@@ -8,7 +8,7 @@ namespace pyops {
 
 class ThreadEngine : public Engine {
   public:
-    ThreadEngine(int threads, int64_t block) : block_(block) {
+    explicit ThreadEngine(int threads) {
         for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
     }
     ~ThreadEngine() override {
@@ -46,13 +46,12 @@ class ThreadEngine : public Engine {
                 const auto place = static_cast<off_t>(piece.offset + piece.done);
                 const auto left = static_cast<size_t>(piece.left());
                 answer = piece.write() ? pwrite(piece.fd(), piece.at(), left, place) : pread(piece.fd(), piece.at(), left, place);
-            } while (!piece.advance(answer < 0 ? -errno : answer, block_, &error, &why));
+            } while (!piece.advance(answer < 0 ? -errno : answer, &error, &why));
             if (piece.bounce && !error) piece.empty_bounce();
             piece.request->piece_done(error, why);
         }
     }
 
-    const int64_t block_;
     std::condition_variable more_;
     std::vector<std::thread> threads_;
 };

@@ -38,7 +38,7 @@ class Transfer:
         self._waiting = True
 
     def wait(self) -> Tensor:
-        """The tensor, when all its bytes have moved. OSError, naming the file, the bytes and the offset; only the first time."""
+        """The tensor, when all its bytes have moved. OSError, naming file, bytes and offset; only the first time."""
         if self._waiting:
             self._waiting = False
             self._file.wait(self._ticket)
@@ -52,8 +52,8 @@ class Transfer:
 class AsyncFile:
     """A file of at least `nbytes` bytes for asynchronous reads and writes of tensors, of any size and at any offset.
 
-    path: a folder, in which a file without a name is made: its space is given back when it is closed or the process ends, however
-        it does. Or, with temporary=False, a file, which is made if need be and stays.
+    path: a folder, in which a file without a name is made: its space is given back when it is closed or the process ends,
+        however it does. Or, with temporary=False, a file, which is made if need be and stays.
     nbytes: room that is reserved at once, and reads as zeros until it is written. OSError names the file when there is none.
     engine: "io_uring", "threads", or "auto". direct: try O_DIRECT; without it the page cache is used.
     piece_bytes: how much one operation of the kernel moves; depth: how many of them are in its hands (io_uring); threads: how
@@ -87,7 +87,7 @@ class AsyncFile:
         return Transfer(self._file, self._file.read(pointer, nbytes, offset, tensor), tensor)
 
     def write(self, tensor: Tensor, *, offset: int) -> Transfer:
-        """Begin to write `tensor` (contiguous, in host memory) to the file at `offset`. It must not change until that is over."""
+        """Begin to write `tensor` (contiguous, in host memory) to the file at `offset`; it must not change meanwhile."""
         pointer, nbytes = _memory_of(tensor)
         self.bytes_written += nbytes
         return Transfer(self._file, self._file.write(pointer, nbytes, offset, tensor), tensor)

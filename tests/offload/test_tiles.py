@@ -1,0 +1,83 @@
+"""Tiles: every element once, no region overlaps another, and what is in a store is what was put there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyops.offload.stores import DiskStore, HostStore
+from pyops.offload.tiles import plan_tiles
+from pyops.ops.library import native
+
+pytestmark = pytest.mark.cpu_only
+
+F32, BF16 = torch.float32, torch.bfloat16
+STATES = [{}, {"exp_avg": F32}, {"exp_avg": BF16, "exp_avg_sq": BF16, "master": F32}, {"exp_avg": F32, "exp_avg_sq": F32}]
+
+
+def test_a_plan_one_can_check_by_hand():
+    tiles = plan_tiles([(20_000, STATES[3]), (3, STATES[1]), (0, STATES[1])], tile_bytes=1 << 16)
+    found = [[(s.parameter, s.start, s.stop) for s in tile.segments] for tile in tiles]
+    assert found == [[(0, 0, 8192)], [(0, 8192, 16_384)], [(0, 16_384, 20_000), (1, 0, 3)]]
+    assert [(tile.offset, tile.nbytes) for tile in tiles] == [(0, 65_536), (65_536, 65_536), (131_072, 32_768)]
+    last, short = tiles[2].segments
+    assert [last.fields[n].start for n in ("exp_avg", "exp_avg_sq")] == [0, 14_464]  # 3616 * 4, a multiple of 64
+    assert short.fields["exp_avg"].start == 14_464 + 14_464
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 63, 1024, 5000, 70_000, 300_000]), st.sampled_from(STATES)), max_size=8),
+    st.sampled_from([1 << 16, 100_000, 1 << 20]),
+)
+def test_every_element_has_one_place(parameters, tile_bytes):
+    tiles = plan_tiles(parameters, tile_bytes=tile_bytes)
+    ends = [0] * len(parameters)
+    offset = 0
+    for tile in tiles:
+        assert tile.offset == offset
+        assert tile.nbytes % 4096 == 0
+        assert tile.nbytes <= tile_bytes + 4096 * 13 + 64 * 3 * len(tile.segments), "about tile_bytes, and a cut at most"
+        offset += tile.nbytes
+        taken = torch.zeros(tile.nbytes, dtype=torch.int8)
+        for segment in tile.segments:
+            assert segment.start == ends[segment.parameter]
+            ends[segment.parameter] = segment.stop
+            assert set(segment.fields) == set(parameters[segment.parameter][1])
+            for field in segment.fields.values():
+                assert field.start % 64 == 0
+                taken[field.start : field.start + segment.numel * field.dtype.itemsize] += 1
+        assert not bool((taken > 1).any())
+    assert ends == [numel for numel, _ in parameters]
+
+
+@pytest.mark.skipif(native() is None, reason="built without kernels")
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_store_keeps_what_a_visit_leaves(tmp_path, kind):
+    tiles = plan_tiles([(100_000, STATES[1])], tile_bytes=1 << 16)
+    assert len(tiles) > 5
+    store = HostStore(tiles, pin_memory=False) if kind == "host" else DiskStore(tiles, str(tmp_path), pin_memory=False)
+    numbers = list(range(len(tiles)))
+    for number, region in store.visit(numbers, fresh=set(numbers)):
+        region.fill_(number + 1)
+    for number, region in store.visit(numbers[::-2], fresh=set()):
+        assert bool((region == number + 1).all())
+        region += 10
+    with pytest.raises(KeyError):
+        for number, region in store.visit(numbers, fresh=set()):
+            region.fill_(99)
+            if number == 2:
+                raise KeyError
+    changed = {n + 1 + 10 * (n % 2 == numbers[-1] % 2) for n in numbers[3:]}
+    for number, region in store.visit(numbers[3:], fresh=set()):
+        assert bool((region == region[0]).all())
+        assert int(region[0]) in changed, number
+    out = torch.empty(100, dtype=torch.uint8)
+    store.read(0, 4, out)
+    assert bool((out == 99).all())
+    store.write(4, 8, torch.arange(5, dtype=torch.uint8))
+    store.read(4, 7, out[:6])
+    assert out[1:6].tolist() == [0, 1, 2, 3, 4]
+    store.close()
