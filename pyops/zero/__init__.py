@@ -13,6 +13,9 @@
 | gradients.py | buckets of gradients, reduce-scattered during backward |
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
 | saving.py | state by parameter name, as ranges of flattened tensors |
+| units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
+| layout.py, materialise.py | every parameter gets its place; models on the meta device |
+| memory.py | bytes that a rank keeps |
 | agreement.py | what the ranks must have in common |
 """
 

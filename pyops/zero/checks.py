@@ -44,7 +44,7 @@ def check_arguments(
             f"{who}: {optimizer_class.__name__} looks at whole tensors, and at stage {stage} a rank has a part of each; use "
             "stage=0, or an optimizer that steps each element by itself, such as AdamW"
         )
-    if hasattr(optimizer_class, "require_backward_grad_sync") or "model" in optimizer_arguments:
+    if hasattr(optimizer_class, "num_ranks"):
         raise ValueError(f"{who}: {optimizer_class.__name__} communicates by itself; use it with pyops.DataParallel")
     for key in ("zero_grad", "differentiable"):
         if optimizer_arguments.get(key):

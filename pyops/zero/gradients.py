@@ -52,6 +52,13 @@ class GradientBucket:
         self._views: dict[int, Tensor] = {}
         self._work: Work | None = None
 
+    @property
+    def kept_bytes(self) -> int:
+        """What there is between backward and step, and where the memory stays, always."""
+        chunk = self._own.stop - self._own.start
+        itemsize = torch.empty(0, dtype=self.flat.dtype).element_size()
+        return (self.numel if self._memory is not None else chunk) * itemsize
+
     def _allocate(self) -> Tensor:
         whole = torch.empty(self.numel, dtype=self.flat.dtype, device=self.flat.device)
         for gap in self._padding:

@@ -29,6 +29,7 @@ from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
+from pyops.zero.memory import kept_bytes
 from pyops.zero.owned import Owned
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
 from pyops.zero.units import IsUnit
@@ -268,6 +269,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return collect(self.owned, self.param_groups, self._names)
 
+    def memory(self) -> dict[str, int]:
+        """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
+        between backward and step. Buckets and blocks on their way come on top."""
+        return kept_bytes(self.model, self.owned, self.gradients)
+
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Within the block the parameters are whole on every rank: to look at, to save, to load. A collective, at stage 3.
@@ -297,7 +303,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         copies: list[tuple[Tensor, Tensor]] = []
         try:
             copies = distribute_model(self.model, self.gathering.units, self.communicator, state)
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
         self.gathering.release_all()
@@ -318,7 +324,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             check_names(self.param_groups, state_dict, self._names)
             states, masters = distribute(self.owned, state_dict)
-        except (TypeError, ValueError) as caught:
+        except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

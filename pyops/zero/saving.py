@@ -31,6 +31,14 @@ def range_of(value: Any, shape: Sequence[int], *, start: int, stop: int, name: s
         if tuple(value.shape) != tuple(shape):
             raise ValueError(f"{name} has shape {tuple(value.shape)} in the state, here {tuple(shape)}; it is of another model")
         return value.detach().reshape(-1)[start:stop]
+    if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
+        if tuple(value.shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {tuple(value.shape)} in the state, here {tuple(shape)}; it is of another model")
+        mine = torch.empty(stop - start, dtype=value.dtype)
+        if start < stop:
+            value.compare(Shard(tuple(shape), (start,), mine))
+            value.read_into(Shard(tuple(shape), (start,), mine))
+        return mine
     parts = [value] if isinstance(value, Shard) else list(value)
     found: list[tuple[int, Tensor]] = []
     for shard in parts:
@@ -115,12 +123,15 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[s
         found: dict[str, Any] = {}
         for key, value in saved["state"].get(each.name, {}).items():
             label = f"state {key!r} of {each.name}"
-            single = isinstance(value, Shard) and value.global_shape == ()
-            if isinstance(value, Tensor) and (key == "step" or (value.dim() == 0 and each.shape != ())):
-                single = True
+            stored = hasattr(value, "read_into")
+            if isinstance(value, Tensor) or stored:
+                single = key == "step" or (tuple(value.shape) == () and each.shape != ())
+            else:
+                single = isinstance(value, Shard) and value.offset == ()
             if single:
-                found[key] = (value.tensor if isinstance(value, Shard) else value).detach().clone().reshape(())
-            elif isinstance(value, Tensor | Shard | Shards):
+                whole = value.read() if stored else value.tensor if isinstance(value, Shard) else value
+                found[key] = whole.detach().clone().reshape(())
+            elif stored or isinstance(value, Tensor | Shard | Shards):
                 found[key] = range_of(value, each.shape, start=where.start, stop=where.stop, name=label).clone()
             else:
                 found[key] = value

@@ -51,6 +51,7 @@ def _measure(rank: int, group: Any, stage: int, cls_name: str) -> tuple[float, f
     optimizer.step()
     backward()
     kept = bytes_of_tensors() - before - x.untyped_storage().nbytes()
+    assert sum(optimizer.memory().values()) == pytest.approx(kept, rel=0.01)
     sent = 0
     if dist.get_world_size(group) > 1:
         comm = Communicator.of(group)

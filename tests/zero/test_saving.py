@@ -56,7 +56,7 @@ def _save(rank: int, group: Any, folder: str, stage: int, name: str, dtype: torc
 def _resume(rank: int, group: Any, folder: str, stage: int, name: str, dtype: torch.dtype) -> Trace:
     model = _net(dtype, seed=5)
     optimizer = _make(model, group, stage, name, 700)
-    state, _ = checkpoint.load(folder)
+    state, _ = checkpoint.load(folder, lazy=stage == 3)
     optimizer.load_model_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     losses = _steps(model, optimizer, group, range(4, 8))

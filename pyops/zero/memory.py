@@ -1,0 +1,36 @@
+"""The bytes that one rank keeps from step to step, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyops.zero.gradients import Gradients
+from pyops.zero.owned import Owned
+
+__all__ = ["kept_bytes"]
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """{address: bytes} of the storages of the tensors among `tensors`, each once; those without memory left out."""
+    found = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients) -> dict[str, int]:
+    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory."""
+    shards = [getattr(flat, "shard", None) for flat in owned.flats]
+    parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
+    states: list[Any] = [value for entries in owned.optimizer.state.values() for value in entries.values()]
+    masters = [each.parameter for each in owned.all_pieces() if each.target is not None]
+    kept = _storages([*states, *masters])
+    of_gradients = sum(bucket.kept_bytes for bucket in gradients.buckets)
+    return {
+        "parameters": sum(parameters.values()), "gradients": of_gradients,
+        "states": sum(size for address, size in kept.items() if address not in parameters),
+    }  # fmt: skip
