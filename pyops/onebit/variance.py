@@ -4,13 +4,16 @@
     exact round    mean s over ranks                          2 bytes a number, by the codec of v
                    [h | ||h||^2 per layer]                    exactly; h: g of small layers, a sketch of g of others
                    a = a / 2 + ||mean h||^2      b = b / 2 + mean ||h||^2      per layer
-                   v = a / b * mean s
+                   v = (c + q (c + 1 / ranks)) * mean s      c = a / b
 
-The square of one rank's gradient holds the noise of that rank's batch, of which the mean over ranks has less: a / b is 1 for
-one rank or no noise, 1 / ranks for noise alone. A sketch is 1,024 numbers, each the sum of every 1,024th element with random
-signs: linear in g, and ||h||^2 is ||g||^2 within 4 % (Charikar et al., count sketch, ICALP 2002). k counts the gradients that
-this rank has seen of a tensor: d is 0 for the first two, and then s is about a mean over the last half of them, until d reaches
-its limit.
+The square of one rank's gradient holds the noise of that rank's batch, of which the mean over ranks has less: c is 1 for one
+rank or no noise, 1 / ranks for noise alone. And v should be of what moves the parameters, to which messages add noise of their
+own: a codec that leaves out a share q of the squared norm adds it twice, where ranks write (1 / ranks of it is left in the
+mean) and where their mean is written again. One bit for numbers of a normal distribution: q = 1 - 2 / pi.
+
+A sketch is 1,024 numbers, each the sum of every 1,024th element with random signs: linear in g, and ||h||^2 is ||g||^2 within
+4 % (Charikar et al., count sketch, ICALP 2002). k counts the gradients that this rank has seen of a tensor: d is 0 for the
+first two, and then s is about a mean over the last half of them, until d reaches its limit.
 """
 
 from __future__ import annotations
@@ -92,12 +95,16 @@ class SharedVariance:
                 gradient = gradient.float() * factor
                 squares.addcmul_(gradient, gradient, value=1 - decay)
 
-    def exchange(self, factor: float, *, codec: Codec, communicator: Communicator | None) -> tuple[Tensor, list[bool]]:
-        """The exact round: v, flat, the same on all ranks; and for each place whether any rank has had a gradient of it yet."""
+    def exchange(
+        self, factor: float, *, codec: Codec, communicator: Communicator | None, noise: float = 0.0
+    ) -> tuple[Tensor, list[bool]]:  # fmt: skip
+        """The exact round: v, flat, the same on all ranks; and for each place whether any rank has had a gradient of it yet.
+        codec: of v. noise: q."""
+        ranks = 1 if communicator is None else communicator.size
         gradients = self._sketches(factor)
         own = torch.stack([squared_norm([each])[0] for each in gradients]).float()
         squares, seen, norms = self.squares.clone(), self.counts, own
-        if communicator is not None and communicator.size > 1:
+        if communicator is not None and ranks > 1:
             compressed_all_reduce(squares, codec=codec, communicator=communicator, label="variance")
             message = torch.cat([*gradients, own, seen.to(own.device)])
             all_reduce(message, op="mean", communicator=communicator, label="noise of the variance")
@@ -107,7 +114,8 @@ class SharedVariance:
             self.means[index] = SMOOTHING * self.means[index] + mean
             self.owns[index] = SMOOTHING * self.owns[index] + each
             if self.owns[index] > 0:
-                squares[self.layout.slice_at(index)].mul_(min(1.0, self.means[index] / self.owns[index]))
+                share = min(1.0, self.means[index] / self.owns[index])
+                squares[self.layout.slice_at(index)].mul_(share + noise * (share + 1 / ranks))
         return squares, [bool(number) for number in seen.tolist()]
 
     def _sketches(self, factor: float) -> list[Tensor]:

@@ -18,13 +18,14 @@ bias-corrected; what travels is w, not g, as in OneBitAdam; decay is of the comm
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import BF16, Codec
+from pyops.comm.codec import BF16, Codec, OneBit
 from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.base import Verdict
 from pyops.onebit.exchange import Exchange
@@ -38,6 +39,7 @@ from pyops.onebit.variance import SharedVariance
 __all__ = ["ZeroOneAdam"]
 
 VARIANCE, ALONE = "variance", "local"
+ONE_BIT_NOISE = 1 - 2 / math.pi  # what a sign and a mean size leave out of the squared norm of normal numbers
 
 
 class ZeroOneAdam(OneBitAdam):
@@ -138,7 +140,10 @@ class ZeroOneAdam(OneBitAdam):
 
     def _exact_round(self, variance: SharedVariance, factor: float) -> None:
         """Another v, and everything in its units."""
-        squares, seen = variance.exchange(factor, codec=self.variance_codec, communicator=self.communicator)
+        squares, seen = variance.exchange(
+            factor, codec=self.variance_codec, communicator=self.communicator,
+            noise=ONE_BIT_NOISE if isinstance(self.codec, OneBit) else 0.0,
+        )  # fmt: skip
         found = [place for place, anywhere in zip(variance.places, seen, strict=True) if anywhere]
         if not found:
             return

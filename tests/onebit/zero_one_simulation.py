@@ -5,6 +5,7 @@ ZeroOneRanks(params, ranks=2, schedule=RoundSchedule(7, 1, 3, 4), dtype=torch.fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class ZeroOneRanks(OneBitAdamRanks):
             self.means[i] = self.means[i] / 2 + g[:, layer].mean(0).square().sum()
             self.owns[i] = self.owns[i] / 2 + g[:, layer].square().sum(1).mean()
             self.c[i] = self.means[i] / self.owns[i]
-            v[layer] *= self.c[i]
+            noise = (1 - 2 / math.pi) * (self.c[i] + 1 / self.ranks) if self.block else 0.0
+            v[layer] *= self.c[i] + noise
         alive = v > 0
         root = torch.where(alive, v.sqrt() + self.eps, 1.0)
         ratio = torch.where(alive & ~self.dead, self.root / root, 0.0)
