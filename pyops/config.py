@@ -5,6 +5,8 @@
     [data]                  # pyops.data.DataConfig
     [optimizer]             # OptimizerConfig
     [communication]         # CommunicationConfig
+    [zero]                  # ZeroConfig
+    [recompute]             # RecomputeConfig
     [train]                 # TrainConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
@@ -32,7 +34,16 @@ from pyops.comm.codec import parse
 from pyops.data import DataConfig
 from pyops.models import GPTConfig
 
-__all__ = ["CommunicationConfig", "Config", "ConfigError", "OptimizerConfig", "TrainConfig", "load_config"]
+__all__ = [
+    "CommunicationConfig",
+    "Config",
+    "ConfigError",
+    "OptimizerConfig",
+    "RecomputeConfig",
+    "TrainConfig",
+    "ZeroConfig",
+    "load_config",
+]
 
 
 class ConfigError(ValueError):
@@ -112,6 +123,36 @@ class CommunicationConfig:
 
 
 @dataclass(frozen=True)
+class ZeroConfig:
+    """What the ranks share out, each keeping 1 / N of it (Rajbhandari et al., ZeRO, SC 2020).
+
+    stage: 0 nothing, 1 optimizer states and fp32 masters, 2 gradients too, 3 parameters too. overlap: communicate while
+    forward and backward compute.
+    """
+
+    stage: int = 0
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self, "0, 1, 2 or 3", ("stage",), lambda v: v in (0, 1, 2, 3))
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activations that are not kept for backward, but computed again (Chen et al., arXiv:1604.06174).
+
+    modules: which ones, by patterns of their names, such as ["blocks.*"]; their inputs are kept. offload: where: "none" (on
+    the device) or "cpu".
+    """
+
+    modules: tuple[str, ...] = ()
+    offload: str = "none"
+
+    def __post_init__(self) -> None:
+        _require(self, "none or cpu", ("offload",), lambda v: v in ("none", "cpu"))
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
@@ -164,6 +205,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -171,6 +214,15 @@ class Config:
             raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
+        if self.zero.stage and self.optimizer.communicates:
+            raise ValueError(
+                f"zero.stage is {self.zero.stage}, but optimizer.name {self.optimizer.name!r} communicates itself: set 0"
+            )
+        if self.zero.stage and self.communication.codec != "none":
+            raise ValueError(
+                f"communication.codec is {self.communication.codec!r}, which zero.stage {self.zero.stage} does not take: set "
+                '"none", or zero.stage to 0'
+            )
 
     @property
     def folder(self) -> Path:

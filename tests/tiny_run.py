@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, TrainConfig
+from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, RecomputeConfig, TrainConfig, ZeroConfig
 from pyops.data import CorpusError, DataConfig
 from pyops.metrics import read_rows
 from pyops.models import GPTConfig
@@ -21,7 +21,8 @@ STEPS = 20
 
 def config_of(
     folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0,
-    optimizer: dict[str, Any] | None = None, codec: str = "none", **options: Any,
+    optimizer: dict[str, Any] | None = None, codec: str = "none", stage: int = 0, recompute: tuple[str, ...] = (),
+    **options: Any,
 ) -> Config:  # fmt: skip
     """A tiny run on a text of which it can learn something in 20 steps."""
     text = folder / "text.py"
@@ -34,6 +35,8 @@ def config_of(
         data=DataConfig(path=str(text), cache=str(folder / "cache")),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "warmup_steps": 3, **(optimizer or {})}),
         communication=CommunicationConfig(codec),
+        zero=ZeroConfig(stage),
+        recompute=RecomputeConfig(recompute),
         train=TrainConfig(folder=str(folder / "runs"), device=torch.device(device).type, **given),
     )
 

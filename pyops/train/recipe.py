@@ -2,6 +2,7 @@
 
 adamw, sgd, lamb, ...          DataParallel reduces gradients (through [communication] codec, if any) -> optimizer
 onebit_adam     warm-up: the same; then DataParallel is silent, and the optimizer communicates momenta (zero_one_adam: always)
+[zero] stage    ZeroOptimizer reduces gradients to their owners, steps their parts, and gathers parameters
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 import pyops.optim
+from pyops import recompute
 from pyops.comm.codec import Codec, parse
-from pyops.config import CommunicationConfig, Config, OptimizerConfig
+from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, RecomputeConfig
 from pyops.data_parallel import DataParallel
+from pyops.zero import ZeroOptimizer
 
-__all__ = ["make_data_parallel", "make_optimizer"]
+__all__ = ["make_data_parallel", "make_optimizer", "make_zero", "recompute_modules"]
 
 CLASSES = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
@@ -52,17 +55,47 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
         {"params": [buffer.parameter], "weight_decay": options.weight_decay if key == "decayed" else 0.0}
         for key, buffer in zip(parallel.keys, parallel.flat, strict=True)
     ]
-    kind = getattr(pyops.optim, CLASSES[options.name])
     arguments = _arguments(options)
-    # A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite.
-    arguments |= {"max_grad_norm": options.max_grad_norm or float("inf"), "zero_grad": True}
+    arguments |= {"max_grad_norm": _max_grad_norm(options), "zero_grad": True}
     arguments["master_weights"] = config.train.precision == "bf16"
     if options.communicates:
         arguments |= {
             "warmup_steps": options.compression_warmup_steps, "group": group, "model": parallel, "op": "sum",
             "codec": _codec(config.communication), "total_steps": config.train.steps,
         }  # fmt: skip
-    return kind(groups, **arguments)
+    return _class(options)(groups, **arguments)
+
+
+def make_zero(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> ZeroOptimizer:
+    """The optimizer of `model`'s parameters, shared out over the ranks of `group`; gradients are summed."""
+    options = config.optimizer
+    keyed: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        keyed.setdefault(_weight_decay_group(name, parameter), []).append(parameter)
+    groups = [
+        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0} for key, some in keyed.items()
+    ]
+    return ZeroOptimizer(
+        model, _class(options), stage=config.zero.stage, group=group, params=groups, op="sum", overlap=config.zero.overlap,
+        bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options), **_arguments(options),
+    )  # fmt: skip
+
+
+def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
+    """Let the chosen modules of `model` keep their inputs alone. ConfigError for names that no module has."""
+    try:
+        recompute.apply(model, options.modules, offload=None if options.offload == "none" else options.offload)
+    except ValueError as error:
+        raise ConfigError(f"recompute.modules: {error}") from None
+
+
+def _class(options: OptimizerConfig) -> Any:
+    return getattr(pyops.optim, CLASSES[options.name])
+
+
+def _max_grad_norm(options: OptimizerConfig) -> float:
+    """A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite."""
+    return options.max_grad_norm or float("inf")
 
 
 def _arguments(options: OptimizerConfig) -> dict[str, Any]:

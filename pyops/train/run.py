@@ -32,8 +32,8 @@ from pyops.models import GPT, sample
 from pyops.train.folder import only_run_in, prepare_folder
 from pyops.train.notes import collected_notes
 from pyops.train.ranks import StopRequest, joined_ranks
-from pyops.train.recipe import make_data_parallel, make_optimizer
-from pyops.train.state import load_optimizer_state, optimizer_state
+from pyops.train.recipe import recompute_modules
+from pyops.train.strategy import make_strategy
 from pyops.train.traffic import Traffic
 
 __all__ = ["Outcome", "Run", "train"]
@@ -85,11 +85,12 @@ class Run:
         self.model = GPT(model, seed=options.seed, device=device, dtype=dtype)
         if options.compile:
             self.model.compile()
-        self.parallel = make_data_parallel(config, self.model, group=self.group)
-        self.optimizer = make_optimizer(config, self.parallel, group=self.group)
-        self.traffic = Traffic(
-            self.parallel.reducer.communicator, numel=sum(p.numel() for p in self.model.parameters()), window=options.log_every
-        )
+        if config.recompute.modules:
+            recompute_modules(self.model, config.recompute)
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
+        self.strategy = make_strategy(config, self.model, group=self.group)
+        self.optimizer = self.strategy.optimizer
+        self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters, window=options.log_every)
         self.step, self.skipped = 0, 0
 
         on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
@@ -103,10 +104,9 @@ class Run:
         self.display.note(self._introduction(num_ranks, resumed=latest, wanted=resume))
 
     def _introduction(self, num_ranks: int, *, resumed: Path | None, wanted: bool) -> str:
-        parameters = sum(p.numel() for p in self.model.parameters())
         text = (
-            f"{parameters / 1e6:.2f} M parameters on {num_ranks} x {self.device.type}, {self.corpus.train.size:,} tokens of "
-            f"{self.corpus.path}; a byte-bigram model reaches {self.corpus.bigram_loss:.3f} nats per byte"
+            f"{self.num_parameters / 1e6:.2f} M parameters on {num_ranks} x {self.device.type}, {self.corpus.train.size:,} "
+            f"tokens of {self.corpus.path}; a byte-bigram model reaches {self.corpus.bigram_loss:.3f} nats per byte"
         )
         if resumed is not None:
             return f"{text}\nresumed from {resumed}"
@@ -145,8 +145,8 @@ class Run:
                 (micro_BT.shape[0], length), seed=options.seed, step=self.step,
                 first_row=self.batches.first_row + i * self.micro_batch, num_rows=options.batch,
             )  # fmt: skip
-            with nullcontext() if i + 1 == len(micro_batches) else self.parallel.no_sync():
-                nats = self._nats(self.parallel, micro_BT)
+            with nullcontext() if i + 1 == len(micro_batches) else self.strategy.no_sync():
+                nats = self._nats(self.strategy.forward, micro_BT)
                 (nats / (options.batch * length)).backward()
             totals[0] += nats.detach()
         nats_all, bytes_all, stops = self._sum(totals).tolist()
@@ -171,8 +171,7 @@ class Run:
             assert self.optimizer.grad_norm is not None
             if _is_finite(norm := float(self.optimizer.grad_norm)):
                 return norm
-        for buffer in self.parallel.flat:
-            buffer.zero_grad()
+        self.strategy.drop_gradients()
         self.skipped += 1
         return None
 
@@ -203,8 +202,8 @@ class Run:
         """Write a checkpoint of the steps done so far."""
         state = {
             "step": self.step, "skipped": self.skipped, "model_config": asdict(self.config.model),
-            "precision": self.config.train.precision, "model": self.model.state_dict(),
-            "data": self.batches.state_dict(), "recipe": self._recipe(), **optimizer_state(self.optimizer, self.parallel),
+            "precision": self.config.train.precision, "data": self.batches.state_dict(), "recipe": self._recipe(),
+            **self.strategy.state(),
         }  # fmt: skip
         own = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -227,8 +226,7 @@ class Run:
                 raise ConfigError(f"{key} is {value!r}, but checkpoint {path} was made with {before[key]!r}; set it to that, "
                                   "or give this run another name")  # fmt: skip
         self.batches.load_state_dict(state["data"])
-        self.model.load_state_dict(state["model"])
-        load_optimizer_state(self.optimizer, self.parallel, state)
+        self.strategy.load(state)
         self.step, self.skipped = state["step"], state["skipped"]
         if own is not None:
             torch.set_rng_state(own["torch"])
@@ -241,6 +239,7 @@ class Run:
         rows = self.log.rows if self.log is not None else []
         held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
         outcome = Outcome(self.step, held_out[-1] if held_out else None, self.corpus.bigram_loss, self.skipped, stopped_by)
+        text = self.sample() if self.config.train.sample_tokens and not stopped_by else ""
         if self.log is None:
             return outcome
         self.log.close()
@@ -251,8 +250,7 @@ class Run:
             name = signal.Signals(stopped_by).name
             self.display.note(f"stopped by {name} after step {self.step}; continue with --resume")
             return outcome
-        if self.config.train.sample_tokens:
-            text = self.sample()
+        if text:
             (folder / "sample.txt").write_text(text)
             self.display.note(f"--- a sample ({folder / 'sample.txt'}) ---\n{text}\n---")
         skipped = f", {self.skipped} steps skipped (loss or gradient not finite)" if self.skipped else ""
@@ -264,10 +262,13 @@ class Run:
         return outcome
 
     def sample(self) -> str:
-        """The beginning of the first held-out sequence, continued by the model."""
-        prompt = self.held_out[0, :64].to(self.device)
-        tokens = sample(self.model, prompt, num_tokens=self.config.train.sample_tokens,
-                        context=self.config.model.sequence_length, seed=self.config.train.seed)  # fmt: skip
+        """The beginning of the first held-out sequence, continued by the model; "" on all ranks but one."""
+        with self.strategy.whole():
+            if self.rank:
+                return ""
+            prompt = self.held_out[0, :64].to(self.device)
+            tokens = sample(self.model, prompt, num_tokens=self.config.train.sample_tokens,
+                            context=self.config.model.sequence_length, seed=self.config.train.seed)  # fmt: skip
         return self.corpus.tokenizer.decode(tokens.tolist())
 
 

@@ -1,0 +1,117 @@
+"""Where parameters, gradients and optimizer states lie, as `[zero] stage` says; the loop sees no difference.
+
+    stage   parameters   gradients   states                 made of
+    0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers
+    1       every rank   every rank  shared out             ZeroOptimizer
+    2       every rank   shared out  shared out
+    3       shared out   shared out  shared out
+
+Checkpoints name parameters, whatever the strategy that wrote them: each reads all others'.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from pyops.comm.communicator import Communicator
+from pyops.config import Config, ConfigError
+from pyops.train.recipe import make_data_parallel, make_optimizer, make_zero
+from pyops.train.state import load_optimizer_state, optimizer_state
+
+__all__ = ["Replicated", "Strategy", "Zero", "make_strategy"]
+
+
+class Strategy(ABC):
+    """`forward` runs the model, `optimizer` has step() and grad_norm, `communicator` counts what is sent (None: nothing is)."""
+
+    forward: nn.Module
+    optimizer: Any  # a torch.optim.Optimizer with grad_norm
+    communicator: Communicator | None
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward adds gradients up without communicating."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget them, for a step that is skipped."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within it, which all ranks enter, one rank alone can run the model."""
+        return nullcontext()
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """{"model", "optimizer", "communication"}, by parameter name; tensors, or this rank's `Shard`s of them."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up `state`, of any strategy. A collective. ConfigError when it doesn't fit."""
+
+
+class Replicated(Strategy):
+    """Everything on every rank; gradients are reduced during backward."""
+
+    def __init__(self, config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+        self.model = model
+        self.forward = self.parallel = make_data_parallel(config, model, group=group)
+        self.optimizer = make_optimizer(config, self.parallel, group=group)
+        self.communicator = self.parallel.reducer.communicator
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.parallel.no_sync()
+
+    def drop_gradients(self) -> None:
+        for buffer in self.parallel.flat:
+            buffer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), **optimizer_state(self.optimizer, self.parallel)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        load_optimizer_state(self.optimizer, self.parallel, state)
+
+
+class Zero(Strategy):
+    """Shared out over the ranks, by pyops.zero."""
+
+    def __init__(self, config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+        self.forward = model
+        self.optimizer = self.zero = make_zero(config, model, group=group)
+        self.communicator = self.zero.communicator
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.zero.no_sync()
+
+    def drop_gradients(self) -> None:
+        self.zero.zero_grad()
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self.zero.whole_parameters()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.zero.model_state_dict(), "optimizer": self.zero.state_dict()["state"],
+            "communication": {"gradients": {}, "optimizer": {}},
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.zero.load_model_state_dict(state["model"])
+            self.zero.load_state_dict(
+                {"state": state["optimizer"], "param_groups": self.zero.state_dict()["param_groups"]}
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint does not fit this configuration: {error}") from None
+
+
+def make_strategy(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> Strategy:
+    """The strategy that `config` asks for."""
+    return (Zero if config.zero.stage else Replicated)(config, model, group=group)

@@ -1,0 +1,91 @@
+"""[zero] and [recompute] change where things lie, and neither a loss nor a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.checkpoint import load
+from pyops.config import Config, ConfigError, OptimizerConfig, ZeroConfig
+from pyops.train import train
+from tests.test_train_resume import train_and_stop_rank_1
+from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
+
+pytestmark = pytest.mark.cpu_only
+
+STAGES = (1, 2, 3)
+
+
+def final_model(config: Config) -> dict[str, torch.Tensor]:
+    return load(config.folder / "checkpoints" / f"step-{STEPS:08}")[0]["model"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision):
+    given: dict[str, Any] = {"precision": precision, "dropout": 0.1, "micro_batch": 2}
+    plain = config_of(tmp_path, "cpu", name="plain", **given)
+    config = config_of(tmp_path, "cpu", name="zero", stage=stage, **given)
+    world(2).run(train_on_rank, plain)
+    outcomes = world(2).run(train_on_rank, config)
+    assert outcomes[0].steps == STEPS
+    assert same(losses(config), losses(plain), within=1e-5 if precision == "fp32" else 2e-2)
+    assert same(norms(config), norms(plain), within=1e-4 if precision == "fp32" else 5e-2)
+    assert losses(plain)[-1] < losses(plain)[0] - 0.8
+    assert (config.folder / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_alone_too(tmp_path, device, stage):
+    plain, config = config_of(tmp_path, device, name="plain"), config_of(tmp_path, device, name="zero", stage=stage)
+    train(plain)
+    train(config)
+    assert same(losses(config), losses(plain))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage):
+    straight = config_of(tmp_path, "cpu", name="straight", stage=stage)
+    broken = dataclasses.replace(straight, name="broken")
+    world(2).run(train_on_rank, straight)
+    first, _ = world(2).run(train_and_stop_rank_1, broken)
+    assert 7 < first.steps < STEPS
+    world(2).run(train_on_rank, broken, True)
+    assert losses(broken) == losses(straight)
+    ours, theirs = final_model(broken), final_model(straight)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize(("before", "after", "ranks"), [(0, 3, 2), (3, 0, 2), (2, 1, 3), (1, 3, 1), (3, 2, 1)])
+def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after, ranks):
+    straight = config_of(tmp_path, "cpu", name="straight", batch=6)
+    broken = dataclasses.replace(straight, name="broken", zero=ZeroConfig(before))
+    world(2).run(train_on_rank, straight)
+    world(2).run(train_and_stop_rank_1, broken)
+    world(ranks).run(train_on_rank, dataclasses.replace(broken, zero=ZeroConfig(after)), True)
+    assert same(losses(broken), losses(straight))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage):
+    plain = config_of(tmp_path, "cpu", name="plain", dropout=0.1, stage=stage)
+    config = config_of(tmp_path, "cpu", name="again", dropout=0.1, stage=stage, recompute=("blocks.*",))
+    world(2).run(train_on_rank, plain)
+    world(2).run(train_on_rank, config)
+    assert losses(config) == losses(plain)
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"zero.stage is 1, but optimizer.name 'onebit_adam' communicates itself: set 0"):
+        Config(optimizer=OptimizerConfig(name="onebit_adam"), zero=ZeroConfig(1))
+    with pytest.raises(ValueError, match=r"communication.codec is 'int8', which zero.stage 2 does not take"):
+        config_of(tmp_path, "cpu", codec="int8", stage=2)
+    with pytest.raises(ValueError, match=r"stage is 4; it must be 0, 1, 2 or 3"):
+        ZeroConfig(4)
+    with pytest.raises(ConfigError, match=r"recompute.modules: no module of the model is 'block.*'"):
+        train(config_of(tmp_path, "cpu", recompute=("block.*",)))
