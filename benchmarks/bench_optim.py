@@ -28,6 +28,7 @@ __all__ = ["cases", "run"]
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MI, KI = 1 << 20, 1 << 10
+MANY, SOME = 1000, 256  # tensors
 Step = Callable[[], object]
 
 
@@ -149,7 +150,7 @@ def of_rule(name: str, rule: str, count: int, numel: int, *, device: torch.devic
 
 def fresh_gradients(name: str, *, device: torch.device) -> Case:
     """The common loop: zero_grad sets gradients to None, backward makes new ones, which the step has never seen."""
-    params = parameters(1000, 64, device=device)
+    params = parameters(MANY, 64, device=device)
     twin = twins(params)
     ours, theirs = AdamW(params, **HYPER), torch.optim.AdamW(twin, **HYPER, fused=True)
     grads = [p.grad for p in params]
@@ -279,21 +280,21 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     on_cpu = device.type == "cpu"
     large = 16 * MI if on_cpu else 128 * MI
     title = f"{large // MI} Mi"
-    many = (256, 64 * KI) if on_cpu else (256, 512 * KI)
+    many = (SOME, 64 * KI) if on_cpu else (SOME, 512 * KI)
 
     def aim(value: float) -> float | None:
         return value if on_cpu else None
 
-    names = [f"AdamW fp32, 1 tensor of {title}", "AdamW fp32, 1000 tensors of 64", "AdamW fp32, 1000 tensors of 4 Ki"]
+    names = [f"AdamW fp32, 1 tensor of {title}", f"AdamW fp32, {MANY} tensors of 64", f"AdamW fp32, {MANY} tensors of 4 Ki"]
     yield names[0], lambda: of_size(names[0], 1, large, device=device, target=aim(0.97))
-    yield names[1], lambda: of_size(names[1], 1000, 64, device=device, target=aim(8.0))
-    yield names[2], lambda: of_size(names[2], 1000, 4 * KI, device=device, target=aim(2.5))
+    yield names[1], lambda: of_size(names[1], MANY, 64, device=device, target=aim(8.0))
+    yield names[2], lambda: of_size(names[2], MANY, 4 * KI, device=device, target=aim(2.5))
     for rule in RULES:
-        sizes = ((f"1 tensor of {title}", 1, large), ("1000 tensors of 64", 1000, 64))
+        sizes = ((f"1 tensor of {title}", 1, large), (f"{MANY} tensors of 64", MANY, 64))
         for words, count, numel in sizes:
             case = f"{rule} fp32, {words}"
             yield case, partial(of_rule, case, rule, count, numel, device=device, target=aim(1.0))
-    fresh = "AdamW fp32, 1000 tensors of 64, new gradients"
+    fresh = f"AdamW fp32, {MANY} tensors of 64, new gradients"
     yield fresh, lambda: fresh_gradients(fresh, device=device)
     master = f"AdamW bf16 + fp32 master and moments, {title}"
     yield master, lambda: with_masters(master, large, device=device, target=aim(2.0))
@@ -307,7 +308,7 @@ def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
     device, only = options.device, options.only or ""
     rows = run_cases([make for name, make in cases(device) if only in name], rounds=options.rounds)
-    for name, count, limit in (("host cost of a step, 1000 tensors", 1000, 300.0), ("host cost of a step, flat", 1, 60.0)):
+    for name, count, limit in ((f"host cost of a step, {MANY} tensors", MANY, 300.0), ("host cost of a step, flat", 1, 60.0)):
         if only in name:
             rows.append(overhead(name, parameters(count, 1, device=device), device=device, limit_us=limit))
     return rows

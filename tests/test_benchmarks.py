@@ -124,15 +124,17 @@ def test_every_case_of_the_optimizer_bench_checks(monkeypatch):
     """Sizes made small: the checks themselves must pass, and see a step that does nothing."""
     monkeypatch.setattr(bench_optim, "MI", 64)
     monkeypatch.setattr(bench_optim, "KI", 2)
-    made = list(bench_optim.cases(torch.device("cpu")))
+    monkeypatch.setattr(bench_optim, "MANY", 12)
+    monkeypatch.setattr(bench_optim, "SOME", 12)
+    made = [make() for _, make in bench_optim.cases(torch.device("cpu"))]
     assert len(made) >= 7
-    for _, make in made:
-        assert make().check() is not None
+    for each in made:
+        assert each.check() is not None
     for kind in ("AdamW", "SGD", "Lion", "Adagrad"):
         monkeypatch.setattr(getattr(bench_optim, kind), "_launch", lambda *_: None)
-    for _, make in made:
+    for each in made:
         with pytest.raises(AssertionError):
-            make().check()
+            each.check()
 
 
 def slow_link_row(way, *, seconds, sent):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -34,16 +31,9 @@ class Encode(ctypes.Structure):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
-    library = tmp_path_factory.mktemp("emulation") / "codecs.so"
-    source = Path(__file__).resolve().parent / "emulation" / "codecs.cpp"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    subprocess.run([compiler, *flags, f"-I{source.parent}", source, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
+@pytest.fixture
+def kernels(emulated: Callable[[str], ctypes.CDLL]) -> ctypes.CDLL:
+    return emulated("codecs")
 
 
 def place(values: torch.Tensor, shift: int) -> torch.Tensor:

@@ -6,9 +6,6 @@ Wrong indexing, dtypes, rounding, random bits, tickets and reductions show here;
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,22 +18,9 @@ from pyops.ops.table import COLUMNS, PACKED, table_of
 
 pytestmark = pytest.mark.cpu_only
 
-HERE = Path(__file__).resolve().parent
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 CODES = {FP32: 0, BF16: 1, FP16: 2, FP64: 3}
 SIZES = (1, 7, 0, 4096, 5003, 64, 12301)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
-    library = tmp_path_factory.mktemp("emulation") / "kernels.so"
-    source = HERE / "emulation" / "kernels.cpp"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    subprocess.run([compiler, *flags, f"-I{source.parent}", source, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
 
 
 def pointer(t: torch.Tensor | None) -> ctypes.c_void_p:

@@ -11,10 +11,9 @@ import torch
 from pyops.ops.lamb import lamb_reference
 from pyops.ops.lars import lars_reference
 from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, table_of
-from tests.cuda.test_kernels import APART, BF16, FP16, FP32, FP64, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, kernels, pointer
+from tests.cuda.test_kernels import APART, BF16, FP16, FP32, FP64, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, pointer
 from tests.cuda.test_rules import columns_of, compare
 
-__all__ = ["kernels"]
 pytestmark = pytest.mark.cpu_only
 
 SLICES = 256

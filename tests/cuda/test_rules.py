@@ -12,9 +12,8 @@ from pyops.ops.frozen_adam import frozen_adam_reference, momentum_reference
 from pyops.ops.lion import lion_reference
 from pyops.ops.sgd import sgd_reference
 from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, GRAD, MAX, PARAM, STEP, table_of
-from tests.cuda.test_kernels import APART, FP16, FP32, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, around, kernels, pointer
+from tests.cuda.test_kernels import APART, FP16, FP32, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, around, pointer
 
-__all__ = ["kernels"]
 pytestmark = pytest.mark.cpu_only
 
 # Rule: its number for emulated_step, the options in order, the moments it works on, and the reference.
