@@ -162,7 +162,7 @@ class LossScaler:
         if scaler.update():          # False: gradients had an inf or a nan, and nothing was changed
             schedule.step()
 
-    options: those of LossScale. enabled=False (for fp32 and bf16) passes everything through. group: the ranks that step together;
+    options: those of LossScale. enabled=False (fp32, bf16) passes everything through. group: the ranks that step together;
     None: all. `loss_scale` is the state machine.
 
     An optimizer that unscales by itself (`_step_supports_amp_scaling`: pyops.optim's, torch's fused ones) reads the

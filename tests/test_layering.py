@@ -2,7 +2,7 @@
 
 5  config  train  metrics  display  cli      train -> config and cli -> both are the sanctioned exceptions
 4  models  data
-3  data_parallel  onebit  checkpoint         strategies; never import each other
+3  data_parallel  onebit  checkpoint  schedules   strategies; never import each other
 2  optim  comm  offload  precision
 1  mesh  flat  random
 0  ops                                       the contracts of the kernels; the only importer of torch.ops.pyops
@@ -25,6 +25,7 @@ LAYERS = {
     "mesh": 1, "flat": 1, "random": 1,
     "optim": 2, "comm": 2, "offload": 2, "precision": 2,
     "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
+    "schedules": 3,
     "models": 4, "data": 4,
     "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
