@@ -189,7 +189,7 @@ class TrainConfig:
             ("micro_batch", "validate_every", "checkpoint_every", "sample_tokens", "seed"),
             lambda v: v >= 0,
         )
-        _require(self, "more than 0", ("bucket_mib",), lambda v: v > 0)
+        _require(self, "at least one byte, 1e-6, such as 25", ("bucket_mib",), lambda v: v * 2**20 >= 1)
         _require(self, "fp32 or bf16", ("precision",), lambda v: v in ("fp32", "bf16"))
         _require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
         _require(self, "auto, native, ring, two_shot or shared_memory", ("algorithm",),
@@ -222,6 +222,11 @@ class Config:
             raise ValueError(
                 f"communication.codec is {self.communication.codec!r}, which zero.stage {self.zero.stage} does not take: set "
                 '"none", or zero.stage to 0'
+            )
+        if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
+            raise ValueError(
+                f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "
+                f"{self.optimizer.name!r} travel as one flat tensor: set the codec to onebit or int8"
             )
 
     @property

@@ -58,6 +58,11 @@ def test_overrides(tmp_path):
         ("[data]\nsuffixes = '.py'", r"data.suffixes is '.py'; it must be a list of texts"),
         ("name = 3", r"name is 3; it must be a text in quotes"),
         ("name = 'a/b'", r"name is 'a/b'; it becomes a folder"),
+        ("[train]\nbucket_mib = 1e-9", r"train.bucket_mib is 1e-09; it must be at least one byte"),
+        (
+            "[optimizer]\nname = 'onebit_adam'\n[communication]\ncodec = 'power_sgd'",
+            r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' travel as one flat tensor",
+        ),
         ("model = 3", r"model is 3; it is a section: write \[model\]"),
         ("[train]\nsteps = 0", r"train.steps is 0; it must be 1 or more"),
         ("[train]\nprecision = 'fp8'", r"train.precision is 'fp8'; it must be fp32 or bf16"),

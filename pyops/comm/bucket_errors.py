@@ -133,7 +133,7 @@ class BucketErrors:
         return join_states([memory.state_dict() for memory in self._memories])
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError for a state of another codec, or one that lacks a parameter."""
+        """ValueError for a state of another codec, one that lacks a parameter, or one that does not fit. Nothing is changed."""
         check_codec(state, self.codec)
         for memory in self._memories:
             absent = [name for name in memory.layout.names if name not in state["worker"]]
@@ -142,6 +142,8 @@ class BucketErrors:
                     f"the communication state has no errors for {absent[0]!r}; it is of another model: build that model, or go "
                     "on without the state, which begins with errors of zero"
                 )
+            trial = new_memory(self.codec, memory.layout, rank=memory.rank, size=memory.size, device=torch.device("cpu"))
+            trial.load_state_dict(part_of_state(state, memory.layout.names))
 
     def load_state_dict(self, state: Mapping[str, Any], *, op: str = "mean") -> None:
         """Take up the errors of another run, on any number of ranks and with any buckets. ValueError as `check`.

@@ -35,7 +35,7 @@ from pyops.ops.onebit import payload_bytes as onebit_bytes
 from pyops.ops.quantize import payload_bytes as quantize_bytes
 from pyops.ops.quantize import quantize_decode_, quantize_encode_, quantize_reencode_, quantize_sum_rows_
 
-__all__ = ["BF16", "FP8", "Codec", "Identity", "Int8", "OneBit", "parse"]
+__all__ = ["BF16", "FP8", "Codec", "Identity", "Int8", "OneBit", "check_whole", "parse"]
 
 LINE = 64  # numbers: pieces of a tensor begin at multiples of it, whatever the codec
 
@@ -95,6 +95,12 @@ class Codec(ABC):
         self.sum_rows(total, payloads, scale=scale)
         measure = self.scale_of(total, error)
         self.encode(total, payload, error=error, flag=flag, scale=measure, seed=seed, offset=offset)
+
+
+def check_whole(value: object, *, name: str, example: str) -> None:
+    """TypeError for what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; give a whole number, such as {example}")
 
 
 def _raise_flag(flag: Tensor | None, fine: Tensor) -> None:
@@ -176,8 +182,11 @@ class _EightBits(Codec):
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
+        check_whole(self.block, name="block", example="256")
         if self.block < LINE or self.block % LINE:
             raise ValueError(f"block is {self.block}; give a multiple of {LINE}, such as 256")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(f"stochastic_rounding is {self.stochastic_rounding!r}; give True or False")
 
     @property
     def multiple(self) -> int:
@@ -260,6 +269,8 @@ class OneBit(Codec):
     rule: str = "l1"
 
     def __post_init__(self) -> None:
+        if self.block is not None:
+            check_whole(self.block, name="block", example="2048, or None for one scale per tensor")
         if self.block is not None and (self.block < LINE or self.block % LINE):
             raise ValueError(f"block is {self.block}; give a multiple of {LINE}, or None for one scale per tensor")
         if self.rule not in RULES:
@@ -335,6 +346,6 @@ def parse(text: str) -> Codec:
         "fp8_e5m2": lambda: FP8(format="e5m2"), "onebit_tensor": lambda: OneBit(block=None),
         "topk": TopK, "power_sgd": PowerSGD,
     }  # fmt: skip
-    if text not in known:
+    if not isinstance(text, str) or text not in known:
         raise ValueError(f"there is no codec {text!r}; choose one of {', '.join(known)}")
     return known[text]()

@@ -26,6 +26,7 @@ from pyops.comm.bucket_errors import check_codec, fold, join_states, new_memory,
 from pyops.comm.codec import Codec
 from pyops.comm.communicator import Communicator
 from pyops.comm.compressed import compressed_all_reduce
+from pyops.comm.refusal import refuse
 from pyops.flat import FlatLayout
 
 __all__ = ["HookState", "ddp_hook"]
@@ -137,11 +138,15 @@ def _hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Ten
         alone: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else [])
         alone.set_result(tensor)
         return alone
-    memory = state.memory(bucket.parameters(), communicator=communicator, device=tensor.device)
-    work = compressed_all_reduce(
-        tensor, codec=state.codec, error=memory, communicator=communicator, op="mean", async_op=True,
-        label=f"DDP's bucket {bucket.index()}",
-    )  # fmt: skip
+    label = f"DDP's bucket {bucket.index()}"
+    try:
+        memory = state.memory(bucket.parameters(), communicator=communicator, device=tensor.device)
+    except (TypeError, ValueError) as mistake:
+        work = refuse(mistake, communicator, what=label, tensor=tensor, async_op=True)
+    else:
+        work = compressed_all_reduce(
+            tensor, codec=state.codec, error=memory, communicator=communicator, op="mean", async_op=True, label=label
+        )
     return state.future(work, tensor, communicator=communicator)
 
 

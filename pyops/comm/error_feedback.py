@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.comm.codec import Codec
+from pyops.comm.codec import Codec, check_whole
 from pyops.comm.communicator import Communicator
 from pyops.flat import FlatLayout, Shard
 
-__all__ = ["ErrorFeedback", "chunk_starts", "merge"]
+__all__ = ["ErrorFeedback", "check_state", "chunk_starts", "merge"]
 
 WHOLE = "tensor"  # the name in a state of a tensor without a layout
 
@@ -29,6 +29,21 @@ def chunk_starts(numel: int, *, size: int, multiple: int) -> list[int]:
     """Where each rank's chunk begins, and the end: `size` contiguous ranges, cut at multiples of `multiple`."""
     each = -(-numel // (size * multiple)) * multiple
     return [min(numel, each * rank) for rank in range(size + 1)]
+
+
+def check_state(state: Any, *, merged: bool = True) -> None:
+    """ValueError for what is no state of errors. merged: whether whole tensors will do in place of shards."""
+    if not isinstance(state, Mapping) or "codec" not in state:
+        raise ValueError(f"this is no state of errors but a {type(state).__name__}; pass what state_dict() gave")
+    for kind in ("worker", "server"):
+        if not isinstance(state.get(kind), Mapping):
+            raise ValueError(f"the state has no {kind!r} errors by name; pass what state_dict() gave, whole")
+        for name, value in state[kind].items():
+            if not isinstance(value, (Tensor, Shard) if merged else Shard):
+                expected = "a tensor or a pyops.flat.Shard" if merged else "a pyops.flat.Shard, as state_dict() gives"
+                raise ValueError(f"the state's {kind} error of {name!r} is a {type(value).__name__}; expected {expected}")
+    if type(state.get("rounds", 0)) is not int:
+        raise ValueError(f"the state's rounds are {state['rounds']!r}; expected a whole number")
 
 
 class ErrorFeedback:
@@ -44,8 +59,16 @@ class ErrorFeedback:
         self, tensors: FlatLayout | int, *, codec: Codec, rank: int = 0, size: int = 1,
         communicator: Communicator | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec is {codec!r}; expected a codec's object, such as pyops.comm.codec.OneBit()")
+        if not isinstance(tensors, FlatLayout):
+            check_whole(tensors, name="tensors", example="the number of elements")
+            if tensors < 0:
+                raise ValueError(f"tensors is {tensors}; give the number of elements, 0 or more, or a FlatLayout")
         if communicator is not None:
             rank, size = communicator.rank, communicator.size
+        check_whole(rank, name="rank", example="0")
+        check_whole(size, name="size", example="1")
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank} of size {size}; give a rank from 0 to size - 1")
         named = isinstance(tensors, FlatLayout)
@@ -95,9 +118,10 @@ class ErrorFeedback:
         mean(workers) + servers stays. ValueError, before anything is changed, for another codec, other tensors, or a state that
         lacks some ranks' errors.
         """
-        if state.get("codec") != self.codec.name:
+        check_state(state)
+        if state["codec"] != self.codec.name:
             raise ValueError(
-                f"these errors were left by codec {state.get('codec')!r}, and this one is {self.codec.name!r}; use the same "
+                f"these errors were left by codec {state['codec']!r}, and this one is {self.codec.name!r}; use the same "
                 "codec, or begin with zero errors"
             )
         worker, server = torch.zeros_like(self.worker), torch.zeros_like(self.server)
@@ -107,13 +131,15 @@ class ErrorFeedback:
             worker[self.layout.slice_at(index)] = self._row(name, state["worker"][name], shape).reshape(-1)
         for name, part, at in self._mine():
             server[at] = self._part(name, state["server"].get(name), part)
+        if not bool(worker.isfinite().all() and server.isfinite().all()):
+            raise ValueError("the state has errors that are not finite, which no call leaves behind; begin with errors of zero")
         self.worker.copy_(worker)
         self.server.copy_(server)
         self.rounds = int(state.get("rounds", 0))
 
     def _row(self, name: str, value: Tensor | Shard, shape: Sequence[int]) -> Tensor:
         whole = tuple(value.global_shape if isinstance(value, Shard) else value.shape)
-        if whole[1:] != tuple(shape):
+        if whole[1:] != tuple(shape) or not whole or whole[0] < 1:
             raise ValueError(f"the state's errors of {name!r} have shape {whole}; expected (ranks, *{tuple(shape)})")
         rows = value.tensor if isinstance(value, Shard) else value
         first = value.offset[0] if isinstance(value, Shard) else 0
@@ -140,8 +166,12 @@ class ErrorFeedback:
 
 def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state of all ranks' states: worker tensors [ranks, *shape], server tensors whole. ValueError when a part lacks."""
+    if isinstance(states, Mapping):
+        raise TypeError("states is one state; pass a list of those of all ranks")
     if not states:
         raise ValueError("there are no states to merge; pass those of all ranks")
+    for state in states:
+        check_state(state, merged=False)
     names = {state["codec"] for state in states}
     if len(names) > 1:
         raise ValueError(f"states of different codecs can't be merged: {sorted(names)}")
@@ -158,6 +188,11 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _joined(name: str, shards: Sequence[Shard]) -> Tensor:
+    if len(shapes := {tuple(shard.global_shape) for shard in shards}) > 1:
+        raise ValueError(
+            f"the states' errors of {name!r} are parts of different tensors, of shapes {sorted(shapes)}; merge those of the "
+            "ranks of one run"
+        )
     whole = torch.zeros(shards[0].global_shape, dtype=torch.float32)
     seen = torch.zeros(len(whole), dtype=torch.bool)
     for shard in shards:

@@ -25,6 +25,7 @@ from pyops.comm.codec import Codec
 from pyops.comm.communicator import Communicator
 from pyops.comm.compressed import compressed_reduce_scatter
 from pyops.comm.error_feedback import ErrorFeedback
+from pyops.comm.refusal import refuse
 from pyops.comm.work import Work
 from pyops.flat import Shard
 
@@ -52,15 +53,23 @@ class FSDPReduceScatter:
     ) -> Work | None:
         """output_tensor [n] = this rank's part of the sum, or mean, of the ranks' input_tensor [ranks * n]; the input is kept.
 
-        ValueError for an op other than SUM and AVG, before anything is sent.
+        ValueError for an op other than SUM and AVG, or an output of another size, before anything is sent.
         """
-        name = _name_of(op)
-        communicator = Communicator.of(group)
-        error = self._memory(input_tensor, communicator)
-        work = compressed_reduce_scatter(
-            input_tensor, codec=self.codec, error=error, op=name, communicator=communicator, async_op=async_op,
-            label="FSDP's gradients",
-        )  # fmt: skip
+        communicator, label = Communicator.of(group), "FSDP's gradients"
+        try:
+            name = _name_of(op)
+            error = self._memory(input_tensor, communicator)
+            if output_tensor.numel() * communicator.size != input_tensor.numel():
+                raise ValueError(
+                    f"the output has {output_tensor.numel()} elements; of {input_tensor.numel()} for {communicator.size} ranks "
+                    f"each gets {input_tensor.numel() / communicator.size:g}"
+                )
+        except (TypeError, ValueError) as mistake:
+            work = refuse(mistake, communicator, what=label, tensor=input_tensor, async_op=async_op)
+        else:
+            work = compressed_reduce_scatter(
+                input_tensor, codec=self.codec, error=error, op=name, communicator=communicator, async_op=async_op, label=label
+            )
         if async_op:
             return _Copied(work, output_tensor)
         output_tensor.copy_(work)

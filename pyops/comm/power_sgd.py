@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyops.comm import two_shot
-from pyops.comm.codec import Codec
+from pyops.comm.codec import Codec, check_whole
 from pyops.comm.error_feedback import ErrorFeedback
 from pyops.comm.low_rank import Family, families, fresh_basis, orthonormal, product, unit_columns
 from pyops.comm.transport import Transport
@@ -45,6 +45,8 @@ class PowerSGD(Codec):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_whole(self.rank, name="rank", example="4")
+        check_whole(self.seed, name="seed", example="0")
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; a product of matrices needs rank 1 or more")
 

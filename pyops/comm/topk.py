@@ -33,6 +33,8 @@ class TopK(Codec):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
+            raise TypeError(f"ratio is {self.ratio!r}; give a number, such as 0.01")
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"ratio is {self.ratio}; give the part of the numbers to send, above 0 and at most 1")
 
