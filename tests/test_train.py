@@ -112,16 +112,16 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
     def poisoned(self: Run, *, finite: bool) -> float | None:
         if self.step == 3:
             if where == "gradient":
-                self.parallel.flat[0].grad[5] = float("inf")
-            before = [b.data.clone() for b in self.parallel.flat]
+                self.strategy.parallel.flat[0].grad[5] = float("inf")
+            before = [b.data.clone() for b in self.strategy.parallel.flat]
             norm = inner(self, finite=finite and where == "gradient")
             seen.append(norm)
-            assert all(torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True))
-            assert not any(b.grad.any() for b in self.parallel.flat)
+            assert all(torch.equal(b.data, old) for b, old in zip(self.strategy.parallel.flat, before, strict=True))
+            assert not any(b.grad.any() for b in self.strategy.parallel.flat)
             return norm
-        before = [b.data.clone() for b in self.parallel.flat]
+        before = [b.data.clone() for b in self.strategy.parallel.flat]
         norm = inner(self, finite=finite)
-        assert not any(torch.equal(b.data, old) for b, old in zip(self.parallel.flat, before, strict=True))
+        assert not any(torch.equal(b.data, old) for b, old in zip(self.strategy.parallel.flat, before, strict=True))
         return norm
 
     monkeypatch.setattr(Run, "_update", poisoned)
@@ -165,7 +165,7 @@ def test_validation_is_on_the_text_held_out(tmp_path, device):
 
 def test_only_weights_of_two_dimensions_decay(tmp_path, device):
     run = Run(config_of(tmp_path, device), device=device)
-    by_id = {id(b.parameter): b for b in run.parallel.flat}
+    by_id = {id(b.parameter): b for b in run.strategy.parallel.flat}
     decays = {
         name: group["weight_decay"]
         for group in run.optimizer.param_groups for name in by_id[id(group["params"][0])].names

@@ -149,7 +149,7 @@ def test_a_bad_gradient_skips_the_step(tmp_path, device, monkeypatch):
 
     def poisoned(self: Run, *, finite: bool) -> float | None:
         if self.step == 13:
-            self.parallel.flat[0].grad[5] = float("inf")
+            self.strategy.parallel.flat[0].grad[5] = float("inf")
         return inner(self, finite=finite)
 
     monkeypatch.setattr(Run, "_update", poisoned)

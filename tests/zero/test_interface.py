@@ -148,7 +148,7 @@ REFUSED = {
     "stage": "stage is 4", "stages differ": "stage is 2 on rank 0, 1 on rank 1", "lr differs": "optimizer_arguments is",
     "model differs": "models differ", "class": "pass the class itself", "bucket": "bucket_bytes is 0",
     "norm": "max_grad_norm is -1.0", "strange parameter": "no parameter of the model", "twice": "appears twice",
-    "inner": "betas", "unknown": "momentun", "frozen": "no parameter requires a gradient", 
+    "inner": "betas", "unknown": "momentun", "frozen": "no parameter requires a gradient",
     "adafactor": "looks at whole tensors", "communicates": "communicates by itself",
 }  # fmt: skip
 
