@@ -1,6 +1,7 @@
-"""The command `pyops`: train, bench, env.
+"""The command `pyops`: train, convert, bench, env.
 
-    pyops train CONFIG.toml [--set section.key=value]... [--resume]
+    pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [MIN:MAX:STEPS]]
+    pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]             a checkpoint and one safetensors file, both ways
     pyops bench [NAME]... [options of python -m benchmarks]
     pyops env
     torchrun --nproc-per-node 2 -m pyops train CONFIG.toml ...               over two processes
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import platform
 import subprocess
@@ -36,12 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
                        help="override a key of the file: --set train.steps=10")  # fmt: skip
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
+    train.add_argument("--lr-range-test", nargs="?", const="1e-6:1:200", metavar="MIN:MAX:STEPS", dest="lr_range",
+                       help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)")  # fmt: skip
+    convert = commands.add_parser("convert", help="a checkpoint's weights to one safetensors file, or the other way round")
+    convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder; or a safetensors file, or a folder of such")
+    convert.add_argument("target", metavar="TARGET", help="a new safetensors file; or a new checkpoint's folder")
+    convert.add_argument("--key", default="model", help="which part of the state: model, or optimizer.w, say")
+    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating tensors in the file")
     bench = commands.add_parser("bench", help="check and time the kernels beside their rivals", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="NAME")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
     given = parser.parse_args(arguments)
     if given.command == "train":
-        return _train(given.config, given.overrides, resume=given.resume)
+        return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
+    if given.command == "convert":
+        return _convert(given.source, given.target, key=given.key, dtype=given.dtype)
     return _bench(given.rest) if given.command == "bench" else _env()
 
 
@@ -55,19 +66,43 @@ def _fail(error: object) -> int:
     return 2
 
 
-def _train(config: str, overrides: Sequence[str], *, resume: bool) -> int:
+def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str | None) -> int:
     from pyops.checkpoint import CheckpointError
     from pyops.config import ConfigError, load_config
     from pyops.data import CorpusError
-    from pyops.train import train
+    from pyops.train import lr_range_test, train
 
     try:
+        if lr_range is not None:
+            if resume:
+                return _fail("--resume has no meaning with --lr-range-test, which begins anew; leave one of them out")
+            lr_range_test(load_config(config, overrides=overrides), sweep=lr_range)
+            return 0
         outcome = train(load_config(config, overrides=overrides), resume=resume)
     except (ConfigError, CorpusError, CheckpointError) as error:
         return _fail(error)
     except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
         return STOPPED + 2
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _convert(source: str, target: str, *, key: str, dtype: str | None) -> int:
+    import torch
+
+    from pyops.checkpoint import CheckpointError
+    from pyops.checkpoint.convert import export_weights, import_weights, is_checkpoint
+
+    try:
+        if is_checkpoint(source):
+            shapes = export_weights(source, target, key=key, dtype=getattr(torch, dtype) if dtype else None)
+        elif dtype is not None:
+            return _fail(f"--dtype {dtype} is for files made of a checkpoint, and {source} is none; leave it out")
+        else:
+            shapes = import_weights(source, target, key=key)
+    except CheckpointError as error:
+        return _fail(error)
+    print(f"{len(shapes)} tensors, {sum(math.prod(shape) for shape in shapes.values()):,} numbers: {target}")
+    return 0
 
 
 def _bench(arguments: Sequence[str]) -> int:

@@ -41,6 +41,24 @@ def test_train(tmp_path, capsys):
     assert len(read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
 
 
+def test_lr_range_test(tmp_path, capsys):
+    assert main([*settings(tmp_path), "--lr-range-test", "1e-5:100:40"]) == 0
+    folder = tmp_path / "runs" / "run-lr-range"
+    found = re.search(r"the loss falls fastest at a learning rate of (\S+): set optimizer.lr", capsys.readouterr().out)
+    assert found
+    assert 1e-4 < float(found[1]) < 10
+    rows = read_rows(folder / "metrics.jsonl")
+    rates = [row["lr"] for row in rows]
+    assert rates == pytest.approx([1e-5 * 1e7 ** (k / 39) for k in range(len(rates))])
+    assert (folder / "lr_range.png").stat().st_size > 5000
+    assert not (folder / "checkpoints").exists()
+    for sweep in "1e-3", "1:1e-3:50", "0:1:50", "1e-3:1:2", "1e-3:1:x":
+        assert main([*settings(tmp_path), "--lr-range-test", sweep]) == 2
+        assert f"--lr-range-test {sweep}" in capsys.readouterr().err
+    assert main([*settings(tmp_path), "--lr-range-test", "--resume"]) == 2
+    assert "--resume has no meaning" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -6,7 +6,8 @@ Files: `run` (the run itself; reads the way the data goes), `recipe` (data paral
 `state` (what a checkpoint holds of them), `traffic` (bytes sent), `notes` (what is logged), `ranks`, `folder`.
 """
 
+from pyops.train.lr_range import lr_range_test
 from pyops.train.ranks import StopRequest
 from pyops.train.run import Outcome, Run, train
 
-__all__ = ["Outcome", "Run", "StopRequest", "train"]
+__all__ = ["Outcome", "Run", "StopRequest", "lr_range_test", "train"]

@@ -92,6 +92,7 @@ class Run:
         self.optimizer = self.strategy.optimizer
         self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters, window=options.log_every)
         self.step, self.skipped = 0, 0
+        self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=options.steps)
 
         on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
         self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep)
@@ -151,7 +152,7 @@ class Run:
             totals[0] += nats.detach()
         nats_all, bytes_all, stops = self._sum(totals).tolist()
 
-        lr = self.config.optimizer.lr_at(self.step, num_steps=options.steps)
+        lr = self.lr_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         grad_norm = self._update(finite=_is_finite(nats_all))
