@@ -24,6 +24,7 @@ _ROOMS = frozenset(
         "mesh",
         "flat",
         "random",
+        "arena",
         "optim",
         "comm",
         "offload",

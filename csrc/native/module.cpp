@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 void bind_shared_memory(pybind11::module_& m);
+void bind_arena(pybind11::module_& m);
 void bind_async_file(pybind11::module_& m);
 void bind_parameter_scan(pybind11::module_& m);
 
@@ -10,4 +11,5 @@ PYBIND11_MODULE(_native, m) {
     bind_shared_memory(m);
     bind_parameter_scan(m);
     bind_async_file(m);
+    bind_arena(m);
 }

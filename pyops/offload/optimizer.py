@@ -193,7 +193,10 @@ class Offloaded:
         for name, view in views.items():
             if state[name].data_ptr() != view.data_ptr():
                 view.copy_(state[name])
-        self._once[segment.parameter, segment.start] = {name: value for name, value in state.items() if name not in views}
+        first = (segment.parameter, segment.start) not in self._once
+        # What is small and made together with large tensors would keep their memory from going back to the system.
+        once = {name: value for name, value in state.items() if name not in views}
+        self._once[segment.parameter, segment.start] = _copies(once) if first else once
 
     # ------------------------------------------------------------------------------------------------ reading and writing
 
@@ -207,7 +210,7 @@ class Offloaded:
         target = self._targets[number]
         shape = parameter.shape
         if self._stays:
-            found = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.optimizer.state.get(parameter, {}).items()}
+            found = _copies(self.optimizer.state.get(parameter, {}))
             return found if target is None else found | {MASTER: parameter.detach().clone()}
         out: Entry = {}
         for tile, segment in self._places[number]:
@@ -257,8 +260,7 @@ class Offloaded:
                 if name in state:
                     values = state[name].detach().view(-1)[segment.start : segment.stop].to("cpu", field.dtype)
                     self._store.write(tile, field.start, values)
-            once = {k: v for k, v in state.items() if k not in segment.fields}
-            self._once[number, segment.start] = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in once.items()}
+            self._once[number, segment.start] = _copies({k: v for k, v in state.items() if k not in segment.fields})
             self._written.add(tile)
 
     def _index(self, parameter: nn.Parameter) -> int:
@@ -274,3 +276,7 @@ class Offloaded:
 def _stays_with(where: str, device: torch.device) -> bool:
     """Whether the states are where they should be anyway."""
     return where == "cpu" and device.type == "cpu"
+
+
+def _copies(entry: Mapping[str, Any]) -> Entry:
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in entry.items()}

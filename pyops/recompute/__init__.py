@@ -3,6 +3,7 @@
     from pyops import recompute
     y = recompute.checkpoint(block, x)                              # in place of block(x)
     recompute.apply(model, ["blocks.*"], offload="cpu")             # by a list of modules; model(x) stays as it is
+    recompute.apply(model, ["blocks.*"], arena=recompute.Arena(1 << 30))    # inputs in one piece of memory, taken once
 
     forward    x -> block -> y     kept: x, or its n-th part, or a copy in host memory, or in an arena
     backward   x -> block again, same random numbers -> what the gradient needs -> gradient
@@ -20,7 +21,8 @@ ZeRO, arXiv:1910.02054, section 6 (partitioned activations, contiguous memory).
 
 from __future__ import annotations
 
+from pyops.arena import Arena
 from pyops.recompute.checkpointing import checkpoint
 from pyops.recompute.selection import apply, remove
 
-__all__ = ["apply", "checkpoint", "remove"]
+__all__ = ["Arena", "apply", "checkpoint", "remove"]

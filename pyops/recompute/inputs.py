@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.arena import Arena
 from pyops.comm.collectives import all_gather
 
 __all__ = ["Keeping", "keeping_of"]
@@ -50,7 +51,7 @@ class Keeping:
 
     group: dist.ProcessGroup | None = None
     offload: bool = False
-    arena: Any = None
+    arena: Arena | None = None
 
     def pack(self, tensor: Tensor) -> Kept | Tensor:
         """Copy an input, or this rank's part. A tensor without strides is kept as it is."""
@@ -105,7 +106,7 @@ def keeping_of(partition_group: Any, offload: str | None, arena: Any, tensors: l
     """
     if offload not in (None, "cpu"):
         raise ValueError(f"offload is {offload!r}; choose 'cpu', or None to keep inputs where they are")
-    if arena is not None and not callable(getattr(arena, "empty", None)):
+    if arena is not None and not isinstance(arena, Arena):
         raise TypeError(f"arena is {arena!r}; expected a pyops.recompute.Arena, or None")
     group = None
     if partition_group is not None:
