@@ -156,6 +156,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Forget all gradients, also those that are reduced already. set_to_none makes no difference."""
         self.gradients.clear()
 
+    def reduced_gradients(self) -> list[Tensor]:
+        """This rank's chunks of the gradients of all ranks, between backward and step: 1-D, padding included. For what looks
+        for numbers that are not finite, such as a loss scaler; each element is on one rank (at stage 0 on every one)."""
+        return [bucket.chunk for bucket in self.gradients.buckets if bucket.chunk is not None]
+
     # ------------------------------------------------------------------------------------------------ stepping
 
     @torch.no_grad()

@@ -105,3 +105,65 @@ def test_any_optimizer(world, name: str, options: dict[str, Any], max_grad_norm:
     for stage in (1, 2, 3):
         found = world(3).run(_train, stage, name, options, {"bucket_bytes": 2000, "max_grad_norm": max_grad_norm}, 1, "", 6)
         _compare(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    model = Net(seed=rank, mixed=False).bfloat16()
+    zero = ZeroOptimizer(model, pyops.optim.AdamW, stage=stage, group=group, bucket_bytes=900, lr=1e-2, **options)
+    for step in range(6):
+        x, y = part(step, rank, dist.get_world_size(group))
+        mean_loss(model, x.bfloat16(), y.bfloat16(), sometimes=step % 2 == 0).backward()
+        zero.step()
+    with zero.whole_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}], ids=["masters", "stochastic rounding"]
+)
+def test_16_bit_parameters_have_the_same_bits_at_every_stage(world, options: dict[str, Any]):
+    expected = world(3).run(_rounded, 0, options)[0]
+    for stage in (1, 2, 3):
+        for found in world(3).run(_rounded, stage, options):
+            for name, p in expected.items():
+                assert torch.equal(found[name], p), (stage, name)
+
+
+def _summed(rank: int, group: Any, op: str) -> dict[str, Tensor]:
+    size = dist.get_world_size(group)
+    model = Net(mixed=False)
+    zero = ZeroOptimizer(model, pyops.optim.SGD, stage=2, group=group, op=op, lr=0.1)
+    (mean_loss(model, *part(0, rank, size)) / (size if op == "sum" else 1)).backward()
+    zero.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_a_sum_of_losses_that_are_divided_is_the_mean(world):
+    means, sums = (world(2).run(_summed, op)[0] for op in ("mean", "sum"))
+    for name, p in means.items():
+        torch.testing.assert_close(sums[name], p, rtol=1e-6, atol=1e-7)
+
+
+def _one_sided(rank: int, group: Any, stage: int) -> dict[str, Tensor]:
+    """A layer that only the last rank uses."""
+    size = dist.get_world_size(group)
+    model = Net(mixed=False)
+    zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, group=group, bucket_bytes=2000, **OPTIONS)
+    for step in range(6):
+        mean_loss(model, *part(step, rank, size), sometimes=rank == size - 1).backward()
+        assert len(zero.reduced_gradients()) == len(zero.gradients.buckets)
+        zero.step()
+    with zero.whole_parameters():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_layer_that_one_rank_uses(world, stage: int):
+    model = Net(mixed=False)
+    plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIONS)
+    for step in range(6):
+        plain.zero_grad()
+        for rank in range(3):
+            (mean_loss(model, *part(step, rank, 3), sometimes=rank == 2) / 3).backward()
+        plain.step()
+    _compare(world(3).run(_one_sided, stage), {name: p.detach() for name, p in model.named_parameters()})
