@@ -5,6 +5,7 @@
     [data]                  # pyops.data.DataConfig
     [optimizer]             # OptimizerConfig
     [communication]         # CommunicationConfig
+    [precision]             # PrecisionConfig
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
     [train]                 # TrainConfig
@@ -33,6 +34,7 @@ else:
 from pyops.comm.codec import parse
 from pyops.data import DataConfig
 from pyops.models import GPTConfig
+from pyops.precision import PRECISIONS
 
 __all__ = [
     "CommunicationConfig",
@@ -123,6 +125,27 @@ class CommunicationConfig:
 
 
 @dataclass(frozen=True)
+class PrecisionConfig:
+    """The dtype of parameters, activations and gradients; the optimizer has fp32 master weights where it is of 16 bits.
+
+    dtype: fp32, bf16, or fp16, whose gradients would vanish without a loss scale: it begins at initial_scale, doubles after
+    scale_window good steps in a row, and halves when `hysteresis` steps overflowed, never below minimum_scale.
+    """
+
+    dtype: str = "fp32"
+    initial_scale: float = 65536.0
+    scale_window: int = 1000
+    hysteresis: int = 2
+    minimum_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self, f"one of {', '.join(PRECISIONS)}", ("dtype",), lambda v: v in PRECISIONS)
+        _require(self, "more than 0", ("minimum_scale",), lambda v: v > 0)
+        _require(self, f"at least minimum_scale, {self.minimum_scale:g}", ("initial_scale",), lambda v: v >= self.minimum_scale)
+        _require(self, "1 or more", ("scale_window", "hysteresis"), lambda v: v >= 1)
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """What the ranks share out, each keeping 1 / N of it (Rajbhandari et al., ZeRO, SC 2020).
 
@@ -157,9 +180,8 @@ class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
     batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0: all
-    of its share. precision: "fp32", or "bf16": bf16 parameters and gradients, fp32 master weights and moments.
-    device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each time.
-    algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
+    of its share. device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each
+    time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
     keep: checkpoints that stay.
     """
 
@@ -167,7 +189,6 @@ class TrainConfig:
     batch: int = 32
     micro_batch: int = 0
     seed: int = 0
-    precision: str = "fp32"
     device: str = "auto"
     compile: bool = False
     deterministic: bool = True
@@ -190,7 +211,6 @@ class TrainConfig:
             lambda v: v >= 0,
         )
         _require(self, "at least one byte, 1e-6, such as 25", ("bucket_mib",), lambda v: v * 2**20 >= 1)
-        _require(self, "fp32 or bf16", ("precision",), lambda v: v in ("fp32", "bf16"))
         _require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
         _require(self, "auto, native, ring, two_shot or shared_memory", ("algorithm",),
                  lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory"))  # fmt: skip
@@ -205,6 +225,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

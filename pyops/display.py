@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Display", "describe"]
+__all__ = ["Display", "describe", "describe_memory"]
 
 
 def _time(seconds: float) -> str:
@@ -36,11 +36,20 @@ def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | No
     if "bytes_sent" in row:
         ratio = f" ({row['compression']:.3g}x less than fp32)" if row.get("compression", 1.0) > 1.05 else ""
         parts.append(f"{_size(row['bytes_sent'])} sent{ratio}")
+    if "loss_scale" in row:
+        parts.append(f"scale {row['loss_scale']:g}")
     if row.get("skipped"):
         parts.append(f"{row['skipped']} skipped")
     if seconds_left is not None:
         parts.append(f"{_time(seconds_left)} left")
     return "  ".join(parts)
+
+
+def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
+    """One line about the memory of a rank. kept: {what: bytes}; taken: what a step needed besides, None where unknown."""
+    parts = [f"{what} {_size(nbytes)}" for what, nbytes in kept.items()]
+    parts += [f"activations and buffers {_size(taken)}"] if taken is not None else []
+    return f"memory per rank: {', '.join(parts)}"
 
 
 class Display:

@@ -7,6 +7,7 @@ Losses are in nats per byte. `validation_loss` is there in the steps in which it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MetricsLog", "peak_memory_gib", "plot_losses", "read_rows"]
+__all__ = ["MetricsLog", "StepMemory", "peak_memory_gib", "plot_losses", "read_rows"]
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -25,6 +26,42 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+class StepMemory:
+    """The most memory that a piece of work took beyond what was held when it began, in bytes: `taken`, None where that can't
+    be told. On the GPU of tensors; else of the process, by Linux' high-water mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.taken: int | None = None
+
+    def __enter__(self) -> StepMemory:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before: int | None = torch.cuda.memory_allocated(self._device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is held now
+            self._before = _of_status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            after: int | None = torch.cuda.max_memory_allocated(self._device)
+        else:
+            after = _of_status("VmHWM")
+        if self._before is not None and after is not None:
+            self.taken = max(0, after - self._before)
+
+
+def _of_status(key: str) -> int | None:
+    """Bytes, as /proc/self/status says."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def test_overrides(tmp_path):
         ),
         ("model = 3", r"model is 3; it is a section: write \[model\]"),
         ("[train]\nsteps = 0", r"train.steps is 0; it must be 1 or more"),
-        ("[train]\nprecision = 'fp8'", r"train.precision is 'fp8'; it must be fp32 or bf16"),
+        ("[precision]\ndtype = 'fp8'", r"precision.dtype is 'fp8'; it must be one of fp32, bf16, fp16"),
         ("[train]\nalgorithm = 'fast'", r"train.algorithm is 'fast'; it must be auto, native"),
         ("[optimizer]\nlr = 0", r"optimizer.lr is 0.0; it must be more than 0"),
         ("[optimizer]\nbeta2 = 1", r"optimizer.beta2 is 1.0; it must be 0 or more, and less than 1"),

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from pyops.checkpoint import load
-from pyops.config import Config, ConfigError
+from pyops.config import Config, ConfigError, PrecisionConfig
 from pyops.data import Batches, CorpusError, prepare, validation_rows
 from pyops.metrics import read_rows
 from pyops.models import GPT
@@ -204,8 +204,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
     with pytest.raises(CorpusError, match=r"seed 0, but is now at seed 1"):
         train(other, resume=True)
-    half = dataclasses.replace(config, train=dataclasses.replace(config.train, precision="bf16"))
-    with pytest.raises(ConfigError, match=r"train.precision is 'bf16', but checkpoint"):
+    half = dataclasses.replace(config, precision=PrecisionConfig("bf16"))
+    with pytest.raises(ConfigError, match=r"precision.dtype is 'bf16', but checkpoint"):
         train(half, resume=True)
 
 

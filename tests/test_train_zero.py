@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from pyops.checkpoint import load
-from pyops.config import Config, ConfigError, OptimizerConfig, ZeroConfig
+from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
+from pyops.metrics import read_rows
+from pyops.models import GPT
+from pyops.precision import LossScale
 from pyops.train import train
 from tests.test_train_resume import train_and_stop_rank_1
 from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
@@ -78,6 +82,56 @@ def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage):
     world(2).run(train_on_rank, plain)
     world(2).run(train_on_rank, config)
     assert losses(config) == losses(plain)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_fp16_with_a_loss_scale(world, tmp_path, stage):
+    """The scale begins where gradients overflow, comes down, and the run then goes as in fp32."""
+    plain = config_of(tmp_path, "cpu", name="plain", steps=30)
+    options = {"initial_scale": 2.0**20, "hysteresis": 1, "scale_window": 9}
+    config = config_of(tmp_path, "cpu", name="half", stage=stage, steps=30)
+    config = dataclasses.replace(config, precision=PrecisionConfig("fp16", **options))
+    world(2).run(train_on_rank, plain)
+    world(2).run(train_on_rank, config)
+    rows = read_rows(config.folder / "metrics.jsonl")
+    scale = LossScale(initial=2.0**20, hysteresis=1, window=9)
+    for row in rows:
+        scale.update(row["grad_norm"] is None)
+        assert row["loss_scale"] == scale.scale
+    assert 2 <= rows[-1]["skipped"] <= 8
+    assert rows[-1]["skipped"] == sum(row["grad_norm"] is None for row in rows)
+    first = next(row for row in rows if row["grad_norm"] is not None)
+    assert 0.3 < first["grad_norm"] / norms(plain)[0] < 3, "the norm is unscaled"
+    assert losses(config)[-1] < losses(config)[0] - 0.8
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_fp16_run_resumes_bit_for_bit(world, tmp_path, stage):
+    straight = config_of(tmp_path, "cpu", name="straight", stage=stage)
+    straight = dataclasses.replace(
+        straight, precision=PrecisionConfig("fp16", initial_scale=2.0**24, hysteresis=1, scale_window=4)
+    )
+    broken = dataclasses.replace(straight, name="broken")
+    world(2).run(train_on_rank, straight)
+    world(2).run(train_and_stop_rank_1, broken)
+    world(2).run(train_on_rank, broken, True)
+    assert losses(broken) == losses(straight)
+    whole, again = (read_rows(config.folder / "metrics.jsonl") for config in (straight, broken))
+    assert [row["loss_scale"] for row in whole] == [row["loss_scale"] for row in again]
+
+
+def test_the_memory_of_a_rank_is_said(world, tmp_path, capfd):
+    config = config_of(tmp_path, "cpu", stage=0)
+    train(config)
+    numel = sum(p.numel() for p in GPT(config.model).parameters())
+    found = re.search(
+        r"memory per rank: parameters ([\d.]+) kB, gradients ([\d.]+) kB, states ([\d.]+) kB", capfd.readouterr().out
+    )
+    assert found
+    parameters, gradients, states = (1000 * float(text) for text in found.groups())
+    assert parameters == pytest.approx(4 * numel, rel=0.1)
+    assert gradients == pytest.approx(4 * numel, rel=0.1)
+    assert states == pytest.approx(8 * numel, rel=0.1)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, RecomputeConfig, TrainConfig, ZeroConfig
+from pyops.config import (
+    CommunicationConfig,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from pyops.data import CorpusError, DataConfig
 from pyops.metrics import read_rows
 from pyops.models import GPTConfig
@@ -22,7 +31,7 @@ STEPS = 20
 def config_of(
     folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0,
     optimizer: dict[str, Any] | None = None, codec: str = "none", stage: int = 0, recompute: tuple[str, ...] = (),
-    **options: Any,
+    precision: str = "fp32",     **options: Any,
 ) -> Config:  # fmt: skip
     """A tiny run on a text of which it can learn something in 20 steps."""
     text = folder / "text.py"
@@ -35,6 +44,7 @@ def config_of(
         data=DataConfig(path=str(text), cache=str(folder / "cache")),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "warmup_steps": 3, **(optimizer or {})}),
         communication=CommunicationConfig(codec),
+        precision=PrecisionConfig(precision),
         zero=ZeroConfig(stage),
         recompute=RecomputeConfig(recompute),
         train=TrainConfig(folder=str(folder / "runs"), device=torch.device(device).type, **given),

@@ -15,11 +15,12 @@ from torch import nn
 import pyops.optim
 from pyops import recompute
 from pyops.comm.codec import Codec, parse
-from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, RecomputeConfig
+from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, PrecisionConfig, RecomputeConfig
 from pyops.data_parallel import DataParallel
+from pyops.precision import PRECISIONS, LossScale
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["make_data_parallel", "make_optimizer", "make_zero", "recompute_modules"]
+__all__ = ["make_data_parallel", "make_loss_scale", "make_optimizer", "make_zero", "recompute_modules"]
 
 CLASSES = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
@@ -57,7 +58,7 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
     ]
     arguments = _arguments(options)
     arguments |= {"max_grad_norm": _max_grad_norm(options), "zero_grad": True}
-    arguments["master_weights"] = config.train.precision == "bf16"
+    arguments["master_weights"] = PRECISIONS[config.precision.dtype].master_weights
     if options.communicates:
         arguments |= {
             "warmup_steps": options.compression_warmup_steps, "group": group, "model": parallel, "op": "sum",
@@ -87,6 +88,15 @@ def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
         recompute.apply(model, options.modules, offload=None if options.offload == "none" else options.offload)
     except ValueError as error:
         raise ConfigError(f"recompute.modules: {error}") from None
+
+
+def make_loss_scale(options: PrecisionConfig) -> LossScale:
+    """The loss scale's state machine; it stays at 1 where gradients need none."""
+    if not PRECISIONS[options.dtype].scaled:
+        return LossScale(initial=1.0)
+    return LossScale(
+        initial=options.initial_scale, window=options.scale_window, hysteresis=options.hysteresis, minimum=options.minimum_scale
+    )
 
 
 def _class(options: OptimizerConfig) -> Any:

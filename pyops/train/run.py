@@ -8,6 +8,7 @@ and micro-batches, so nothing is divided afterwards. The same code runs as one p
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -25,14 +26,16 @@ from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.data import Batches, prepare, validation_rows
-from pyops.display import Display
+from pyops.display import Display, describe_memory
 from pyops.mesh import Axes, Mesh
-from pyops.metrics import MetricsLog, peak_memory_gib, plot_losses
+from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import GPT, sample
+from pyops.precision import PRECISIONS
 from pyops.train.folder import only_run_in, prepare_folder
 from pyops.train.notes import collected_notes
 from pyops.train.ranks import StopRequest, joined_ranks
-from pyops.train.recipe import recompute_modules
+from pyops.train.recipe import make_loss_scale, recompute_modules
+from pyops.train.state import read
 from pyops.train.strategy import make_strategy
 from pyops.train.traffic import Traffic
 
@@ -81,8 +84,9 @@ class Run:
         self.held_out = validation_rows(self.corpus, num_sequences=options.validation_sequences, **rows)
         self.micro_batch = options.micro_batch or options.batch // num_ranks
 
-        dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-        self.model = GPT(model, seed=options.seed, device=device, dtype=dtype)
+        self.precision = PRECISIONS[config.precision.dtype]
+        self.loss_scale = make_loss_scale(config.precision)
+        self.model = GPT(model, seed=options.seed, device=device, dtype=self.precision.dtype)
         if options.compile:
             self.model.compile()
         if config.recompute.modules:
@@ -91,11 +95,11 @@ class Run:
         self.strategy = make_strategy(config, self.model, group=self.group)
         self.optimizer = self.strategy.optimizer
         self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters, window=options.log_every)
-        self.step, self.skipped = 0, 0
+        self.step, self.skipped, self.peak_gib = 0, 0, 0.0
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=options.steps)
 
         on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
-        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep)
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True, group=self.group)
         latest = on_first_rank(self.checkpoints.latest, group=self.group) if resume else None
         if latest is not None:
             self.restore(latest)
@@ -116,8 +120,12 @@ class Run:
     def loop(self, request: StopRequest) -> bool:
         """All steps that are left; True when a signal to any rank ended them early."""
         options = self.config.train
+        first = self.step
         while self.step < options.steps:
-            row, stop = self.train_step(stop=bool(request.number))
+            if self.step == first + 1:  # the first one made the states
+                row, stop = self._measured_step(stop=bool(request.number))
+            else:
+                row, stop = self.train_step(stop=bool(request.number))
             number, last = self.step, self.step == options.steps
             if last or (options.validate_every and number % options.validate_every == 0):
                 row["validation_loss"] = self.validate()
@@ -131,6 +139,14 @@ class Run:
             if stop and not last:
                 return True
         return False
+
+    def _measured_step(self, *, stop: bool) -> tuple[dict[str, Any], bool]:
+        """As `train_step`; says what memory there is for what."""
+        self.peak_gib = peak_memory_gib(self.device)  # the mark falls
+        with StepMemory(self.device) as memory:
+            found = self.train_step(stop=stop)
+        self.display.note(describe_memory(self.strategy.memory(), taken=memory.taken))
+        return found
 
     def train_step(self, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
         """One optimizer step; its row of metrics, and whether any rank wants to stop."""
@@ -148,7 +164,7 @@ class Run:
             )  # fmt: skip
             with nullcontext() if i + 1 == len(micro_batches) else self.strategy.no_sync():
                 nats = self._nats(self.strategy.forward, micro_BT)
-                (nats / (options.batch * length)).backward()
+                (nats * (self.loss_scale.scale / (options.batch * length))).backward()
             totals[0] += nats.detach()
         nats_all, bytes_all, stops = self._sum(totals).tolist()
 
@@ -159,7 +175,8 @@ class Run:
         row = {
             "step": self.step, "loss": nats_all / bytes_all if _is_finite(nats_all) else None, "lr": lr,
             "grad_norm": grad_norm, "tokens_per_s": options.batch * length / (time.perf_counter() - started),
-            "memory_gib": peak_memory_gib(self.device), "skipped": self.skipped,
+            "memory_gib": max(self.peak_gib, peak_memory_gib(self.device)), "skipped": self.skipped,
+            **({"loss_scale": self.loss_scale.scale} if self.precision.scaled else {}),
             **self.traffic.step(),
         }  # fmt: skip
         self.step += 1
@@ -167,11 +184,17 @@ class Run:
 
     def _update(self, *, finite: bool) -> float | None:
         """Step the optimizer, unless the loss or a gradient is not finite; the gradient's norm, None when it is not."""
+        norm = math.nan
         if finite:
+            if self.precision.scaled:
+                self.optimizer.grad_scale = torch.full((), self.loss_scale.scale, device=self.device)
             self.optimizer.step()  # looks at the norm itself, and changes nothing but zeroes gradients if it is not finite
             assert self.optimizer.grad_norm is not None
-            if _is_finite(norm := float(self.optimizer.grad_norm)):
-                return norm
+            norm = float(self.optimizer.grad_norm)
+        if self.precision.scaled:
+            self.loss_scale.update(not _is_finite(norm))
+        if _is_finite(norm):
+            return norm
         self.strategy.drop_gradients()
         self.skipped += 1
         return None
@@ -203,13 +226,14 @@ class Run:
         """Write a checkpoint of the steps done so far."""
         state = {
             "step": self.step, "skipped": self.skipped, "model_config": asdict(self.config.model),
-            "precision": self.config.train.precision, "data": self.batches.state_dict(), "recipe": self._recipe(),
+            "precision": self.precision.name, "loss_scale": self.loss_scale.state_dict(),
+            "data": self.batches.state_dict(), "recipe": self._recipe(),
             **self.strategy.state(),
         }  # fmt: skip
         own = {"torch": torch.get_rng_state()}
         if self.device.type == "cuda":
             own["cuda"] = torch.cuda.get_rng_state(self.device)
-        return self.checkpoints.save(self.step, state, own=own, group=self.group)
+        return self.checkpoints.save(self.step, state, own=own)
 
     def _recipe(self) -> dict[str, str]:
         """What decides which states there are."""
@@ -217,10 +241,10 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
-        state, own = load(path, group=self.group)
+        state, own = load(path, lazy=True, group=self.group)
         now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
-        now |= {"train.precision": self.config.train.precision, **self._recipe()}
-        before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"train.precision": state["precision"]}
+        now |= {"precision.dtype": self.precision.name, **self._recipe()}
+        before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"precision.dtype": state["precision"]}
         before |= state.get("recipe", {})
         for key, value in now.items():
             if before.get(key, value) != value:
@@ -229,7 +253,9 @@ class Run:
         self.batches.load_state_dict(state["data"])
         self.strategy.load(state)
         self.step, self.skipped = state["step"], state["skipped"]
+        self.loss_scale.load_state_dict(state["loss_scale"])
         if own is not None:
+            own = read(own)
             torch.set_rng_state(own["torch"])
             if self.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(own["cuda"], self.device)
@@ -237,6 +263,7 @@ class Run:
     def finish(self, *, stopped_by: int = 0) -> Outcome:
         """Draw the curve, write a sample of text, say how it went."""
         self.display.close()
+        self.checkpoints.wait()
         rows = self.log.rows if self.log is not None else []
         held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
         outcome = Outcome(self.step, held_out[-1] if held_out else None, self.corpus.bigram_loss, self.skipped, stopped_by)
@@ -258,7 +285,7 @@ class Run:
         loss = "none" if outcome.validation_loss is None else f"{outcome.validation_loss:.3f}"
         self.display.note(
             f"validation loss {loss} nats per byte, a byte-bigram model {outcome.bigram_loss:.3f}; {self.step} steps{skipped}, "
-            f"peak memory {peak_memory_gib(self.device):.2f} GiB per process"
+            f"peak memory {max(self.peak_gib, peak_memory_gib(self.device)):.2f} GiB per process"
         )
         return outcome
 

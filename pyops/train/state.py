@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from pyops.checkpoint import Stored
 from pyops.checkpoint.flat_state import flat_state, named_state
 from pyops.config import ConfigError
 from pyops.data_parallel import DataParallel
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
+__all__ = ["load_optimizer_state", "optimizer_state", "read"]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel) -> dict[str, Any]:
@@ -48,3 +49,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParalle
             parallel.load_communication_state(communication["gradients"])
     except ValueError as error:
         raise ConfigError(f"the checkpoint does not fit this configuration: {error}") from None
+
+
+def read(state: Any) -> Any:
+    """A state of a checkpoint that was loaded lazily, with every tensor read."""
+    if isinstance(state, Stored):
+        return state.read()
+    if isinstance(state, Mapping):
+        return {key: read(value) for key, value in state.items()}
+    return type(state)(read(value) for value in state) if isinstance(state, list | tuple) else state

@@ -12,17 +12,17 @@ Checkpoints name parameters, whatever the strategy that wrote them: each reads a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pyops.comm.communicator import Communicator
 from pyops.config import Config, ConfigError
 from pyops.train.recipe import make_data_parallel, make_optimizer, make_zero
-from pyops.train.state import load_optimizer_state, optimizer_state
+from pyops.train.state import load_optimizer_state, optimizer_state, read
 
 __all__ = ["Replicated", "Strategy", "Zero", "make_strategy"]
 
@@ -51,8 +51,12 @@ class Strategy(ABC):
         """{"model", "optimizer", "communication"}, by parameter name; tensors, or this rank's `Shard`s of them."""
 
     @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """{"parameters", "gradients", "states"}: bytes that this rank keeps."""
+
+    @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up `state`, of any strategy. A collective. ConfigError when it doesn't fit."""
+        """Take up `state`, of any strategy; tensors may be on disk still. A collective. ConfigError when it doesn't fit."""
 
 
 class Replicated(Strategy):
@@ -75,8 +79,16 @@ class Replicated(Strategy):
         return {"model": self.model.state_dict(), **optimizer_state(self.optimizer, self.parallel)}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        state = read({key: state[key] for key in ("model", "optimizer", "communication") if key in state})
         self.model.load_state_dict(state["model"])
         load_optimizer_state(self.optimizer, self.parallel, state)
+
+    def memory(self) -> dict[str, int]:
+        states = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        return {
+            "parameters": _bytes([*self.model.parameters(), *(buffer.data for buffer in self.parallel.flat)]),
+            "gradients": _bytes(buffer.grad for buffer in self.parallel.flat), "states": _bytes(states),
+        }  # fmt: skip
 
 
 class Zero(Strategy):
@@ -110,6 +122,15 @@ class Zero(Strategy):
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this configuration: {error}") from None
+
+    def memory(self) -> dict[str, int]:
+        return self.zero.memory()
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Of the tensors' storages, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+    return sum(storages.values())
 
 
 def make_strategy(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> Strategy:
