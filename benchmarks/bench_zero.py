@@ -1,7 +1,7 @@
 """One step of a GPT whose states, gradients and parameters are spread over 2 ranks, one thread each, beside torch's FSDP2.
 
-The model of bench_data_parallel. One sequence a rank is bound by communication, eight by computation. FSDP2 spreads what stage 3
-spreads, so it is the rival of every stage; "each rank alone" takes the same step without any communication.
+The model of bench_data_parallel. One sequence a rank is bound by communication, eight by computation. FSDP2 spreads what
+stage 3 spreads, so it is the rival of every stage; "each rank alone" takes the same step without any communication.
 """
 
 from __future__ import annotations

@@ -73,6 +73,10 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "% of copy": lambda row: f"{row['percent_of_copy']:.0f}" if "percent_of_copy" in row else "",
     "MB on the wire": lambda row: f"{row['wire_bytes'] / 1e6:.3g}" if "wire_bytes" in row else "",
     "fewer bytes": fewer,
+    "bytes kept per parameter": lambda row: f"{row['kept_per_parameter']:.3f}" if "kept_per_parameter" in row else "",
+    "formula": lambda row: f"{row['formula_per_parameter']:.3f}" if "formula_per_parameter" in row else "",
+    "bytes sent per parameter": lambda row: f"{row['sent_per_parameter']:.3f}" if "sent_per_parameter" in row else "",
+    "its formula": lambda row: f"{row['sent_formula']:.3f}" if "sent_formula" in row else "",
     "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
