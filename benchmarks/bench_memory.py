@@ -126,7 +126,8 @@ def run(options: Any) -> list[Row]:
     for row in _rows(options):
         print(
             f"{row['case']:<50} keeps {row['kept_per_parameter']:6.3f} B a parameter (formula "
-            f"{row['formula_per_parameter']:.3f}), sends {row['sent_per_parameter']:.3f} B (formula {row['sent_formula']:.3f})", flush=True,
+            f"{row['formula_per_parameter']:.3f}), sends {row['sent_per_parameter']:.3f} B (formula "
+            f"{row['sent_formula']:.3f})", flush=True,
         )  # fmt: skip
         found.append(row)
     return found
