@@ -28,6 +28,8 @@ _ROOMS = frozenset(
         "optim",
         "comm",
         "offload",
+        "precision",
+        "schedules",
         "data_parallel",
         "onebit",
         "recompute",

@@ -111,3 +111,11 @@ def test_no_room_is_called_by_a_word_that_says_nothing():
     found = [str(p.relative_to(ROOT)) for folder in ("pyops", "csrc", "tests", "benchmarks") for p in
              (ROOT / folder).rglob("*") if p.stem in FORBIDDEN_NAMES]  # fmt: skip
     assert not found, found
+
+
+def test_every_room_is_reached_from_the_package():
+    import pyops
+
+    rooms = {room_of(p) for p in package_files()} - {"__main__", "cli", "display", "metrics"}
+    assert rooms == set(pyops._ROOMS)
+    assert all(getattr(pyops, room).__name__ == f"pyops.{room}" for room in rooms)
