@@ -231,7 +231,8 @@ class Offloaded:
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take `state`, as `read` gives it, for the parameter's; with a "master", its target is that, rounded.
 
-        ValueError, before anything is written, where an entry is missing or has another shape.
+        A "master" alone leaves the other states as they are. ValueError, before anything is written, where an entry is missing
+        or has another shape.
         """
         number = self._index(parameter)
         target = self._targets[number]
@@ -246,10 +247,14 @@ class Offloaded:
         names = {name for _, segment in self._places[number] for name in segment.fields} - (
             {MASTER} if target is not None else set()
         )
-        for name in sorted(names):
+        alone = target is not None and set(state) == {MASTER}  # of a parameter that has never been stepped, say
+        for name in sorted({MASTER} if alone else names):
             if not isinstance(state.get(name), Tensor) or state[name].shape != shape:
                 found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else state.get(name)
                 raise ValueError(f"state {name!r} of parameter {number} is {found}; expected a tensor of shape {tuple(shape)}")
+        if self._stays and alone:
+            parameter.copy_(state[MASTER])
+            return
         if self._stays:
             self.optimizer.state[parameter] = {k: v for k, v in state.items() if target is None or k != MASTER}
             if target is not None and MASTER in state:
@@ -260,6 +265,8 @@ class Offloaded:
                 if name in state:
                     values = state[name].detach().view(-1)[segment.start : segment.stop].to("cpu", field.dtype)
                     self._store.write(tile, field.start, values)
+            if alone:
+                continue
             self._once[number, segment.start] = _copies({k: v for k, v in state.items() if k not in segment.fields})
             self._written.add(tile)
 

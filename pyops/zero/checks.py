@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from pyops.offload import Offloaded
 
 __all__ = ["STAGES", "check_arguments", "param_groups_of"]
 
@@ -19,7 +22,7 @@ NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
 
 def check_arguments(
     model: Any, optimizer_class: Any, *, stage: Any, bucket_bytes: Any, max_grad_norm: Any, op: Any, overlap: Any, group: Any,
-    optimizer_arguments: Mapping[str, Any],
+    offload: Any, optimizer_arguments: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """TypeError or ValueError for arguments of ZeroOptimizer that make no sense."""
     who = "ZeroOptimizer"
@@ -37,6 +40,8 @@ def check_arguments(
         raise ValueError(f"{who}: op is {op!r}; choose 'mean' or 'sum'")
     if not isinstance(overlap, bool):
         raise TypeError(f"{who}: overlap is {overlap!r}; expected True or False")
+    if offload is not None and not (offload == "cpu" or (isinstance(offload, str) and os.path.isdir(offload))):
+        raise ValueError(f"{who}: offload is {offload!r}; give 'cpu' (host memory), a folder that exists, or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{who}: group must be a torch process group or None (all ranks), got {group!r}")
     if optimizer_class.__name__ in NEED_WHOLE_TENSORS and stage:
@@ -68,7 +73,7 @@ def _listed(params: Iterable[Any]) -> list[Group]:
 
 def param_groups_of(
     model: nn.Module, params: Iterable[Any] | None, optimizer_class: type[torch.optim.Optimizer],
-    optimizer_arguments: Mapping[str, Any],
+    optimizer_arguments: Mapping[str, Any], *, offload: str | None = None,
 ) -> list[Group]:  # fmt: skip
     """The groups of trained parameters, checked; parameters that require no gradient are left out."""
     who = "ZeroOptimizer"
@@ -98,5 +103,7 @@ def param_groups_of(
         {**group, "params": [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for dtype, device in each]}
         for group, each in zip(groups, kinds, strict=True)
     ]
-    optimizer_class(stand_ins, **optimizer_arguments)
+    trial = optimizer_class(stand_ins, **optimizer_arguments)
+    if offload is not None:
+        Offloaded(trial, offload).close()
     return groups

@@ -30,6 +30,8 @@ def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients) -> dict[str
     masters = [each.parameter for each in owned.all_pieces() if each.target is not None]
     kept = _storages([*states, *masters])
     of_gradients = sum(bucket.kept_bytes for bucket in gradients.buckets)
+    if owned.offloaded is not None:
+        kept = {0: owned.offloaded.resident_bytes}
     return {
         "parameters": sum(parameters.values()), "gradients": of_gradients,
         "states": sum(size for address, size in kept.items() if address not in parameters),

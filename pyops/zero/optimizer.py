@@ -46,7 +46,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
     torch.optim, or any that steps each element by itself; LAMB and LARS of pyops too. optimizer_arguments: its arguments.
 
-    stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too.
+    stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
+    offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there.
     params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
     bucket_bytes: how much is reduced, and gathered, at a time. max_grad_norm: clip the gradients of all ranks, all groups
     together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes
@@ -58,9 +59,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `no_sync()` backward adds gradients up locally, whole; without it, backwards before one step add up too, and each is
     reduced. Parameters that got no gradient on any rank are left alone, as torch.optim leaves those without .grad.
 
+    Stage 3: the parameters of a unit are gathered just before it computes, the next one's meanwhile, and let go of after it; in
+    backward again. units: which modules are units, by (path, module) -> bool or as a list; by default the children of every
+    ModuleList and Sequential. What is in no unit, or in several, is whole from forward to the end of backward. whole_below:
+    parameters of fewer elements stay whole. All ranks must run the same units in the same order. A model built on the meta
+    device is made unit by unit on `device`, with the values that `initialise(module)`, by default module.reset_parameters(),
+    gives on rank 0.
+
     Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
-    4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2. A step sends 2 (N - 1) / N times the model at stages 1 and 2, as
-    much as an all-reduce.
+    4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2, 16 P / N at stage 3. A step sends 2 (N - 1) / N times the model at
+    stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.
 
     Raises ValueError or TypeError, on every rank and before anything is changed, for arguments that make no sense, for ranks
     that differ in model or options; in backward and step pyops.comm's errors, which name rank and bucket.
@@ -70,7 +78,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
-        group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, bucket_bytes: int = 25 << 20,
+        group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, offload: str | None = None,
+        bucket_bytes: int = 25 << 20,
         max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
         device: torch.device | str | None = None, **optimizer_arguments: Any,
@@ -80,11 +89,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             check_arguments(
                 model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
-                overlap=overlap, group=group, optimizer_arguments=optimizer_arguments,
+                overlap=overlap, group=group, offload=offload, optimizer_arguments=optimizer_arguments,
             )  # fmt: skip
             check_initialise(model, initialise)
-            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments)
-        except (TypeError, ValueError) as caught:
+            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload)
+        except (TypeError, ValueError, OSError) as caught:
             error = caught
         agree(error, group=group)
         check_same_model(model, group=group)
@@ -105,7 +114,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
         place = Place(rank, ranks, device_for(model, device), group, initialise)
         self._lay_out(groups, place, units, whole_below)
-        self.owned = Owned(self.flats, groups, optimizer_class, optimizer_arguments)
+        try:
+            self.owned = Owned(self.flats, groups, optimizer_class, optimizer_arguments, offload=offload)
+        except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
+            error = caught
+        agree(error, group=group)
         if self.communicator is not None and hasattr(self.owned.optimizer, "reduce_norms"):
             self.owned.optimizer.reduce_norms = self._sum_over_ranks
         self._built = False

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.offload import Offloaded
 from pyops.ops.grad_norm import squared_norm
 from pyops.optim.base import FusedOptimizer
 from pyops.optim.layerwise import LayerwiseOptimizer
@@ -46,12 +47,13 @@ class Owned:
     """The pieces of this rank, and the optimizer over them.
 
     flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner one, with a group for
-    each of the user's. pieces[g]: those of group g, in the order of its parameters.
+    each of the user's. pieces[g]: those of group g, in the order of its parameters. offload: where its states are, None for
+    beside the parameters.
     """
 
     def __init__(
         self, flats: Sequence[FlatParameters], groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group,
+        arguments: Group, *, offload: str | None = None,
     ) -> None:  # fmt: skip
         arguments = dict(arguments)
         fused = issubclass(optimizer_class, FusedOptimizer)
@@ -82,6 +84,10 @@ class Owned:
             if fused:
                 inner[-1]["offsets"] = offsets  # so that random rounding draws what one process would
         self.optimizer = optimizer_class(inner, **arguments)
+        self.offloaded: Offloaded | None = None
+        if offload is not None and self.all_pieces():
+            targets = {each.parameter: each.target for each in self.all_pieces() if each.target is not None}
+            self.offloaded = Offloaded(self.optimizer, offload, targets=targets)
 
     def _own(self, f: int, piece: Piece, *, fused: bool) -> OwnedPiece:
         flat = self.flats[f]
@@ -131,7 +137,10 @@ class Owned:
             for gradient in found:
                 gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype == torch.float64 else torch.float32))
         try:
-            self.optimizer.step()
+            if self.offloaded is not None:
+                self.offloaded.step()
+            else:
+                self.optimizer.step()
         finally:
             if fused:
                 self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -142,14 +151,28 @@ class Owned:
         """Round masters into their 16-bit parameters, and let go of the gradients."""
         for each in self.all_pieces():
             each.parameter.grad = None
-            if each.target is not None:
+            if each.target is not None and self.offloaded is None:
                 each.target.copy_(each.parameter)
+
+    def states_of(self, each: OwnedPiece) -> Group:
+        """A piece's states by name, its master among them where there is one; {} before the first step."""
+        if self.offloaded is not None:
+            return self.offloaded.read(each.parameter)
+        found = dict(self.optimizer.state.get(each.parameter, {}))
+        return found if each.target is None else found | {"master": each.parameter.detach()}
 
     # ------------------------------------------------------------------------------------------------ loading
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Set every master to its parameter."""
+        if self.offloaded is not None:
+            for each in self.all_pieces():
+                if each.target is not None:
+                    self.offloaded.write(each.parameter, {"master": each.target.float()})
+                elif "master" in (states := self.offloaded.read(each.parameter)):
+                    self.offloaded.write(each.parameter, states | {"master": each.parameter.float()})
+            return
         for each in self.all_pieces():
             if each.target is not None:
                 each.parameter.copy_(each.target)
@@ -159,6 +182,14 @@ class Owned:
     @torch.no_grad()
     def load(self, states: dict[int, Group], masters: dict[int, Tensor], outer: Sequence[Group]) -> None:
         """Take up states, and masters that are parameters, by the piece's number among all; options from `outer`."""
+        if self.offloaded is not None:
+            for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
+                own.update({key: value for key, value in theirs.items() if key != "params"})
+            for number, each in enumerate(self.all_pieces()):
+                found = states.get(number, {}) | ({"master": masters[number]} if number in masters else {})
+                if found:
+                    self.offloaded.write(each.parameter, found)
+            return
         groups, first = [], 0
         for theirs, mine in zip(outer, self.pieces, strict=True):
             options = {key: value for key, value in theirs.items() if key != "params"}

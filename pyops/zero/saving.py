@@ -67,11 +67,8 @@ def range_of(value: Any, shape: Sequence[int], *, start: int, stop: int, name: s
 def _entries(each: OwnedPiece, state: Mapping[str, Any]) -> dict[str, Any]:
     """One piece's states as shards."""
     start = each.piece.of_tensor.start
-    values = dict(state)
-    if each.target is not None:
-        values["master"] = each.parameter.detach()
     found: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == each.parameter.shape:
             found[key] = Shard(each.shape, (start,), value)
         elif value is not None and start == 0:
@@ -84,8 +81,7 @@ def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str]) -> 
     """The state dict. names: of the users' parameters, by id."""
     state: dict[str, Any] = {}
     for each in owned.all_pieces():
-        own = owned.optimizer.state.get(each.parameter, {})
-        if each.piece.numel and (found := _entries(each, own)):
+        if each.piece.numel and (found := _entries(each, owned.states_of(each))):
             state[each.name] = found
     listed = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
