@@ -155,7 +155,8 @@ def test_steepest_of_a_curve_with_a_known_one():
     fall = [4 - 2 / (1 + math.exp(-4 * (math.log10(r) + 2))) for r in x]
     noise = torch.randn(200, generator=torch.Generator().manual_seed(3)).mul(0.01).tolist()
     y = [f + n + (50 * (r - 0.3) if r > 0.3 else 0) for f, n, r in zip(fall, noise, x, strict=True)]
-    for losses in y, [*y[:190], *[math.nan] * 10]:
+    spike = [*y[:180], *[500.0] * 8, *[5.0] * 12]  # falls faster still, from where training had fallen apart
+    for losses in y, [*y[:190], *[math.nan] * 10], spike:
         found = steepest(x, losses)
         assert found is not None
         assert 10**-2.3 < x[found] < 10**-1.7

@@ -11,7 +11,9 @@ ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import threading
 import time
@@ -19,8 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pyops.checkpoint.manifest import CheckpointError
 from pyops.checkpoint.writing import Plan, commit, discard, prepare, refusal, write
@@ -48,18 +52,31 @@ class _Copies:
                 end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         on_cuda = any(tensor.is_cuda for _, _, tensor, _ in places)
         if len(self._buffer) < end or (on_cuda and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_cuda)
+            self.release()
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True) if on_cuda else _huge_pages(end)
         for tensors, name, tensor, start in places:
             flat = self._buffer[start : start + tensor.numel() * tensor.element_size()]
             copy = flat.view(tensor.dtype).view(tensor.shape)
-            copy.copy_(tensor.detach(), non_blocking=True)
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                # One thread moves 10 GB/s; torch's threads, beside those of other ranks on the same cores, a tenth of it.
+                np.copyto(flat.numpy(), tensor.detach().reshape(-1).view(torch.uint8).numpy())
+            else:
+                copy.copy_(tensor.detach(), non_blocking=True)
             tensors[name] = copy
         if on_cuda:
             torch.cuda.synchronize()
 
     def release(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _huge_pages(nbytes: int) -> Tensor:
+    """Fresh host memory whose first use costs a page fault for 2 MiB, not for 4 KiB, where the system can."""
+    memory = mmap.mmap(-1, max(1, nbytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Save:
@@ -185,6 +202,13 @@ class BackgroundSaver:
             raise
         under_way.thread.join()
         agree(under_way.commit_error, group=self._group)
+
+    def close(self) -> None:
+        """Of this rank alone, before it leaves because of an error: let a save under way end, if it does so soon."""
+        if self._under_way is not None:
+            self._under_way.thread.join(GRACE)
+            self._under_way.give_up()
+            self._under_way.thread.join()
 
     def release(self) -> None:
         """Free the host memory of the copy, once nothing is under way."""

@@ -95,9 +95,16 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
 
+    def close(self) -> None:
+        """Of this rank alone, at the end, also after an error: let a save in the background end, if it does so soon."""
+        if self._saver is not None:
+            self._saver.close()
+
     def _prune(self) -> None:
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
+        for left in self.folder.glob("step-*.tmp"):  # by a process that was killed; nothing is being written now
+            shutil.rmtree(left, ignore_errors=True)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""

@@ -54,6 +54,15 @@ class Reader:
             if found != expected:
                 raise CheckpointError(f"{path} has {found} bytes, {expected} by the manifest; {self._fix}")
 
+    def compare(self, *, rank: int = 0, size: int = 1) -> None:
+        """Compare this rank's share of every file, 1 / `size` of its bytes, with the checksums. CheckpointError."""
+        for name, entry in self._manifest["files"].items():
+            file, whole = self._open(name), entry["bytes"]
+            try:
+                file.compare(whole * rank // size, whole * (rank + 1) // size)
+            except (OSError, ValueError) as error:
+                raise self._refusal(file.path, error) from None
+
     def state(self) -> Any:
         """The state of all ranks."""
         return restore(self._manifest["tree"]["state"], lambda node, name: self._stored(node, name, file=SHARED))
@@ -105,8 +114,9 @@ class Reader:
 
 
 def load(
-    folder: Path | str, *, into: Any = None, lazy: bool = False, group: dist.ProcessGroup | None = None
-) -> tuple[Any, Any]:
+    folder: Path | str, *, into: Any = None, lazy: bool = False, compare: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """(state, own) as given to `save`. own: of the same rank; None if that rank did not exist then.
 
     Without more, tensors are whole, in new CPU memory, on any number of ranks.
@@ -114,7 +124,8 @@ def load(
     into: nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and `Shards` are filled, on whatever
     device, from the bytes they need and no others; floating dtypes are converted. It may differ from rank to rank, and
     how the tensors were cut when they were saved does not matter. In the returned state they stand in their places;
-    every other tensor is a `Stored`. lazy: every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`.
+    every other tensor is a `Stored`. lazy: every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`. compare:
+    with either, compare all files with their checksums first, each rank a share of them, so that no damage is met later.
 
     Raises CheckpointError on all ranks alike, before anything is filled, naming the file that is missing or damaged, a manifest
     that can't be true, or the tensor of `into` that the checkpoint has not, or in another shape. What a Stored reads is
@@ -127,6 +138,8 @@ def load(
     try:
         reader = Reader(folder)
         reader.check_files(rank=rank, size=size)
+        if compare:
+            reader.compare(rank=rank, size=size)
         own = _read_all(reader.own(rank))
         state = reader.state()
         if into is not None:

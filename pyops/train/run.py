@@ -64,8 +64,12 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
         run = Run(config, device=device, resume=resume)
         notes.show(run.display.note)
-        with StopRequest() as request:
-            stopped = run.loop(request)
+        try:
+            with StopRequest() as request:
+                stopped = run.loop(request)
+        except BaseException:
+            run.checkpoints.close()
+            raise
         return run.finish(stopped_by=request.number or signal.SIGTERM if stopped else 0)
 
 
@@ -241,7 +245,7 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
-        state, own = load(path, lazy=True, group=self.group)
+        state, own = load(path, lazy=True, compare=True, group=self.group)  # damage met later is not met by all ranks
         now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
         now |= {"precision.dtype": self.precision.name, **self._recipe()}
         before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"precision.dtype": state["precision"]}
@@ -253,7 +257,8 @@ class Run:
         self.batches.load_state_dict(state["data"])
         self.strategy.load(state)
         self.step, self.skipped = state["step"], state["skipped"]
-        self.loss_scale.load_state_dict(state["loss_scale"])
+        if "loss_scale" in state:  # not of a run from before there was one
+            self.loss_scale.load_state_dict(state["loss_scale"])
         if own is not None:
             own = read(own)
             torch.set_rng_state(own["torch"])

@@ -102,6 +102,17 @@ def test_a_mistake_is_raised_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_leaving_because_of_an_error(tmp_path, monkeypatch):
+    """close() communicates with nobody: what is under way is finished, or given up."""
+    gate, saver = Gate(monkeypatch), BackgroundSaver()
+    saver.close()
+    saver.save(tmp_path / "c", make_state(1.0))
+    threading.Timer(0.2, gate.event.set).start()
+    saver.close()
+    assert not saver.busy
+    assert equal(load(tmp_path / "c")[0], make_state(1.0))
+
+
 def rows(rank: int, size: int, value: float) -> dict[str, Any]:
     return {"e": Shard((size, 1000), (rank, 0), torch.full((1, 1000), value + rank)), "step": int(value)}
 

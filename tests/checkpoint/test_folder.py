@@ -45,6 +45,7 @@ def test_round_trip_and_replacement(tmp_path):
 def test_only_the_newest_stay(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run", keep=2)
     assert checkpoints.latest() is None
+    (tmp_path / "run" / "step-00000007.tmp").mkdir(parents=True)  # left by a process that was killed
     for step in (5, 10, 100):
         checkpoints.save(step, make_state(step))
     assert checkpoints.steps() == [10, 100]

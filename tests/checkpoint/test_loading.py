@@ -257,6 +257,15 @@ def damaged_part(rank: int, group: Any, path: str) -> list[Any]:
     return ["loaded", False]
 
 
+def compare_lazily(rank: int, group: Any, path: str) -> str:
+    """The damaged block is in the second rank's share."""
+    try:
+        load(path, lazy=True, compare=True, group=group)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
 def test_damage_that_one_rank_meets_changes_nothing_on_any(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "BLOCK", 64)
     save(tmp_path / "c", {"w": WHOLE})
@@ -265,6 +274,11 @@ def test_damage_that_one_rank_meets_changes_nothing_on_any(world, tmp_path, monk
     assert first == second
     assert "shared.safetensors is damaged: the checksum of bytes" in first[0]
     assert first[1] is True
+    with pytest.raises(CheckpointError, match=r"shared.safetensors is damaged"):
+        load(tmp_path / "c", lazy=True, compare=True)
+    first, second = world(2).run(compare_lazily, str(tmp_path / "c"))
+    assert first == second
+    assert "shared.safetensors is damaged" in first
     state, _ = load(tmp_path / "c", lazy=True)
     rows = Shard((4, 6, 5), (0, 0, 0), torch.empty(2, 6, 5))
     state["w"].read_into(rows)
