@@ -30,9 +30,18 @@ def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> No
         raise ValueError(f"ZeroOptimizer: the ranks' models differ: {found}; build the same model on every rank")
 
 
+def _plain(value: Any) -> Any:
+    """An option as ranks compare it: a tensor is what it holds, wherever it lies."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def check_same_options(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
     """ValueError, on every rank, naming the first option in which a rank differs from rank 0."""
-    mine = {key: repr(value) for key, value in options.items()}
+    mine = {key: repr(_plain(value)) for key, value in options.items()}
     everyone = gather(mine, group=group)
     for rank, theirs in enumerate(everyone):
         for key in sorted(set(everyone[0]) | set(theirs)):

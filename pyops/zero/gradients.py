@@ -206,6 +206,8 @@ class Gradients:
 
     def prepare(self) -> None:
         """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way."""
+        if torch._C._current_graph_task_id() != -1:  # a forward that backward itself runs again
+            return
         if self._active and any(self._left):
             raise RuntimeError(
                 f"the last backward ended with an error after {sum(self._left)} of {len(self.buckets)} buckets had left, so "
