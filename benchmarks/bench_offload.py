@@ -178,7 +178,7 @@ def cases(folder: str, device: torch.device) -> list[tuple[str, Callable[[], tup
     """(name, maker of a case and of what ends it)."""
     return [
         ("files", lambda: disk(folder, 1024)),
-        ("host", lambda: (host(384, device), lambda: None)),
+        ("host", lambda: (host(96, device), lambda: None)),
     ]
 
 
@@ -192,7 +192,7 @@ def run(options: Options) -> list[Row]:
         for name, make in cases(folder, options.device):
             if options.only is None or options.only in name:
                 case, end = make()
-                rows += run_cases([case], rounds=min(options.rounds, 7), sample_seconds=0.05)
+                rows += run_cases([case], rounds=min(options.rounds, 7) if name == "files" else options.rounds, sample_seconds=0.05)
                 end()
         if options.only is None or options.only in "limited":
             rows.append(limited_memory(folder))
