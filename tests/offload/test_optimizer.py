@@ -157,6 +157,30 @@ def test_states_move_in_and_out(where):
         assert_same_state(again.read(q), ordinary.state[p])
 
 
+def test_random_rounding_is_that_of_the_shard_that_a_parameter_is(where):
+    def build(params):
+        group = {"params": params, "offsets": [5000 + 200_000 * i for i in range(len(params))]}
+        return optim.AdamW([group], stochastic_rounding=True, state_dtype=BF16, lr=0.1)
+
+    params, plain = parameters(BF16), parameters(BF16)
+    optimizer, ordinary = build(params), build(plain)
+    offloaded = Offloaded(optimizer, where, tile_bytes=1 << 16)
+    train(optimizer, offloaded.step, range(2))
+    train(ordinary, ordinary.step, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+
+
+def test_copies_of_a_group_are_written(where):
+    params, plain = parameters(), parameters()
+    both = [[torch.zeros(p.shape, dtype=BF16) for p in params] for _ in range(2)]
+    groups = [[{"params": some, "copies": copies}] for some, copies in zip((params, plain), both, strict=True)]
+    optimizer, ordinary = optim.AdamW(groups[0]), optim.AdamW(groups[1])
+    offloaded = Offloaded(optimizer, where, tile_bytes=1 << 16)
+    train(optimizer, offloaded.step, range(2))
+    train(ordinary, ordinary.step, range(2))
+    assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(*both, strict=True))
+
+
 def test_loss_scale_and_skipped_steps_are_the_optimizers_own(where):
     params, plain = parameters(), parameters()
     optimizer, ordinary = optim.AdamW(params), optim.AdamW(plain)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,3 +83,50 @@ def test_a_store_keeps_what_a_visit_leaves(tmp_path, kind):
     store.read(4, 7, out[:6])
     assert out[1:6].tolist() == [0, 1, 2, 3, 4]
     store.close()
+
+
+class LateFile:
+    """Moves bytes only when somebody waits for it: what a slow disk does to who does not."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.content, self.log = torch.zeros(nbytes, dtype=torch.uint8), []
+
+    def read(self, tensor: torch.Tensor, *, offset: int) -> Any:
+        place = slice(offset, offset + tensor.numel())
+        return self._begin("read", offset, lambda: tensor.copy_(self.content[place]))
+
+    def write(self, tensor: torch.Tensor, *, offset: int) -> Any:
+        place = slice(offset, offset + tensor.numel())
+        return self._begin("write", offset, lambda: self.content[place].copy_(tensor))
+
+    def _begin(self, what: str, offset: int, move: Any) -> Any:
+        self.log.append((what, offset))
+
+        left = [move]
+
+        class Late:
+            def wait(self) -> None:
+                while left:
+                    left.pop()()
+
+        return Late()
+
+
+@pytest.mark.skipif(native() is None, reason="built without kernels")
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_a_visit_waits_for_what_it_needs_and_for_nothing_more(tmp_path, count):
+    tiles = plan_tiles([(16_384 * count, STATES[1])], tile_bytes=1 << 16)
+    store = DiskStore(tiles, str(tmp_path), pin_memory=False)
+    store.file = late = LateFile(store.nbytes)
+    size, numbers = 1 << 16, list(range(len(tiles)))
+    assert len(tiles) == count
+    late.content[:] = torch.arange(count, dtype=torch.uint8).repeat_interleave(size)
+    seen = []
+    for number, region in store.visit(numbers, fresh=set()):
+        assert bool((region == number).all()), "read before it is handed out"
+        seen.append(list(late.log))
+        region += 100
+    assert bool((late.content == torch.arange(100, 100 + count, dtype=torch.uint8).repeat_interleave(size)).all())
+    for number in range(count - 1):
+        assert ("read", (number + 1) * size) in seen[number], "the next tile is on its way while this one is stepped"
+        assert ("write", number * size) in seen[number + 1], "and so is the last one"
