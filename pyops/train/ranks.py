@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from pyops.config import ConfigError, TrainConfig
 
@@ -29,11 +30,19 @@ def joined_ranks(config: TrainConfig) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     start = "RANK" in os.environ and not dist.is_initialized()
     if start:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        _join("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     with _deterministic() if kind == "cuda" and config.deterministic else nullcontext():
         yield device
     if start:  # not after an error: another rank may not come here
         dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """As init_process_group. But torchrun keeps its store through a restart, with the addresses of the ranks that died, and
+    who is early would call there: each attempt has a part of the store for itself."""
+    store, rank, size = next(iter(rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=size)
 
 
 @contextmanager

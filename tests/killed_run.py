@@ -1,0 +1,55 @@
+"""`pyops train` with a rank that is killed once: python killed_run.py CONFIG.toml FOLDER WHERE STEP, under torchrun.
+
+WHERE   "step": before its forward; "gather": when stage 3 has asked for a block's parameters; "save": when a file of the first
+        checkpoint after that step is half written
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from pyops.checkpoint import writing
+from pyops.config import load_config
+from pyops.train import Run, train
+from pyops.zero.gathering import Gathering
+
+
+def die(marker: Path) -> None:
+    """Once in all: the restarted run finds the marker."""
+    if os.environ["RANK"] == "1" and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    config_path, folder, where, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    marker, now = folder / "killed", {"step": -1}
+    inner_step, inner_need, inner_write = Run.train_step, Gathering._start, writing.write_tensors
+
+    def train_step(self: Run, *, stop: bool = False) -> Any:
+        now["step"] = self.step
+        if where == "step" and self.step == step:
+            die(marker)
+        return inner_step(self, stop=stop)
+
+    def start(self: Gathering, unit: Any) -> None:
+        inner_need(self, unit)
+        if where == "gather" and now["step"] == step:
+            die(marker)
+
+    def write(path: Path, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if where == "save" and now["step"] + 1 >= step:
+            path.write_bytes(b"half of a file")
+            die(marker)
+        return inner_write(path, tensors, *args, **kwargs)
+
+    Run.train_step, Gathering._start, writing.write_tensors = train_step, start, write  # type: ignore[method-assign]
+    train(load_config(config_path), resume=True)
+
+
+if __name__ == "__main__":
+    main()
