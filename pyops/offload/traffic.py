@@ -81,7 +81,7 @@ class Far(Near):
         segment = loaded.segment
         target = self.targets[segment.parameter]
         there = self.parameters[segment.parameter].detach() if target is None else target
-        if values.dtype != there.dtype or not values.is_pinned():
+        if loaded.parameter is None or values.dtype != there.dtype or not values.is_pinned():  # a tile is used again soon
             values = torch.empty(values.shape, dtype=there.dtype, pin_memory=True).copy_(values)
         with torch.cuda.stream(self._up):
             there.view(-1)[segment.start : segment.stop].copy_(values, non_blocking=True)
