@@ -65,6 +65,20 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage):
         assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where):
+    straight = config_of(tmp_path, "cpu", name="straight", stage=2)
+    folder = tmp_path / "states"
+    folder.mkdir()
+    zero = ZeroConfig(2, offload="cpu" if where == "cpu" else str(folder))
+    broken = dataclasses.replace(straight, name="broken", zero=zero)
+    world(2).run(train_on_rank, straight)
+    world(2).run(train_and_stop_rank_1, broken)
+    world(2).run(train_on_rank, broken, True)
+    assert losses(broken) == losses(straight)
+    assert not list(folder.iterdir()), "files stay"
+
+
 @pytest.mark.parametrize(("before", "after", "ranks"), [(0, 3, 2), (3, 0, 2), (2, 1, 3), (1, 3, 1), (3, 2, 1)])
 def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after, ranks):
     straight = config_of(tmp_path, "cpu", name="straight", batch=6)
@@ -139,6 +153,10 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         Config(optimizer=OptimizerConfig(name="onebit_adam"), zero=ZeroConfig(1))
     with pytest.raises(ValueError, match=r"communication.codec is 'int8', which zero.stage 2 does not take"):
         config_of(tmp_path, "cpu", codec="int8", stage=2)
+    with pytest.raises(ValueError, match=r"offload is 'cpu', but stage is 0"):
+        ZeroConfig(0, offload="cpu")
+    with pytest.raises(ValueError, match=r"offload is 'gpu'; it must be none, cpu or a folder"):
+        ZeroConfig(1, offload="gpu")
     with pytest.raises(ValueError, match=r"stage is 4; it must be 0, 1, 2 or 3"):
         ZeroConfig(4)
     with pytest.raises(ConfigError, match=r"recompute.modules: no module of the model is 'block.*'"):

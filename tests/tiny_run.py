@@ -30,8 +30,8 @@ STEPS = 20
 
 def config_of(
     folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0,
-    optimizer: dict[str, Any] | None = None, codec: str = "none", stage: int = 0, recompute: tuple[str, ...] = (),
-    precision: str = "fp32",     **options: Any,
+    optimizer: dict[str, Any] | None = None, codec: str = "none", stage: int = 0, offload: str = "none",
+    recompute: tuple[str, ...] = (),     precision: str = "fp32",     **options: Any,
 ) -> Config:  # fmt: skip
     """A tiny run on a text of which it can learn something in 20 steps."""
     text = folder / "text.py"
@@ -45,7 +45,7 @@ def config_of(
         optimizer=OptimizerConfig(**{"lr": 1e-2, "warmup_steps": 3, **(optimizer or {})}),
         communication=CommunicationConfig(codec),
         precision=PrecisionConfig(precision),
-        zero=ZeroConfig(stage),
+        zero=ZeroConfig(stage, offload=offload),
         recompute=RecomputeConfig(recompute),
         train=TrainConfig(folder=str(folder / "runs"), device=torch.device(device).type, **given),
     )

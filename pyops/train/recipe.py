@@ -78,7 +78,8 @@ def make_zero(config: Config, model: nn.Module, *, group: dist.ProcessGroup | No
     ]
     return ZeroOptimizer(
         model, _class(options), stage=config.zero.stage, group=group, params=groups, op="sum", overlap=config.zero.overlap,
-        bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options), **_arguments(options),
+        bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
+        offload=None if config.zero.offload == "none" else config.zero.offload, **_arguments(options),
     )  # fmt: skip
 
 
