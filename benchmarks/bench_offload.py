@@ -192,7 +192,8 @@ def run(options: Options) -> list[Row]:
         for name, make in cases(folder, options.device):
             if options.only is None or options.only in name:
                 case, end = make()
-                rows += run_cases([case], rounds=min(options.rounds, 7) if name == "files" else options.rounds, sample_seconds=0.05)
+                rounds = min(options.rounds, 7) if name == "files" else options.rounds
+                rows += run_cases([case], rounds=rounds, sample_seconds=0.05)
                 end()
         if options.only is None or options.only in "limited":
             rows.append(limited_memory(folder))
