@@ -100,6 +100,26 @@ def test_scaled_losses_and_overflow(world, name: str):
             assert scaled == pytest.approx(expected, rel=1e-5)
 
 
+def _found_inf(rank: int, group: Any, stage: int) -> list[bool]:
+    """Whether a step changed something: when rank 1 alone was told of an overflow, and when no rank was."""
+    model, changed = Net(mixed=False), []
+    zero = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2)
+    for told in (float(rank == 1), 0.0):
+        with zero.whole_parameters():
+            before = [p.detach().clone() for p in model.parameters()]
+        mean_loss(model, *part(0, rank, 2)).backward()
+        zero.found_inf = torch.tensor([told])  # type: ignore[attr-defined]
+        zero.step()
+        with zero.whole_parameters():
+            changed.append(not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+    return changed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_that_one_rank_was_told_of_skips_the_step_on_all(world, stage: int):
+    assert world(2).run(_found_inf, stage) == [[False, True]] * 2
+
+
 def _refused(rank: int, group: Any, case: str) -> tuple[str, bool]:
     model = Net(mixed=False)
     before = {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}

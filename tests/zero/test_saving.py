@@ -69,6 +69,8 @@ def _resume(rank: int, group: Any, folder: str, stage: int, name: str, dtype: to
 def test_resumes_bit_for_bit_at_another_stage_and_bucket_size(world, tmp_path: Path, name: str, dtype: torch.dtype):
     saved_at = 3 if name == "AdamW" else 2
     losses, parameters = world(3).run(_save, str(tmp_path / "a"), saved_at, name, dtype)[0]
+    start = _net(dtype).state_dict()
+    assert sum(not torch.equal(start[key], value) for key, value in parameters.items()) > 10, "nothing was trained"
     for stage in (1, 2, 3):
         again, resumed = world(3).run(_resume, str(tmp_path / "a"), stage, name, dtype)[0]
         assert again == losses
