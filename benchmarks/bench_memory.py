@@ -4,7 +4,8 @@
     elements sent in a step, times (N - 1) / N       0: 2     1: 2             2: 2             3: 3
 
 Kept: all storages that tensors of the process hold between a backward and its step, without inputs. Sent: as the collectives
-count. Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054, sections 5 and 7.
+count, and, with 2 ranks as root, as the interfaces between two network namespaces count, all headers included. Rajbhandari et
+al., ZeRO, SC 2020, arXiv:1910.02054, sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -72,6 +73,40 @@ def measure_rank(stage: int) -> dict[str, Any]:
     return {"kept": kept, "kinds": kinds, "sent": sent, "seconds": seconds, "numel": numel}
 
 
+def wire(*, stages: list[int]) -> dict[str, float]:
+    """{stage: bytes per parameter that this rank's interface sends in a step}; runs within `slow_link.Link.run`."""
+    from benchmarks.slow_link import wire_bytes
+
+    found = {}
+    for stage in stages:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
+        numel = sum(p.numel() for p in model.parameters())
+        optimizer = ZeroOptimizer(model, AdamW, stage=stage, bucket_bytes=BUCKET, lr=1e-3)
+        x = torch.randn(4, WIDTH).bfloat16()
+        for step in range(6):
+            if step == 1:
+                dist.barrier()
+                before = wire_bytes()["sent"]
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        dist.barrier()
+        found[str(stage)] = (wire_bytes()["sent"] - before) / 5 / numel
+    return found
+
+
+def _on_the_wire(stages: list[int]) -> dict[str, float]:
+    """Of the rank that sends most; {} where no namespaces can be made."""
+    from benchmarks.slow_link import Link, available
+
+    if (reason := available()) is not None:
+        print(f"no namespaces here: {reason}")
+        return {}
+    with Link(ranks=2, mbit=10_000) as link:
+        results = link.run("benchmarks.bench_memory:wire", {"stages": stages}, timeout=300)
+    return {stage: max(result[stage] for result in results) for stage in results[0]}
+
+
 def _serve(rank: int, size: int, port: int, stages: list[int], results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -101,6 +136,7 @@ def _rows(options: Any) -> Iterator[Row]:
         stages = [stage for stage, name in names.items() if options.only is None or options.only in name]
         if not stages:
             continue
+        on_the_wire = _on_the_wire(stages) if size == 2 else {}
         for stage, ranks in _on_ranks(size, stages).items():
             numel = ranks[0]["numel"]
             whole, shared = FORMULA[stage]
@@ -115,6 +151,7 @@ def _rows(options: Any) -> Iterator[Row]:
                 },
                 "sent_per_parameter": round(max(rank["sent"] for rank in ranks) / numel, 3),
                 "sent_formula": 2 * SENT[stage] * (size - 1) / size,
+                **({"wire_per_parameter": round(on_the_wire[str(stage)], 3)} if str(stage) in on_the_wire else {}),
                 "machine": {**machine.describe(torch.device("cpu")), "threads": 1}, "versions": machine.versions(),
                 "commit": machine.commit(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             }  # fmt: skip
@@ -124,10 +161,11 @@ def run(options: Any) -> list[Row]:
     """The rows of this bench."""
     found = []
     for row in _rows(options):
+        wire = f", interface {row['wire_per_parameter']:.3f}" if "wire_per_parameter" in row else ""
         print(
             f"{row['case']:<50} keeps {row['kept_per_parameter']:6.3f} B a parameter (formula "
             f"{row['formula_per_parameter']:.3f}), sends {row['sent_per_parameter']:.3f} B (formula "
-            f"{row['sent_formula']:.3f})", flush=True,
+            f"{row['sent_formula']:.3f}{wire})", flush=True,
         )  # fmt: skip
         found.append(row)
     return found
