@@ -69,7 +69,8 @@ def run(options: Any) -> list[Row]:
     ratio = statistics.median(seconds["at once"]) / statistics.median(seconds["background"])
     row: Row = {
         "bench": "checkpoint", "case": name, "device": "cpu", "us": {way: quantiles(each) for way, each in seconds.items()},
-        "speedup": {"at once": round(ratio, 3)}, "targets": {"at once": AIM}, "max_error": 0.0, "rounds": len(seconds["at once"]),
+        "speedup": {"at once": round(ratio, 3)}, "targets": {"at once": AIM}, "max_error": 0.0,
+        "rounds": len(seconds["at once"]),
         "machine": machine.describe(torch.device("cpu")), "versions": machine.versions(), "commit": machine.commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }  # fmt: skip
