@@ -83,10 +83,10 @@ def test_a_step_sends_no_more_than_an_all_reduce(world, size: int):
         assert sent == pytest.approx((3 - 1 / LAYERS) * 2 * (size - 1) / size, rel=0.02)
 
 
-def _whole_gradients(rank: int, group: Any, bucket_bytes: int) -> int:
-    """The most bytes of whole gradients that were alive at once in a backward of stage 2."""
+def _whole_gradients(rank: int, group: Any, stage: int, bucket_bytes: int) -> int:
+    """The most bytes of whole gradients that were alive at once in a backward."""
     net = model()
-    optimizer = ZeroOptimizer(net, AdamW, stage=2, group=group, bucket_bytes=bucket_bytes, lr=1e-3)
+    optimizer = ZeroOptimizer(net, AdamW, stage=stage, group=group, bucket_bytes=bucket_bytes, lr=1e-3)
     most = 0
 
     def look(*_: Any) -> None:
@@ -102,9 +102,10 @@ def _whole_gradients(rank: int, group: Any, bucket_bytes: int) -> int:
     return most
 
 
-def test_stage_2_holds_the_gradients_of_a_few_buckets_only(world):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_gradients_are_those_of_a_few_buckets_only(world, stage: int):
     layer = (WIDTH * WIDTH + WIDTH) * 2
-    for most in world(2).run(_whole_gradients, layer):
+    for most in world(2).run(_whole_gradients, stage, layer):
         assert layer <= most <= 4 * layer * 1.02  # one that is filled, two on their way, one that is being handed over
 
 
