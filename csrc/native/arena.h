@@ -88,8 +88,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
     }
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
-    ~Arena() {
-        if (current_ != whole_) unmap(*current_);
+    ~Arena() {  // blocks keep their arena, so all is free, and the only region is the whole
         unmap(*whole_);
         close(file_);
     }
