@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,8 +52,9 @@ def test_a_killed_rank(tmp_path, where, stage):
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     assert (tmp_path / "killed").exists(), "no rank was killed"
-    resumed = 15 if where == "save" else 10
-    assert f"step-{resumed - 5 if where == 'save' else resumed:08}" in told, told
+    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
+    assert len(resumed) == 1, told
+    assert int(resumed[0]) in (5, 10), "10 may not have been whole yet, it is written in the background"
     assert same(losses(broken), losses(straight)), "not as without the fault"
     whole = [load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"] for step in (10, 15, STEPS)]
     assert whole == [10, 15, STEPS]
