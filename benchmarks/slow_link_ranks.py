@@ -229,7 +229,7 @@ def steps(*, ways: dict[str, int], batch: int, warmup: int) -> dict[str, Any]:
 def _over_schedule(trainer: Trainer, *, count: int) -> dict[str, list[float]]:
     """Of 0/1 Adam, whose steps differ: the mean step of a run of FULL_RUN steps, by steps of each kind on a short schedule."""
     optimizer = trainer.optimizer
-    rounds = replace(optimizer.schedule, var_freeze_step=FULL_RUN // 8).rounds(FULL_RUN)._asdict()
+    rounds = replace(optimizer.schedule, var_freeze_step=FULL_RUN // 5).rounds(FULL_RUN)._asdict()
     optimizer.schedule = replace(optimizer.schedule, var_freeze_step=12, local_step_scaler=8)
     samples: dict[str, list[Sample]] = {kind: [] for kind in rounds}
     for step in range(1, 13 + 4 * count):
