@@ -14,7 +14,8 @@ from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, 
 from pyops.metrics import read_rows
 from pyops.models import GPT
 from pyops.precision import LossScale
-from pyops.train import train
+from pyops.train import Run, train
+from pyops.train.strategy import Zero
 from tests.test_train_resume import train_and_stop_rank_1
 from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -146,6 +147,29 @@ def test_the_memory_of_a_rank_is_said(world, tmp_path, capfd):
     assert parameters == pytest.approx(4 * numel, rel=0.1)
     assert gradients == pytest.approx(4 * numel, rel=0.1)
     assert states == pytest.approx(8 * numel, rel=0.1)
+
+
+def kept_on_rank(rank: int, group: object, config: Config) -> tuple[dict[str, int], list[str], bool]:
+    """After a step: the bytes that this rank keeps, the modules that are recomputed, whether states are elsewhere."""
+    run = Run(config, device=torch.device("cpu"))
+    run.train_step()
+    recomputed = [name for name, module in run.model.named_modules() if "forward" in vars(module)]
+    elsewhere = isinstance(run.strategy, Zero) and run.strategy.zero.owned.offloaded is not None
+    return run.strategy.memory(), recomputed, elsewhere
+
+
+def test_what_is_asked_for_is_what_runs(world, tmp_path):
+    """Losses are the same whether or not a stage, recomputation or offload takes place; these are not."""
+    shares = {0: (1.0, 1.0, 1.0), 1: (1.0, 1.0, 0.5), 2: (1.0, 0.5, 0.5), 3: (0.5, 0.5, 0.5)}
+    whole = world(2).run(kept_on_rank, config_of(tmp_path, "cpu", name="0"))[0][0]
+    for stage, want in shares.items():
+        kept = world(2).run(kept_on_rank, config_of(tmp_path, "cpu", name=f"s{stage}", stage=stage))[0][0]
+        found = tuple(kept[kind] / whole[kind] for kind in ("parameters", "gradients", "states"))
+        assert found == pytest.approx(want, abs=0.08), stage
+    config = config_of(tmp_path, "cpu", name="all", stage=2, recompute=("blocks.*",), offload=str(tmp_path))
+    _, recomputed, elsewhere = world(2).run(kept_on_rank, config)[0]
+    assert recomputed == ["blocks.0", "blocks.1"]
+    assert elsewhere
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
