@@ -20,7 +20,7 @@ from benchmarks.ranks import measure_on_ranks
 from pyops.data_parallel import DataParallel
 from pyops.optim import AdamW
 
-__all__ = ["run"]
+__all__ = ["Trainer", "check_losses", "run"]
 
 SIZE = 2
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 8, 512, 8, 256, 256
@@ -83,7 +83,7 @@ class Trainer:
         return loss.detach()
 
 
-def _check(ours: Trainer, peer: Trainer) -> float:
+def check_losses(ours: Trainer, peer: Trainer) -> float:
     """Both take three steps from the same weights: the losses must agree. Their largest difference."""
     worst = max(abs(float(ours() - peer())) for _ in range(3))
     if not worst < 1e-4:
@@ -99,7 +99,7 @@ def _case(batch: int, own_optimizers: bool, *, device: torch.device) -> Case:
         bench="data_parallel",
         name=f"GPT step, {SIZE} ranks, {batch} x {LENGTH} tokens a rank, {kind}",
         implementations={"DataParallel": ours, "torch DDP": peer},
-        check=partial(_check, ours, peer),
+        check=partial(check_losses, ours, peer),
         device=device,
         targets={"torch DDP": 1.1 if batch == 1 else 1.0},
         facts={"ranks": SIZE, "threads": torch.get_num_threads(), "tokens": SIZE * batch * LENGTH},

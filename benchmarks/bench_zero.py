@@ -11,12 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 
-from benchmarks.bench_data_parallel import LENGTH, SIZE, VOCABULARY, Model
+from benchmarks.bench_data_parallel import LENGTH, SIZE, Trainer, check_losses
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
 from pyops.comm.communicator import Communicator
@@ -28,23 +26,9 @@ __all__ = ["run"]
 RATE = 1e-4
 
 
-class Trainer:
-    """A model with its optimizer; calling it takes one step."""
-
-    def __init__(self, make: Callable[[nn.Module], torch.optim.Optimizer], batch: int, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self.model = Model().to(device)
-        self.optimizer = make(self.model)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self.batch = torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=generator).to(device)
-
-    def __call__(self) -> Tensor:
-        logits = self.model(self.batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), self.batch[:, 1:].flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+def _trainer(make: Callable[[nn.Module], torch.optim.Optimizer], batch: int, device: torch.device) -> Trainer:
+    """The other bench's, of a model that its optimizer wraps if anything does."""
+    return Trainer(lambda model: model, make, batch, device)
 
 
 def _fsdp(model: nn.Module) -> torch.optim.Optimizer:
@@ -56,14 +40,6 @@ def _fsdp(model: nn.Module) -> torch.optim.Optimizer:
 
 def _alone(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW(model.parameters(), lr=RATE)
-
-
-def _check(ours: Trainer, peer: Trainer) -> float:
-    """Both take three steps from the same weights: the losses must agree. Their largest difference."""
-    worst = max(abs(float(ours() - peer())) for _ in range(3))
-    if not worst < 1e-4:
-        raise AssertionError(f"losses differ by {worst} within 3 steps")
-    return worst
 
 
 def _facts(ours: Trainer, stage: int) -> dict[str, Any]:
@@ -81,11 +57,11 @@ def _facts(ours: Trainer, stage: int) -> dict[str, Any]:
 
 
 def _case(stage: int, batch: int, *, device: torch.device) -> Case:
-    ours = Trainer(lambda model: ZeroOptimizer(model, AdamW, stage=stage, lr=RATE, weight_decay=0.01), batch, device)
-    peer = Trainer(_fsdp, batch, device)
-    alone = Trainer(_alone, batch, device)
+    ours = _trainer(lambda model: ZeroOptimizer(model, AdamW, stage=stage, lr=RATE, weight_decay=0.01), batch, device)
+    peer = _trainer(_fsdp, batch, device)
+    alone = _trainer(_alone, batch, device)
     facts = {"ranks": SIZE, "threads": torch.get_num_threads(), "tokens": SIZE * batch * LENGTH}
-    check = partial(_check, ours, peer)
+    check = partial(check_losses, ours, peer)
     worst = check()
     return Case(
         bench="zero",
