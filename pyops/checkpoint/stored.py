@@ -15,10 +15,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from pyops.checkpoint.boxes import Box, boxes_of_range, meeting, views
+from pyops.checkpoint.boxes import views
 from pyops.checkpoint.manifest import CheckpointError
 from pyops.checkpoint.tensor_file import TensorFile, bytes_of
-from pyops.flat import Shard, Shards
+from pyops.flat import Box, Shard, Shards, boxes_of_range, meeting
 
 __all__ = ["Part", "Stored"]
 

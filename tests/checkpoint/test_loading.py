@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pyops.checkpoint import CheckpointError, Stored, load, save, tensor_file
-from pyops.checkpoint.boxes import boxes_of_range
 from pyops.checkpoint.manifest import seal
-from pyops.flat import FlatLayout, Shard, Shards
+from pyops.flat import FlatLayout, Shard, Shards, boxes_of_range
 from tests.checkpoint.test_folder import equal, flip
 
 pytestmark = pytest.mark.cpu_only

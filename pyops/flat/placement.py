@@ -1,0 +1,130 @@
+"""Placement: where one rank's tensor stands in a parameter that a tensor-parallel group shares.
+
+    whole [7, 4], cut along dim 0 over 3 ranks        rank 0   rows 0 1 2
+                                                      rank 1   rows 3 4 5
+                                                      rank 2   row  6 and two rows of padding
+
+Every module that holds such a parameter says so in its attribute `placements`, {parameter's name in the module: Placement}; a
+parameter without an entry is whole and the same on every rank. Initialisation, the sum of partial gradients, the gradient's
+norm, checkpoints and weight import all go by this one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+
+from pyops.flat.shard import Box, Shard, Shards, boxes_of_range, meeting
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank holds of a parameter of `global_shape`.
+
+    dim: along which it is cut; None: every rank holds all of it. start, stop: the elements of `dim` that this rank holds;
+    length: how many its tensor has along `dim`; those beyond stop - start are padding, zero for ever.
+    copies: on how many ranks of the group the same elements are; first: whether this is the first of those.
+    partial: the gradient that backward leaves on a rank is a part of the whole one; the copies' parts must be summed.
+    """
+
+    global_shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+    length: int = 0
+    copies: int = 1
+    first: bool = True
+    partial: bool = False
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], *, rank: int, ranks: int, partial: bool = False) -> Placement:
+        """The same on every rank; partial: where each rank's gradient comes from its own tokens only."""
+        return cls(tuple(shape), copies=ranks, first=rank == 0, partial=partial and ranks > 1)
+
+    @classmethod
+    def cut(cls, shape: Sequence[int], *, dim: int, rank: int, ranks: int, unit: int = 1, copies: int = 1) -> Placement:
+        """An equal part for each rank, in whole units of `unit` elements; the last ranks' are padded where it does not divide.
+
+        copies: that many neighbouring ranks hold the same part, and each only a part of its gradient.
+        ValueError when `dim` is not made of whole units, or `ranks` not of whole copies.
+        """
+        units, rest = divmod(shape[dim], unit)
+        if rest or ranks % copies:
+            raise ValueError(
+                f"dim {dim} of {tuple(shape)} must be a multiple of {unit}, and {ranks} ranks one of {copies} copies"
+            )
+        parts, index = ranks // copies, rank // copies
+        each = -(-units // parts)
+        start, stop = (min(n * each, units) * unit for n in (index, index + 1))
+        return cls(tuple(shape), dim, start, stop, each * unit, copies, rank % copies == 0, copies > 1)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's tensor, padding included."""
+        if self.dim is None:
+            return self.global_shape
+        return (*self.global_shape[: self.dim], self.length, *self.global_shape[self.dim + 1 :])
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole, a number for each dim."""
+        return tuple(self.start if d == self.dim else 0 for d in range(len(self.global_shape)))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of this rank's part without the padding."""
+        return tuple(self.stop - self.start if d == self.dim else n for d, n in enumerate(self.global_shape))
+
+    def part(self, local: Tensor) -> Tensor:
+        """A view of this rank's tensor without the padding."""
+        return local if self.dim is None else local.narrow(self.dim, 0, self.stop - self.start)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's tensor, cut from the whole one and padded with zeros; a new tensor."""
+        if tuple(whole.shape) != self.global_shape:
+            raise ValueError(f"a tensor of shape {tuple(whole.shape)} is not the whole of {self.global_shape}")
+        local = whole.new_zeros(self.local_shape)
+        found = whole if self.dim is None else whole.narrow(self.dim, self.start, self.stop - self.start)
+        self.part(local).copy_(found.detach())
+        return local
+
+    def shard(self, local: Tensor) -> Shard:
+        """This rank's part, for a checkpoint: a view."""
+        return Shard(self.global_shape, self.offset, self.part(local))
+
+    def shards(self, elements: Tensor, *, start: int) -> Shards:
+        """As `shard`, of elements [start, start + n) of this rank's flattened tensor, where only those are at hand: views."""
+        mine: Box = ((0,) * len(self.global_shape), self.size)
+        found, at = [], 0
+        for box in boxes_of_range(self.local_shape, start, start + elements.numel()):
+            piece = elements[at : at + prod(box[1])].view(box[1])
+            at += piece.numel()
+            inner = meeting(mine, box)
+            if inner is None:
+                continue  # padding
+            where = tuple(slice(low - o, low - o + n) for low, o, n in zip(inner[0], box[0], inner[1], strict=True))
+            offset = tuple(low + o for low, o in zip(inner[0], self.offset, strict=True))
+            found.append(Shard(self.global_shape, offset, piece[where]))
+        return Shards(tuple(found))
+
+    @staticmethod
+    def of(model: nn.Module) -> dict[str, Placement]:
+        """{qualified name: Placement} of the model's parameters that have one; a shared parameter under its first name."""
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first.setdefault(id(parameter), name)
+        found: dict[str, Placement] = {}
+        for prefix, module in model.named_modules():
+            for name, placement in getattr(module, "placements", {}).items():
+                parameter = module.get_parameter(name)
+                if tuple(parameter.shape) != placement.local_shape and parameter.numel():
+                    raise ValueError(
+                        f"{prefix}.{name} is of shape {tuple(parameter.shape)}, its placement is for {placement.local_shape}"
+                    )
+                found.setdefault(first[id(parameter)], placement)
+        return found

@@ -1,0 +1,103 @@
+"""Shard and Shards: parts of a tensor on one rank, as boxes or as ranges of the flattened tensor.
+
+range [3, 14) of a [4, 5] tensor         . . . # #     box [1, 2] at (0, 3)
+                                         # # # # #     box [1, 5] at (1, 0)
+                                         # # # # .     box [1, 4] at (2, 0)
+                                         . . . . .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+__all__ = ["Box", "Shard", "Shards", "boxes_of_range", "meeting"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size), a number for each dim
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` of the whole, in one of two forms.
+
+    box     offset has one number per dim                                     Shard((4, 6), (2, 0), tensor [2, 6])
+    range   offset has one number and `tensor` one dim, whatever the whole    Shard((4, 6), (9,), tensor [5])
+            has: elements [offset, offset + n) of the flattened, row-major whole
+
+    ValueError for a part that does not lie within the whole.
+    """
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def is_range(self) -> bool:
+        """Whether this is a range of the flattened tensor. A box of one dim is one too."""
+        return len(self.offset) == self.tensor.dim() == 1
+
+    def __post_init__(self) -> None:
+        whole = (prod(self.global_shape),) if self.is_range else self.global_shape
+        fits = len(whole) == len(self.offset) == self.tensor.dim()
+        ends = [o + n for o, n in zip(self.offset, self.tensor.shape, strict=False)]
+        if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, whole, strict=True)):
+            raise ValueError(
+                f"a shard of shape {tuple(self.tensor.shape)} at offset {self.offset} does not lie within {self.global_shape}; "
+                "offset needs one number per dim, or one number and a tensor of one dim for a range of the flattened whole"
+            )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Several parts of one tensor on one rank, which owns a chunk of each of several buckets; may be none at all.
+
+    ValueError for parts of tensors that differ in shape or dtype.
+    """
+
+    parts: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(tuple(part.global_shape), part.tensor.dtype) for part in self.parts}
+        if len(kinds) > 1:
+            raise ValueError(f"Shards are parts of one tensor, but these are of {sorted(map(str, kinds))}; make one for each")
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Boxes that hold elements [start, stop) of the flattened tensor of this shape, in that order; each lies in one piece."""
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (stop - start,))] if shape else [((), ())]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows [first, last)
+    if first > last:  # within one row
+        inner = boxes_of_range(shape[1:], start - last * row, stop - last * row)
+        return [((last, *offset), (1, *size)) for offset, size in inner]
+    found = []
+    if start < first * row:
+        inner = boxes_of_range(shape[1:], start - (first - 1) * row, row)
+        found += [((first - 1, *offset), (1, *size)) for offset, size in inner]
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if last * row < stop:
+        inner = boxes_of_range(shape[1:], 0, stop - last * row)
+        found += [((last, *offset), (1, *size)) for offset, size in inner]
+    return found
+
+
+def meeting(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common."""
+    low = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+    if any(x >= y for x, y in zip(low, high, strict=True)):
+        return None
+    return low, tuple(y - x for x, y in zip(low, high, strict=True))
