@@ -11,15 +11,21 @@
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
     onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm, onebit_encode_scaled_
     quantize   quantize_encode_, quantize_reencode_, quantize_decode_, quantize_sum_rows_: int8 and fp8
+    activation  bias_activation, bias_gated            what stands between two linear layers; differentiable
+    dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
+    rotary     rotary                                  rotary positions; differentiable
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and for installations without
-kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math.
+kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in
+pyops/ops/triton/<stem>.py.
 """
 
 from pyops.ops import (
+    activation,
     adafactor,
     adagrad,
+    dropout,
     frozen_adam,
     grad_norm,
     lamb,
@@ -30,12 +36,13 @@ from pyops.ops import (
     quantize,
     random,
     reduce,
+    rotary,
     sgd,
     table,
 )
 from pyops.ops.library import build_info, has_kernel, isa, native
 
 __all__ = [
-    "adafactor", "adagrad", "build_info", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb", "lars", "lion", "native",
-    "onebit", "optim", "quantize", "random", "reduce", "sgd", "table",
+    "activation", "adafactor", "adagrad", "build_info", "dropout", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb",
+    "lars", "lion", "native", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd", "table",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Loads the kernels and keeps the list of ops: the one place that knows whether there is an extension.
 
-define(schema, reference, fake)           pyops/ops/<stem>.py, at import
-    |-- schema and fake: always
-    |-- extension built:  C++ kernels answer for CPU and CUDA; for any other device the op raises and says how to build
+define(schema, reference, fake, ...)      pyops/ops/<stem>.py, at import
+    |-- schema, fake, autograd: always
+    |-- extension built:  C++ kernels answer for CPU and CUDA, Triton kernels (pyops/ops/triton) for CUDA where triton is
+    |                     installed; for any other device the op raises and says how to build
     `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_info", "define", "has_kernel", "isa", "isas", "library", "load", "native", "use_isa"]
+__all__ = [
+    "build_info", "define", "has_kernel", "has_triton", "isa", "isas", "library", "load", "native", "no_second_derivative",
+    "use_isa",
+]  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _HOW_TO_BUILD = "pip install --no-build-isolation -e . (or PYOPS_NO_EXT=1 pip install ... for plain torch, without kernels)"
@@ -68,20 +73,55 @@ def load() -> ctypes.CDLL | None:
 library = torch.library.Library("pyops", "DEF")
 
 
-def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on shapes."""
+def define(
+    schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None, triton: str | None = None,
+) -> None:  # fmt: skip
+    """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on shapes.
+
+    backward, setup_context: its derivative, as torch.library.register_autograd takes them; none: it has no derivative.
+    triton: the module in pyops/ops/triton that has a function of the op's name and arguments for CUDA tensors.
+    """
     name = schema[: schema.index("(")]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"pyops::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"pyops::{name}", backward, setup_context=setup_context, lib=library)
+    extension = build_info()["extension"]
     # This key answers for every device that has no kernel of its own.
-    library.impl(name, _missing_kernel(name) if build_info()["extension"] else reference, "CompositeExplicitAutograd")
+    library.impl(name, _missing_kernel(name, triton) if extension else reference, "CompositeExplicitAutograd")
+    if extension and triton is not None and has_triton():
+        library.impl(name, _triton_kernel(triton, name), "CUDA")
+    if extension and triton is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(f"pyops::{name}", "CPU"):
+        library.impl(name, reference, "CPU")  # for the time being: until its C++ kernel is written
 
 
-def _missing_kernel(name: str) -> Callable[..., Any]:
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed. Nothing is imported, and no driver is asked for."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton_kernel(stem: str, name: str) -> Callable[..., Any]:
+    """The function `name` of pyops/ops/triton/<stem>.py, imported at its first call."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f"pyops.ops.triton.{stem}"), name)(*args, **kwargs)
+
+    return launch
+
+
+def no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    """The derivative of a backward op: there is none, and silence would be a wrong number."""
+    raise NotImplementedError("this op has no second derivative; compute the first without create_graph=True")
+
+
+def _missing_kernel(name: str, triton: str | None = None) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
         device = tensors[0].device.type if tensors else "no"
-        build = "build with PYOPS_CUDA=ON" if device == "cuda" else "move the tensors to cpu or cuda"
+        for_cuda = "build with PYOPS_CUDA=ON" if triton is None else "install triton"
+        build = for_cuda if device == "cuda" else "move the tensors to cpu or cuda"
         raise RuntimeError(
             f"pyops::{name} has no kernel for {device} tensors in this installation; {build}, or install with PYOPS_NO_EXT=1 "
             "for the plain-torch path. pyops.has_kernel(op, device) tells."
@@ -91,7 +131,7 @@ def _missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether `op` (such as "adam_") has a compiled kernel for `device` ("cpu", "cuda") in this installation."""
+    """Whether `op` (such as "adam_") has a kernel, C++ or Triton, for `device` ("cpu", "cuda") in this installation."""
     if not build_info()["extension"]:
         return False
     importlib.import_module("pyops.ops")

@@ -153,6 +153,32 @@ def _reencode(device: torch.device, stem: str, **options: Any) -> Sample:
     return (torch.zeros_like(payloads[0]), payloads, *_codec(device, 1)[2:]), {"n": 70, "block": 64, "scale": 0.3, **options}
 
 
+def _layer(device: torch.device, width: int, *, bias: int, activation: str) -> Sample:
+    """x [2, 3, width] with gaps between its rows, and a bias of `bias` elements."""
+    x = torch.randn(2, 3, width + 2, device=device)[..., :width]
+    return (x, torch.randn(bias, device=device)), {"activation": activation}
+
+
+def _layer_backward(device: torch.device, dy: int, *, width: int, activation: str) -> Sample:
+    args, kwargs = _layer(device, width, bias=width, activation=activation)
+    return (torch.randn(2, 3, dy, device=device), *args), {**kwargs, "bias_grad": True}
+
+
+def _state(device: torch.device) -> Tensor:
+    """Key and offset of a dropout stream."""
+    return torch.tensor([-7, 5], device=device)
+
+
+def _dropout_add(device: torch.device) -> Sample:
+    x, residual = torch.randn(2, 3, 5, device=device), torch.randn(3, 2, 5, device=device).transpose(0, 1)
+    return (x, torch.randn(5, device=device), residual, _state(device)), {"p": 0.3}
+
+
+def _rotary(device: torch.device) -> Sample:
+    x, angle = torch.randn(2, 4, 3, 10, device=device).transpose(1, 2), torch.randn(2, 3, 4, device=device)
+    return (x, angle.cos(), angle.sin()), {"interleaved": True, "inverse": False}
+
+
 _ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
 
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
@@ -191,6 +217,20 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"block": 64, "format": "e5m2", "scale": 0.3},
     ),
     "quantize_reencode_": lambda device: _reencode(device, "quantize", format="e4m3", **_ROUNDING),
+    "bias_activation": lambda device: _layer(device, 5, bias=5, activation="gelu"),
+    "bias_activation_backward": lambda device: _layer_backward(device, 5, width=5, activation="gelu_tanh"),
+    "bias_gated": lambda device: _layer(device, 6, bias=6, activation="silu"),
+    "bias_gated_backward": lambda device: _layer_backward(device, 3, width=6, activation="gelu"),
+    "bias_dropout_add": _dropout_add,
+    "bias_dropout_add_backward": lambda device: (
+        (torch.randn(2, 3, 5, device=device), _state(device)),
+        {"p": 0.3, "bias_grad": True},
+    ),
+    "dropout": lambda device: (
+        (torch.randn(2, 3, 5, device=device), _state(device)),
+        {"p": 0.3, "row": 7, "row_stride": 11},
+    ),
+    "rotary": _rotary,
     "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_dropout_mask_": lambda device: (

@@ -13,10 +13,16 @@ from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
     "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "adafactor", "grad_norm", "reduce", "random",
-    "onebit", "quantize",
+    "onebit", "quantize", "activation", "dropout", "rotary",
 )  # fmt: skip
 
 
+# Kernels for CUDA in Triton: there wherever triton is.
+IN_TRITON = {
+    op for stem in ("activation", "dropout", "rotary") for op in SAMPLES
+    if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op}_reference")
+}  # fmt: skip
+DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith("_backward")}  # with a derivative
 CPU_ONLY = ("adafactor_",)  # no CUDA kernel yet: the op raises there and says so
 
 
@@ -48,6 +54,8 @@ def test_opcheck(op: str, device: torch.device):
     skip_without_kernel(op, device)
     args, kwargs = SAMPLES[op](device)
     packet = getattr(torch.ops.pyops, op).default
+    if op in DIFFERENTIABLE:
+        args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
     checks = OPCHECKS.get(op)
     torch.library.opcheck(packet, args, kwargs, **({"test_utils": checks} if checks else {}))
 
@@ -87,8 +95,10 @@ def test_what_hides_behind_pointers_refuses_to_be_traced(op: str, device: torch.
 def test_has_kernel(device: torch.device):
     built = library.build_info()["extension"]
     assert all(pyops.has_kernel(op, "cpu") == built for op in ops())
+    assert {"bias_activation", "rotary"} <= IN_TRITON
     for op in ops():
-        assert pyops.has_kernel(op, "cuda") == (built and library.build_info()["cuda"] and op not in CPU_ONLY), op
+        expected = library.has_triton() if op in IN_TRITON else library.build_info()["cuda"] and op not in CPU_ONLY
+        assert pyops.has_kernel(op, "cuda") == (built and expected), op
     assert not pyops.has_kernel("adam_", "xpu")
     if built:
         with pytest.raises(ValueError, match="no op 'adamm_'"):

@@ -1,0 +1,47 @@
+"""The Triton kernels of the stem `activation`, run by the interpreter on CPU tensors; see test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyops.ops import activation as contract
+from pyops.ops.triton import activation as kernels
+from tests.ops.triton.rounding import assert_within_roundings
+
+SHAPES = ((2, 3, 6), (0, 4), (5, 700), (6,))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def operands(shape: tuple[int, ...], dtype: torch.dtype, *, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x with gaps between its rows, bias, and dy, transposed where that is possible."""
+    width = 2 * shape[-1] if gated else shape[-1]
+    x = (3 * torch.randn(*shape[:-1], width + 1, dtype=torch.float64)).to(dtype)[..., :width]
+    return x, torch.randn(width, dtype=torch.float64).to(dtype), torch.randn(shape[::-1], dtype=torch.float64).to(dtype).mT \
+        if len(shape) == 2 else torch.randn(shape, dtype=torch.float64).to(dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["bias_activation", "bias_gated"])
+def test_forward_and_backward(op: str):
+    """Each activation and each dtype once, then other shapes."""
+    cases = [((3, 5), name, dtype) for name, dtype in zip(contract.ACTIVATIONS, DTYPES, strict=True)]
+    for i, (shape, name, dtype) in enumerate([*cases, *((shape, "gelu", torch.float32) for shape in SHAPES)]):
+        x, bias, dy = operands(shape, dtype, gated=op == "bias_gated")
+        b = bias if i % 3 else None
+        actual = getattr(kernels, op)(x, b, activation=name)
+        assert_within_roundings(actual, getattr(contract, f"{op}_reference")(x, b, activation=name))
+        options = {"activation": name, "bias_grad": b is not None}
+        gradients = getattr(kernels, f"{op}_backward")(dy, x, b, **options)
+        for a, e in zip(gradients, getattr(contract, f"{op}_backward_reference")(dy, x, b, **options), strict=True):
+            assert_within_roundings(a, e)
+            assert not x.numel() or not e.numel() or e.abs().max() > 0
+
+
+def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
+    """More tiles than blocks: each block walks several tiles, the last ones past the end."""
+    monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)
+    x, bias, dy = operands((29, 5), torch.float32, gated=False)
+    options = {"activation": "gelu", "bias_grad": True}
+    for a, e in zip(kernels.bias_activation_backward(dy, x, bias, **options),
+                    contract.bias_activation_backward_reference(dy, x, bias, **options), strict=True):  # fmt: skip
+        assert_within_roundings(a, e)
