@@ -2,6 +2,7 @@
 
     Adafactor(model.parameters(), lr=1e-2)                 a matrix of r rows and c columns has a state of r + c numbers
     Adafactor([FlatBuffer(model.named_parameters()).parameter])              each tensor of the buffer for itself
+    pyops.zero.ZeroOptimizer(model, Adafactor, stage=2)                      parts of tensors: see adafactor_parts.py
 
 The formula is that of pyops/ops/adafactor.py. Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
 """
@@ -9,7 +10,7 @@ The formula is that of pyops/ops/adafactor.py. Shazeer and Stern, arXiv:1804.042
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.adafactor import adafactor_
+from pyops.optim.adafactor_parts import PartRow, part_of, step_parts
 from pyops.optim.base import FusedOptimizer, Group
 from pyops.optim.checks import check_hyperparameters, name_of
 from pyops.optim.layerwise import check_layout, layers_of, layout_of
@@ -36,7 +38,11 @@ def shapes_of(shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def state_shapes(param: Tensor) -> dict[str, tuple[int, ...]]:
-    """Shapes of a parameter's states. A flat parameter has those of its layers one after the other."""
+    """Shapes of a parameter's states. A flat parameter has those of its layers one after the other; a part has row_var and
+    col_var of its whole tensor."""
+    if (part := part_of(param)) is not None:
+        row_var, col_var, _ = shapes_of(part.shape)
+        return {"row_var": row_var, "col_var": col_var} if part.is_factored else {"variance": tuple(param.shape)}
     layout = layout_of(param)
     if layout is None:
         return {
@@ -56,8 +62,15 @@ class Adafactor(FusedOptimizer):
     tensor by tensor, with the bits that separate parameters would have; its padding is left alone. What follows: see Adam.
     There is no state_dtype.
 
+    reduce_sums: set it where each process holds a part of every tensor, as parameters with an attribute `part_of`: a callable
+    that replaces a float64 tensor by its sum over all processes, in place; it is not pickled. whole_states: the states of such
+    a parameter that every process has whole.
+
     Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
     """
+
+    reduce_sums: Callable[[Tensor], Tensor] | None = None
+    whole_states = ("row_var", "col_var")
 
     def __init__(
         self,
@@ -133,6 +146,8 @@ class Adafactor(FusedOptimizer):
         self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
     ) -> None:
         assert isinstance(work, Batch)
+        if part_of(work.columns[PARAM][0]) is not None:
+            return self._launch_parts(group, work, lr, factor, skip)
         dense, changed = self._contiguous(work.columns)
         columns, offsets = layers_of(dense, work.offsets)
         shapes, states = self._layers(work.columns[-1])
@@ -150,6 +165,27 @@ class Adafactor(FusedOptimizer):
         )  # fmt: skip
         for tensor, stand_in in changed:
             tensor.copy_(stand_in)
+
+    def _launch_parts(self, group: Group, work: Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None) -> None:
+        """Step parts of tensors together with the other processes."""
+        if skip is not None and bool(skip):
+            return
+        owner = {id(state["step"]): param for param, state in self.state.items() if "step" in state}
+        rows, columns = [], work.columns
+        for i, step in enumerate(columns[-1]):
+            param = owner[id(step)]
+            part, (master, copy) = part_of(param), (self._given(columns[which], i) for which in (MASTER, COPY))
+            assert part is not None
+            tensors = (columns[PARAM][i].detach(), columns[GRAD][i], master, copy, step)
+            rows.append(PartRow(part, *tensors, state=self.state[param], offset=work.offsets[i]))
+        step_parts(
+            rows, reduce=self.reduce_sums or (lambda sums: sums), group=group, lr=float(group["lr"] if lr is None else lr),
+            factor=factor, zero_grads=self.zeroes_gradients, stochastic_rounding=self.stochastic_rounding,
+        )  # fmt: skip
+
+    @staticmethod
+    def _given(column: list[Tensor], i: int) -> Tensor | None:
+        return column[i] if column and column[i].numel() else None
 
     def _contiguous(self, columns: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
         """The columns with contiguous stand-ins where needed, and what is to be copied back: (tensor, stand-in)."""

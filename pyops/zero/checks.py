@@ -16,7 +16,7 @@ __all__ = ["STAGES", "check_arguments", "param_groups_of"]
 
 Group = dict[str, Any]
 STAGES = (0, 1, 2, 3)
-# They look at a whole tensor, of which a rank has a part.
+# They look at a whole tensor, of which a rank has a part. pyops' own Adafactor sums over the parts.
 NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
 
 
@@ -44,10 +44,11 @@ def check_arguments(
         raise ValueError(f"{who}: offload is {offload!r}; give 'cpu' (host memory), a folder that exists, or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{who}: group must be a torch process group or None (all ranks), got {group!r}")
-    if optimizer_class.__name__ in NEED_WHOLE_TENSORS and stage:
+    if optimizer_class.__name__ in NEED_WHOLE_TENSORS and not hasattr(optimizer_class, "reduce_sums"):
         raise ValueError(
-            f"{who}: {optimizer_class.__name__} looks at whole tensors, and at stage {stage} a rank has a part of each; use "
-            "stage=0, or an optimizer that steps each element by itself, such as AdamW"
+            f"{who}: {optimizer_class.__module__}.{optimizer_class.__name__} looks at whole tensors, and here it is given flat "
+            "parts of them; use it with pyops.DataParallel, or one that steps each element by itself, such as AdamW, or "
+            "pyops.optim.Adafactor, which sums over the parts"
         )
     if hasattr(optimizer_class, "num_ranks"):
         raise ValueError(f"{who}: {optimizer_class.__name__} communicates by itself; use it with pyops.DataParallel")

@@ -44,7 +44,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Trains `model` on all ranks of `group`, each with its own part of the batch and 1 / N of the states.
 
     model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
-    torch.optim, or any that steps each element by itself; LAMB and LARS of pyops too. optimizer_arguments: its arguments.
+    torch.optim, or any that steps each element by itself; LAMB, LARS and Adafactor of pyops too. optimizer_arguments: its
+    arguments.
 
     stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
     offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there.
@@ -119,8 +120,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
             error = caught
         agree(error, group=group)
-        if self.communicator is not None and hasattr(self.owned.optimizer, "reduce_norms"):
-            self.owned.optimizer.reduce_norms = self._sum_over_ranks
+        for key in ("reduce_norms", "reduce_sums"):
+            if self.communicator is not None and hasattr(self.owned.optimizer, key):
+                setattr(self.owned.optimizer, key, self._sum_over_ranks)
         self._built = False
         super().__init__(groups, self.owned.optimizer.defaults)
         self._built = True

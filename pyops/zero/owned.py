@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pyops.offload import Offloaded
 from pyops.ops.grad_norm import squared_norm
+from pyops.optim.adafactor_parts import Part
 from pyops.optim.base import FusedOptimizer
 from pyops.optim.layerwise import LayerwiseOptimizer
 from pyops.zero.gradients import Gradients
@@ -59,7 +60,9 @@ class Owned:
         fused = issubclass(optimizer_class, FusedOptimizer)
         if fused and not arguments.get("stochastic_rounding", False):
             arguments.setdefault("master_weights", True)
-        self._by_layers = issubclass(optimizer_class, LayerwiseOptimizer)
+        # What sums over all parts of a tensor takes part in the sums also where it has none of it.
+        self._in_parts = hasattr(optimizer_class, "reduce_sums")
+        self._by_layers = self._in_parts or issubclass(optimizer_class, LayerwiseOptimizer)
         self.flats = list(flats)
         where = {
             id(flat.parameters[piece.index]): (f, piece)
@@ -76,6 +79,8 @@ class Owned:
                 f, piece = where[id(parameter)]
                 if piece.numel or self._by_layers:
                     mine.append(self._own(f, piece, fused=fused))
+                    if self._in_parts:
+                        mine[-1].parameter.part_of = Part(mine[-1].shape, piece.of_tensor.start)  # type: ignore[attr-defined]
                     offsets.append(first + piece.of_tensor.start)
                 first += parameter.numel()
             self.pieces.append(mine)

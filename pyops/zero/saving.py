@@ -107,6 +107,17 @@ def check_names(groups: Sequence[Group], saved: Any, names: Mapping[int, str]) -
             )
 
 
+def _whole(value: Any, each: OwnedPiece, *, name: str) -> Tensor:
+    """A state that every rank has whole, in its shape."""
+    shape = tuple(value.global_shape if isinstance(value, Shard) else value.shape)
+    if len(shape) != len(each.shape) or any(n not in (1, m) for n, m in zip(shape, each.shape, strict=True)):
+        raise ValueError(f"{name} has shape {shape} in the state, of a parameter {each.shape}; it is of another model")
+    if isinstance(value, Shard) and tuple(value.tensor.shape) != shape:
+        raise ValueError(f"the state has only a part of {name}; load whole tensors, as pyops.checkpoint.load gives them")
+    tensor: Tensor = value.read() if hasattr(value, "read_into") else value.tensor if isinstance(value, Shard) else value
+    return tensor.detach().clone()
+
+
 def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
     """({number of the inner parameter: its states}, {number: its master, where that is the parameter itself}).
 
@@ -114,12 +125,16 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[s
     """
     states: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
+    everywhere = getattr(owned.optimizer, "whole_states", ())
     for number, each in enumerate(owned.all_pieces()):
         where = each.piece.of_tensor
         found: dict[str, Any] = {}
         for key, value in saved["state"].get(each.name, {}).items():
             label = f"state {key!r} of {each.name}"
             stored = hasattr(value, "read_into")
+            if key in everywhere:
+                found[key] = _whole(value, each, name=label)
+                continue
             if isinstance(value, Tensor) or stored:
                 single = key == "step" or (tuple(value.shape) == () and each.shape != ())
             else:

@@ -152,7 +152,9 @@ def _refused(rank: int, group: Any, case: str) -> tuple[str, bool]:
     elif case == "frozen":
         model.requires_grad_(False)
     elif case == "adafactor":
-        cls = pyops.optim.Adafactor
+        cls = torch.optim.Adafactor
+    elif case == "offloaded adafactor":
+        cls, arguments["offload"] = pyops.optim.Adafactor, "cpu"
     elif case == "communicates":
         cls = __import__("pyops.onebit", fromlist=["OneBitAdam"]).OneBitAdam
     try:
@@ -169,7 +171,8 @@ REFUSED = {
     "model differs": "models differ", "class": "pass the class itself", "bucket": "bucket_bytes is 0",
     "norm": "max_grad_norm is -1.0", "strange parameter": "no parameter of the model", "twice": "appears twice",
     "inner": "betas", "unknown": "momentun", "frozen": "no parameter requires a gradient",
-    "adafactor": "looks at whole tensors", "communicates": "communicates by itself",
+    "adafactor": "looks at whole tensors", "offloaded adafactor": "Adafactor",
+    "communicates": "communicates by itself",
 }  # fmt: skip
 
 

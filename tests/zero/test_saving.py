@@ -65,7 +65,7 @@ def _resume(rank: int, group: Any, folder: str, stage: int, name: str, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["AdamW", "torch.AdamW", "LAMB"])
+@pytest.mark.parametrize("name", ["AdamW", "torch.AdamW", "LAMB", "Adafactor"])
 def test_resumes_bit_for_bit_at_another_stage_and_bucket_size(world, tmp_path: Path, name: str, dtype: torch.dtype):
     saved_at = 3 if name == "AdamW" else 2
     losses, parameters = world(3).run(_save, str(tmp_path / "a"), saved_at, name, dtype)[0]
