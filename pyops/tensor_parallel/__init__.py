@@ -1,0 +1,53 @@
+"""Layers that the ranks of a group share out (Megatron): by heads, inner width and vocabulary, and the tokens between them.
+
+    layer = pyops.tensor_parallel.ParallelMLP(512, 2048, group=tp_group, sequence_parallel=True)
+    loss(layer(x)).backward()
+    pyops.tensor_parallel.finish_gradients(layer, group=tp_group)     # gradients of which each rank has a part
+
+| file | what it does |
+|---|---|
+| regions.py, ranks.py | autograd edges between what ranks hold together and apart; the group they are of |
+| linear.py, products.py | column- and row-parallel linear layers; their products, with collectives beside them |
+| attention.py, scores.py | attention by heads; scores, rotary, bias by distance |
+| mlp.py, embedding.py, norm.py | MLP, plain and gated; embedding by vocabulary; norms with the residual added |
+| dropout.py | dropout by counters |
+| initialise.py | parameters drawn by their place in the whole |
+| gradients.py | parts summed over ranks, norm, clipping |
+
+A layer's parameters are plain tensors of this rank's size; its `placements` ({name: pyops.flat.Placement}) say where they stand
+in the whole. The same seed gives the same model, loss and dropout on any number of ranks. A group of None is one rank alone:
+nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from pyops.tensor_parallel.attention import ParallelAttention
+from pyops.tensor_parallel.dropout import Dropout, set_dropout
+from pyops.tensor_parallel.embedding import VocabParallelEmbedding
+from pyops.tensor_parallel.gradients import clip_grad_norm_, finish_gradients, grad_norm
+from pyops.tensor_parallel.initialise import initialise_, initialise_model_
+from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.mlp import ParallelMLP
+from pyops.tensor_parallel.norm import LayerNorm, RMSNorm
+from pyops.tensor_parallel.ranks import Ranks
+from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Dropout",
+    "LayerNorm",
+    "ParallelAttention",
+    "ParallelMLP",
+    "RMSNorm",
+    "Ranks",
+    "RelativeBias",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "clip_grad_norm_",
+    "finish_gradients",
+    "grad_norm",
+    "initialise_",
+    "initialise_model_",
+    "rotary_tables",
+    "set_dropout",
+]

@@ -1,0 +1,54 @@
+"""Parameters drawn by (seed, name, place in the whole): the ranks' parts put together are bitwise the tensor of one rank.
+
+No rank builds the whole: each draws the elements that its Placement gives it, and its padding is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from pyops import random
+from pyops.flat import Placement
+
+__all__ = ["initialise_", "initialise_model_"]
+
+
+@torch.no_grad()
+def initialise_(
+    parameter: Tensor, *, seed: int, name: str, std: float = 0.02, mean: float = 0.0, placement: Placement | None = None
+) -> Tensor:
+    """Fill `parameter` in place with normal numbers of the stream (seed, name); std 0 fills it with the mean.
+
+    placement: where it stands in the whole; None: it is whole. Numbers are drawn in fp32 and cast, so that every dtype starts
+    from the same ones.
+    """
+    where = placement or Placement.whole(parameter.shape, rank=0, ranks=1)
+    part = where.part(parameter)
+    if part.numel() < parameter.numel():
+        parameter.zero_()
+    if std == 0.0:
+        part.fill_(mean)
+    else:
+        part.copy_(random.normal(seed, name, where.size, mean=mean, std=std, offset=where.offset,
+                                 global_shape=where.global_shape, device=parameter.device))  # fmt: skip
+    return parameter
+
+
+def initialise_model_(model: nn.Module, *, seed: int, std: float | Callable[[str], float] = 0.02, prefix: str = "") -> None:
+    """Fill every parameter under its qualified name: biases 0, one-dimensional weights (norms) 1, the others normal.
+
+    std: a deviation, or a function of the name that gives one. prefix: put before the names, for a part of a larger model.
+    A parameter of two names is drawn under its first.
+    """
+    placements = Placement.of(model)
+    for name, parameter in model.named_parameters():
+        last = name.rpartition(".")[2]
+        spread, mean = (std(name) if callable(std) else std), 0.0
+        if "bias" in last:
+            spread = 0.0
+        elif parameter.dim() == 1:
+            spread, mean = 0.0, 1.0
+        initialise_(parameter, seed=seed, name=prefix + name, std=spread, mean=mean, placement=placements.get(name))

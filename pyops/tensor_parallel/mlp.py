@@ -1,0 +1,76 @@
+"""The MLP of a transformer cut over ranks by its inner width: one sum over ranks forward, one backward.
+
+    x --> up (columns) --> activation --> down (rows) --> sum, + bias
+
+Gated (Shazeer, 2020): act(gate x) * (up x), where both matrices lie in one weight [2, F / ranks, D] with the gate first. The
+leading axis keeps each matrix whole when the ranks' parts are put together along dim 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["ParallelMLP"]
+
+_ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class ParallelMLP(nn.Module):
+    """x [..., dim] -> [..., dim]; under sequence parallelism this rank's rows [n, dim] to the same.
+
+    hidden: F, padded with zeros where the ranks don't divide it; an activation of 0 is 0, so the padding stays out of it.
+    activation: "gelu" (erf), "gelu_tanh", "relu" or "silu". skip_bias: returns (y without the last bias, bias or None).
+    Parameters: up.weight [F / ranks, D], or [2, F / ranks, D] when gated, up.bias likewise; down.weight [D, F / ranks],
+    down.bias [D]. The rest as in ColumnParallelLinear; out_std is the deviation of down.weight, by default std.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, *, activation: str = "gelu", gated: bool = False, bias: bool = True,
+        group: dist.ProcessGroup | None = None, sequence_parallel: bool = False, skip_bias: bool = False,
+        reduce: str = "fp32", overlap: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, seed: int | None = 0, name: str = "", std: float = 0.02,
+        out_std: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; choose one of {', '.join(_ACTIVATIONS)}")
+        self.activation, self.gated = activation, gated
+        prefix = name + "." if name else ""
+        shared: dict[str, Any] = {
+            "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce": reduce, "overlap": overlap,
+            "device": device, "dtype": dtype, "seed": seed,
+        }  # fmt: skip
+        self.up = ColumnParallelLinear(
+            dim, hidden, stacked=2 if gated else 0, skip_bias=True, name=prefix + "up", std=std, **shared
+        )
+        self.down = RowParallelLinear(
+            hidden, dim, skip_bias=skip_bias, name=prefix + "down", std=std if out_std is None else out_std, **shared
+        )
+
+    def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
+        """Draw all weights anew from the streams (seed, name + ".up.weight") and so on; biases become zero."""
+        prefix = name + "." if name else ""
+        self.up.reset_parameters(seed=seed, name=prefix + "up")
+        self.down.reset_parameters(seed=seed, name=prefix + "down")
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        h, bias = self.up(x)
+        if bias is not None:
+            h = h + bias.flatten()
+        act = _ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            return self.down(act(gate) * up)
+        return self.down(act(h))

@@ -1,0 +1,173 @@
+"""The matrix products of a shared linear layer as autograd Functions, each collective beside a product that does not need it.
+
+    column, forward              backward
+        x (gathered)                 gather x  |  dx = dy W          (the gather: under sequence parallelism only)
+        y = x W^T + b                sum dx    |  dW = dy^T x, db    (reduce_scatter under sequence parallelism)
+    row, forward                 backward
+        p = x W^T                    gather dy |  db
+        y = sum p + b                dx = dy W, dW = dy^T x
+
+What stands right of the bar is computed while what stands left of it is on its way: on a thread for CPU tensors, on a CUDA
+stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits.
+
+A sum over ranks of 16-bit numbers is a sum of roundings, and the error grows with the ranks. By default the parts therefore
+leave the product in fp32, travel so, and are rounded once; "native" sends 16-bit parts, half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyops.comm.work import Work
+from pyops.tensor_parallel.ranks import Ranks, pad_rows
+
+__all__ = ["Plan", "column_products", "row_product"]
+
+REDUCE = ("fp32", "native")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer's products are shared out. reduce: "fp32" or "native"."""
+
+    ranks: Ranks
+    sequence_parallel: bool = False
+    reduce: str = "fp32"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCE:
+            raise ValueError(f"reduce is {self.reduce!r}; choose one of {', '.join(REDUCE)}")
+
+
+def column_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan) -> tuple[Tensor, ...]:
+    """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum of dx for all of them.
+
+    x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence parallelism. The results are
+    [..., out], or [ranks * n, out].
+    """
+    x, weights, biases = _cast(x, weights, biases)
+    if plan.ranks.size == 1 and not any(hasattr(w, "main_grad") for w in weights):
+        return tuple(functional.linear(x, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
+    return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """The ranks' sum of x W^T, and then + b. x: [..., in / ranks], weight [out, in / ranks].
+
+    The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the result this rank's [n, out]
+    of the N tokens, padded.
+    """
+    x, (weight,), (bias,) = _cast(x, (weight,), (bias,))
+    if plan.ranks.size == 1 and not hasattr(weight, "main_grad"):
+        return functional.linear(x, weight, bias)
+    return _Row.apply(plan, x, weight, bias)  # type: ignore[no-any-return]
+
+
+def _cast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
+    """Under autocast everything in its dtype, as torch's own linear does."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weights, biases
+    dtype = torch.get_autocast_dtype(device)
+    if x.dtype == torch.float64:
+        return x, weights, biases
+    return x.to(dtype), [w.to(dtype) for w in weights], [b if b is None else b.to(dtype) for b in biases]
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+
+
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.dim() == 1 else bias.flatten()
+
+
+def _part_of_sum(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+    """a b, in the dtype in which it is summed over ranks. a: [rows, k], b: [k, columns]."""
+    if plan.reduce == "native" or a.dtype not in (torch.bfloat16, torch.float16) or plan.ranks.size == 1:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
+    """dy^T x in the shape of `weight`; None where it was added to weight.main_grad instead."""
+    assert x is not None
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return (dy.t() @ x).view(weight.shape)
+    main.view(-1, main.shape[-1]).addmm_(dy.t().to(main.dtype), x.to(main.dtype))
+    return None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
+        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
+        trained = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        ctx.save_for_backward(x if trained else None, *weights)
+        return tuple(functional.linear(whole, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        plan, n = ctx.plan, len(weights)
+        need_x, need_w, need_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
+        rows = [_rows(dy) for dy in dys]
+        shared = plan.sequence_parallel
+        gathering = plan.ranks.gather(x.contiguous(), async_op=plan.overlap) if shared and any(need_w) else None
+        if need_x:
+            dx = _part_of_sum(rows[0], _matrix(weights[0]), plan)
+            for dy, weight in zip(rows[1:], weights[1:], strict=True):
+                dx += _part_of_sum(dy, _matrix(weight), plan)
+        whole = gathering.wait() if gathering is not None else None if x is None else _rows(x)
+        summing = None
+        if need_x:
+            summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(dx, async_op=plan.overlap)
+        dws = [_weight_gradient(w, dy, whole) if need else None for w, dy, need in zip(weights, rows, need_w, strict=True)]
+        dbs = [dy.sum(0).view(w.shape[:-1]) if need else None for w, dy, need in zip(weights, rows, need_b, strict=True)]
+        found = summing.wait().to(ctx.dtype).view(ctx.shape) if summing is not None else None
+        return None, found, *dws, *dbs
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.plan, ctx.shape = plan, x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
+        part = _part_of_sum(_rows(x), weight.t(), plan)
+        if plan.sequence_parallel:
+            padded = pad_rows(part, plan.ranks.rows_each(len(part)) * plan.ranks.size)
+            y, shape = plan.ranks.reduce_scatter(padded).wait(), (-1, weight.shape[0])
+        else:
+            y, shape = plan.ranks.sum_(part).wait(), (*x.shape[:-1], weight.shape[0])
+        if bias is not None:
+            y += bias
+        return y.to(x.dtype).view(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        plan = ctx.plan
+        _, need_x, need_w, need_b = ctx.needs_input_grad
+        rows = _rows(dy)
+        gathering = plan.ranks.gather(rows.contiguous(), async_op=plan.overlap) if plan.sequence_parallel else Work(rows)
+        db = rows.sum(0) if need_b else None
+        whole = gathering.wait()[: ctx.shape[:-1].numel()]
+        dx = (whole @ weight).view(ctx.shape) if need_x else None
+        dw = _weight_gradient(weight, whole, _rows(x)) if need_w else None
+        return None, dx, dw, db
