@@ -34,6 +34,7 @@ _ROOMS = frozenset(
         "onebit",
         "recompute",
         "zero",
+        "tensor_parallel",
         "checkpoint",
         "models",
         "data",
