@@ -32,11 +32,10 @@ def path_text(path: StatePath) -> str:
 
 
 def find_shards(state: Any, path: StatePath = ()) -> dict[StatePath, tuple[Shard, ...]]:
-    """The shards within a nested state, by the path that leads to them; none for an empty `Shards`."""
-    if isinstance(state, Shard):
-        return {path: (state,)}
-    if isinstance(state, Shards):
-        return {path: state.parts} if state.parts else {}
+    """The shards within a nested state that this rank writes, by the path that leads to them; none for an empty `Shards`."""
+    if isinstance(state, Shard | Shards):
+        mine = tuple(part for part in ([state] if isinstance(state, Shard) else state) if not part.copy)
+        return {path: mine} if mine else {}
     steps: list[tuple[Step, Any]] = []
     if isinstance(state, Mapping):
         steps = [(("key", key), value) for key, value in state.items()]

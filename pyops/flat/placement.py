@@ -93,12 +93,11 @@ class Placement:
         self.part(local).copy_(found.detach())
         return local
 
-    def shard(self, local: Tensor) -> Shard:
-        """This rank's part, for a checkpoint: a view."""
-        return Shard(self.global_shape, self.offset, self.part(local))
+    def shards(self, elements: Tensor, *, start: int = 0, copy: bool = False) -> Shards:
+        """Elements [start, start + n) of this rank's flattened tensor as parts of the whole, for a checkpoint: views.
 
-    def shards(self, elements: Tensor, *, start: int) -> Shards:
-        """As `shard`, of elements [start, start + n) of this rank's flattened tensor, where only those are at hand: views."""
+        copy: another rank of the same place among the group's has them too, and writes them.
+        """
         mine: Box = ((0,) * len(self.global_shape), self.size)
         found, at = [], 0
         for box in boxes_of_range(self.local_shape, start, start + elements.numel()):
@@ -109,7 +108,7 @@ class Placement:
                 continue  # padding
             where = tuple(slice(low - o, low - o + n) for low, o, n in zip(inner[0], box[0], inner[1], strict=True))
             offset = tuple(low + o for low, o in zip(inner[0], self.offset, strict=True))
-            found.append(Shard(self.global_shape, offset, piece[where]))
+            found.append(Shard(self.global_shape, offset, piece[where], copy=copy or not self.first))
         return Shards(tuple(found))
 
     @staticmethod

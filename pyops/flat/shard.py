@@ -27,12 +27,15 @@ class Shard:
     range   offset has one number and `tensor` one dim, whatever the whole    Shard((4, 6), (9,), tensor [5])
             has: elements [offset, offset + n) of the flattened, row-major whole
 
+    copy: another rank holds the same part and writes it; here it is only for loading.
+
     ValueError for a part that does not lie within the whole.
     """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: Tensor
+    copy: bool = False
 
     @property
     def is_range(self) -> bool:

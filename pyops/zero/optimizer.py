@@ -32,6 +32,7 @@ from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.memory import kept_bytes
 from pyops.zero.owned import Owned
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
+from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.units import IsUnit
 
 __all__ = ["ZeroOptimizer"]
@@ -67,6 +68,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     device is made unit by unit on `device`, with the values that `initialise(module)`, by default module.reset_parameters(),
     gives on rank 0.
 
+    tp_group: the ranks that share the model's parameters, where pyops.tensor_parallel has cut them; `group` then is of the
+    ranks that hold the same parts. Partial gradients are summed over it, norms are of the whole parameters.
+
     Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
     4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2, 16 P / N at stage 3. A step sends 2 (N - 1) / N times the model at
     stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.
@@ -79,7 +83,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
-        group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, offload: str | None = None,
+        group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
+        params: Iterable[Any] | None = None, offload: str | None = None,
         bucket_bytes: int = 25 << 20,
         max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
@@ -94,10 +99,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
             check_initialise(model, initialise)
             groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload)
+            self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
         except (TypeError, ValueError, OSError) as caught:
             error = caught
         agree(error, group=group)
         check_same_model(model, group=group)
+        self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
         self._names = {id(p): name for name, p in model.named_parameters()}
         options = {
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
@@ -116,7 +123,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         place = Place(rank, ranks, device_for(model, device), group, initialise)
         self._lay_out(groups, place, units, whole_below)
         try:
-            self.owned = Owned(self.flats, groups, optimizer_class, optimizer_arguments, offload=offload)
+            self.owned = Owned(
+                self.flats, groups, optimizer_class, optimizer_arguments, offload=offload, placements=self._placements
+            )
         except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
             error = caught
         agree(error, group=group)
@@ -194,6 +203,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.gradients.flush()
             self.owned.take_gradients(self.gradients, set())
             told = self._exchange()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.finish(self.owned.all_pieces(), self.gradients)
+            if self._measures:  # what was told was measured before
+                told = self._exchange()
         self.owned.take_gradients(self.gradients, self._unused(told))
         factor, skip = self._factor(told)
         self.gathering.release_all()  # what is whole holds the old values
@@ -222,6 +235,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks = 1 if comm is None else comm.size
         if comm is not None:
             all_reduce(told, communicator=comm, label="what to step")
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.sum(told)
+            ranks *= self.tensor_parallel.communicator.size
         found: list[float] = told.tolist()
         if found[OPTIONS_SQUARED] * ranks != found[OPTIONS] ** 2:
             raise DisagreementError(
@@ -287,7 +303,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Each rank's own part, sharing memory with the states in use; `pyops.checkpoint.save` writes all ranks' as one.
         """
-        return collect(self.owned, self.param_groups, self._names)
+        replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
+        return collect(self.owned, self.param_groups, self._names, replica=replica)
 
     def memory(self) -> dict[str, int]:
         """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
@@ -313,7 +330,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def model_state_dict(self) -> Group:
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
-        return collect_model(self.model, self.gathering.units, self.communicator)
+        return collect_model(self.model, self.gathering.units, self.communicator, self._placements)
 
     def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of ranks, or the model's own
@@ -322,7 +339,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         copies: list[tuple[Tensor, Tensor]] = []
         try:
-            copies = distribute_model(self.model, self.gathering.units, self.communicator, state)
+            copies = distribute_model(self.model, self.gathering.units, self.communicator, state, self._placements)
         except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)

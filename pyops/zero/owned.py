@@ -10,13 +10,15 @@ for any other optimizer the piece itself is the master, and is rounded into the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.ops.grad_norm import squared_norm
 from pyops.optim.adafactor_parts import Part
@@ -25,6 +27,7 @@ from pyops.optim.layerwise import LayerwiseOptimizer
 from pyops.zero.gradients import Gradients
 from pyops.zero.parameters import FlatParameters
 from pyops.zero.partition import Piece
+from pyops.zero.stretch import Stretch
 
 __all__ = ["Owned", "OwnedPiece"]
 
@@ -42,6 +45,11 @@ class OwnedPiece:
     piece: Piece
     parameter: nn.Parameter
     target: Tensor | None
+    placement: Placement | None = None
+
+    @property
+    def stretch(self) -> Stretch:
+        return Stretch(self.shape, self.piece.of_tensor.start, self.piece.of_tensor.stop, self.placement)
 
 
 class Owned:
@@ -49,12 +57,12 @@ class Owned:
 
     flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner one, with a group for
     each of the user's. pieces[g]: those of group g, in the order of its parameters. offload: where its states are, None for
-    beside the parameters.
+    beside the parameters. placements: of the parameters that a tensor-parallel group shares, by name.
     """
 
     def __init__(
         self, flats: Sequence[FlatParameters], groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group, *, offload: str | None = None,
+        arguments: Group, *, offload: str | None = None, placements: Mapping[str, Placement] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         arguments = dict(arguments)
         fused = issubclass(optimizer_class, FusedOptimizer)
@@ -63,7 +71,7 @@ class Owned:
         # What sums over all parts of a tensor takes part in the sums also where it has none of it.
         self._in_parts = hasattr(optimizer_class, "reduce_sums")
         self._by_layers = self._in_parts or issubclass(optimizer_class, LayerwiseOptimizer)
-        self.flats = list(flats)
+        self.flats, self._placements = list(flats), placements
         where = {
             id(flat.parameters[piece.index]): (f, piece)
             for f, flat in enumerate(self.flats)
@@ -98,9 +106,10 @@ class Owned:
         flat = self.flats[f]
         name, shape = flat.names[piece.index], flat.partition.layout.shapes[piece.index]
         tensor = flat.piece(piece)
+        placement = self._placements.get(name)
         if fused or flat.dtype not in SIXTEEN_BITS:
-            return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor), None)
-        return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor.float()), tensor)
+            return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor), None, placement)
+        return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor.float()), tensor, placement)
 
     def all_pieces(self) -> list[OwnedPiece]:
         return [each for group in self.pieces for each in group]
@@ -117,9 +126,16 @@ class Owned:
                 each.parameter.grad = chunk[each.piece.of_chunk].to(each.parameter.dtype)
 
     def squared_norm(self, device: torch.device) -> Tensor:
-        """float64 [2]: of the gradients given, the sum of squares and the number that are not finite."""
+        """float64 [2]: of the gradients given, the sum of squares and the number that are not finite.
+
+        Of what several ranks of a tensor-parallel group hold alike, the first measures.
+        """
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        found = [each.parameter.grad for each in self.all_pieces() if each.parameter.grad is not None and each.piece.numel]
+        found = [
+            each.parameter.grad
+            for each in self.all_pieces()
+            if each.parameter.grad is not None and each.piece.numel and (each.placement is None or each.placement.first)
+        ]
         together: dict[torch.device, list[Tensor]] = {}
         for gradient in found:
             if gradient.dtype == torch.float64:

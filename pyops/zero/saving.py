@@ -16,72 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.communicator import Communicator
-from pyops.flat import Shard, Shards
+from pyops.flat import Placement, Shard, Shards
 from pyops.zero.gathering import Unit
 from pyops.zero.owned import Owned, OwnedPiece
+from pyops.zero.stretch import Stretch
 
-__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model", "range_of"]
+__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model"]
 
 Group = dict[str, Any]
 
 
-def range_of(value: Any, shape: Sequence[int], *, start: int, stop: int, name: str) -> Tensor:
-    """Elements [start, stop) of the flattened tensor, given it whole, or ranges of it; ValueError where some are missing."""
-    if isinstance(value, Tensor):
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(value.shape)} in the state, here {tuple(shape)}; it is of another model")
-        return value.detach().reshape(-1)[start:stop]
-    if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(f"{name} has shape {tuple(value.shape)} in the state, here {tuple(shape)}; it is of another model")
-        mine = torch.empty(stop - start, dtype=value.dtype)
-        if start < stop:
-            value.compare(Shard(tuple(shape), (start,), mine))
-            value.read_into(Shard(tuple(shape), (start,), mine))
-        return mine
-    parts = [value] if isinstance(value, Shard) else list(value)
-    found: list[tuple[int, Tensor]] = []
-    for shard in parts:
-        if tuple(shard.global_shape) != tuple(shape) or len(shard.offset) != 1 or shard.tensor.dim() != 1:
-            raise ValueError(
-                f"{name} is a shard of {tuple(shard.global_shape)} at {shard.offset} in the state; expected ranges of a "
-                f"flattened tensor of {tuple(shape)}: load whole tensors, as pyops.checkpoint.load gives them"
-            )
-        low, high = max(start, shard.offset[0]), min(stop, shard.offset[0] + shard.tensor.numel())
-        if low < high:
-            found.append((low, shard.tensor.detach()[low - shard.offset[0] : high - shard.offset[0]]))
-    found.sort(key=lambda pair: pair[0])
-    at = start
-    for low, tensor in found:
-        if low != at:
-            break
-        at += tensor.numel()
-    if at != stop or sum(t.numel() for _, t in found) != stop - start:
-        raise ValueError(
-            f"the state has only a part of elements {start} to {stop} of {name}, which this rank owns; load whole tensors, as "
-            "pyops.checkpoint.load gives them"
-        )
-    return found[0][1] if len(found) == 1 else torch.cat([t for _, t in found]) if found else torch.empty(0)
-
-
-def _entries(each: OwnedPiece, state: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> dict[str, Any]:
     """One piece's states as shards."""
-    start = each.piece.of_tensor.start
+    stretch = each.stretch
+    once = stretch.start == 0 and (stretch.placement is None or not any(stretch.placement.offset))
+    copy = replica or (stretch.placement is not None and not stretch.placement.first)
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == each.parameter.shape:
-            found[key] = Shard(each.shape, (start,), value)
-        elif value is not None and start == 0:
-            once = torch.as_tensor(value).detach()
-            found[key] = Shard(tuple(once.shape), (0,) * once.dim(), once)
+            found[key] = stretch.shards(value, copy=replica)
+        elif value is not None and once:
+            single = torch.as_tensor(value).detach()
+            found[key] = Shard(tuple(single.shape), (0,) * single.dim(), single, copy=copy)
     return found
 
 
-def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str]) -> dict[str, Any]:
-    """The state dict. names: of the users' parameters, by id."""
+def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str], *, replica: bool) -> dict[str, Any]:
+    """The state dict. names: of the users' parameters, by id. replica: another rank holds all this, and writes it."""
     state: dict[str, Any] = {}
     for each in owned.all_pieces():
-        if each.piece.numel and (found := _entries(each, owned.states_of(each))):
+        if each.piece.numel and (found := _entries(each, owned.states_of(each), replica=replica)):
             state[each.name] = found
     listed = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
@@ -127,7 +91,6 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[s
     masters: dict[int, Tensor] = {}
     everywhere = getattr(owned.optimizer, "whole_states", ())
     for number, each in enumerate(owned.all_pieces()):
-        where = each.piece.of_tensor
         found: dict[str, Any] = {}
         for key, value in saved["state"].get(each.name, {}).items():
             label = f"state {key!r} of {each.name}"
@@ -143,7 +106,7 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[s
                 whole = value.read() if stored else value.tensor if isinstance(value, Shard) else value
                 found[key] = whole.detach().clone().reshape(())
             elif stored or isinstance(value, Tensor | Shard | Shards):
-                found[key] = range_of(value, each.shape, start=where.start, stop=where.stop, name=label).clone()
+                found[key] = each.stretch.find(value, label).clone()
             else:
                 found[key] = value
         if each.target is not None and "master" in found:
@@ -175,25 +138,32 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def collect_model(model: nn.Module, units: Sequence[Unit], communicator: Communicator | None) -> dict[str, Any]:
-    """{name: Shard of a parameter that is spread, else the tensor}; a rank that has nothing of a parameter leaves it out."""
-    spread = _spread(units, communicator)
+def collect_model(
+    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, placements: Mapping[str, Placement]
+) -> dict[str, Any]:
+    """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of one leaves it out."""
+    spread, owners = _spread(units, communicator), _placed(model, placements)
     found: dict[str, Any] = {}
     for name, tensor in _named_tensors(model).items():
-        if id(tensor) not in spread:
-            found[name] = tensor.detach()
-        else:
+        placement = owners.get(id(tensor))
+        if id(tensor) in spread:
             piece, where = spread[id(tensor)]
             if piece.numel():
-                found[name] = Shard(tuple(tensor.shape), (where.start,), piece.detach())
+                found[name] = Stretch(tuple(tensor.shape), where.start, where.stop, placement).shards(piece.detach())
+        elif placement is not None and placement.dim is not None:
+            replica = communicator is not None and communicator.rank > 0
+            found[name] = placement.shards(tensor.detach().reshape(-1), copy=replica)
+        else:
+            found[name] = tensor.detach()
     return found
 
 
 def distribute_model(
-    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, state: Mapping[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
+    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, state: Mapping[str, Any],
+    placements: Mapping[str, Placement],
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
     """(tensor of this rank, value for it) pairs; ValueError for the state of another model. Nothing is changed."""
-    spread = _spread(units, communicator)
+    spread, owners = _spread(units, communicator), _placed(model, placements)
     mine = _named_tensors(model)
     # A rank that has nothing of a parameter leaves it out of its own state.
     needed = {name for name, tensor in mine.items() if id(tensor) not in spread or spread[id(tensor)][0].numel()}
@@ -205,5 +175,10 @@ def distribute_model(
     for name in sorted(needed):
         tensor = mine[name]
         target, where = spread.get(id(tensor), (tensor.detach().view(-1), slice(0, tensor.numel())))
-        copies.append((target, range_of(state[name], tensor.shape, start=where.start, stop=where.stop, name=name)))
+        stretch = Stretch(tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor)))
+        copies.append((target, stretch.find(state[name], name)))
     return copies
+
+
+def _placed(model: nn.Module, placements: Mapping[str, Placement]) -> dict[int, Placement]:
+    return {id(p): placements[name] for name, p in model.named_parameters() if name in placements}

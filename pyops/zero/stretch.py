@@ -1,0 +1,100 @@
+"""Stretch: which elements of a parameter a rank has, as checkpoints name them, and how they are found in a state.
+
+without tensor parallelism    elements [start, stop) of the flattened parameter: one range
+with it                       elements [start, stop) of this rank's flattened part of it: boxes of the whole parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.flat import Placement, Shard, Shards
+
+__all__ = ["Stretch"]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements [start, stop) of this rank's flattened tensor of `shape`, put into the whole by `placement` (None: it is)."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    placement: Placement | None = None
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.shape if self.placement is None else self.placement.global_shape
+
+    def shards(self, elements: Tensor, *, copy: bool = False) -> Shard | Shards:
+        """The elements as parts of the whole: views. copy: another rank of the data-parallel group writes them."""
+        if self.placement is None:
+            return Shard(self.shape, (self.start,), elements, copy=copy)
+        return self.placement.shards(elements, start=self.start, copy=copy)
+
+    def find(self, value: Any, name: str) -> Tensor:
+        """The elements, given the whole, a tensor of a checkpoint, or parts; ValueError where some are missing."""
+        if isinstance(value, Tensor):
+            self._check_shape(value.shape, name)
+            local = value if self.placement is None else self.placement.take(value)
+            return local.detach().reshape(-1)[self.start : self.stop]
+        if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
+            self._check_shape(value.shape, name)
+            mine = torch.zeros(self.stop - self.start, dtype=value.dtype)
+            if self.start < self.stop:
+                target = self.shards(mine)
+                value.compare(target)
+                value.read_into(target)
+            return mine
+        parts = [value] if isinstance(value, Shard) else list(value)
+        return self._from_ranges(parts, name) if self.placement is None else self._from_boxes(parts, name)
+
+    def _check_shape(self, shape: Sequence[int], name: str) -> None:
+        if tuple(shape) != self.global_shape:
+            raise ValueError(f"{name} has shape {tuple(shape)} in the state, here {self.global_shape}; it is of another model")
+
+    def _from_ranges(self, parts: Sequence[Shard], name: str) -> Tensor:
+        found: list[tuple[int, Tensor]] = []
+        for shard in parts:
+            if tuple(shard.global_shape) != self.shape or len(shard.offset) != 1 or shard.tensor.dim() != 1:
+                raise ValueError(
+                    f"{name} is a shard of {tuple(shard.global_shape)} at {shard.offset} in the state; expected ranges of a "
+                    f"flattened tensor of {self.shape}: load whole tensors, as pyops.checkpoint.load gives them"
+                )
+            low, high = max(self.start, shard.offset[0]), min(self.stop, shard.offset[0] + shard.tensor.numel())
+            if low < high:
+                found.append((low, shard.tensor.detach()[low - shard.offset[0] : high - shard.offset[0]]))
+        found.sort(key=lambda pair: pair[0])
+        at = self.start
+        for low, tensor in found:
+            if low != at:
+                break
+            at += tensor.numel()
+        if at != self.stop or sum(t.numel() for _, t in found) != self.stop - self.start:
+            raise self._partial(name)
+        return found[0][1] if len(found) == 1 else torch.cat([t for _, t in found]) if found else torch.empty(0)
+
+    def _from_boxes(self, parts: Sequence[Shard], name: str) -> Tensor:
+        """Of a state that this very layout gave: the boxes are the same."""
+        dtype = parts[0].tensor.dtype if parts else torch.float32
+        mine = torch.zeros(self.stop - self.start, dtype=dtype)
+        given = {(tuple(part.offset), tuple(part.tensor.shape)): part for part in parts}
+        wanted = self.shards(mine)
+        for box in [wanted] if isinstance(wanted, Shard) else wanted:
+            part = given.get((tuple(box.offset), tuple(box.tensor.shape)))
+            if part is None:
+                raise self._partial(name)
+            self._check_shape(part.global_shape, name)
+            box.tensor.copy_(part.tensor.detach())
+        return mine
+
+    def _partial(self, name: str) -> ValueError:
+        return ValueError(
+            f"the state has only a part of elements {self.start} to {self.stop} of {name}, which this rank owns; load whole "
+            "tensors, as pyops.checkpoint.load gives them"
+        )
