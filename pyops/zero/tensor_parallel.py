@@ -36,9 +36,9 @@ class TensorParallel:
         """None without a tp_group of several ranks. ValueError unless the groups meet in this rank alone."""
         if tp_group is None or dist.get_world_size(tp_group) == 1:
             return None
-        if issubclass(optimizer_class, LayerwiseOptimizer):
+        if issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(optimizer_class, "reduce_sums"):
             raise ValueError(
-                f"ZeroOptimizer: {optimizer_class.__name__} goes by the norm of each layer, of which a tensor-parallel rank "
+                f"ZeroOptimizer: {optimizer_class.__name__} goes by sums over each layer, of which a tensor-parallel rank "
                 "has a part; take an optimizer that steps each element by itself, such as AdamW, or tp_group=None"
             )
         return cls(model, tp_group=tp_group, group=group)

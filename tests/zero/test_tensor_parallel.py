@@ -152,5 +152,5 @@ def _refused(rank: int, group: Any) -> list[str]:
 
 def test_refusals_say_why(world) -> None:
     for lamb, groups in world(2).run(_refused):
-        assert "LAMB goes by the norm of each layer" in lamb
+        assert "LAMB goes by sums over each layer" in lamb
         assert "tp_group is of ranks [0, 1], group of ranks [0, 1]; they must have only rank" in groups
