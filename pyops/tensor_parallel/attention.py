@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.ops.random import signed64
+from pyops.ops.rotary import rotary as turned
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.products import column_products
 from pyops.tensor_parallel.ranks import Ranks
-from pyops.tensor_parallel.scores import attend, turn
+from pyops.tensor_parallel.scores import attend
 
 __all__ = ["ParallelAttention"]
 
@@ -103,7 +105,7 @@ class ParallelAttention(nn.Module):
 
     def take_state(self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None) -> None:
         """(key, first sequence) for the next forward's dropout; see `set_dropout`."""
-        self.state = torch.tensor([(key + (1 << 63)) % (1 << 64) - (1 << 63), first_row], device=device)
+        self.state = torch.tensor([signed64(key), first_row], device=device)
 
     def forward(
         self, x: Tensor, *, memory: Tensor | None = None, shape: Shape | None = None, memory_shape: Shape | None = None,
@@ -117,7 +119,7 @@ class ParallelAttention(nn.Module):
         B, T = self._shape(x, shape, "shape")
         q, k, v = self._project(x, (B, T), memory, memory_shape)
         if rotary is not None:
-            q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
+            q, k = (turned(each, *rotary, interleaved=self.interleaved) for each in (q, k))
         p = self.dropout if self.training else 0.0
         y = attend(
             q, k, v, scale=self.scale, causal=self.causal, mask=mask, bias=bias, p=p,
@@ -181,13 +183,13 @@ class ParallelAttention(nn.Module):
 def _check(dim: int, H: int, G: int, head_dim: int | None, ranks: int) -> None:
     """ValueError for heads that can't be split, with the sizes that can."""
     if H < 1 or G < 1 or H % G:
-        divisors = [n for n in range(1, H + 1) if H % n == 0]
-        raise ValueError(f"num_kv_heads is {G}, which does not divide num_heads = {H}; choose one of {divisors}")
+        divisors = [str(n) for n in range(1, H + 1) if H % n == 0]
+        raise ValueError(f"num_kv_heads is {G}, which does not divide num_heads = {H}; choose one of {', '.join(divisors)}")
     if head_dim is None and dim % H:
         raise ValueError(f"dim is {dim}, which num_heads = {H} does not divide; change one of them or give head_dim")
     fits = [t for t in range(1, H + 1) if t <= G or (t % G == 0 and (H // G) % (t // G) == 0)]
     if ranks not in fits:
         raise ValueError(
-            f"{H} heads in {G} groups can't be split over {ranks} ranks; {fits} ranks can. Up to {G} ranks take "
-            "whole groups; beyond, a group's query heads must be shared out evenly by the ranks that hold it"
+            f"{H} heads in {G} groups can't be split over {ranks} ranks; {', '.join(map(str, fits))} ranks can. Up to {G} "
+            "ranks take whole groups; beyond, a group's query heads must be shared out evenly by the ranks that hold it"
         )

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.ops import random as kernels
+from pyops.ops.dropout import bias_dropout_add
+from pyops.ops.random import signed64
 from pyops.random import key_of
 from pyops.tensor_parallel.ranks import Ranks
 
@@ -42,28 +43,17 @@ class Dropout(nn.Module):
     def take_state(self, *, key: int, first_row: int, shape: tuple[int, int], device: torch.device | None = None) -> None:
         """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each."""
         first = first_row * shape[1] + (self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0)
-        self.state = torch.tensor([kernels.signed64(key), first * self.width], dtype=torch.int64, device=device)
+        self.state = torch.tensor([signed64(key), first * self.width], dtype=torch.int64, device=device)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        y = x if bias is None else x + bias
-        if self.training and self.p > 0.0:
-            if self.state is None:
-                raise RuntimeError(
-                    "this dropout has no state: call set_dropout(model, ...) before each forward, or model.eval()"
-                )
-            y = y * kept(y, p=self.p, state=self.state, row=y.numel(), row_stride=y.numel())
-        return y if residual is None else residual + y
+        p = self.p if self.training else 0.0
+        if p > 0.0 and self.state is None:
+            raise RuntimeError("this dropout has no state: call set_dropout(model, ...) before each forward, or model.eval()")
+        bias = bias if bias is None else bias.to(x.dtype)
+        return bias_dropout_add(x, bias, residual, p=p, state=self.state if p > 0.0 else None)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, width={self.width}"
-
-
-def kept(x: Tensor, *, p: float, state: Tensor, row: int, row_stride: int) -> Tensor:
-    """1 / (1 - p) where an element of x stays, 0 where it falls, in the dtype of x."""
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    key, offset = state.tolist()
-    kernels.philox_dropout_mask_(mask, p=p, key=key, offset=offset, row=max(row, 1), row_stride=row_stride)
-    return mask.to(x.dtype) * (1.0 / (1.0 - p))
 
 
 def set_dropout(

@@ -13,18 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
+from pyops.ops.activation import ACTIVATIONS, bias_activation, bias_gated
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["ParallelMLP"]
-
-_ACTIVATIONS = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
 
 
 class ParallelMLP(nn.Module):
@@ -44,8 +37,8 @@ class ParallelMLP(nn.Module):
         out_std: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation is {activation!r}; choose one of {', '.join(_ACTIVATIONS)}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
         self.activation, self.gated = activation, gated
         prefix = name + "." if name else ""
         shared: dict[str, Any] = {
@@ -67,10 +60,6 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         h, bias = self.up(x)
-        if bias is not None:
-            h = h + bias.flatten()
-        act = _ACTIVATIONS[self.activation]
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            return self.down(act(gate) * up)
-        return self.down(act(h))
+        bias = None if bias is None else bias.flatten().to(h.dtype)
+        function = bias_gated if self.gated else bias_activation
+        return self.down(function(h, bias, activation=self.activation))

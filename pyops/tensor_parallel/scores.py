@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.dropout import kept
+from pyops.ops.dropout import dropout
 from pyops.tensor_parallel.initialise import initialise_
 from pyops.tensor_parallel.ranks import Ranks
 
-__all__ = ["RelativeBias", "attend", "rotary_tables", "turn"]
+__all__ = ["RelativeBias", "attend", "rotary_tables"]
 
 
 def attend(
@@ -34,14 +34,13 @@ def attend(
             q, k, v, attn_mask=added, is_causal=causal and added is None, scale=scale, enable_gqa=groups > 1
         )
         return y.transpose(1, 2).flatten(2)
-    assert state is not None
     if groups > 1:
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if added is not None:
         scores = scores.masked_fill(~added, -math.inf) if added.dtype == torch.bool else scores + added
     weights = scores.softmax(dim=-1, dtype=None if q.dtype == torch.float64 else torch.float32).to(q.dtype)
-    weights = weights * kept(weights, p=p, state=state, row=weights[0].numel(), row_stride=row_stride)
+    weights = dropout(weights, p=p, state=state, row=weights[0].numel(), row_stride=row_stride)
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
@@ -61,17 +60,6 @@ def _added(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, bias: Tensor
         return seen
     bias = bias.to(q.dtype)
     return bias if seen is None else bias.masked_fill(~seen, -math.inf)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotary positions (Su et al., 2021, section 3.2): x [B, T, H, K], cos and sin [T, R / 2] or [B, T, R / 2], R <= K."""
-    width = 2 * cos.shape[-1]
-    first, rest = x[..., :width], x[..., width:]
-    cos, sin = (c.unsqueeze(-2).to(x.dtype) for c in (cos, sin))
-    a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.chunk(2, dim=-1)
-    turned = [a * cos - b * sin, a * sin + b * cos]
-    y = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y
 
 
 def rotary_tables(
