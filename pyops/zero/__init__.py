@@ -14,6 +14,7 @@
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
 | saving.py | state by parameter name, as ranges of flattened tensors |
 | units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
+| wire.py | few bits on the wire, and gathers within a small group: ZeRO++ |
 | layout.py, materialise.py | every parameter gets its place; models on the meta device |
 | memory.py | bytes that a rank keeps |
 | agreement.py | what the ranks must have in common |

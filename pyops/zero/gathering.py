@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyops.comm.communicator import Communicator
 from pyops.comm.work import Work
 from pyops.zero.sharded import ShardedParameters
+from pyops.zero.wire import Wire
 
 __all__ = ["Gathering", "Unit"]
 
@@ -92,9 +93,11 @@ class Gathering:
     """Hooks on the modules of the units. reduce: called with a unit when all its gradients are there, in backward."""
 
     def __init__(
-        self, units: Sequence[Unit], communicator: Communicator | None, *, overlap: bool, reduce: Callable[[Unit], None]
-    ) -> None:
+        self, units: Sequence[Unit], communicator: Communicator | None, *, overlap: bool, reduce: Callable[[Unit], None],
+        wire: Wire,
+    ) -> None:  # fmt: skip
         self.units, self.communicator, self.overlap, self._reduce = list(units), communicator, overlap, reduce
+        self.wire = wire
         self._forward, self._backward = Trace(), Trace()
         self._phase = ""
         self._pinned = False
@@ -113,16 +116,21 @@ class Gathering:
 
     # ------------------------------------------------------------------------------------------------ gathering
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: Unit, *, exact: bool = False) -> None:
         if not unit.whole and self.communicator is not None:
-            unit.works = [flat.start_gather(self.communicator, async_op=self.overlap) for flat in unit.flats]
+            wire = None if exact else self.wire
+            unit.works = [flat.start_gather(self.communicator, async_op=self.overlap, wire=wire) for flat in unit.flats]
             unit.whole = True
 
-    def _need(self, unit: Unit) -> None:
-        """The unit's parameters are there when this returns; the next one's are on their way, if that is known."""
-        self._start(unit)
+    def _need(self, unit: Unit, *, exact: bool = False) -> None:
+        """The unit's parameters are there when this returns; the next one's are on their way, if that is known. exact: as their
+        owners have them, whatever the wire."""
+        self._start(unit, exact=exact)
         for work in unit.works:
             work.wait()
+        if unit.works and self.wire.secondary is not None and not exact:
+            for flat in unit.flats:
+                flat.keep(self.wire.secondary)
         unit.works = []
 
     def _release(self, unit: Unit) -> None:
@@ -139,6 +147,8 @@ class Gathering:
         for unit in self.units:
             self._release(unit)
             unit.open, unit.calls = None, 0
+            for flat in unit.flats:
+                flat.forget()
         self._phase = ""
 
     def pin(self, wanted: bool) -> None:
@@ -147,7 +157,9 @@ class Gathering:
             return
         if wanted:
             for unit in self.units:
-                self._need(unit)
+                if self.wire.gather is not None:
+                    self._release(unit)  # what is whole may be what the codec made of it
+                self._need(unit, exact=True)
             self._pinned = True
             return
         self._pinned = False

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce, reduce_scatter
 from pyops.comm.communicator import Communicator
+from pyops.comm.compressed import compressed_reduce_scatter
 from pyops.comm.work import Work
 from pyops.zero.parameters import FlatParameters
+from pyops.zero.wire import speaks
 
 __all__ = ["GradientBucket", "Gradients"]
 
@@ -51,6 +54,7 @@ class GradientBucket:
         self._before: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._work: Work | None = None
+        self._coded = False
 
     @property
     def kept_bytes(self) -> int:
@@ -87,8 +91,10 @@ class GradientBucket:
         view.copy_(found)
         parameter.grad = view
 
-    def start(self, communicator: Communicator | None, *, op: str, async_op: bool, label: str) -> None:
-        """Start the reduce-scatter. Parameters without a gradient here count as zero."""
+    def start(
+        self, communicator: Communicator | None, *, op: str, async_op: bool, label: str, codec: Codec | None = None
+    ) -> None:
+        """Start the reduce-scatter, of the codec's numbers where there is one. Parameters without a gradient count as zero."""
         if self.whole is None:
             self.whole = self._memory if self._memory is not None else self._allocate()
             if self._memory is not None and self.chunk is not None:
@@ -113,6 +119,11 @@ class GradientBucket:
         common: dict[str, Any] = {"op": op, "async_op": async_op, "label": label, "communicator": communicator}
         if self.flat.partition.ranks == 1:  # every rank owns everything
             self.chunk, work = own, all_reduce(self.whole, offset=self._start, **common)
+        elif codec is not None and speaks(codec, self.flat.dtype):
+            self.chunk, self._coded = own, True
+            found = compressed_reduce_scatter(self.whole, codec=codec, **common)
+            self._work = found if async_op else Work(found)
+            return
         else:
             self.chunk = own if self._memory is not None else torch.empty_like(own)
             work = reduce_scatter(self.whole, out=self.chunk, **common)
@@ -120,9 +131,12 @@ class GradientBucket:
 
     def finish(self) -> None:
         """Wait for the reduce-scatter; `chunk` is then the sum, or mean, with what earlier backwards left."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = None
+        found = None if self._work is None else self._work.wait()
+        if self._coded:  # it comes in a tensor of its own
+            assert self.chunk is not None
+            assert found is not None
+            self.chunk = found if self._memory is None else self.chunk.copy_(found)
+        self._work, self._coded = None, False
         if self._before is not None:
             assert self.chunk is not None
             self.chunk.add_(self._before)
@@ -134,6 +148,7 @@ class GradientBucket:
             self.flat.parameters[index].grad = None
         self._views.clear()
         self.whole = self.chunk = self._before = self._work = None
+        self._coded = False
 
 
 class Gradients:
@@ -142,7 +157,8 @@ class Gradients:
     flats: with the buckets of each. communicator: None where one rank runs alone. keeps: stage 1, the memory of whole
     gradients stays. overlap: reduce while backward goes on, or backward waits for each bucket. positions[f][i]: when the
     gradient of parameter i of flats[f] is expected, as a rank among all. automatic: buckets leave as they are complete, in
-    one order; else when `start` says so, and the rest at the end of backward.
+    one order; else when `start` says so, and the rest at the end of backward. codec: what gradients travel as, None for as
+    they are.
 
     After backward() the chunks of all buckets are final, and `.grad` of the parameters is None; what several backwards bring
     adds up until `clear()`. Within `no_sync()` gradients stay whole, in `.grad`.
@@ -150,10 +166,10 @@ class Gradients:
 
     def __init__(
         self, flats: Sequence[FlatParameters], communicator: Communicator | None, *, keeps: bool, op: str, overlap: bool,
-        positions: Sequence[Sequence[int]], automatic: bool = True,
+        positions: Sequence[Sequence[int]], automatic: bool = True, codec: Codec | None = None,
     ) -> None:  # fmt: skip
         self.flats, self.communicator, self.op, self.overlap = list(flats), communicator, op, overlap
-        self.automatic = automatic
+        self.automatic, self.codec = automatic, codec
         self.synchronises = True
         expected: list[tuple[int, int, int]] = []
         for f, flat in enumerate(self.flats):
@@ -272,7 +288,7 @@ class Gradients:
         while len(self._unfinished) >= ON_THEIR_WAY:
             self._unfinished.popleft().finish()
         label = f"gradients, bucket {place} of {len(self.buckets)}"
-        bucket.start(self.communicator, op=self.op, async_op=self.overlap, label=label)
+        bucket.start(self.communicator, op=self.op, async_op=self.overlap, label=label, codec=self.codec)
         self._left[place] = 1
         self._unfinished.append(bucket)
         if not self.overlap:

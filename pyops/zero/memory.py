@@ -24,7 +24,7 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory."""
-    shards = [getattr(flat, "shard", None) for flat in owned.flats]
+    shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
     parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
     states: list[Any] = [value for entries in owned.optimizer.state.values() for value in entries.values()]
     masters = [each.parameter for each in owned.all_pieces() if each.target is not None]

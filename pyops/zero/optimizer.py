@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree
+from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import DisagreementError
@@ -34,6 +35,7 @@ from pyops.zero.owned import Owned
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
 from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.units import IsUnit
+from pyops.zero.wire import check_wire, wire_of
 
 __all__ = ["ZeroOptimizer"]
 
@@ -71,6 +73,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     tp_group: the ranks that share the model's parameters, where pyops.tensor_parallel has cut them; `group` then is of the
     ranks that hold the same parts. Partial gradients are summed over it, norms are of the whole parameters.
 
+    gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see pyops/zero/wire.py.
+
     Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
     4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2, 16 P / N at stage 3. A step sends 2 (N - 1) / N times the model at
     stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.
@@ -88,7 +92,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 25 << 20,
         max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
-        device: torch.device | str | None = None, **optimizer_arguments: Any,
+        device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
+        secondary_group: dist.ProcessGroup | None = None, **optimizer_arguments: Any,
     ) -> None:  # fmt: skip
         error: Exception | None = None
         groups: list[Group] = []
@@ -97,6 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
                 overlap=overlap, group=group, offload=offload, optimizer_arguments=optimizer_arguments,
             )  # fmt: skip
+            check_wire(stage=stage, gather_codec=gather_codec, reduce_codec=reduce_codec, secondary_group=secondary_group)
             check_initialise(model, initialise)
             groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload)
             self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
@@ -109,10 +115,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = {
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
             "overlap": overlap, "max_grad_norm": max_grad_norm, "whole_below": whole_below,
-            "optimizer_arguments": optimizer_arguments,
+            "optimizer_arguments": optimizer_arguments, "gather_codec": gather_codec, "reduce_codec": reduce_codec,
             "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
         }  # fmt: skip
         check_same_options(options, group=group)
+        self.wire = wire_of(gather_codec, reduce_codec, secondary_group, group=group)
         self.model, self.stage, self.group, self.max_grad_norm, self.op = model, stage, group, max_grad_norm, op
         self.overlap, self.bucket_bytes = overlap, bucket_bytes
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
@@ -149,9 +156,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.flats = layout.flats
         self.gradients = Gradients(
             self.flats, self.communicator, keeps=self.stage < 2, op=self.op, overlap=self.overlap,
-            positions=layout.positions, automatic=self.stage < 3,
+            positions=layout.positions, automatic=self.stage < 3, codec=self.wire.reduce,
         )  # fmt: skip
-        self.gathering = Gathering(layout.units, self.communicator, overlap=self.overlap, reduce=self._reduce_unit)
+        self.gathering = Gathering(
+            layout.units, self.communicator, overlap=self.overlap, reduce=self._reduce_unit, wire=self.wire
+        )
 
     def _reduce_unit(self, unit: Unit) -> None:
         for flat in unit.flats:
