@@ -93,12 +93,13 @@ class RowParallelLinear(nn.Module):
     x: [..., in / ranks], as a column-parallel layer leaves it (padded where the ranks don't divide `in`, and then W is padded
     with zeros); scatter_input: x is whole, and each rank takes its part.
     y: [..., out], the same on every rank; under sequence parallelism x is [N, in / ranks] and y this rank's [n, out] of the N
-    flattened tokens, padded. There each rank's gradient of the bias comes from its own tokens alone: a part, as its placement
-    says, that `finish_gradients` sums.
+    flattened tokens, padded.
 
-    unit: columns of x that stay together. skip_bias: returns (y without bias, bias or None). reduce: "fp32": products of 16-bit
-    inputs leave the product in fp32, are summed so over the ranks, get the bias and are rounded once; "native": parts are
-    16-bit, half the bytes. The rest as in ColumnParallelLinear.
+    skip_bias: returns (y without bias, bias or None). Under sequence parallelism it is then added to a rank's own tokens
+    only, and its gradient there is a part, as its placement says, that `finish_gradients` sums.
+
+    unit: columns of x that stay together. reduce: "fp32": products of 16-bit inputs stay in fp32, are summed so over the ranks,
+    get the bias and are rounded once; "native": parts are 16-bit, half the bytes. The rest as in ColumnParallelLinear.
     """
 
     weight: nn.Parameter
@@ -121,7 +122,7 @@ class RowParallelLinear(nn.Module):
         shape, who = (out_features, in_features), {"rank": ranks.rank, "ranks": ranks.size}
         self.placements = {"weight": Placement.cut(shape, dim=1, unit=unit, **who)}
         if bias:
-            self.placements["bias"] = Placement.whole((out_features,), partial=self.plan.sequence_parallel, **who)
+            self.placements["bias"] = Placement.whole((out_features,), partial=self.plan.sequence_parallel and skip_bias, **who)
         _create(self, bias, device, dtype)
         if seed is not None:
             self.reset_parameters(seed=seed, name=name)

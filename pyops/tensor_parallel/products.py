@@ -4,8 +4,8 @@
         x (gathered)                 gather x  |  dx = dy W          (the gather: under sequence parallelism only)
         y = x W^T + b                sum dx    |  dW = dy^T x, db    (reduce_scatter under sequence parallelism)
     row, forward                 backward
-        p = x W^T                    gather dy |  db
-        y = sum p + b                dx = dy W, dW = dy^T x
+        p = x W^T                    gather dy                       (under sequence parallelism only)
+        y = sum p + b                dx = dy W, dW = dy^T x, db
 
 What stands right of the bar is computed while what stands left of it is on its way: on a thread for CPU tensors, on a CUDA
 stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits.
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.comm.work import Work
 from pyops.tensor_parallel.ranks import Ranks, pad_rows
 
 __all__ = ["Plan", "column_products", "row_product"]
@@ -165,9 +164,10 @@ class _Row(torch.autograd.Function):
         plan = ctx.plan
         _, need_x, need_w, need_b = ctx.needs_input_grad
         rows = _rows(dy)
-        gathering = plan.ranks.gather(rows.contiguous(), async_op=plan.overlap) if plan.sequence_parallel else Work(rows)
+        if plan.sequence_parallel:
+            rows = plan.ranks.gather(rows.contiguous()).wait()[: ctx.shape[:-1].numel()]
+        # From the gathered rows the bias gets its whole gradient on every rank, rounded once.
         db = rows.sum(0) if need_b else None
-        whole = gathering.wait()[: ctx.shape[:-1].numel()]
-        dx = (whole @ weight).view(ctx.shape) if need_x else None
-        dw = _weight_gradient(weight, whole, _rows(x)) if need_w else None
+        dx = (rows @ weight).view(ctx.shape) if need_x else None
+        dw = _weight_gradient(weight, rows, _rows(x)) if need_w else None
         return None, dx, dw, db
