@@ -9,6 +9,7 @@
 #include "../math/frozen_adam.h"
 #include "../math/lamb.h"
 #include "../math/lion.h"
+#include "../math/norm.h"
 #include "../math/sgd.h"
 #include "../math/table.h"
 #include "codec.h"
@@ -43,6 +44,26 @@ struct FactoredBand {
     int64_t rows, columns;
     const float *row_roots, *column_roots;  // of the band's rows and columns
     Factored<float> rule;
+};
+
+// Rows of a layer norm or a root-mean-square norm, contiguous. T: double where `dtype` is float64, else float.
+struct NormRows {
+    const void *x, *residual;  // residual: null where there is none
+    void *sum, *y;             // of `dtype`; sum: null without a residual
+    const void *scale, *bias;  // T[width]; bias may be null
+    void *mean, *rstd;         // T, one for each row; mean is not written when `rms`
+    int64_t width;
+    int x_dtype, residual_dtype, dtype;  // x and residual may differ when `dtype` is fp32
+    double eps;
+    bool rms;
+};
+struct NormGradient {
+    const void *dy, *dsum, *x;  // of `dtype`; x: what was normalised; dsum: null, or what is added to dx
+    void* dx;
+    const void *scale, *mean, *rstd;  // T
+    int64_t width;
+    int dtype;
+    bool rms;
 };
 
 struct Kernels {
@@ -84,6 +105,10 @@ struct Kernels {
     // sums[0] of |u|, [1] of u^2, [2] the number of those not finite.
     void (*onebit_encode_scaled)(const CodecSpan& span, int64_t begin, int64_t end, float scale);
     void (*onebit_sums)(const void* x, int dtype, const float* error, int64_t n, double* sums);
+
+    // Rows [begin, end) of a norm; `scratch`: 2 width T. Its gradient, which adds to dscale and dbias, T[width] (dbias: unless rms).
+    void (*norm_rows)(const NormRows& rows, int64_t begin, int64_t end, void* scratch);
+    void (*norm_gradient)(const NormGradient& rows, int64_t begin, int64_t end, void* dscale, void* dbias);
 
     // Elements index, index + 1, ... of the stream `key`.
     void (*uniform)(float* out, int64_t n, uint64_t key, uint64_t index);

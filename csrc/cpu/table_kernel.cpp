@@ -26,6 +26,8 @@ void onebit_sum_kernel(const CodecSpan&, int64_t, int64_t);
 void quantize_sum_kernel(const CodecSpan&, int64_t, int64_t);
 void onebit_encode_scaled_kernel(const CodecSpan&, int64_t, int64_t, float);
 void onebit_sums_kernel(const void*, int, const float*, int64_t, double*);
+void norm_rows_kernel(const NormRows&, int64_t, int64_t, void*);
+void norm_gradient_kernel(const NormGradient&, int64_t, int64_t, void*, void*);
 void uniform_kernel(float*, int64_t, uint64_t, uint64_t);
 void normal_kernel(float*, int64_t, uint64_t, uint64_t);
 void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
@@ -52,6 +54,8 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::quantize_sum_kernel,
     PYOPS_ISA::onebit_encode_scaled_kernel,
     PYOPS_ISA::onebit_sums_kernel,
+    PYOPS_ISA::norm_rows_kernel,
+    PYOPS_ISA::norm_gradient_kernel,
     PYOPS_ISA::uniform_kernel,
     PYOPS_ISA::normal_kernel,
     PYOPS_ISA::dropout_mask_kernel,

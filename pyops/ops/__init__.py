@@ -14,6 +14,7 @@
     activation  bias_activation, bias_gated            what stands between two linear layers; differentiable
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
+    norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual addition; differentiable
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and for installations without
@@ -31,6 +32,7 @@ from pyops.ops import (
     lamb,
     lars,
     lion,
+    norm,
     onebit,
     optim,
     quantize,
@@ -44,5 +46,5 @@ from pyops.ops.library import build_info, has_kernel, isa, native
 
 __all__ = [
     "activation", "adafactor", "adagrad", "build_info", "dropout", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb",
-    "lars", "lion", "native", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd", "table",
+    "lars", "lion", "native", "norm", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd", "table",
 ]  # fmt: skip

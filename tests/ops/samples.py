@@ -179,6 +179,19 @@ def _rotary(device: torch.device) -> Sample:
     return (x, angle.cos(), angle.sin()), {"interleaved": True, "inverse": False}
 
 
+def _norm(device: torch.device, *, added: bool, bias: bool) -> tuple[Any, ...]:
+    """x [2, 3, 5] with gaps between its rows, a transposed residual, weight, bias or None."""
+    x, residual = torch.randn(2, 3, 7, device=device)[..., :5], torch.randn(3, 2, 5, device=device).transpose(0, 1)
+    vectors = [torch.randn(5, device=device) for _ in range(1 + bias)]
+    return (x, *([residual] if added else []), *vectors)
+
+
+def _norm_backward(device: torch.device, *, statistics: int) -> tuple[Any, ...]:
+    """dy, dsum, x, weight, and what the forward op gave: mean and rstd, or rstd."""
+    dy, dsum, x = (torch.randn(2, 3, 7, device=device)[..., :5] for _ in range(3))
+    return (dy, dsum, x, torch.randn(5, device=device), *(torch.rand(2, 3, device=device) + 0.5 for _ in range(statistics)))
+
+
 _ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
 
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
@@ -231,6 +244,12 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
         {"p": 0.3, "row": 7, "row_stride": 11},
     ),
     "rotary": _rotary,
+    "layer_norm": lambda device: (_norm(device, added=False, bias=True), {"eps": 0.1}),
+    "rms_norm": lambda device: (_norm(device, added=False, bias=False), {"eps": 0.1, "offset": 0.7}),
+    "add_layer_norm": lambda device: (_norm(device, added=True, bias=True), {"eps": 0.1}),
+    "add_rms_norm": lambda device: (_norm(device, added=True, bias=False), {"eps": 0.1, "offset": 0.7}),
+    "layer_norm_backward": lambda device: (_norm_backward(device, statistics=2), {"weight_grad": True}),
+    "rms_norm_backward": lambda device: (_norm_backward(device, statistics=1), {"offset": 0.7, "weight_grad": True}),
     "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_dropout_mask_": lambda device: (

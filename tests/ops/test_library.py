@@ -13,13 +13,13 @@ from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
     "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "adafactor", "grad_norm", "reduce", "random",
-    "onebit", "quantize", "activation", "dropout", "rotary",
+    "onebit", "quantize", "activation", "dropout", "rotary", "norm",
 )  # fmt: skip
 
 
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = {
-    op for stem in ("activation", "dropout", "rotary") for op in SAMPLES
+    op for stem in ("activation", "dropout", "rotary", "norm") for op in SAMPLES
     if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op}_reference")
 }  # fmt: skip
 DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith("_backward")}  # with a derivative
