@@ -38,8 +38,8 @@ def check_arguments(
         raise ValueError(f"{who}: max_grad_norm is {max_grad_norm!r}; give a positive number, or None not to clip")
     if op not in ("mean", "sum"):
         raise ValueError(f"{who}: op is {op!r}; choose 'mean' or 'sum'")
-    if not isinstance(overlap, bool):
-        raise TypeError(f"{who}: overlap is {overlap!r}; expected True or False")
+    if not (isinstance(overlap, bool) or overlap == "forward"):
+        raise TypeError(f"{who}: overlap is {overlap!r}; expected True, False or 'forward'")
     if offload is not None and not (offload == "cpu" or (isinstance(offload, str) and os.path.isdir(offload))):
         raise ValueError(f"{who}: offload is {offload!r}; give 'cpu' (host memory), a folder that exists, or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -25,6 +25,7 @@ from pyops.comm.communicator import Communicator
 from pyops.comm.failure import DisagreementError
 from pyops.optim.clip import EPSILON
 from pyops.zero.agreement import check_same_model, check_same_options
+from pyops.zero.arriving import Arriving
 from pyops.zero.checks import check_arguments, param_groups_of
 from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
@@ -55,8 +56,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
     bucket_bytes: how much is reduced, and gathered, at a time. max_grad_norm: clip the gradients of all ranks, all groups
     together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes
-    nothing. overlap: communicate while backward computes. op: "mean", or "sum" for a loss that is already divided by the
-    global number of samples.
+    nothing. overlap: communicate while backward computes; "forward": gather parameters while the next forward computes, too:
+    after step() look at them within forward, `whole_parameters` and state_dict()s only. op: "mean", or "sum" for a loss that
+    is already divided by the global number of samples.
 
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between backward and step, `.grad` of
     the parameters is None: the reduced gradient of this rank's part is within. step() uses the gradients up. Within
@@ -90,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
         params: Iterable[Any] | None = None, offload: str | None = None,
         bucket_bytes: int = 25 << 20,
-        max_grad_norm: float | None = None, overlap: bool = True, op: str = "mean",
+        max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
         device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
         secondary_group: dist.ProcessGroup | None = None, **optimizer_arguments: Any,
@@ -121,7 +123,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_same_options(options, group=group)
         self.wire = wire_of(gather_codec, reduce_codec, secondary_group, group=group)
         self.model, self.stage, self.group, self.max_grad_norm, self.op = model, stage, group, max_grad_norm, op
-        self.overlap, self.bucket_bytes = overlap, bucket_bytes
+        self.overlap, self.bucket_bytes = bool(overlap), bucket_bytes
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.communicator = None if alone else Communicator.of(group)
         self.grad_norm: Tensor | None = None
@@ -143,6 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self.owned.optimizer.defaults)
         self._built = True
         self.state = self.owned.optimizer.state
+        self.arriving = Arriving(model, self.flats, late=overlap == "forward")
         model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
 
     def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
@@ -206,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.arriving.wait()
         self.owned.take_gradients(self.gradients, set())
         told = self._exchange()
         if told[PENDING]:  # backwards within no_sync() that none outside followed, on some rank
@@ -221,7 +225,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gathering.release_all()  # what is whole holds the old values
         if not skip:
             self.owned.step(self.param_groups, factor=factor)
-            self._gather_parameters()
+            if self.communicator is not None:
+                self.arriving.start(self.communicator, async_op=self.overlap)
         self.gradients.clear()
         return loss
 
@@ -290,16 +295,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device = self.flats[0].device
         return (None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=device)), False
 
-    def _gather_parameters(self) -> None:
-        """Every rank's chunks to all."""
-        if self.communicator is None:
-            return
-        works = [
-            flat.gather(bucket, self.communicator, async_op=self.overlap) for flat in self.flats for bucket in flat.published()
-        ]
-        for work in works:
-            work.wait()
-
     def _sum_over_ranks(self, norms: Tensor) -> Tensor:
         if self.stage:
             all_reduce(norms, communicator=self.communicator, label="norms of layers")
@@ -327,6 +322,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         What is written into them stays: each rank keeps its own part of its own values. Masters of 16-bit parameters are
         set to them by `refresh_masters`.
         """
+        self.arriving.wait()
         self.gathering.pin(True)
         try:
             yield
@@ -339,6 +335,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def model_state_dict(self) -> Group:
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
+        self.arriving.wait()
         return collect_model(self.model, self.gathering.units, self.communicator, self._placements)
 
     def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,6 +350,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             error = caught
         agree(error, group=self.group)
         self.gathering.release_all()
+        self.arriving.wait()
         with torch.no_grad():
             for target, value in copies:
                 target.copy_(value)

@@ -53,17 +53,13 @@ def check_wire(*, stage: int, gather_codec: Any, reduce_codec: Any, secondary_gr
         if not isinstance(codec, Int8 | FP8 | BF16):
             raise TypeError(f"{who}: {name} is {codec!r}; give pyops.comm.codec.Int8(), FP8() or BF16(), or None")
         if getattr(codec, "stochastic_rounding", False) and name == "gather_codec":
-            raise ValueError(
-                f"{who}: {name} rounds at random, and gathers of a step must agree; use {type(codec).__name__}()"
-            )
+            raise ValueError(f"{who}: {name} rounds at random, and gathers of a step must agree; use {type(codec).__name__}()")
         if stage not in stages:
             raise ValueError(f"{who}: {name} has no meaning at stage {stage}; it is for stage {' and '.join(map(str, stages))}")
     if secondary_group is None:
         return
     if not isinstance(secondary_group, dist.ProcessGroup):
-        raise TypeError(
-            f"{who}: secondary_group is {secondary_group!r}; give the process group of this rank's node, or None"
-        )
+        raise TypeError(f"{who}: secondary_group is {secondary_group!r}; give the process group of this rank's node, or None")
     if stage != 3:
         raise ValueError(f"{who}: secondary_group has no meaning at stage {stage}; it is for stage 3, which gathers parameters")
 
