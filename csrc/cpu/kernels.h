@@ -13,6 +13,7 @@
 #include "../math/sgd.h"
 #include "../math/table.h"
 #include "codec.h"
+#include "logits.h"
 
 namespace pyops {
 
@@ -114,6 +115,12 @@ struct Kernels {
     void (*uniform)(float* out, int64_t n, uint64_t key, uint64_t index);
     void (*normal)(float* out, int64_t n, uint64_t key, uint64_t index);
     void (*dropout_mask)(uint8_t* out, int64_t n, float p, uint64_t key, uint64_t index);
+
+    // Rows [begin, end). Statistics: [rows, 3], or 4 with_sum, of fp32 (fp64 for fp64). Gradient: from maxima [rows] and coefficients
+    // [rows, 3]; out may be the logits.
+    void (*cross_entropy_statistics)(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end);
+    void (*cross_entropy_gradient)(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima, const void* coefficients,
+                                   int64_t begin, int64_t end);
 };
 
 const Kernels& kernels();

@@ -31,6 +31,8 @@ void norm_gradient_kernel(const NormGradient&, int64_t, int64_t, void*, void*);
 void uniform_kernel(float*, int64_t, uint64_t, uint64_t);
 void normal_kernel(float*, int64_t, uint64_t, uint64_t);
 void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
+void cross_entropy_statistics_kernel(const LogitRows&, bool, void*, int64_t, int64_t);
+void cross_entropy_gradient_kernel(const LogitRows&, void*, int64_t, const void*, const void*, int64_t, int64_t);
 }  // namespace PYOPS_ISA
 
 extern const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA);
@@ -59,6 +61,8 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::uniform_kernel,
     PYOPS_ISA::normal_kernel,
     PYOPS_ISA::dropout_mask_kernel,
+    PYOPS_ISA::cross_entropy_statistics_kernel,
+    PYOPS_ISA::cross_entropy_gradient_kernel,
 };
 
 }  // namespace pyops

@@ -5,6 +5,7 @@
 //
 // A loop runs over Vec first and over float for the rest: `for_each<...>(n, f)` calls f(Lane<Vec>{}, i), then f(Lane<float>{}, i).
 #pragma once
+#include "../math/exponential.h"
 #include "isa.h"
 
 namespace pyops::PYOPS_ISA {
@@ -46,6 +47,9 @@ inline Vec sign_of(Vec a) {  // a nan stays
     const __m512 positive = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, zero, _CMP_GT_OQ), a.x, one);
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, zero, _CMP_LT_OQ), positive, _mm512_set1_ps(-1.0f));
 }
+inline Vec at_least(Vec x, Vec low) { return _mm512_max_ps(low.x, x.x); }  // a nan in x stays
+inline Vec at_most(Vec x, Vec high) { return _mm512_min_ps(high.x, x.x); }
+inline Vec times_power_of_two(Vec p, Vec n) { return _mm512_scalef_ps(p.x, n.x); }
 inline Vec unless_zero(Vec condition, Vec a) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(condition.x, _mm512_setzero_ps(), _CMP_NEQ_UQ), a.x);
 }
@@ -103,6 +107,14 @@ inline Vec sign_of(Vec a) {
     const __m256 positive = _mm256_blendv_ps(a.x, _mm256_set1_ps(1.0f), _mm256_cmp_ps(a.x, zero, _CMP_GT_OQ));
     return _mm256_blendv_ps(positive, _mm256_set1_ps(-1.0f), _mm256_cmp_ps(a.x, zero, _CMP_LT_OQ));
 }
+inline Vec at_least(Vec x, Vec low) { return _mm256_max_ps(low.x, x.x); }  // a nan in x stays
+inline Vec at_most(Vec x, Vec high) { return _mm256_min_ps(high.x, x.x); }
+inline Vec times_power_of_two(Vec p, Vec n) {
+    const __m256i k = _mm256_cvtps_epi32(n.x), half = _mm256_srai_epi32(k, 1), bias = _mm256_set1_epi32(127);
+    const __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+    const __m256i rest = _mm256_add_epi32(_mm256_sub_epi32(k, half), bias);
+    return _mm256_mul_ps(_mm256_mul_ps(p.x, first), _mm256_castsi256_ps(_mm256_slli_epi32(rest, 23)));
+}
 inline Vec unless_zero(Vec condition, Vec a) {
     return _mm256_and_ps(_mm256_cmp_ps(condition.x, _mm256_setzero_ps(), _CMP_NEQ_UQ), a.x);
 }
@@ -138,6 +150,15 @@ inline void store_split(Bf16* p, Vec even, Vec odd) {
 #else
 using Vec = float;
 #endif
+
+// The same operations on single numbers, which those on registers would hide.
+using pyops::at_least;
+using pyops::at_most;
+using pyops::fused;
+using pyops::larger;
+using pyops::negative_fused;
+using pyops::square_root;
+using pyops::times_power_of_two;
 
 // Streamed stores are seen by other threads in order with what follows.
 inline void fence_streams() {

@@ -15,6 +15,7 @@
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
     norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual addition; differentiable
+    cross_entropy  cross_entropy                       the loss; its two kernels are cross_entropy_statistics, _gradient
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and for installations without
@@ -26,6 +27,7 @@ from pyops.ops import (
     activation,
     adafactor,
     adagrad,
+    cross_entropy,
     dropout,
     frozen_adam,
     grad_norm,
@@ -45,6 +47,7 @@ from pyops.ops import (
 from pyops.ops.library import build_info, has_kernel, isa, native
 
 __all__ = [
-    "activation", "adafactor", "adagrad", "build_info", "dropout", "frozen_adam", "grad_norm", "has_kernel", "isa", "lamb",
-    "lars", "lion", "native", "norm", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd", "table",
+    "activation", "adafactor", "adagrad", "build_info", "cross_entropy", "dropout", "frozen_adam", "grad_norm", "has_kernel",
+    "isa", "lamb", "lars", "lion", "native", "norm", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd",
+    "table",
 ]  # fmt: skip

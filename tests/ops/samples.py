@@ -194,6 +194,12 @@ def _norm_backward(device: torch.device, *, statistics: int) -> tuple[Any, ...]:
 
 _ROUNDING = {"stochastic_rounding": True, "seed": -12345, "offset": 13}
 
+
+def _logits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two columns of padding; a target here, one that is ignored, one of another rank's part."""
+    return torch.randn(3, 7, device=device).half(), torch.tensor([6, 9, 1], device=device)
+
+
 SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     **{f"{rule}_": partial(_step, rule) for rule in RULES},
     **{f"{rule}_from_table_": partial(_from_table, rule) for rule in RULES},
@@ -250,6 +256,19 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     "add_rms_norm": lambda device: (_norm(device, added=True, bias=False), {"eps": 0.1, "offset": 0.7}),
     "layer_norm_backward": lambda device: (_norm_backward(device, statistics=2), {"weight_grad": True}),
     "rms_norm_backward": lambda device: (_norm_backward(device, statistics=1), {"offset": 0.7, "weight_grad": True}),
+    "cross_entropy_statistics_": lambda device: (
+        (torch.zeros(3, 4, device=device), *_logits(device)),
+        {"ignore_index": 9, "first_column": 4, "columns": 5},
+    ),
+    "cross_entropy_gradient_": lambda device: (
+        (
+            torch.ones(3, 7, device=device).half(),
+            *_logits(device),
+            torch.ones(3, device=device),
+            torch.randn(3, 3, device=device),
+        ),
+        {"ignore_index": 9, "first_column": 4, "columns": 5},
+    ),
     "philox_uniform_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_normal_": lambda device: ((torch.zeros(2, 3, device=device),), _PLACE),
     "philox_dropout_mask_": lambda device: (

@@ -13,7 +13,7 @@ from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
     "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "adafactor", "grad_norm", "reduce", "random",
-    "onebit", "quantize", "activation", "dropout", "rotary", "norm",
+    "onebit", "quantize", "activation", "dropout", "rotary", "norm", "cross_entropy",
 )  # fmt: skip
 
 
@@ -23,7 +23,11 @@ IN_TRITON = {
     if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op}_reference")
 }  # fmt: skip
 DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith("_backward")}  # with a derivative
-CPU_ONLY = ("adafactor_",)  # no CUDA kernel yet: the op raises there and says so
+CPU_ONLY = (
+    "adafactor_",
+    "cross_entropy_statistics_",
+    "cross_entropy_gradient_",
+)  # no CUDA kernel yet: the op raises there and says so
 
 
 def ops() -> list[str]:
