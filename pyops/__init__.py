@@ -35,6 +35,7 @@ _ROOMS = frozenset(
         "recompute",
         "zero",
         "tensor_parallel",
+        "pipeline",
         "checkpoint",
         "models",
         "data",

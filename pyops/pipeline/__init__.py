@@ -1,0 +1,12 @@
+"""Pipeline parallelism: every schedule as data, proven before it runs, and simulated.
+
+schedule("1f1b", num_stages=4, num_microbatches=16)     -> Schedule: what each rank computes, in its order
+simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, bubble, peak memory
+"""
+
+from pyops.pipeline.action import Action
+from pyops.pipeline.names import NAMES, custom, schedule
+from pyops.pipeline.schedule import Schedule, Transfer
+from pyops.pipeline.simulate import Costs, Timeline, simulate
+
+__all__ = ["NAMES", "Action", "Costs", "Schedule", "Timeline", "Transfer", "custom", "schedule", "simulate"]
