@@ -39,6 +39,7 @@ _ROOMS = frozenset(
         "checkpoint",
         "models",
         "data",
+        "hub",
         "config",
         "train",
     ]

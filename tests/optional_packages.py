@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-OPTIONAL = {"hypothesis", "matplotlib", "rich", "safetensors", "tensorboard", "tokenizers", "tomli", "triton"}
+OPTIONAL = {"hypothesis", "matplotlib", "rich", "safetensors", "tensorboard", "tokenizers", "tomli", "transformers", "triton"}
 
 
 def missing(error: BaseException | None) -> str | None:

@@ -1,6 +1,6 @@
 """The house rule that imports point down, executed: a file imports only from lower layers or from its own room.
 
-5  config  train  metrics  display  cli      train -> config and cli -> both are the sanctioned exceptions
+5  hub  config  train  metrics  display  cli train -> config and cli -> both are the sanctioned exceptions
 4  models  data
 3  data_parallel  onebit  checkpoint  schedules   strategies; never import each other
 2  optim  comm  offload  precision
@@ -27,9 +27,9 @@ LAYERS = {
     "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
     "schedules": 3,
     "models": 4, "data": 4,
-    "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
+    "hub": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
-SAME_LAYER_ALLOWED = {"train": {"config", "metrics", "display"}, "cli": {"train", "config"}, "__main__": {"cli"}}
+SAME_LAYER_ALLOWED = {"train": {"config", "metrics", "display"}, "cli": {"train", "config", "hub"}, "__main__": {"cli"}}
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
 
 

@@ -261,12 +261,12 @@ def test_a_second_signal_changes_nothing():
 
 def test_masks_are_drawn_anew_for_each_step_and_micro_batch(tmp_path, device, monkeypatch):
     drawn = []
-    inner = GPT.draw_dropout
+    inner = GPT.set_dropout
 
     def recording(self: GPT, shape: tuple[int, int], **where: int) -> None:
-        drawn.append((shape, where["seed"], where["step"], where["first_row"], where["num_rows"]))
+        drawn.append((shape, where["seed"], where["step"], where["first_row"]))
         inner(self, shape, **where)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GPT, "draw_dropout", recording)
+    monkeypatch.setattr(GPT, "set_dropout", recording)
     train(config_of(tmp_path, device, steps=2, micro_batch=4, dropout=0.2, seed=9))
-    assert drawn == [((4, 16), 9, step, row, 8) for step in (0, 1) for row in (0, 4)]
+    assert drawn == [((4, 16), 9, step, row) for step in (0, 1) for row in (0, 4)]

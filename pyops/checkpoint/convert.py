@@ -24,7 +24,7 @@ from pyops.checkpoint.manifest import MANIFEST, CheckpointError
 from pyops.checkpoint.stored import Stored
 from pyops.checkpoint.tensor_file import write_tensors
 
-__all__ = ["export_weights", "import_weights", "is_checkpoint"]
+__all__ = ["export_weights", "import_weights", "is_checkpoint", "weight_files"]
 
 SUFFIX = ".safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -92,7 +92,7 @@ def import_weights(source: Path | str, folder: Path | str, *, key: str = "model"
     folder = Path(folder)
     _must_be_new(folder)
     tensors: dict[str, Tensor] = {}
-    for path, names in _sources(Path(source)).items():
+    for path, names in weight_files(Path(source)).items():
         try:
             found = load_file(path)
         except (SafetensorError, OSError) as error:
@@ -129,8 +129,11 @@ def _collect(part: Any, found: dict[str, Stored], name: str) -> None:
             _collect(value, found, f"{name}.{key}" if name else str(key))
 
 
-def _sources(source: Path) -> dict[Path, list[str] | None]:
-    """The files to read, each with the names wanted of it; None: all."""
+def weight_files(source: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files of a folder, by its index where there is one, each with the names wanted of it; None: all.
+
+    source: may be a file itself. CheckpointError for none, and for an index that is damaged or leads out of the folder.
+    """
     if source.is_file():
         return {source: None}
     if (source / WEIGHTS).is_file():

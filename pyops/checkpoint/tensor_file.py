@@ -91,16 +91,17 @@ def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
     """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
 
-    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor of another checkpoint. One at a
-    time is copied where it is not contiguous memory already. TypeError for a dtype that a file can't hold, before the
-    file is made; OSError.
+    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor that is made or read when its
+    turn comes. One at a time is copied where it is not contiguous memory already. in_order: they lie, and are read, in the
+    order given; otherwise by the size of their elements. TypeError for a dtype that a file can't hold, before the file is
+    made; OSError.
     """
     check_dtypes({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
     # Wide elements first, so that every tensor lies at a multiple of its element's size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = list(tensors) if in_order else sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header = _header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
     size = len(header) + sum(prod(t.shape) * t.dtype.itemsize for t in tensors.values())
     block = BLOCK

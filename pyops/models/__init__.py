@@ -1,11 +1,19 @@
-"""Models that know nothing of how they are trained: a model is a list of layers whose composition is its forward.
+"""Transformers that know nothing of how they are trained, of layers that a group of ranks can share.
 
-GPT(GPTConfig(dim=256, num_layers=4), seed=0)      tokens [B, T] -> logits [B, T, V]
-GPT.layers()                                       [embedding, block, ..., block, head], for a pipeline to cut
-sample(model, prompt, num_tokens=100)              continues a text
+GPT(GPTConfig(dim=256, num_layers=4), seed=0)      tokens [B, T] -> logits [B, T, V]; GPT-2 or Llama by its options
+BERT(BERTConfig(...))                              tokens -> logits of masked tokens, and of the next sentence
+T5(T5Config(...))                                  tokens, decoder's tokens -> logits
+ViT(ViTConfig(...))                                images -> logits of labels
+
+Every model takes group= (tensor parallelism) and sequence_parallel=, which change no result; model.loss(...) is the training
+loss, model.set_dropout(...) keys dropout for the next forward, and GPT.layers() is [embedding, block, ..., block, head], for a
+pipeline to cut. sample(model, prompt, num_tokens=100) continues a text. pyops.hub loads them from Hugging Face folders.
 """
 
+from pyops.models.bert import BERT, BERTConfig
 from pyops.models.gpt import GPT, GPTConfig
 from pyops.models.sampling import sample
+from pyops.models.t5 import T5, T5Config
+from pyops.models.vit import ViT, ViTConfig
 
-__all__ = ["GPT", "GPTConfig", "sample"]
+__all__ = ["BERT", "GPT", "T5", "BERTConfig", "GPTConfig", "T5Config", "ViT", "ViTConfig", "sample"]

@@ -162,9 +162,9 @@ class Run:
         totals[2] = float(stop)
         micro_batches = rows_BT.to(self.device).split(self.micro_batch)
         for i, micro_BT in enumerate(micro_batches):
-            self.model.draw_dropout(
+            self.model.set_dropout(
                 (micro_BT.shape[0], length), seed=options.seed, step=self.step,
-                first_row=self.batches.first_row + i * self.micro_batch, num_rows=options.batch,
+                first_row=self.batches.first_row + i * self.micro_batch,
             )  # fmt: skip
             with nullcontext() if i + 1 == len(micro_batches) else self.strategy.no_sync():
                 nats = self._nats(self.strategy.forward, micro_BT)

@@ -68,7 +68,7 @@ def test_a_gpt_with_dropout_of_its_own():
     tokens = torch.randint(11, (2, 8))
 
     def gradients(model):
-        model.draw_dropout((2, 8), seed=1, step=0)
+        model.set_dropout((2, 8), seed=1, step=0)
         model(tokens).float().square().mean().backward()
         return [p.grad for p in model.parameters()]
 

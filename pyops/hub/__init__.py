@@ -1,0 +1,14 @@
+"""Models to and from Hugging Face folders, at any number of tensor-parallel ranks.
+
+load(folder, group=...) -> model       GPT, BERT, T5 or ViT; each rank reads the parts that it holds
+save(model, folder, group=...)         config.json and safetensors files that transformers reads
+
+Known: GPT-2, Llama, BERT, T5 (1.0 and 1.1), ViT. What is called how, and packed how, stands in one table each:
+gpt2.py, llama.py, bert.py, t5.py, vit.py.
+"""
+
+from pyops.hub.files import HubError, is_hub_folder
+from pyops.hub.loading import load
+from pyops.hub.saving import save
+
+__all__ = ["HubError", "is_hub_folder", "load", "save"]

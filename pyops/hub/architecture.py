@@ -1,0 +1,91 @@
+"""What is known of an architecture: its config.json, and where the tensors of its files go.
+
+    config.json  --read-->  GPTConfig  --write-->  config.json
+    "blocks.{i}.attention.qkv.weight": Grouped("h.{i}.attn.c_attn.weight", joined=True, transposed=True)
+
+Each file of this room beside it describes one architecture, as data: names, packings, and the fields of config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyops.flat import Placement
+from pyops.hub.files import HubError
+from pyops.hub.packing import Heads, Packing, Source
+
+__all__ = ["Architecture", "Entry", "fixed"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of Hugging Face, and the model of ours that computes it.
+
+    kind: model_type of config.json. classes: what "architectures" may say there; the first unless `write` says otherwise.
+    names: of a configuration, our parameters' names to packings, with {i} for a layer's number. read: config.json, and the
+    names in the files, to our configuration, HubError for what we lack; write: the other way round. heads: of an attention.
+    prefix: that of the names, which a file may lack. copies: tensors that a file may hold besides, equal to another one.
+    ignored: patterns of names that are no parameters. renamed: (new, old) parts of names.
+    """
+
+    kind: str
+    classes: tuple[str, ...]
+    model: Callable[..., nn.Module]
+    config: type
+    names: Callable[[Any], Mapping[str, Packing]]
+    read: Callable[[Mapping[str, Any], frozenset[str]], Any]
+    write: Callable[[Any], dict[str, Any]]
+    heads: Callable[[Any], Heads]
+    prefix: str = ""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def entries(self, model: nn.Module) -> list[Entry]:
+        """Every parameter of the model with what it is made of, in the model's order; a shared one once."""
+        placements, heads, names = Placement.of(model), self.heads(model.config), self.names(model.config)
+        found = []
+        for name, parameter in model.named_parameters():
+            placement = placements.get(name)
+            shape = tuple(parameter.shape) if placement is None else placement.global_shape
+            number = re.search(r"\.(\d+)\.", name)
+            packing = names[re.sub(r"\.\d+\.", ".{i}.", name, count=1)]
+            sources = packing.sources(shape, heads)
+            if number:
+                sources = [replace(s, name=s.name.replace("{i}", number[1])) for s in sources]
+            found.append(Entry(name, parameter, placement, tuple(sources)))
+        return found
+
+    def in_file(self, name: str, names: frozenset[str]) -> str:
+        """How a file with these names calls the tensor `name`."""
+        spellings = [name, name.removeprefix(self.prefix)]
+        for new, old in self.renamed:
+            spellings += [spelling.replace(new, old) for spelling in spellings]
+        return next((spelling for spelling in spellings if spelling in names), name)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of ours: the rank's tensor, its place in the whole (None: it is all of it), and what the whole is made of."""
+
+    name: str
+    parameter: Tensor
+    placement: Placement | None
+    sources: tuple[Source, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.parameter.shape) if self.placement is None else self.placement.global_shape
+
+
+def fixed(told: Mapping[str, Any], **wanted: Any) -> None:
+    """HubError when config.json sets a field to something else than the one value that we compute."""
+    for key, value in wanted.items():
+        if key in told and told[key] != value:
+            raise HubError(f"config.json has {key} = {told[key]!r}, pyops computes {value!r} only; choose another checkpoint")

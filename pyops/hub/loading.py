@@ -1,0 +1,166 @@
+"""A Hugging Face folder becomes a model of ours, each rank reading the boxes of tensors that it holds.
+
+    q_proj.weight of the file          rank 0          rank 1
+    | group 0 |  rows 0 .. 31    ->    qkv, rows 0 .. 31
+    | group 1 |  rows 32 .. 63   ->                    qkv, rows 0 .. 31
+
+No rank reads, or has memory for, more than its own part of a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import agree
+from pyops.flat import Box, meeting
+from pyops.hub.architecture import Architecture, Entry
+from pyops.hub.architectures import find_architecture
+from pyops.hub.files import HubError, Weights, floating, open_weights, read_config
+from pyops.hub.packing import Piece, Source
+
+__all__ = ["load", "load_from"]
+
+NAMED = 6  # names of tensors that a message lists
+
+
+def load(
+    folder: Path | str, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any,
+) -> nn.Module:  # fmt: skip
+    """The model in `folder`, shared out over the ranks of `group`, in eval mode. A collective of the group.
+
+    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama, BERT, T5 or ViT. dtype: of
+    the parameters; None: as they are in the files. changes: fields of the model's configuration to set otherwise, such as
+    dropout=0.0. Raises, on every rank alike, HubError for an architecture that is not known, for tensors that are missing, not
+    expected or of another shape, and for files that are damaged; ValueError for heads that the ranks can't share.
+    """
+    model, error = None, None
+    try:
+        with open_weights(folder) as weights:
+            model = load_from(weights, read_config(folder), group=group, sequence_parallel=sequence_parallel, device=device,
+                              dtype=dtype, changes=changes)  # fmt: skip
+    except Exception as caught:
+        error = caught
+    if group is not None:
+        agree(error, group=group)
+    if error is not None:
+        raise error
+    assert model is not None
+    return model
+
+
+def load_from(
+    weights: Weights, told: Mapping[str, Any], *, group: dist.ProcessGroup | None, sequence_parallel: bool = False,
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None,
+) -> nn.Module:  # fmt: skip
+    """As `load`, of opened tensors and what config.json says."""
+    architecture = find_architecture(told)
+    config = _configuration(architecture, told, weights, changes or {})
+    if dtype is None:
+        found = floating(weights.dtypes)
+        if len(found) != 1:
+            raise HubError(f"the files hold {sorted(map(str, found))}; name the dtype to load them in with dtype=")
+        (dtype,) = found
+    model = architecture.model(
+        config, group=group, sequence_parallel=sequence_parallel, seed=None, device=device, dtype=dtype
+    )  # fmt: skip
+    entries = architecture.entries(model)
+    names = _check_names(architecture, entries, weights)
+    with torch.no_grad():
+        for entry in entries:
+            _fill(entry, names, weights)
+    _check_copies(architecture, entries, names, weights)
+    return model.eval()
+
+
+def _configuration(architecture: Architecture, told: Mapping[str, Any], weights: Weights, changes: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(architecture.config)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise ValueError(f"{architecture.config.__name__} has no {unknown}; it has {', '.join(sorted(known))}")
+    try:
+        return replace(architecture.read(told, frozenset(weights.shapes)), **changes)
+    except (KeyError, TypeError) as error:
+        raise HubError(f"config.json of {architecture.kind} lacks a field, or has one of the wrong kind: {error!r}") from None
+
+
+def _check_names(architecture: Architecture, entries: list[Entry], weights: Weights) -> dict[str, str]:
+    """How the files call each tensor; HubError when they lack some, have others, or have them in other shapes."""
+    names = frozenset(weights.shapes)
+    sources = [source for entry in entries for source in entry.sources]
+    called = {source.name: architecture.in_file(source.name, names) for source in sources}
+    missing = [name for name in called if called[name] not in names]
+    known = set(called.values()) | {architecture.in_file(copy, names) for copy in architecture.copies}
+    ignored = re.compile("|".join(architecture.ignored) or r"(?!)")
+    surplus = [name for name in sorted(names - known) if not ignored.search(name)]
+    if missing or surplus:
+        what = " and ".join(
+            f"{verb} {len(some)} tensors ({', '.join(some[:NAMED])}{', ...' if len(some) > NAMED else ''})"
+            for verb, some in (("lack", missing), ("have besides", surplus))
+            if some
+        )
+        raise HubError(
+            f"the files {what} of {architecture.classes[0]} as config.json describes it; choose the model they are of"
+        )
+    for source in sources:
+        if weights.shapes[called[source.name]] != source.shape:
+            raise HubError(
+                f"{called[source.name]} is {list(weights.shapes[called[source.name]])} in the files, but "
+                f"{list(source.shape)} by config.json; one of them is of another model"
+            )
+    return called
+
+
+def _fill(entry: Entry, names: Mapping[str, str], weights: Weights) -> None:
+    place = entry.placement
+    mine: Box = ((0,) * entry.parameter.dim(), tuple(entry.parameter.shape))
+    part = entry.parameter
+    if place is not None:
+        mine, part = (place.offset, place.size), place.part(entry.parameter)
+        if part.numel() < entry.parameter.numel():
+            entry.parameter.zero_()
+    for source in entry.sources:
+        for piece in source.pieces:
+            if (inner := meeting(mine, piece.at)) is not None:
+                where = tuple(slice(low - o, low - o + n) for low, o, n in zip(inner[0], mine[0], inner[1], strict=True))
+                part[where].copy_(_read(source, piece, inner, names[source.name], weights))
+
+
+def _read(source: Source, piece: Piece, inner: Box, name: str, weights: Weights) -> Tensor:
+    """Box `inner` of our whole parameter, which lies within the piece."""
+    offset = [o + low - start for o, low, start in zip(piece.offset, inner[0], piece.at[0], strict=True)]
+    size = list(inner[1])
+    if source.transposed:
+        offset, size = offset[::-1], size[::-1]
+    surplus = len(size) - len(source.shape)  # dims of size 1 in front, on one side or the other
+    offset = offset[surplus:] if surplus >= 0 else [0] * -surplus + offset
+    size = size[surplus:] if surplus >= 0 else [1] * -surplus + size
+    found = weights.read(name, (tuple(offset), tuple(size)))
+    return (found.T if source.transposed else found).reshape(inner[1])
+
+
+def _check_copies(architecture: Architecture, entries: list[Entry], names: Mapping[str, str], weights: Weights) -> None:
+    """HubError where a tensor that should be another one's copy is not. Only this rank's part is compared."""
+    held = frozenset(weights.shapes)
+    for copy, original in architecture.copies.items():
+        spelled = architecture.in_file(copy, held)
+        if spelled not in held or copy in names or original not in names:
+            continue
+        entry = next(e for e in entries if any(source.name == original for source in e.sources))
+        if weights.shapes[spelled] != entry.shape:
+            raise HubError(f"{spelled} is {list(weights.shapes[spelled])}, and {names[original]}, whose copy it should be, "
+                           f"{list(entry.shape)}; one of them is of another model")  # fmt: skip
+        place = entry.placement
+        mine: Box = ((0,) * entry.parameter.dim(), entry.shape) if place is None else (place.offset, place.size)
+        part = entry.parameter if place is None else place.part(entry.parameter)
+        if not torch.equal(weights.read(spelled, mine).to(part), part):
+            raise HubError(f"{spelled} differs from {names[original]}, but config.json ties them; set tie_word_embeddings "
+                           "to false there, or leave one of them out of the files")  # fmt: skip

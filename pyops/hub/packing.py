@@ -1,0 +1,134 @@
+"""How a parameter of ours is made of the tensors of a Hugging Face file: which box of it is which box of which tensor.
+
+    Same("wte.weight")                          ours [V, D]            theirs, as it is
+    Transposed("mlp.c_fc.weight")               ours [F, D]            theirs [D, F]
+    Stacked("gate.weight", "up.weight")         ours [2, F, D]         theirs [F, D] and [F, D]
+    Grouped("q.weight", "k.weight", "v.weight") ours, by query groups  | q q k v | q q k v |     theirs  | q q q q | k k | v v |
+    Grouped("c_attn.weight", joined=True)       ours likewise          theirs in one tensor      | q q q q | k k | v v |
+
+A packing is applied to a whole parameter, never to a rank's part: what the rank holds is a box of it (`Placement`), and meets
+the boxes listed here. Reading and writing both go by this list.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyops.flat import Box
+
+__all__ = ["Grouped", "Heads", "Packing", "Piece", "Same", "Source", "Stacked", "Transposed"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of an attention: num_heads H queries and num_kv_heads G keys and values, each `width` K wide."""
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """How many rows a group has of queries, keys and values."""
+        return self.num_heads // self.num_kv_heads * self.width, self.width, self.width
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Box `at` of our whole parameter lies at `offset` of a tensor of the file, turned to our orientation."""
+
+    at: Box
+    offset: Shape
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the file, the shape that it must have there, and the pieces of our parameter that it holds.
+
+    transposed: the file has its two last dims in the other order. The dims that it lacks, or has more, are leading ones of
+    size 1.
+    """
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    transposed: bool = False
+
+
+class Packing(ABC):
+    """Of one parameter. `sources` says what a parameter of `shape` is made of."""
+
+    @abstractmethod
+    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+        """The file's tensors that a whole parameter of this shape is made of; heads: for `Grouped`."""
+
+
+@dataclass(frozen=True)
+class Same(Packing):
+    """One tensor, as it is; leading: dims of size 1 that the file has in front."""
+
+    name: str
+    leading: int = 0
+
+    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+        zeros = (0,) * len(shape)
+        return [Source(self.name, (1,) * self.leading + shape, (Piece((zeros, shape), zeros),))]
+
+
+@dataclass(frozen=True)
+class Transposed(Packing):
+    """One matrix, [in, out] in the file."""
+
+    name: str
+
+    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+        return [Source(self.name, shape[::-1], (Piece(((0, 0), shape), (0, 0)),), transposed=True)]
+
+
+class Stacked(Packing):
+    """Several tensors of one shape, in the order of our leading dim."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+        each, zeros = shape[1:], (0,) * len(shape)
+        return [Source(name, each, (Piece(((i, *zeros[1:]), (1, *each)), zeros),)) for i, name in enumerate(self.names)]
+
+
+class Grouped(Packing):
+    """Queries, keys and values, or keys and values alone: matrices or biases, dealt out by heads to the groups of one of ours.
+
+    joined: the file has them one behind the other in one tensor. transposed: it has matrices as [in, out].
+    """
+
+    def __init__(self, *names: str, joined: bool = False, transposed: bool = False) -> None:
+        self.names, self.joined, self.transposed = names, joined, transposed
+
+    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+        assert heads is not None
+        rows = heads.rows if self.joined else heads.rows[-len(self.names) :]
+        lengths = [heads.num_kv_heads * n for n in rows]
+        assert shape[0] == sum(lengths), (self.names, shape, heads)
+        dealt = []
+        for i, n in enumerate(rows):
+            first, before = sum(lengths[:i]) if self.joined else 0, sum(rows[:i])
+            dealt.append([self._piece(shape, n, g * sum(rows) + before, first + g * n) for g in range(heads.num_kv_heads)])
+        if self.joined:
+            return [self._source(self.names[0], shape, [piece for pieces in dealt for piece in pieces])]
+        return [
+            self._source(name, (length, *shape[1:]), pieces)
+            for name, length, pieces in zip(self.names, lengths, dealt, strict=True)
+        ]
+
+    def _piece(self, shape: Shape, rows: int, ours: int, theirs: int) -> Piece:
+        rest = (0,) * (len(shape) - 1)
+        return Piece(((ours, *rest), (rows, *shape[1:])), (theirs, *rest))
+
+    def _source(self, name: str, shape: Shape, pieces: Sequence[Piece]) -> Source:
+        transposed = self.transposed and len(shape) == 2
+        return Source(name, shape[::-1] if transposed else shape, tuple(pieces), transposed)

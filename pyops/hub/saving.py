@@ -1,0 +1,195 @@
+"""A model of ours becomes a Hugging Face folder: tensors are gathered to rank 0 one after the other and written at once.
+
+    rank 0   qkv part --gather--> qkv whole --unpack--> q_proj | k_proj | v_proj --> model-00001-of-00002.safetensors
+    rank 1   qkv part --'
+
+Rank 0 holds one whole parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.checkpoint.tensor_file import write_tensors
+from pyops.comm.agreement import agree
+from pyops.hub.architecture import Entry
+from pyops.hub.architectures import architecture_of
+from pyops.hub.files import CONFIG, HubError, read_config
+from pyops.hub.packing import Source
+
+__all__ = ["save"]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PART = "model-{:05}-of-{:05}.safetensors"
+
+
+@torch.no_grad()
+def save(
+    model: nn.Module, folder: Path | str, *, group: dist.ProcessGroup | None = None, like: Path | str | None = None,
+    max_file_bytes: int = 5 << 30,
+) -> list[str]:  # fmt: skip
+    """Write config.json and safetensors files that transformers reads; the names of the files. A collective of `group`.
+
+    folder: must not exist yet; it is written beside its place and renamed, so that it is whole or not there. like: a folder of
+    the same architecture, whose other fields of config.json (labels, special tokens) are taken over. Files hold at most
+    max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it was. Raises, on every rank
+    alike, HubError for a model that no architecture computes, a folder that is there, a disk that is full.
+    """
+    architecture = architecture_of(model)
+    entries = architecture.entries(model)
+    told = _config(architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like)
+    folder, error = Path(folder), None
+    files = _files(entries, max_file_bytes)
+    gathered = _Gathered(entries, group)
+    aside = folder.with_name(folder.name + ".tmp")
+    try:
+        if gathered.writes:
+            _write(folder, aside, files, told, gathered)
+    except OSError as caught:
+        error = HubError(f"{folder} can't be written: {caught.strerror or caught}; make room or choose another place")
+    except HubError as caught:
+        error = caught
+    finally:
+        gathered.finish()  # the other ranks are at it
+        if gathered.writes:
+            shutil.rmtree(aside, ignore_errors=True)
+    if group is not None:
+        agree(error, group=group)
+    elif error is not None:
+        raise error
+    return [CONFIG, *files]
+
+
+def _config(kind: str, name: str, written: Mapping[str, Any], entries: list[Entry], like: Path | str | None) -> dict[str, Any]:
+    dtype = str(entries[0].parameter.dtype).removeprefix("torch.")
+    told = {"architectures": [name], "model_type": kind, "dtype": dtype, "torch_dtype": dtype, **written}
+    if like is None:
+        return told
+    there = read_config(like)
+    if there.get("model_type") != kind:
+        raise HubError(f"{like} is of model_type {there.get('model_type')!r}, this model is a {kind}; choose another folder")
+    if len(there.get("id2label", ())) == len(told.get("id2label", ())):  # names of labels are not ours to know
+        told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
+    return {**there, **told}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the files that is made when it is read."""
+
+    source: Source
+    entry: Entry
+    gathered: _Gathered
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entry.parameter.dtype
+
+    def read(self) -> Tensor:
+        return _unpack(self.gathered.whole(self.entry), self.source)
+
+
+def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, Source]]]:
+    """The tensors of each file, in the model's order."""
+    if max_bytes < 1:
+        raise ValueError(f"max_file_bytes is {max_bytes}; it must be 1 or more")
+    parts: list[list[tuple[Entry, Source]]] = []
+    room = 0
+    for entry in entries:
+        for source in entry.sources:
+            size = prod(source.shape) * entry.parameter.element_size()
+            if not parts or size > room:
+                parts.append([])
+                room = max_bytes
+            parts[-1].append((entry, source))
+            room -= size
+    names = [WEIGHTS] if len(parts) == 1 else [PART.format(i + 1, len(parts)) for i in range(len(parts))]
+    return dict(zip(names, parts, strict=True))
+
+
+def _write(
+    folder: Path, aside: Path, files: Mapping[str, list[tuple[Entry, Source]]], told: Mapping[str, Any], gathered: _Gathered
+) -> None:
+    if folder.exists():
+        raise HubError(f"{folder} is there already; remove it, or name another place")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file, held in files.items():
+        tensors = {source.name: _Tensor(source, entry, gathered) for entry, source in held}
+        write_tensors(aside / file, tensors, in_order=True)
+    if len(files) > 1:
+        total = sum(prod(s.shape) * e.parameter.element_size() for held in files.values() for e, s in held)
+        index = {source.name: file for file, held in files.items() for _, source in held}
+        (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
+    (aside / CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+    os.rename(aside, folder)
+
+
+class _Gathered:
+    """Whole parameters on rank 0, asked for in the model's order; the other ranks give their parts. writes: this is rank 0."""
+
+    def __init__(self, entries: list[Entry], group: dist.ProcessGroup | None) -> None:
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.writes = self.group is None or dist.get_rank(self.group) == 0
+        self._coming = iter(entries)
+        self._last: tuple[Entry, Tensor | None] | None = None
+
+    def whole(self, entry: Entry) -> Tensor:
+        """On rank 0, of the entry asked for last or of one behind it."""
+        while self._last is None or self._last[0] is not entry:
+            self._last = None  # frees it first
+            following = next(self._coming)
+            self._last = (following, _gather(following, self.group))
+        found = self._last[1]
+        assert found is not None
+        return found
+
+    def finish(self) -> None:
+        """Take part in what is left; on rank 0 it is dropped."""
+        if self.group is not None:
+            for entry in self._coming:
+                _gather(entry, self.group)
+
+
+def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
+    """The whole parameter on rank 0 of the group, None on others. A parameter that all ranks hold whole is not sent."""
+    place, local = entry.placement, entry.parameter.detach()
+    if group is None or place is None or place.dim is None:
+        return local
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    raw = local.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(raw) for _ in range(size)] if rank == 0 else None
+    dist.gather(raw, parts, group=group, group_dst=0)
+    if parts is None:
+        return None
+    first = [parts[r].view(local.dtype) for r in range(0, size, place.copies)]
+    return torch.cat(first, dim=place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+
+
+def _unpack(whole: Tensor, source: Source) -> Tensor:
+    """The file's tensor from our whole parameter."""
+    turned = source.shape[::-1] if source.transposed else source.shape
+    found = whole.new_empty(turned)
+    for piece in source.pieces:
+        offset, size = piece.at
+        ours = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        surplus = len(size) - len(turned)
+        start = piece.offset[surplus:] if surplus >= 0 else (0,) * -surplus + piece.offset
+        there = tuple(size[surplus:]) if surplus >= 0 else (1,) * -surplus + tuple(size)
+        found[tuple(slice(o, o + n) for o, n in zip(start, there, strict=True))] = ours.reshape(there)
+    return found.T if source.transposed else found

@@ -1,0 +1,212 @@
+"""BERT: an encoder with the norms behind the residuals, a head for masked tokens, and one for pairs of sentences.
+
+    tokens, types -> embedding -> block 0 -> ... -> block L-1 -> head -> logits_BTV                 (Devlin et al., 2019)
+                                                             `-> first token -> pooler -> next sentence, logits_B2
+
+    block:  norm1(x_BTD + attention(x_BTD)) = y_BTD;    norm2(y_BTD + mlp(y_BTD))
+
+Letters of tensor names: B batch, T sequence, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.models.checks import ACTIVATIONS, check_config
+from pyops.models.layout import Layout, Shape, Table
+from pyops.models.vocabulary import IGNORED, Vocabulary
+from pyops.tensor_parallel import ParallelAttention, ParallelMLP, VocabParallelEmbedding, initialise_model_, set_dropout
+
+__all__ = ["BERT", "BERTConfig"]
+
+
+@dataclass(frozen=True)
+class BERTConfig:
+    """The shape of a BERT. Checked when made: ValueError names the field, its value and what would do.
+
+    hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the second sentence. pooled_head:
+    there is a head for pairs of sentences. dropout: of the embedding and of what blocks add; attention_dropout: of the
+    attention probabilities.
+    """
+
+    vocab_size: int = 30522
+    sequence_length: int = 512
+    num_layers: int = 12
+    num_heads: int = 12
+    dim: int = 768
+    hidden: int = 0
+    num_types: int = 2
+    norm_eps: float = 1e-12
+    activation: str = "gelu"
+    tied_head: bool = True
+    pooled_head: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_config(
+            self, at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim", "num_types"),
+            choices={"activation": ("gelu", "gelu_tanh", "relu")},
+        )  # fmt: skip
+
+    @property
+    def mlp_width(self) -> int:
+        """`hidden`, or the usual width."""
+        return self.hidden or 4 * self.dim
+
+    def resolved(self) -> BERTConfig:
+        """The same with every 0 that means a usual value replaced by it."""
+        return replace(self, hidden=self.mlp_width)
+
+
+class Embedding(nn.Module):
+    """tokens_BT, types_BT -> x_BTD, or a rank's rows of it."""
+
+    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
+        self.position = Table(config.sequence_length, config.dim, layout=layout)
+        self.kind = Table(config.num_types, config.dim, layout=layout)
+        self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        self.dropout = layout.dropout(config.dropout, config.dim)
+
+    def forward(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
+        types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
+        place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+        x = self.token(tokens_BT) + self.kind(self.layout.take_index(types_BT))
+        return self.dropout(self.norm(x + self.position(self.layout.take_index(place_BT))))
+
+
+class Block(nn.Module):
+    """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
+
+    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.attention = ParallelAttention(
+            config.dim, config.num_heads, dropout=config.attention_dropout, skip_bias=True, **layout.parallel
+        )
+        self.norm1 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        self.mlp = ParallelMLP(
+            config.dim, config.mlp_width, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
+        )
+        self.norm2 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+
+    def forward(self, x: Tensor, shape: Shape | None = None, mask_BT: Tensor | None = None) -> Tensor:
+        y = self.norm1(self.dropout1(*self.attention(x, shape=shape, mask=mask_BT), residual=x))
+        return self.norm2(self.dropout2(*self.mlp(y), residual=y))
+
+
+class Head(nn.Module):
+    """x_BTD -> logits_BTV; with targets_BT, the loss."""
+
+    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.dense = layout.linear(config.dim, config.dim)
+        self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        self.output = Vocabulary(config.vocab_size, config.dim, bias=True, layout=layout)
+
+    def forward(
+        self, x: Tensor, shape: Shape | None = None, *, targets_BT: Tensor | None = None, gather: bool = True,
+        reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
+        x = self.dense(x)
+        if self.activation == "relu":
+            x = functional.relu(x)
+        else:
+            x = functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        x = self.norm(x)
+        if targets_BT is None:
+            return self.output(x, shape, gather=gather)
+        return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
+
+
+class BERT(nn.Module):
+    """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V], and with pooled_head also next-sentence logits [B, 2].
+
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
+    weights are normal with deviation 0.02, drawn by (seed, parameter name); biases 0, norms 1. None: they are left as they are.
+    ValueError for heads that the ranks can't share.
+    """
+
+    def __init__(
+        self, config: BERTConfig, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = config
+        self.layout = layout = Layout(group, sequence_parallel, device, dtype)
+        self.embedding = Embedding(config, layout=layout)
+        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
+        self.head = Head(config, layout=layout)
+        if config.tied_head:
+            self.head.output.tie(self.embedding.token)
+        self.pooler = layout.linear(config.dim, config.dim, per_token=False) if config.pooled_head else None
+        self.next_sentence = layout.linear(config.dim, 2, per_token=False) if config.pooled_head else None
+        if seed is not None:
+            initialise_model_(self, seed=seed, std=0.02)
+
+    def encode(self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None) -> Tensor:
+        """x_BTD of the last block, as a rank holds it."""
+        if tokens_BT.shape[1] > self.config.sequence_length:
+            raise ValueError(
+                f"a sequence of {tokens_BT.shape[1]} tokens is longer than sequence_length = "
+                f"{self.config.sequence_length}; cut it, or make the model with a longer one"
+            )
+        x = self.embedding(tokens_BT, types_BT)
+        for block in self.blocks:
+            x = block(x, (tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
+        return x
+
+    def pooled(self, x: Tensor, shape: Shape) -> Tensor:
+        """Next-sentence logits [B, 2] of `encode`'s result."""
+        assert self.pooler is not None
+        assert self.next_sentence is not None
+        first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
+        return self.next_sentence(torch.tanh(self.pooler(first_BD)))
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, types: Tensor | None = None,
+        mask: Tensor | None = None, next_B: Tensor | None = None, gather: bool = True, reduction: str = "mean",
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Logits, or with pooled_head (logits, next-sentence logits). With targets, `loss`.
+
+        types: [B, T] of each token, 0 where None. mask: [B, T] bool, False where padding is. gather: False: this rank's part of
+        the vocabulary, [B, T, ceil(V / ranks)].
+        """
+        shape = (tokens_BT.shape[0], tokens_BT.shape[1])
+        x = self.encode(tokens_BT, types_BT=types, mask_BT=mask)
+        found = self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+        if self.pooler is None:
+            return found
+        if targets_BT is None:
+            return found, self.pooled(x, shape)
+        if next_B is None:
+            return found
+        scores_B2 = self.pooled(x, shape)
+        scores_B2 = scores_B2 if scores_B2.dtype == torch.float64 else scores_B2.float()
+        return found + functional.cross_entropy(scores_B2, next_B, ignore_index=IGNORED, reduction=reduction)
+
+    def loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, *, types: Tensor | None = None, mask: Tensor | None = None,
+        next_B: Tensor | None = None, reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
+        """-ln p(target) of the masked tokens, plus that of next_B [B] (0: the second sentence follows), the same on every rank.
+
+        targets: -100 where a token is not masked, which does not count. reduction: each part's "mean", or "sum".
+        """
+        found = self(tokens_BT, targets_BT, types=types, mask=mask, next_B=next_B, reduction=reduction)
+        assert isinstance(found, Tensor)
+        return found
+
+    def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
+        """Key all dropout for the next forward, as GPT.set_dropout does."""
+        if self.config.dropout or self.config.attention_dropout:
+            set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

@@ -1,0 +1,122 @@
+"""How a model lies on its ranks: the group that shares its layers, and its tokens as a rank holds them between blocks.
+
+[B, T, D] on every rank          or, of B T = 6 tokens on 4 ranks       rank 0  0 1
+                                 with sequence parallelism              rank 1  2 3
+                                                                        rank 2  4 5
+                                                                        rank 3  two rows of padding
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.flat import Placement
+from pyops.tensor_parallel import Dropout, LayerNorm, RMSNorm
+from pyops.tensor_parallel.regions import gather_tokens, scatter_tokens
+
+__all__ = ["Layout", "Shape", "Table"]
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """group: the ranks that share the layers; None: one rank alone. sequence_parallel: tokens are shared out between blocks."""
+
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self  # a copy of a model talks to the same ranks
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a rank holds only some of the tokens."""
+        return self.sequence_parallel and self.ranks > 1
+
+    @property
+    def replicated(self) -> dict[str, Any]:
+        """Arguments of a norm of pyops.tensor_parallel."""
+        return {
+            "group": self.group, "sequence_parallel": self.sequence_parallel, "device": self.device, "dtype": self.dtype,
+        }  # fmt: skip
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """Arguments of its parallel layers, whose parameters the model draws itself."""
+        return {**self.replicated, "seed": None}
+
+    def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> LayerNorm | RMSNorm:
+        """ "layernorm" or "rmsnorm"; the latter has no bias."""
+        if kind == "rmsnorm":
+            return RMSNorm(dim, eps=eps, **self.replicated)
+        return LayerNorm(dim, eps=eps, bias=bias, **self.replicated)
+
+    def dropout(self, p: float, width: int) -> Dropout:
+        """Of tokens as a rank holds them."""
+        return Dropout(p, width=width, group=self.group, sequence_parallel=self.sequence_parallel)
+
+    def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
+        """A linear layer that every rank holds whole. per_token: applied to tokens as a rank holds them."""
+        layer = nn.Linear(in_features, out_features, device=self.device, dtype=self.dtype)
+        if per_token:
+            layer.placements = {name: self.placement(p) for name, p in layer.named_parameters()}  # type: ignore[assignment]
+        return layer
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Without values yet."""
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
+
+    def placement(self, parameter: Tensor) -> Placement:
+        """Of a parameter that every rank holds whole and applies to its tokens: the gradient there is of these alone."""
+        return Placement.whole(tuple(parameter.shape), rank=self.rank, ranks=self.ranks, partial=self.sequence_parallel)
+
+    def take(self, x_BTX: Tensor) -> Tensor:
+        """This rank's tokens of those that every rank has."""
+        return scatter_tokens(x_BTX.flatten(0, 1), group=self.group) if self.shared else x_BTX
+
+    def take_index(self, index_BT: Tensor) -> Tensor:
+        """As `take`, of whole numbers."""
+        if not self.shared:
+            return index_BT
+        each = -(-index_BT.numel() // self.ranks)
+        flat = nn.functional.pad(index_BT.flatten(), (0, each * self.ranks - index_BT.numel()))
+        return flat[self.rank * each : (self.rank + 1) * each]
+
+    def whole(self, x: Tensor, shape: Shape | None, *, duplicated: bool = False) -> Tensor:
+        """[B, T, D] of all tokens on every rank, of x as a rank holds it; shape: (B, T), needed where they are shared out.
+
+        duplicated: every rank does the same with it; otherwise each does a share of the work, and gradients are summed.
+        """
+        if not self.shared:
+            return x
+        if shape is None:
+            raise ValueError("under sequence parallelism a layer of the model needs shape=(B, T) of the tokens")
+        return gather_tokens(x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.group).unflatten(0, shape)
+
+
+class Table(nn.Module):
+    """Rows that are added to tokens: learned positions, token types. forward(index of tokens as a rank holds them) -> rows."""
+
+    def __init__(self, length: int, dim: int, *, layout: Layout) -> None:
+        super().__init__()
+        self.weight = layout.parameter(length, dim)
+        self.placements = {"weight": layout.placement(self.weight)}
+
+    def forward(self, index: Tensor) -> Tensor:
+        return nn.functional.embedding(index, self.weight)

@@ -1,0 +1,262 @@
+"""T5: an encoder and a decoder with relative positions, norms in front, and no biases (Raffel et al., 2020).
+
+    tokens_BS  -> embedding -> encoder block 0 ... block L-1 -> norm -> memory_BSD
+    targets_BT -> shifted by one -> embedding -> decoder block 0 ... -> norm -> head -> logits_BTV
+
+    decoder block:  x + attention(norm1(x)) = y;    y + cross(norm_cross(y), memory) = z;    z + mlp(norm2(z))
+
+1.0: activation "relu", one table for embedding and head, whose input is scaled by D^-1/2. 1.1: "gated_gelu", not scaled.
+
+Letters of tensor names: B batch, S the encoder's sequence, T the decoder's, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.models.checks import ACTIVATIONS, check_config
+from pyops.models.layout import Layout, Shape
+from pyops.models.vocabulary import IGNORED, Vocabulary
+from pyops.tensor_parallel import (
+    ParallelAttention,
+    ParallelMLP,
+    RelativeBias,
+    VocabParallelEmbedding,
+    initialise_model_,
+    set_dropout,
+)
+
+__all__ = ["T5", "T5Config"]
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The shape of a T5. Checked when made: ValueError names the field, its value and what would do.
+
+    num_decoder_layers: 0: as many as the encoder's num_layers. head_dim: 0: dim / num_heads. hidden: width inside the MLP; 0:
+    4 dim. num_buckets, max_distance: of relative positions. scaled_head: the head's input is scaled by dim^-1/2. start_token:
+    what the decoder sees before its first target. dropout: of embeddings, of what blocks add, and of what leaves a stack;
+    attention_dropout: of the attention probabilities.
+    """
+
+    vocab_size: int = 32128
+    num_layers: int = 6
+    num_decoder_layers: int = 0
+    num_heads: int = 8
+    dim: int = 512
+    head_dim: int = 0
+    hidden: int = 0
+    num_buckets: int = 32
+    max_distance: int = 128
+    norm_eps: float = 1e-6
+    activation: str = "relu"
+    tied_head: bool = True
+    scaled_head: bool = True
+    start_token: int = 0
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_config(
+            self, at_least_one=("vocab_size", "num_layers", "num_heads", "dim", "max_distance"),
+            choices={"activation": ("relu", "gelu", "gated_gelu", "swiglu")},
+        )  # fmt: skip
+        if self.num_decoder_layers < 0:
+            raise ValueError(f"num_decoder_layers is {self.num_decoder_layers}; give a number, or 0 for as many as num_layers")
+        if self.num_buckets < 4 or self.num_buckets % 2:
+            raise ValueError(f"num_buckets is {self.num_buckets}; it must be even, 4 or more")
+        if not 0 <= self.start_token < self.vocab_size:
+            raise ValueError(f"start_token is {self.start_token}, outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def mlp_width(self) -> int:
+        """`hidden`, or the usual width."""
+        return self.hidden or 4 * self.dim
+
+    @property
+    def head_width(self) -> int:
+        """`head_dim`, or the usual width."""
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return ACTIVATIONS[self.activation].get("gated", False)
+
+    def resolved(self) -> T5Config:
+        """The same with every 0 that means a usual value replaced by it."""
+        layers = self.num_decoder_layers or self.num_layers
+        return replace(self, hidden=self.mlp_width, head_dim=self.head_width, num_decoder_layers=layers)
+
+
+class Block(nn.Module):
+    """x_BTD -> x_BTD; with memory_BSD in a decoder; of a rank's rows, with the shapes of all tokens, likewise."""
+
+    def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
+        super().__init__()
+
+        def attention(**options: Any) -> ParallelAttention:
+            return ParallelAttention(
+                config.dim, config.num_heads, head_dim=config.head_width, bias=False, scale=1.0,
+                dropout=config.attention_dropout, **options, **layout.parallel,
+            )  # fmt: skip
+
+        parts = 3 if decoder else 2
+        self.norm1, self.norm2, *more = (layout.norm("rmsnorm", config.dim, eps=config.norm_eps) for _ in range(parts))
+        self.norm_cross = more[0] if decoder else None
+        self.dropout1, self.dropout2, *rest = (layout.dropout(config.dropout, config.dim) for _ in range(parts))
+        self.dropout_cross = rest[0] if decoder else None
+        self.attention = attention(causal=decoder)
+        self.cross = attention(cross=True) if decoder else None
+        self.mlp = ParallelMLP(config.dim, config.mlp_width, bias=False, **ACTIVATIONS[config.activation], **layout.parallel)
+
+    def forward(
+        self, x: Tensor, shape: Shape | None = None, *, bias: Tensor | None = None, mask: Tensor | None = None,
+        memory: Tensor | None = None, memory_shape: Shape | None = None, memory_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        x = self.dropout1(self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias), residual=x)
+        if self.cross is not None and self.norm_cross is not None and self.dropout_cross is not None:
+            y = self.cross(self.norm_cross(x), shape=shape, memory=memory, memory_shape=memory_shape, mask=memory_mask)
+            x = self.dropout_cross(y, residual=x)
+        return self.dropout2(self.mlp(self.norm2(x)), residual=x)
+
+
+class Stack(nn.Module):
+    """The encoder or the decoder: embedded tokens -> x, as a rank holds them. One bias by distance serves all its blocks."""
+
+    def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
+        super().__init__()
+        self.relative = RelativeBias(
+            config.num_heads, num_buckets=config.num_buckets, max_distance=config.max_distance, bidirectional=not decoder,
+            group=layout.group, device=layout.device, dtype=layout.dtype, seed=None,
+        )  # fmt: skip
+        count = config.resolved().num_decoder_layers if decoder else config.num_layers
+        self.blocks = nn.ModuleList(Block(config, layout=layout, decoder=decoder) for _ in range(count))
+        self.norm = layout.norm("rmsnorm", config.dim, eps=config.norm_eps)
+        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+
+    def forward(self, x: Tensor, shape: Shape, **options: Tensor | Shape | None) -> Tensor:
+        x = self.dropout1(x)
+        bias = self.relative(shape[1], shape[1])
+        for block in self.blocks:
+            x = block(x, shape, bias=bias, **options)
+        return self.dropout2(self.norm(x))
+
+
+class Embedding(nn.Module):
+    """tokens_BT -> x_BTD, or a rank's rows of it; for encoder and decoder."""
+
+    def __init__(self, config: T5Config, *, layout: Layout) -> None:
+        super().__init__()
+        self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.token(tokens_BT)
+
+
+class Head(nn.Module):
+    """x_BTD -> logits_BTV; with targets_BT, the loss."""
+
+    def __init__(self, config: T5Config, *, layout: Layout) -> None:
+        super().__init__()
+        self.scale = config.dim**-0.5 if config.scaled_head else 1.0
+        self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
+
+    def forward(
+        self, x: Tensor, shape: Shape | None = None, *, targets_BT: Tensor | None = None, gather: bool = True,
+        reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
+        if targets_BT is None:
+            return self.output(x * self.scale, shape, gather=gather)
+        return self.output.loss(x * self.scale, targets_BT, shape=shape, reduction=reduction)
+
+
+class T5(nn.Module):
+    """tokens [B, S], decoder's tokens [B, T], int64 -> logits [B, T, V] in the dtype of the parameters.
+
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
+    weights are drawn by (seed, parameter name): embedding with deviation 1, queries (D K)^-1/2, others
+    the inverse root of their input's width; norms 1. None: they are left as they are. ValueError for heads that the ranks
+    can't share.
+    """
+
+    def __init__(
+        self, config: T5Config, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = config
+        self.layout = layout = Layout(group, sequence_parallel, device, dtype)
+        self.embedding = Embedding(config, layout=layout)
+        self.encoder = Stack(config, layout=layout, decoder=False)
+        self.decoder = Stack(config, layout=layout, decoder=True)
+        self.head = Head(config, layout=layout)
+        if config.tied_head:
+            self.head.output.tie(self.embedding.token)
+        if seed is not None:
+            self.initialize(seed)
+
+    def _deviation(self, name: str) -> float:
+        config = self.config
+        if name.startswith(("embedding", "head")):
+            return 1.0
+        if name.endswith("output.weight"):
+            return (config.num_heads * config.head_width) ** -0.5
+        if name.endswith("q.weight"):
+            return (config.dim * config.head_width) ** -0.5
+        return (config.mlp_width if name.endswith("down.weight") else config.dim) ** -0.5
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Draw all parameters anew."""
+        initialise_model_(self, seed=seed, std=self._deviation)
+        for module in self.modules():
+            if isinstance(module, Block):  # scores are not scaled, so queries begin small
+                width = self.config.head_width
+                module.attention.qkv.weight.unflatten(0, (-1, 3, width))[:, 0].mul_(width**-0.5)
+
+    def encode(self, tokens_BS: Tensor, *, mask_BS: Tensor | None = None) -> Tensor:
+        """The memory_BSD, as a rank holds tokens."""
+        return self.encoder(self.embedding(tokens_BS), (tokens_BS.shape[0], tokens_BS.shape[1]), mask=mask_BS)
+
+    def forward(
+        self, tokens_BS: Tensor, decoder_BT: Tensor, targets_BT: Tensor | None = None, *, mask: Tensor | None = None,
+        decoder_mask: Tensor | None = None, gather: bool = True, reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
+        """Logits; with targets, the loss.
+
+        mask, decoder_mask: [B, S] and [B, T] bool, False where padding is. gather: False: this rank's part of the vocabulary,
+        [B, T, ceil(V / ranks)].
+        """
+        shape, memory_shape = ((t.shape[0], t.shape[1]) for t in (decoder_BT, tokens_BS))
+        memory = self.encode(tokens_BS, mask_BS=mask)
+        x = self.decoder(
+            self.embedding(decoder_BT), shape, mask=decoder_mask, memory=memory, memory_shape=memory_shape,
+            memory_mask=mask,
+        )  # fmt: skip
+        return self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+
+    def shifted(self, targets_BT: Tensor) -> Tensor:
+        """What the decoder sees: start_token, then all targets but the last; 0 for those of -100."""
+        seen_BT = targets_BT.roll(1, dims=1).masked_fill(targets_BT.roll(1, dims=1) == IGNORED, 0)
+        seen_BT[:, 0] = self.config.start_token
+        return seen_BT
+
+    def loss(self, tokens_BS: Tensor, targets_BT: Tensor, *, mask: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """-ln p(target), each given the tokens and the targets before it, the same on every rank; -100 does not count.
+
+        mask: [B, S] bool, False where padding is. reduction: "mean" over the targets that count, or "sum".
+        """
+        return self(tokens_BS, self.shifted(targets_BT), targets_BT, mask=mask, reduction=reduction)
+
+    def set_dropout(self, shape: Shape, decoder_shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
+        """Key all dropout for the next forward, as GPT.set_dropout does; shape: (B, S), decoder_shape: (B, T)."""
+        if not (self.config.dropout or self.config.attention_dropout):
+            return
+        for name, stack, own in (("encoder.", self.encoder, shape), ("decoder.", self.decoder, decoder_shape)):
+            set_dropout(stack, seed=seed, step=step, shape=own, first_row=first_row, prefix=name)

@@ -1,0 +1,184 @@
+"""A vision transformer: an image's patches as tokens, behind one that the class is read from (Dosovitskiy et al., 2021).
+
+    images_BCSS -> patches + class token + positions -> block 0 -> ... -> block L-1 -> norm -> class token -> logits_BN
+
+    block:  x_BTD + attention(norm1(x_BTD)) = y_BTD;    y_BTD + mlp(norm2(y_BTD))
+
+Letters of tensor names: B batch, C channels, S side of an image, P of a patch, T (S / P)^2 + 1 tokens, D width, N labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.models.checks import ACTIVATIONS, check_config
+from pyops.models.layout import Layout, Shape
+from pyops.models.vocabulary import IGNORED
+from pyops.tensor_parallel import ParallelAttention, ParallelMLP, initialise_model_, set_dropout
+
+__all__ = ["ViT", "ViTConfig"]
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """The shape of a ViT. Checked when made: ValueError names the field, its value and what would do.
+
+    image_size, patch_size: sides in pixels. hidden: width inside the MLP; 0: 4 dim. dropout: of the embedding and of what
+    blocks add; attention_dropout: of the attention probabilities.
+    """
+
+    num_labels: int = 1000
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    num_layers: int = 12
+    num_heads: int = 12
+    dim: int = 768
+    hidden: int = 0
+    norm_eps: float = 1e-12
+    activation: str = "gelu"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_config(
+            self, choices={"activation": ("gelu", "gelu_tanh", "relu")},
+            at_least_one=("num_labels", "image_size", "patch_size", "num_channels", "num_layers", "num_heads", "dim"),
+        )  # fmt: skip
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size is {self.image_size}, which patch_size = {self.patch_size} does not divide; change one"
+            )
+
+    @property
+    def mlp_width(self) -> int:
+        """`hidden`, or the usual width."""
+        return self.hidden or 4 * self.dim
+
+    @property
+    def num_tokens(self) -> int:
+        """T: patches, and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    def resolved(self) -> ViTConfig:
+        """The same with every 0 that means a usual value replaced by it."""
+        return replace(self, hidden=self.mlp_width)
+
+
+class Patch(nn.Module):
+    """images_BCSS -> patches [B, T - 1, D], row by row: a linear map of each patch."""
+
+    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        side = config.patch_size
+        self.weight = layout.parameter(config.dim, config.num_channels, side, side)
+        self.bias = layout.parameter(config.dim)
+
+    def forward(self, images_BCSS: Tensor) -> Tensor:
+        side = self.weight.shape[-1]
+        return functional.conv2d(images_BCSS, self.weight, self.bias, stride=side).flatten(2).transpose(1, 2)
+
+
+class Embedding(nn.Module):
+    """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared out."""
+
+    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.patch = Patch(config, layout=layout)
+        self.first = layout.parameter(1, config.dim)
+        self.position = layout.parameter(config.num_tokens, config.dim)
+        self.dropout = layout.dropout(config.dropout, config.dim)
+
+    def forward(self, images_BCSS: Tensor) -> Tensor:
+        patches = self.patch(images_BCSS)
+        first = self.first.expand(len(patches), 1, -1)
+        return self.dropout(self.layout.take(torch.cat([first, patches], dim=1) + self.position))
+
+
+class Block(nn.Module):
+    """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
+
+    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2))
+        self.attention = ParallelAttention(
+            config.dim, config.num_heads, dropout=config.attention_dropout, skip_bias=True, **layout.parallel
+        )
+        self.mlp = ParallelMLP(
+            config.dim, config.mlp_width, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
+        )
+        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+
+    def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
+        y = self.dropout1(*self.attention(self.norm1(x), shape=shape), residual=x)
+        return self.dropout2(*self.mlp(self.norm2(y)), residual=y)
+
+
+class Head(nn.Module):
+    """x_BTD -> logits_BN of the class token, on every rank."""
+
+    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        self.output = layout.linear(config.dim, config.num_labels, per_token=False)
+
+    def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
+        return self.output(self.layout.whole(self.norm(x), shape, duplicated=True)[:, 0])
+
+
+class ViT(nn.Module):
+    """images [B, C, S, S] -> logits [B, num_labels] in the dtype of the parameters.
+
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
+    weights are normal with deviation 0.02, drawn by (seed, parameter name); biases 0, norms 1. None: they are left as they are.
+    ValueError for heads that the ranks can't share.
+    """
+
+    def __init__(
+        self, config: ViTConfig, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config = config
+        layout = Layout(group, sequence_parallel, device, dtype)
+        self.embedding = Embedding(config, layout=layout)
+        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
+        self.head = Head(config, layout=layout)
+        if seed is not None:
+            initialise_model_(self, seed=seed, std=0.02)
+
+    def layers(self) -> list[nn.Module]:
+        """The modules whose composition is forward, in order: embedding, blocks, head."""
+        return [self.embedding, *self.blocks, self.head]
+
+    def forward(self, images_BCSS: Tensor, labels_B: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+        """Logits; with labels, `loss`."""
+        wanted = (self.config.num_channels, self.config.image_size, self.config.image_size)
+        if tuple(images_BCSS.shape[1:]) != wanted:
+            raise ValueError(f"images are {tuple(images_BCSS.shape)}; this model takes [B, {', '.join(map(str, wanted))}]")
+        shape = (len(images_BCSS), self.config.num_tokens)
+        x = self.embedding(images_BCSS)
+        for block in self.blocks:
+            x = block(x, shape)
+        logits_BN = self.head(x, shape)
+        if labels_B is None:
+            return logits_BN
+        logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
+        return functional.cross_entropy(logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction)
+
+    def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
+        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
+        return self(images_BCSS, labels_B, reduction=reduction)
+
+    def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:
+        """Key all dropout for the next forward over that many images, as GPT.set_dropout does."""
+        if self.config.dropout or self.config.attention_dropout:
+            shape = (num_images, self.config.num_tokens)
+            set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

@@ -1,0 +1,51 @@
+"""The last layer of a language model: logits over a vocabulary that the ranks share, or the loss without whole logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.models.layout import Layout, Shape
+from pyops.tensor_parallel import ColumnParallelLinear
+from pyops.tensor_parallel.regions import copy, gather
+
+__all__ = ["IGNORED", "Vocabulary"]
+
+IGNORED = -100  # a target that does not count
+
+
+class Vocabulary(ColumnParallelLinear):
+    """x, as a rank holds tokens -> logits [B, T, V] on every rank; gather=False: this rank's columns [B, T, ceil(V / ranks)].
+
+    weight: [ceil(V / ranks), D]; `tie` makes it an embedding's. shape: (B, T), needed under sequence parallelism. The last
+    ranks' columns beyond V are padding, and zero.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, *, bias: bool = False, layout: Layout) -> None:
+        super().__init__(dim, vocab_size, bias=bias, **layout.parallel)
+        self.layout = layout
+
+    def tie(self, embedding: nn.Module) -> None:
+        """Take the embedding's table as the weight: one parameter for both."""
+        self.weight = embedding.weight  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:  # type: ignore[override]
+        return self._logits(self._all_tokens(x, shape), whole=gather)
+
+    def loss(self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean") -> Tensor:
+        """Cross entropy in nats, the same on every rank; targets of -100 don't count.
+
+        reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
+        """
+        logits = self._logits(self._all_tokens(x, shape), whole=True)
+        logits = logits if logits.dtype.itemsize == 8 else logits.float()
+        return functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+    def _all_tokens(self, x: Tensor, shape: Shape | None) -> Tensor:
+        return self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.group)
+
+    def _logits(self, x_BTD: Tensor, *, whole: bool) -> Tensor:
+        logits = functional.linear(x_BTD, self.weight, self.bias)
+        if not whole or self.layout.ranks == 1:
+            return logits
+        return gather(logits, dim=-1, duplicated=True, group=self.layout.group)[..., : self.out_features]
