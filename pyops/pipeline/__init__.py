@@ -6,8 +6,23 @@ simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, 
 
 from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
+from pyops.pipeline.draw import draw, text, trace
 from pyops.pipeline.names import NAMES, custom, schedule
 from pyops.pipeline.schedule import Schedule, Transfer
 from pyops.pipeline.simulate import Costs, Timeline, simulate
 
-__all__ = ["NAMES", "Action", "Costs", "Schedule", "Timeline", "Transfer", "balance", "custom", "schedule", "simulate"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Costs",
+    "Schedule",
+    "Timeline",
+    "Transfer",
+    "balance",
+    "custom",
+    "draw",
+    "schedule",
+    "simulate",
+    "text",
+    "trace",
+]

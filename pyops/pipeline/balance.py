@@ -2,8 +2,8 @@
 
     costs    4  1  1  6 | 5  5  2 | 9  3        3 stages: 12, 12, 12
 
-Heuristics that even out variances can be off by a factor of two; the optimum by dynamic programming takes O(L^2 K) additions for
-L layers. Among partitions with the cheapest costliest stage, that with the least sum of squares is taken: the evenest.
+Heuristics that even out variances can be off by a factor of two; the optimum by dynamic programming takes O(L^2 K) additions
+for L layers. Among partitions with the cheapest costliest stage, that with the least sum of squares is taken: the evenest.
 """
 
 from __future__ import annotations
