@@ -62,7 +62,7 @@ def cross_entropy(
     check_targets(targets, ignore_index=ignore_index, vocab_size=logits.shape[-1])
     if in_place and logits.is_leaf and logits.requires_grad:
         raise ValueError("in_place=True would write a gradient over a leaf tensor; pass logits that a layer computed")
-    rows, words = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows, words = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
     in_place = in_place and not torch.compiler.is_compiling()
     losses = _RowLosses.apply(rows, words, ignore_index, label_smoothing, z_loss, in_place)
     return reduce_losses(losses, targets, ignore_index=ignore_index, reduction=reduction)
@@ -165,17 +165,19 @@ def check_targets(targets: Tensor, *, ignore_index: int, vocab_size: int) -> Non
 
 def cross_entropy_statistics(
     logits: Tensor, targets: Tensor, *, ignore_index: int, first_column: int = 0, columns: int | None = None,
-    with_sum: bool = False,
+    with_sum: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[N, 3]: maximum m, sum of exp(z - m) and the target's logit; with_sum [N, 4]: also the sum of z - m.
 
     logits [N, C]: the first `columns` (all by default) are words first_column, first_column + 1, ... of a vocabulary, the rest
     is padding. targets int64 [N]. The target's logit is 0 where another rank holds it; an ignored row is (0, 1, 0, 0).
+    out: where to write them.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    out = logits.new_empty(logits.shape[0], 4 if with_sum else 3, dtype=wide)
+    if out is None:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        out = logits.new_empty(logits.shape[0], 4 if with_sum else 3, dtype=wide)
     torch.ops.pyops.cross_entropy_statistics_.default(
         out, logits, targets.contiguous(), ignore_index=ignore_index, first_column=first_column,
         columns=logits.shape[1] if columns is None else columns,

@@ -11,6 +11,7 @@
 | attention.py, scores.py | attention by heads; scores, rotary, bias by distance |
 | mlp.py, embedding.py, norm.py | MLP, plain and gated; embedding by vocabulary; norms with the residual added |
 | dropout.py | dropout by counters |
+| cross_entropy.py, vocabulary.py | the loss of logits cut by vocabulary; a rank's part of it |
 | initialise.py | parameters drawn by their place in the whole |
 | gradients.py | parts summed over ranks, norm, clipping |
 
@@ -22,6 +23,7 @@ nothing is communicated.
 from __future__ import annotations
 
 from pyops.tensor_parallel.attention import ParallelAttention
+from pyops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pyops.tensor_parallel.dropout import Dropout, set_dropout
 from pyops.tensor_parallel.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.gradients import clip_grad_norm_, finish_gradients, grad_norm
@@ -50,4 +52,5 @@ __all__ = [
     "initialise_model_",
     "rotary_tables",
     "set_dropout",
+    "vocab_parallel_cross_entropy",
 ]
