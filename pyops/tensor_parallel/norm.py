@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyops.flat import Placement
+from pyops.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from pyops.tensor_parallel.ranks import Ranks
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -58,9 +58,9 @@ class LayerNorm(_Norm):
         super().__init__(dim, eps=eps, bias=bias, group=group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        y = functional.layer_norm(total, (self.dim,), self.weight, self.bias, self.eps)
-        return y if residual is None else (y, total)
+        if residual is None:
+            return layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
 
 
 class RMSNorm(_Norm):
@@ -79,8 +79,6 @@ class RMSNorm(_Norm):
         self.weight.fill_(1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        total = x if residual is None else x + residual
-        wide = total.double() if total.dtype == torch.float64 else total.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        y = (scaled * (self.weight.to(wide.dtype) + self.offset)).to(total.dtype)
-        return y if residual is None else (y, total)
+        if residual is None:
+            return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+        return add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)
