@@ -245,11 +245,14 @@ class GPT(nn.Module):
         return self(tokens_BT, targets_BT, reduction=reduction)
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Draw all parameters anew."""
+    def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        if isinstance(only, Rotary):
+            only.table_2TK = only._make(only.table_2TK.device)
         residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         into_residual = ("attention.output.weight", "mlp.down.weight")
-        initialise_model_(self, seed=seed, std=lambda name: residual if name.endswith(into_residual) else 0.02)
+        initialise_model_(self, seed=seed, only=only,
+                          std=lambda name: residual if name.endswith(into_residual) else 0.02)  # fmt: skip
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, over tokens of `shape` (B, T).

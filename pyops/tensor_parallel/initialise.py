@@ -37,14 +37,22 @@ def initialise_(
     return parameter
 
 
-def initialise_model_(model: nn.Module, *, seed: int, std: float | Callable[[str], float] = 0.02, prefix: str = "") -> None:
+def initialise_model_(
+    model: nn.Module, *, seed: int, std: float | Callable[[str], float] = 0.02, prefix: str = "",
+    only: nn.Module | None = None,
+) -> None:  # fmt: skip
     """Fill every parameter under its qualified name: biases 0, one-dimensional weights (norms) 1, the others normal.
 
     std: a deviation, or a function of the name that gives one. prefix: put before the names, for a part of a larger model.
-    A parameter of two names is drawn under its first.
+    A parameter of two names is drawn under its first. only: a module of the model, whose own parameters alone are drawn.
     """
+    wanted = None if only is None else {id(p) for p in only.parameters(recurse=False)}
+    if wanted == set():
+        return
     placements = Placement.of(model)
     for name, parameter in model.named_parameters():
+        if wanted is not None and id(parameter) not in wanted:
+            continue
         last = name.rpartition(".")[2]
         spread, mean = (std(name) if callable(std) else std), 0.0
         if "bias" in last:

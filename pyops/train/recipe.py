@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,10 +18,11 @@ from pyops import recompute
 from pyops.comm.codec import Codec, parse
 from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, PrecisionConfig, RecomputeConfig
 from pyops.data_parallel import DataParallel
+from pyops.models import GPT
 from pyops.precision import PRECISIONS, LossScale
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["make_data_parallel", "make_loss_scale", "make_optimizer", "make_zero", "recompute_modules"]
+__all__ = ["make_data_parallel", "make_loss_scale", "make_model", "make_optimizer", "make_zero", "recompute_modules"]
 
 CLASSES = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
@@ -37,6 +39,14 @@ def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
 
 def _codec(config: CommunicationConfig) -> Codec | None:
     return None if config.codec == "none" else parse(config.codec)
+
+
+def make_model(config: Config, *, device: torch.device) -> GPT:
+    """The model with its first values; with [zero], on the meta device: `make_zero` gives it memory and values, part by part."""
+    dtype = PRECISIONS[config.precision.dtype].dtype
+    if config.zero.stage:
+        return GPT(config.model, seed=None, device="meta", dtype=dtype)
+    return GPT(config.model, seed=config.train.seed, device=device, dtype=dtype)
 
 
 def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
@@ -67,8 +77,11 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
     return _class(options)(groups, **arguments)
 
 
-def make_zero(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> ZeroOptimizer:
-    """The optimizer of `model`'s parameters, shared out over the ranks of `group`; gradients are summed."""
+def make_zero(
+    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None
+) -> ZeroOptimizer:  # fmt: skip
+    """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks of `group`; gradients are
+    summed."""
     options = config.optimizer
     keyed: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -79,7 +92,8 @@ def make_zero(config: Config, model: nn.Module, *, group: dist.ProcessGroup | No
     return ZeroOptimizer(
         model, _class(options), stage=config.zero.stage, group=group, params=groups, op="sum", overlap=config.zero.overlap,
         bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
-        offload=None if config.zero.offload == "none" else config.zero.offload, **_arguments(options),
+        offload=None if config.zero.offload == "none" else config.zero.offload, device=device,
+        initialise=lambda module: model.initialize(config.train.seed, only=module), **_arguments(options),
     )  # fmt: skip
 
 

@@ -29,12 +29,12 @@ from pyops.data import Batches, prepare, validation_rows
 from pyops.display import Display, describe_memory
 from pyops.mesh import Axes, Mesh
 from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
-from pyops.models import GPT, sample
+from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import only_run_in, prepare_folder
 from pyops.train.notes import collected_notes
 from pyops.train.ranks import StopRequest, joined_ranks
-from pyops.train.recipe import make_loss_scale, recompute_modules
+from pyops.train.recipe import make_loss_scale, make_model, recompute_modules
 from pyops.train.state import read
 from pyops.train.strategy import make_strategy
 from pyops.train.traffic import Traffic
@@ -90,13 +90,13 @@ class Run:
 
         self.precision = PRECISIONS[config.precision.dtype]
         self.loss_scale = make_loss_scale(config.precision)
-        self.model = GPT(model, seed=options.seed, device=device, dtype=self.precision.dtype)
+        self.model = make_model(config, device=device)
         if options.compile:
             self.model.compile()
         if config.recompute.modules:
             recompute_modules(self.model, config.recompute)
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self.strategy = make_strategy(config, self.model, group=self.group)
+        self.strategy = make_strategy(config, self.model, device=device, group=self.group)
         self.optimizer = self.strategy.optimizer
         self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters, window=options.log_every)
         self.step, self.skipped, self.peak_gib = 0, 0, 0.0

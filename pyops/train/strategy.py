@@ -16,11 +16,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.communicator import Communicator
 from pyops.config import Config, ConfigError
+from pyops.models import GPT
 from pyops.train.recipe import make_data_parallel, make_optimizer, make_zero
 from pyops.train.state import load_optimizer_state, optimizer_state, read
 
@@ -94,9 +96,9 @@ class Replicated(Strategy):
 class Zero(Strategy):
     """Shared out over the ranks, by pyops.zero."""
 
-    def __init__(self, config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.forward = model
-        self.optimizer = self.zero = make_zero(config, model, group=group)
+        self.optimizer = self.zero = make_zero(config, model, device=device, group=group)
         self.communicator = self.zero.communicator
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -133,6 +135,8 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def make_strategy(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> Strategy:
-    """The strategy that `config` asks for."""
-    return (Zero if config.zero.stage else Replicated)(config, model, group=group)
+def make_strategy(config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None) -> Strategy:
+    """The strategy that `config` asks for; it gives a model on the meta device its memory."""
+    if config.zero.stage:
+        return Zero(config, model, device=device, group=group)
+    return Replicated(config, model, group=group)
