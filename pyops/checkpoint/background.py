@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.checkpoint.manifest import CheckpointError
+from pyops.checkpoint.tensor_file import Content
 from pyops.checkpoint.writing import Plan, commit, discard, prepare, refusal, write
 from pyops.comm.agreement import agree
 
@@ -49,14 +51,15 @@ class _Copies:
         for tensors in plan.files.values():
             for name, tensor in tensors.items():
                 places.append((tensors, name, tensor, end))
-                end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        on_cuda = any(tensor.is_cuda for _, _, tensor, _ in places)
+                end += -(-_nbytes(tensor) // ALIGNMENT) * ALIGNMENT
+        on_cuda = any(isinstance(tensor, Tensor) and tensor.is_cuda for _, _, tensor, _ in places)
         if len(self._buffer) < end or (on_cuda and not self._buffer.is_pinned()):
             self.release()
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True) if on_cuda else _huge_pages(end)
-        for tensors, name, tensor, start in places:
-            flat = self._buffer[start : start + tensor.numel() * tensor.element_size()]
-            copy = flat.view(tensor.dtype).view(tensor.shape)
+        for tensors, name, content, start in places:
+            flat = self._buffer[start : start + _nbytes(content)]
+            copy = flat.view(content.dtype).view(tuple(content.shape))
+            tensor = content if isinstance(content, Tensor) else content.read()
             if tensor.device.type == "cpu" and tensor.is_contiguous():
                 # One thread moves 10 GB/s; torch's threads, beside those of other ranks on the same cores, a tenth of it.
                 np.copyto(flat.numpy(), tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -68,6 +71,10 @@ class _Copies:
 
     def release(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _nbytes(content: Content) -> int:
+    return prod(content.shape) * content.dtype.itemsize
 
 
 def _huge_pages(nbytes: int) -> Tensor:

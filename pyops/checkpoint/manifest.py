@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from pyops.checkpoint.tensor_file import Content
+
 __all__ = [
     "FORMAT",
     "MANIFEST",
@@ -66,7 +68,7 @@ class Sharded:
     node: dict[str, Any]
 
 
-def take_apart(value: Any, tensors: dict[str, Tensor], *, name: str = "", what: str = "state", depth: int = 0) -> Any:
+def take_apart(value: Any, tensors: dict[str, Content], *, name: str = "", what: str = "state", depth: int = 0) -> Any:
     """The JSON tree of `value`; its tensors are added to `tensors` under the path that leads to them.
 
     Raises TypeError, naming the path in `what`, for anything else than dicts with string or integer keys, lists, tuples,

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from torch import Tensor
-
 from pyops.checkpoint.manifest import CheckpointError, Sharded
-from pyops.flat import Shard, Shards
+from pyops.checkpoint.tensor_file import Content
+from pyops.flat import Shard, ShardElsewhere, Shards
 
 __all__ = ["Card", "StatePath", "check_cover", "describe", "find_shards", "insert", "merge", "path_text"]
 
@@ -49,13 +48,13 @@ def find_shards(state: Any, path: StatePath = ()) -> dict[StatePath, tuple[Shard
 
 def describe(
     shards: Mapping[StatePath, Sequence[Shard]], *, file: str
-) -> tuple[dict[StatePath, list[Card]], dict[str, Tensor]]:
+) -> tuple[dict[StatePath, list[Card]], dict[str, Content]]:
     """({path: cards}, {name in the file: tensor}) of one rank's shards, which it will write to `file`.
 
     Of several at one path the name says the offset: model.w@128.
     """
     cards: dict[StatePath, list[Card]] = {}
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Content] = {}
     for path, parts in shards.items():
         for shard in parts:
             name = path_text(path) or "tensor"
@@ -63,10 +62,10 @@ def describe(
                 name += "@" + ",".join(map(str, shard.offset))
             while name in tensors:  # {"a.b": s, "a": {"b": s}}
                 name += "'"
-            tensors[name] = shard.tensor
+            tensors[name] = content = shard.there if isinstance(shard, ShardElsewhere) else shard.tensor
             card = {
-                "global_shape": list(shard.global_shape), "dtype": str(shard.tensor.dtype).removeprefix("torch."),
-                "file": file, "name": name, "offset": list(shard.offset), "shape": list(shard.tensor.shape),
+                "global_shape": list(shard.global_shape), "dtype": str(content.dtype).removeprefix("torch."),
+                "file": file, "name": name, "offset": list(shard.offset), "shape": list(content.shape),
             }  # fmt: skip
             cards.setdefault(path, []).append(card)
     return cards, tensors

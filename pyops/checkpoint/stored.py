@@ -18,7 +18,7 @@ from torch import Tensor
 from pyops.checkpoint.boxes import views
 from pyops.checkpoint.manifest import CheckpointError
 from pyops.checkpoint.tensor_file import TensorFile, bytes_of
-from pyops.flat import Box, Shard, Shards, boxes_of_range, meeting
+from pyops.flat import Box, Shard, ShardElsewhere, Shards, boxes_of_range, meeting
 
 __all__ = ["Part", "Stored"]
 
@@ -82,6 +82,11 @@ class Stored:
     def check(self, target: Target) -> None:
         """CheckpointError unless the target is this tensor or a part of it, in memory, and of a dtype that it can become."""
         for part in target if isinstance(target, Shards) else (target,):
+            if isinstance(part, ShardElsewhere):
+                raise CheckpointError(
+                    f"{self.name} is not in memory here and can't be filled; give what load(folder, lazy=True) "
+                    "returns to load_state_dict"
+                )
             tensor = part.tensor if isinstance(part, Shard) else part
             shape = tuple(part.global_shape) if isinstance(part, Shard) else tuple(part.shape)
             if shape != self.shape:

@@ -22,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Entry", "TensorFile", "bytes_of", "check_dtypes", "write_tensors"]
+from pyops.flat import TensorElsewhere
 
+__all__ = ["DTYPES", "Content", "Entry", "TensorFile", "bytes_of", "check_dtypes", "write_tensors"]
+
+Content = Tensor | TensorElsewhere
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -50,11 +53,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def check_dtypes(tensors: Mapping[str, Tensor], *, what: str = "state") -> None:
+def check_dtypes(tensors: Mapping[str, Content], *, what: str = "state") -> None:
     """TypeError naming a tensor that a file can't hold."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
+        kind: Any = "unread"
+        if isinstance(tensor, Tensor):
             kind = "meta" if tensor.is_meta else tensor.layout
+        if tensor.dtype not in NAMES or kind not in (torch.strided, "unread"):
             raise TypeError(f"{what}[{name!r}] is a {tensor.dtype}, {kind} tensor, which a checkpoint can't hold: convert it")
 
 
@@ -91,6 +96,7 @@ def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
+<<<<<<< HEAD
 def write_tensors(path: Path, tensors: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
     """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
 
@@ -98,8 +104,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], *, in_order: bool = Fa
     turn comes. One at a time is copied where it is not contiguous memory already. in_order: they lie, and are read, in the
     order given; otherwise by the size of their elements. TypeError for a dtype that a file can't hold, before the file is
     made; OSError.
+=======
+def write_tensors(path: Path, tensors: Mapping[str, Content]) -> dict[str, Any]:
+    """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
+
+    tensors: on any device, of any strides; or elsewhere, in another checkpoint, say. One at a time is read, or copied where it
+    is not contiguous memory already. TypeError for a dtype that a file can't hold, before the
+    file is made; OSError.
+>>>>>>> 24c45c7 (States in files are saved and loaded a tensor at a time: a checkpoint takes no memory of their size)
     """
-    check_dtypes({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
+    check_dtypes(tensors)
     # Wide elements first, so that every tensor lies at a multiple of its element's size.
     order = list(tensors) if in_order else sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header = _header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
@@ -111,7 +125,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], *, in_order: bool = Fa
     with open(path, "wb", buffering=0) as file:
         _put(file.fileno(), memoryview(header), checksums)
         for name in order:
-            tensor = tensors[name] if isinstance(tensors[name], Tensor) else tensors[name].read()
+            given = tensors[name]
+            tensor = given if isinstance(given, Tensor) else given.read()
             _put(file.fileno(), bytes_of(tensor.detach().to("cpu").contiguous()), checksums)
         checksums.end()
         os.fsync(file.fileno())

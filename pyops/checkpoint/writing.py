@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from pyops.checkpoint.manifest import FORMAT, MANIFEST, VERSION, CheckpointError, seal, take_apart
 from pyops.checkpoint.refusal import SHARD_FILES, SHARED, own_file
 from pyops.checkpoint.shards import Card, StatePath, describe, find_shards, insert, merge, path_text
-from pyops.checkpoint.tensor_file import check_dtypes, write_tensors
+from pyops.checkpoint.tensor_file import Content, check_dtypes, write_tensors
 from pyops.comm.agreement import agree, gather
 
 __all__ = ["Plan", "commit", "discard", "prepare", "refusal", "write"]
@@ -31,11 +30,11 @@ __all__ = ["Plan", "commit", "discard", "prepare", "refusal", "write"]
 
 @dataclass
 class Plan:
-    """What one rank will write. files: {file: {name: tensor}}, the tensors by reference. trees: JSON; the state's on rank 0."""
+    """What one rank will write. files: {file: {name: tensor}}, by reference or elsewhere. trees: JSON; state's: rank 0."""
 
     folder: Path
     rank: int
-    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    files: dict[str, dict[str, Content]] = field(default_factory=dict)
     own_tree: Any = None
     state_tree: Any = None
 

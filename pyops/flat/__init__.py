@@ -12,6 +12,18 @@ copied in or out.
 from pyops.flat.buffer import FlatBuffer
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Placement
-from pyops.flat.shard import Box, Shard, Shards, boxes_of_range, meeting
+from pyops.flat.shard import Box, Shard, ShardElsewhere, Shards, TensorElsewhere, boxes_of_range, meeting
 
-__all__ = ["ALIGNMENT", "Box", "FlatBuffer", "FlatLayout", "Placement", "Shard", "Shards", "boxes_of_range", "meeting"]
+__all__ = [
+    "ALIGNMENT",
+    "Box",
+    "FlatBuffer",
+    "FlatLayout",
+    "Placement",
+    "Shard",
+    "ShardElsewhere",
+    "Shards",
+    "TensorElsewhere",
+    "boxes_of_range",
+    "meeting",
+]

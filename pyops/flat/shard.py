@@ -1,4 +1,4 @@
-"""Shard and Shards: parts of a tensor on one rank, as boxes or as ranges of the flattened tensor.
+"""Shard, ShardElsewhere and Shards: parts of a tensor on one rank, as boxes or as ranges of the flattened tensor.
 
 range [3, 14) of a [4, 5] tensor         . . . # #     box [1, 2] at (0, 3)
                                          # # # # #     box [1, 5] at (1, 0)
@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-__all__ = ["Box", "Shard", "Shards", "boxes_of_range", "meeting"]
+__all__ = ["Box", "Shard", "ShardElsewhere", "Shards", "TensorElsewhere", "boxes_of_range", "meeting"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size), a number for each dim
 
@@ -38,19 +40,66 @@ class Shard:
     copy: bool = False
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
     def is_range(self) -> bool:
         """Whether this is a range of the flattened tensor. A box of one dim is one too."""
-        return len(self.offset) == self.tensor.dim() == 1
+        return len(self.offset) == len(self.shape) == 1
 
     def __post_init__(self) -> None:
         whole = (prod(self.global_shape),) if self.is_range else self.global_shape
-        fits = len(whole) == len(self.offset) == self.tensor.dim()
-        ends = [o + n for o, n in zip(self.offset, self.tensor.shape, strict=False)]
+        fits = len(whole) == len(self.offset) == len(self.shape)
+        ends = [o + n for o, n in zip(self.offset, self.shape, strict=False)]
         if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, whole, strict=True)):
             raise ValueError(
-                f"a shard of shape {tuple(self.tensor.shape)} at offset {self.offset} does not lie within {self.global_shape}; "
+                f"a shard of shape {self.shape} at offset {self.offset} does not lie within {self.global_shape}; "
                 "offset needs one number per dim, or one number and a tensor of one dim for a range of the flattened whole"
             )
+
+
+class TensorElsewhere(Protocol):
+    """A tensor that is read when it is needed: an optimizer's state in a file, say."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self) -> Tensor:
+        """The tensor as it is now, in new CPU memory."""
+
+
+class ShardElsewhere(Shard):
+    """A Shard whose `tensor` is read, into new memory, each time it is asked for. there: what reads it."""
+
+    there: TensorElsewhere
+
+    def __init__(
+        self, global_shape: tuple[int, ...], offset: tuple[int, ...], there: TensorElsewhere, *, copy: bool = False
+    ) -> None:  # fmt: skip
+        for name, value in {"global_shape": global_shape, "offset": offset, "there": there, "copy": copy}.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.there.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.there.dtype
+
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        return self.there.read()
 
 
 @dataclass(frozen=True)
@@ -63,7 +112,7 @@ class Shards:
     parts: tuple[Shard, ...]
 
     def __post_init__(self) -> None:
-        kinds = {(tuple(part.global_shape), part.tensor.dtype) for part in self.parts}
+        kinds = {(tuple(part.global_shape), part.dtype) for part in self.parts}
         if len(kinds) > 1:
             raise ValueError(f"Shards are parts of one tensor, but these are of {sorted(map(str, kinds))}; make one for each")
 

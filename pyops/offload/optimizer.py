@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.offload.later import Later, Place
 from pyops.offload.rehearsal import STATES_OF_ITS_OWN, rehearse, standing_in
 from pyops.offload.stores import DiskStore, HostStore, Store
 from pyops.offload.tiles import Segment, Tile, plan_tiles
@@ -206,26 +207,28 @@ class Offloaded:
 
         With a target, "master" is among them, also before the first step.
         """
+        found = self.look(parameter)
+        return {name: value.read() for name, value in found.items() if isinstance(value, Later)} | _copies(
+            {name: value for name, value in found.items() if not isinstance(value, Later)}
+        )
+
+    def look(self, parameter: nn.Parameter) -> Entry:
+        """As `read`, but states in a store are `Later`s: not read until they are asked for; others are the states in use."""
         number = self._index(parameter)
         target = self._targets[number]
-        shape = parameter.shape
         if self._stays:
-            found = _copies(self.optimizer.state.get(parameter, {}))
-            return found if target is None else found | {MASTER: parameter.detach().clone()}
+            found = dict(self.optimizer.state.get(parameter, {}))
+            return found if target is None else found | {MASTER: parameter.detach()}
         out: Entry = {}
+        places: dict[str, list[Place]] = {}
         for tile, segment in self._places[number]:
             once = self._once.get((number, segment.start))
             for name, field in segment.fields.items():
-                if once is None and not (name == MASTER and target is not None):
-                    continue
-                if name not in out:
-                    out[name] = torch.empty(shape.numel(), dtype=field.dtype)
-                self._store.read(tile, field.start, out[name][segment.start : segment.stop])
+                if once is not None or (name == MASTER and target is not None):
+                    places.setdefault(name, []).append(Place(tile, field, segment.start, segment.stop))
             for name, value in (once or {}).items():
-                out.setdefault(name, value.clone() if isinstance(value, Tensor) else value)
-        return {
-            k: v.view(shape) if isinstance(v, Tensor) and v.numel() == shape.numel() and v.dim() else v for k, v in out.items()
-        }
+                out.setdefault(name, value)
+        return out | {name: Later(self._store, parameter.shape, found) for name, found in places.items()}
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:

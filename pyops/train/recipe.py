@@ -42,11 +42,24 @@ def _codec(config: CommunicationConfig) -> Codec | None:
 
 
 def make_model(config: Config, *, device: torch.device) -> GPT:
+<<<<<<< HEAD
     """The model with its first values; with [zero], on the meta device: `make_zero` gives it memory and values, part by part."""
     dtype = PRECISIONS[config.precision.dtype].dtype
     if config.zero.stage:
         return GPT(config.model, seed=None, device="meta", dtype=dtype)
     return GPT(config.model, seed=config.train.seed, device=device, dtype=dtype)
+=======
+    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part."""
+    common: dict[str, Any] = {"seed": config.train.seed, "dtype": PRECISIONS[config.precision.dtype].dtype}
+    if not config.zero.stage:
+        return GPT(config.model, device=device, **common)
+    with torch.device("meta"):
+        model = GPT(config.model, **common)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return model
+>>>>>>> 24c45c7 (States in files are saved and loaded a tensor at a time: a checkpoint takes no memory of their size)
 
 
 def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
@@ -92,7 +105,8 @@ def make_zero(
     return ZeroOptimizer(
         model, _class(options), stage=config.zero.stage, group=group, params=groups, op="sum", overlap=config.zero.overlap,
         bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
-        offload=None if config.zero.offload == "none" else config.zero.offload, device=device,
+        offload=None if config.zero.offload == "none" else config.zero.offload,
+        tile_bytes=int(config.zero.tile_mib * 2**20), device=device,
         initialise=lambda module: model.initialize(config.train.seed, only=module), **_arguments(options),
     )  # fmt: skip
 

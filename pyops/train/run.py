@@ -103,7 +103,11 @@ class Run:
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=options.steps)
 
         on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
-        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True, group=self.group)
+        # A copy of states in files, to be written in the background, would take the memory that they were put there to save.
+        background = config.zero.offload in ("none", "cpu")
+        self.checkpoints = Checkpoints(
+            config.folder / "checkpoints", keep=options.keep, background=background, group=self.group
+        )  # fmt: skip
         latest = on_first_rank(self.checkpoints.latest, group=self.group) if resume else None
         if latest is not None:
             self.restore(latest)

@@ -32,7 +32,7 @@ from pyops.zero.gradients import Gradients
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.memory import kept_bytes
-from pyops.zero.owned import Owned
+from pyops.zero.owned import Coming, Owned
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
 from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.units import IsUnit
@@ -54,7 +54,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
     offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there.
     params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
-    bucket_bytes: how much is reduced, and gathered, at a time. max_grad_norm: clip the gradients of all ranks, all groups
+    bucket_bytes: how much is reduced, and gathered, at a time. tile_bytes: how much of offloaded states is stepped at a time; a
+    folder takes three times as much memory. max_grad_norm: clip the gradients of all ranks, all groups
     together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes
     nothing. overlap: communicate while backward computes; "forward": gather parameters while the next forward computes, too:
     after step() look at them within forward, `whole_parameters` and state_dict()s only. op: "mean", or "sum" for a loss that
@@ -91,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
         group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
         params: Iterable[Any] | None = None, offload: str | None = None,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int = 25 << 20, tile_bytes: int = 32 << 20,
         max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
         device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
@@ -133,8 +134,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._lay_out(groups, place, units, whole_below)
         try:
             self.owned = Owned(
-                self.flats, groups, optimizer_class, optimizer_arguments, offload=offload, placements=self._placements
-            )
+                self.flats, groups, optimizer_class, optimizer_arguments, offload=offload, tile_bytes=tile_bytes,
+                placements=self._placements,
+            )  # fmt: skip
         except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
             error = caught
         agree(error, group=group)
@@ -305,7 +307,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> Group:  # type: ignore[override]
         """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and names]}.
 
-        Each rank's own part, sharing memory with the states in use; `pyops.checkpoint.save` writes all ranks' as one.
+        Each rank's own part, sharing memory with the states in use, and read from a folder when it is used;
+        `pyops.checkpoint.save` writes all ranks' as one.
         """
         replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
         return collect(self.owned, self.param_groups, self._names, replica=replica)
@@ -343,17 +346,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state_dict(). Whole tensors, or ranges that hold this rank's part. ValueError, on every rank and before anything is
         changed, for the state of another model. Masters are refreshed: load the optimizer's state afterwards."""
         error: Exception | None = None
-        copies: list[tuple[Tensor, Tensor]] = []
+        fill: list[Callable[[], None]] = []
         try:
-            copies = distribute_model(self.model, self.gathering.units, self.communicator, state, self._placements)
+            fill = distribute_model(self.model, self.gathering.units, self.communicator, state, self._placements)
         except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
         self.gathering.release_all()
         self.arriving.wait()
         with torch.no_grad():
-            for target, value in copies:
-                target.copy_(value)
+            for each in fill:
+                each()
         self.refresh_masters()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -363,15 +366,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         the state of another model. The options of param groups are taken over, as torch.optim does.
         """
         error: Exception | None = None
-        states: dict[int, dict[str, Any]] = {}
-        masters: dict[int, Tensor] = {}
+        coming: list[Coming] = []
         try:
             check_names(self.param_groups, state_dict, self._names)
-            states, masters = distribute(self.owned, state_dict)
+            coming = distribute(self.owned, state_dict)
         except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        self.owned.load(states, masters, self.param_groups)
+        self.owned.load(coming, self.param_groups)
         self.state = self.owned.optimizer.state

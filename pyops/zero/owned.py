@@ -10,7 +10,7 @@ for any other optimizer the piece itself is the master, and is rounded into the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -29,9 +29,10 @@ from pyops.zero.parameters import FlatParameters
 from pyops.zero.partition import Piece
 from pyops.zero.stretch import Stretch
 
-__all__ = ["Owned", "OwnedPiece"]
+__all__ = ["Coming", "Owned", "OwnedPiece"]
 
 Group = dict[str, Any]
+Coming = Mapping[str, Callable[[], Any]]  # a piece's states by name, each taken when it is called
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -57,12 +58,14 @@ class Owned:
 
     flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner one, with a group for
     each of the user's. pieces[g]: those of group g, in the order of its parameters. offload: where its states are, None for
-    beside the parameters. placements: of the parameters that a tensor-parallel group shares, by name.
+    beside the parameters. tile_bytes: of states that are stepped at a time there. placements: of the parameters that a
+    tensor-parallel group shares, by name.
     """
 
     def __init__(
         self, flats: Sequence[FlatParameters], groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group, *, offload: str | None = None, placements: Mapping[str, Placement] = MappingProxyType({}),
+        arguments: Group, *, offload: str | None = None, tile_bytes: int = 32 << 20,
+        placements: Mapping[str, Placement] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         arguments = dict(arguments)
         fused = issubclass(optimizer_class, FusedOptimizer)
@@ -100,7 +103,7 @@ class Owned:
         self.offloaded: Offloaded | None = None
         if offload is not None and self.all_pieces():
             targets = {each.parameter: each.target for each in self.all_pieces() if each.target is not None}
-            self.offloaded = Offloaded(self.optimizer, offload, targets=targets)
+            self.offloaded = Offloaded(self.optimizer, offload, targets=targets, tile_bytes=tile_bytes)
 
     def _own(self, f: int, piece: Piece, *, fused: bool) -> OwnedPiece:
         flat = self.flats[f]
@@ -176,9 +179,10 @@ class Owned:
                 each.target.copy_(each.parameter)
 
     def states_of(self, each: OwnedPiece) -> Group:
-        """A piece's states by name, its master among them where there is one; {} before the first step."""
+        """A piece's states by name, its master among them where there is one, those in use, or to be read from where they are;
+        {} before the first step."""
         if self.offloaded is not None:
-            return self.offloaded.read(each.parameter)
+            return self.offloaded.look(each.parameter)
         found = dict(self.optimizer.state.get(each.parameter, {}))
         return found if each.target is None else found | {"master": each.parameter.detach()}
 
@@ -191,7 +195,8 @@ class Owned:
             for each in self.all_pieces():
                 if each.target is not None:
                     self.offloaded.write(each.parameter, {"master": each.target.float()})
-                elif "master" in (states := self.offloaded.read(each.parameter)):
+                elif "master" in self.offloaded.look(each.parameter):
+                    states = self.offloaded.read(each.parameter)
                     self.offloaded.write(each.parameter, states | {"master": each.parameter.float()})
             return
         for each in self.all_pieces():
@@ -201,21 +206,30 @@ class Owned:
             self.optimizer.refresh_masters()
 
     @torch.no_grad()
-    def load(self, states: dict[int, Group], masters: dict[int, Tensor], outer: Sequence[Group]) -> None:
-        """Take up states, and masters that are parameters, by the piece's number among all; options from `outer`."""
+    def load(self, coming: Sequence[Coming], outer: Sequence[Group]) -> None:
+        """Take up the states of each piece, in the order of `all_pieces`; options from `outer`.
+
+        With offload one piece's are in memory at a time.
+        """
         if self.offloaded is not None:
             for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
                 own.update({key: value for key, value in theirs.items() if key != "params"})
-            for number, each in enumerate(self.all_pieces()):
-                found = states.get(number, {}) | ({"master": masters[number]} if number in masters else {})
-                if found:
-                    self.offloaded.write(each.parameter, found)
+            for each, of_piece in zip(self.all_pieces(), coming, strict=True):
+                if of_piece:
+                    self.offloaded.write(each.parameter, {key: take() for key, take in of_piece.items()})
             return
+        states = {number: {key: take() for key, take in of_piece.items()} for number, of_piece in enumerate(coming) if of_piece}
+        masters = {
+            number: states[number].pop("master")
+            for number, each in enumerate(self.all_pieces())
+            if each.target is not None and "master" in states.get(number, {})
+        }
         groups, first = [], 0
         for theirs, mine in zip(outer, self.pieces, strict=True):
             options = {key: value for key, value in theirs.items() if key != "params"}
             groups.append({**options, "params": list(range(first, first + len(mine)))})
             first += len(mine)
+        states = {number: found for number, found in states.items() if found}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for number, each in enumerate(self.all_pieces()):
             if each.target is not None:

@@ -9,7 +9,8 @@ What a parameter has once (its `step`) is written by the rank that owns its firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from pyops.comm.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.gathering import Unit
-from pyops.zero.owned import Owned, OwnedPiece
+from pyops.zero.owned import Coming, Owned, OwnedPiece
 from pyops.zero.stretch import Stretch
 
 __all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model"]
@@ -35,6 +36,8 @@ def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> di
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == each.parameter.shape:
             found[key] = stretch.shards(value, copy=replica)
+        elif hasattr(value, "read"):
+            found[key] = stretch.shards_elsewhere(value, copy=replica)
         elif value is not None and once:
             single = torch.as_tensor(value).detach()
             found[key] = Shard(tuple(single.shape), (0,) * single.dim(), single, copy=copy)
@@ -82,38 +85,36 @@ def _whole(value: Any, each: OwnedPiece, *, name: str) -> Tensor:
     return tensor.detach().clone()
 
 
-def distribute(owned: Owned, saved: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
-    """({number of the inner parameter: its states}, {number: its master, where that is the parameter itself}).
+def distribute(owned: Owned, saved: Mapping[str, Any]) -> list[Coming]:
+    """What each piece of this rank takes from the state; what is on disk is compared now, and read when it is taken.
 
     Nothing is changed. ValueError names what does not fit.
     """
-    states: dict[int, dict[str, Any]] = {}
-    masters: dict[int, Tensor] = {}
     everywhere = getattr(owned.optimizer, "whole_states", ())
-    for number, each in enumerate(owned.all_pieces()):
-        found: dict[str, Any] = {}
-        for key, value in saved["state"].get(each.name, {}).items():
-            label = f"state {key!r} of {each.name}"
-            stored = hasattr(value, "read_into")
-            if key in everywhere:
-                found[key] = _whole(value, each, name=label)
-                continue
-            if isinstance(value, Tensor) or stored:
-                single = key == "step" or (tuple(value.shape) == () and each.shape != ())
-            else:
-                single = isinstance(value, Shard) and value.offset == ()
-            if single:
-                whole = value.read() if stored else value.tensor if isinstance(value, Shard) else value
-                found[key] = whole.detach().clone().reshape(())
-            elif stored or isinstance(value, Tensor | Shard | Shards):
-                found[key] = each.stretch.find(value, label).clone()
-            else:
-                found[key] = value
-        if each.target is not None and "master" in found:
-            masters[number] = found.pop("master")
-        if found:
-            states[number] = found
-    return states, masters
+    return [
+        {key: _taken(value, each, key=key, whole=key in everywhere) for key, value in saved["state"].get(each.name, {}).items()}
+        for each in owned.all_pieces()
+    ]
+
+
+def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[], Any]:
+    """What gives the piece's part of one state, in memory of its own. whole: each rank has all of it."""
+    name = f"state {key!r} of {each.name}"
+    stored = hasattr(value, "read_into")
+    if whole:
+        tensor = _whole(value, each, name=name)
+        return lambda: tensor
+    if isinstance(value, Tensor) or stored:
+        single = key == "step" or (tuple(value.shape) == () and each.shape != ())
+    else:
+        single = isinstance(value, Shard) and value.offset == ()
+    if single:
+        one = value.read() if stored else value.tensor if isinstance(value, Shard) else value
+        return partial(torch.clone, one.detach().reshape(()))
+    if stored or isinstance(value, Tensor | Shard | Shards):
+        take = each.stretch.find(value, name)
+        return lambda: take().clone()
+    return lambda: value
 
 
 def _spread(units: Sequence[Unit], communicator: Communicator | None) -> dict[int, tuple[Tensor, slice]]:
@@ -161,8 +162,11 @@ def collect_model(
 def distribute_model(
     model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, state: Mapping[str, Any],
     placements: Mapping[str, Placement],
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """(tensor of this rank, value for it) pairs; ValueError for the state of another model. Nothing is changed."""
+) -> list[Callable[[], None]]:  # fmt: skip
+    """What fills each tensor of this rank when it is called; what is on disk is compared now, and read then.
+
+    Nothing is changed. ValueError for the state of another model.
+    """
     spread, owners = _spread(units, communicator), _placed(model, placements)
     mine = _named_tensors(model)
     # A rank that has nothing of a parameter leaves it out of its own state.
@@ -171,13 +175,17 @@ def distribute_model(
         raise ValueError(f"ZeroOptimizer: the state has no {missing[:3]}; it is of another model")
     if strange := sorted(set(state) - set(mine)):
         raise ValueError(f"ZeroOptimizer: the model has no {strange[:3]}, which the state has; it is of another model")
-    copies = []
+    fill: list[Callable[[], None]] = []
     for name in sorted(needed):
         tensor = mine[name]
         target, where = spread.get(id(tensor), (tensor.detach().view(-1), slice(0, tensor.numel())))
         stretch = Stretch(tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor)))
-        copies.append((target, stretch.find(state[name], name)))
-    return copies
+        fill.append(partial(_fill, target, stretch.find(state[name], name)))
+    return fill
+
+
+def _fill(target: Tensor, take: Callable[[], Tensor]) -> None:
+    target.copy_(take())
 
 
 def _placed(model: nn.Module, placements: Mapping[str, Placement]) -> dict[int, Placement]:

@@ -6,14 +6,14 @@ with it                       elements [start, stop) of this rank's flattened pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyops.flat import Placement, Shard, Shards
+from pyops.flat import Placement, Shard, ShardElsewhere, Shards, TensorElsewhere
 
 __all__ = ["Stretch"]
 
@@ -37,22 +37,41 @@ class Stretch:
             return Shard(self.shape, (self.start,), elements, copy=copy)
         return self.placement.shards(elements, start=self.start, copy=copy)
 
-    def find(self, value: Any, name: str) -> Tensor:
-        """The elements, given the whole, a tensor of a checkpoint, or parts; ValueError where some are missing."""
+    def shards_elsewhere(self, there: TensorElsewhere, *, copy: bool = False) -> Shard | Shards:
+        """As `shards`, of elements that are read when they are asked for."""
+        if self.placement is None:
+            return ShardElsewhere(self.shape, (self.start,), there, copy=copy)
+        boxes = self.placement.shards(torch.empty(self.stop - self.start, dtype=there.dtype, device="meta"), start=self.start)
+        return Shards(
+            tuple(
+                ShardElsewhere(box.global_shape, box.offset, _View(there, box.tensor), copy=copy or box.copy) for box in boxes
+            )
+        )
+
+    def find(self, value: Any, name: str) -> Callable[[], Tensor]:
+        """What gives the elements, out of the whole, a tensor of a checkpoint, or parts; ValueError where some are missing.
+
+        What is on disk is compared with its checksum now, and read when it is asked for.
+        """
+        if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
+            self._check_shape(value.shape, name)
+            if self.start < self.stop:
+                value.compare(self.shards(torch.empty(self.stop - self.start, dtype=value.dtype)))
+            return lambda: self._read(value)
         if isinstance(value, Tensor):
             self._check_shape(value.shape, name)
             local = value if self.placement is None else self.placement.take(value)
-            return local.detach().reshape(-1)[self.start : self.stop]
-        if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
-            self._check_shape(value.shape, name)
-            mine = torch.zeros(self.stop - self.start, dtype=value.dtype)
-            if self.start < self.stop:
-                target = self.shards(mine)
-                value.compare(target)
-                value.read_into(target)
-            return mine
+            found = local.detach().reshape(-1)[self.start : self.stop]
+            return lambda: found
         parts = [value] if isinstance(value, Shard) else list(value)
-        return self._from_ranges(parts, name) if self.placement is None else self._from_boxes(parts, name)
+        mine = self._from_ranges(parts, name) if self.placement is None else self._from_boxes(parts, name)
+        return lambda: mine
+
+    def _read(self, value: Any) -> Tensor:
+        mine = torch.zeros(self.stop - self.start, dtype=value.dtype)
+        if self.start < self.stop:
+            value.read_into(self.shards(mine))
+        return mine
 
     def _check_shape(self, shape: Sequence[int], name: str) -> None:
         if tuple(shape) != self.global_shape:
@@ -61,12 +80,12 @@ class Stretch:
     def _from_ranges(self, parts: Sequence[Shard], name: str) -> Tensor:
         found: list[tuple[int, Tensor]] = []
         for shard in parts:
-            if tuple(shard.global_shape) != self.shape or len(shard.offset) != 1 or shard.tensor.dim() != 1:
+            if tuple(shard.global_shape) != self.shape or len(shard.offset) != 1 or len(shard.shape) != 1:
                 raise ValueError(
                     f"{name} is a shard of {tuple(shard.global_shape)} at {shard.offset} in the state; expected ranges of a "
                     f"flattened tensor of {self.shape}: load whole tensors, as pyops.checkpoint.load gives them"
                 )
-            low, high = max(self.start, shard.offset[0]), min(self.stop, shard.offset[0] + shard.tensor.numel())
+            low, high = max(self.start, shard.offset[0]), min(self.stop, shard.offset[0] + shard.shape[0])
             if low < high:
                 found.append((low, shard.tensor.detach()[low - shard.offset[0] : high - shard.offset[0]]))
         found.sort(key=lambda pair: pair[0])
@@ -81,12 +100,12 @@ class Stretch:
 
     def _from_boxes(self, parts: Sequence[Shard], name: str) -> Tensor:
         """Of a state that this very layout gave: the boxes are the same."""
-        dtype = parts[0].tensor.dtype if parts else torch.float32
+        dtype = parts[0].dtype if parts else torch.float32
         mine = torch.zeros(self.stop - self.start, dtype=dtype)
-        given = {(tuple(part.offset), tuple(part.tensor.shape)): part for part in parts}
+        given = {(tuple(part.offset), part.shape): part for part in parts}
         wanted = self.shards(mine)
         for box in [wanted] if isinstance(wanted, Shard) else wanted:
-            part = given.get((tuple(box.offset), tuple(box.tensor.shape)))
+            part = given.get((tuple(box.offset), box.shape))
             if part is None:
                 raise self._partial(name)
             self._check_shape(part.global_shape, name)
@@ -98,3 +117,21 @@ class Stretch:
             f"the state has only a part of elements {self.start} to {self.stop} of {name}, which this rank owns; load whole "
             "tensors, as pyops.checkpoint.load gives them"
         )
+
+
+class _View:
+    """A part of a tensor elsewhere. like: the same view, of a tensor without memory."""
+
+    def __init__(self, there: TensorElsewhere, like: Tensor) -> None:
+        self._there, self._like = there, like
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self._like.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    def read(self) -> Tensor:
+        return self._there.read().as_strided(self._like.shape, self._like.stride(), self._like.storage_offset())
