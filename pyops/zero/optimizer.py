@@ -91,9 +91,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
         group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
-        params: Iterable[Any] | None = None, offload: str | None = None,
-        bucket_bytes: int = 25 << 20, tile_bytes: int = 32 << 20,
-        max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
+        params: Iterable[Any] | None = None, offload: str | None = None, bucket_bytes: int = 25 << 20,
+        tile_bytes: int = 32 << 20, max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
         units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
         device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
         secondary_group: dist.ProcessGroup | None = None, **optimizer_arguments: Any,
