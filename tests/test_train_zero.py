@@ -158,6 +158,27 @@ def kept_on_rank(rank: int, group: object, config: Config) -> tuple[dict[str, in
     return run.strategy.memory(), recomputed, elsewhere
 
 
+def first_values(rank: int, group: object, config: Config) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    run = Run(config, device=torch.device("cpu"))
+    table = next(buffer for name, buffer in run.model.named_buffers() if "table" in name)
+    with run.strategy.whole():
+        return {name: p.detach().clone() for name, p in run.model.named_parameters()}, table.clone()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_made_part_by_part_begins_with_the_same_bits(world, tmp_path, stage):
+    plain = config_of(tmp_path, "cpu", name="plain", precision="bf16")
+    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, positions="rotary"))
+    config = dataclasses.replace(plain, name="zero", zero=ZeroConfig(stage))
+    (values, table), _ = world(2).run(first_values, plain)
+    for found, turned in world(2).run(first_values, config):
+        assert found.keys() == values.keys()
+        assert torch.equal(turned, table)
+        for name, value in values.items():
+            assert torch.equal(found[name], value), name
+    assert min(float(value.float().std()) for value in values.values() if value.dim() > 1) > 0.005
+
+
 def test_what_is_asked_for_is_what_runs(world, tmp_path):
     """Losses are the same whether or not a stage, recomputation or offload takes place; these are not."""
     shares = {0: (1.0, 1.0, 1.0), 1: (1.0, 1.0, 0.5), 2: (1.0, 0.5, 0.5), 3: (0.5, 0.5, 0.5)}

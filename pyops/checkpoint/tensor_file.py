@@ -96,22 +96,13 @@ def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-<<<<<<< HEAD
-def write_tensors(path: Path, tensors: Mapping[str, Any], *, in_order: bool = False) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, Content], *, in_order: bool = False) -> dict[str, Any]:
     """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
 
     tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor that is made or read when its
     turn comes. One at a time is copied where it is not contiguous memory already. in_order: they lie, and are read, in the
     order given; otherwise by the size of their elements. TypeError for a dtype that a file can't hold, before the file is
     made; OSError.
-=======
-def write_tensors(path: Path, tensors: Mapping[str, Content]) -> dict[str, Any]:
-    """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
-
-    tensors: on any device, of any strides; or elsewhere, in another checkpoint, say. One at a time is read, or copied where it
-    is not contiguous memory already. TypeError for a dtype that a file can't hold, before the
-    file is made; OSError.
->>>>>>> 24c45c7 (States in files are saved and loaded a tensor at a time: a checkpoint takes no memory of their size)
     """
     check_dtypes(tensors)
     # Wide elements first, so that every tensor lies at a multiple of its element's size.

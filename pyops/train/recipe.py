@@ -42,24 +42,11 @@ def _codec(config: CommunicationConfig) -> Codec | None:
 
 
 def make_model(config: Config, *, device: torch.device) -> GPT:
-<<<<<<< HEAD
-    """The model with its first values; with [zero], on the meta device: `make_zero` gives it memory and values, part by part."""
+    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part."""
     dtype = PRECISIONS[config.precision.dtype].dtype
     if config.zero.stage:
         return GPT(config.model, seed=None, device="meta", dtype=dtype)
     return GPT(config.model, seed=config.train.seed, device=device, dtype=dtype)
-=======
-    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part."""
-    common: dict[str, Any] = {"seed": config.train.seed, "dtype": PRECISIONS[config.precision.dtype].dtype}
-    if not config.zero.stage:
-        return GPT(config.model, device=device, **common)
-    with torch.device("meta"):
-        model = GPT(config.model, **common)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
-    return model
->>>>>>> 24c45c7 (States in files are saved and loaded a tensor at a time: a checkpoint takes no memory of their size)
 
 
 def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
