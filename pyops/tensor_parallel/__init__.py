@@ -14,6 +14,8 @@
 | cross_entropy.py, vocabulary.py | the loss of logits cut by vocabulary; a rank's part of it |
 | initialise.py | parameters drawn by their place in the whole |
 | gradients.py | parts summed over ranks, norm, clipping |
+| parallelize.py, plans.py | an existing transformer, its layers swapped by a plan |
+| blueprint.py, swap.py, heads.py, edges.py, multihead.py | what is settled first; one layer; heads; hooks; torch's attention |
 
 A layer's parameters are plain tensors of this rank's size; its `placements` ({name: pyops.flat.Placement}) say where they stand
 in the whole. The same seed gives the same model, loss and dropout on any number of ranks. A group of None is one rank alone:
@@ -31,6 +33,7 @@ from pyops.tensor_parallel.initialise import initialise_, initialise_model_
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.mlp import ParallelMLP
 from pyops.tensor_parallel.norm import LayerNorm, RMSNorm
+from pyops.tensor_parallel.parallelize import Report, parallelize
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
 
@@ -43,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "Ranks",
     "RelativeBias",
+    "Report",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
@@ -50,6 +54,7 @@ __all__ = [
     "grad_norm",
     "initialise_",
     "initialise_model_",
+    "parallelize",
     "rotary_tables",
     "set_dropout",
     "vocab_parallel_cross_entropy",

@@ -29,7 +29,7 @@ from pyops.tensor_parallel.products import column_products
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import attend
 
-__all__ = ["ParallelAttention"]
+__all__ = ["ParallelAttention", "check_heads"]
 
 Shape = tuple[int, int]
 
@@ -181,12 +181,16 @@ class ParallelAttention(nn.Module):
 
 
 def _check(dim: int, H: int, G: int, head_dim: int | None, ranks: int) -> None:
-    """ValueError for heads that can't be split, with the sizes that can."""
+    if H > 0 and G > 0 and H % G == 0 and head_dim is None and dim % H:
+        raise ValueError(f"dim is {dim}, which num_heads = {H} does not divide; change one of them or give head_dim")
+    check_heads(H, G, ranks)
+
+
+def check_heads(H: int, G: int, ranks: int) -> None:
+    """ValueError for H heads in G groups that can't be split over the ranks, with the sizes that can."""
     if H < 1 or G < 1 or H % G:
         divisors = [str(n) for n in range(1, H + 1) if H % n == 0]
         raise ValueError(f"num_kv_heads is {G}, which does not divide num_heads = {H}; choose one of {', '.join(divisors)}")
-    if head_dim is None and dim % H:
-        raise ValueError(f"dim is {dim}, which num_heads = {H} does not divide; change one of them or give head_dim")
     fits = [t for t in range(1, H + 1) if t <= G or (t % G == 0 and (H // G) % (t // G) == 0)]
     if ranks not in fits:
         raise ValueError(

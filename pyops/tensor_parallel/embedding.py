@@ -28,6 +28,7 @@ class VocabParallelEmbedding(nn.Module):
     weight: [ceil(num_embeddings / ranks), dim], padded with zeros where the ranks don't divide the vocabulary.
     check_tokens: a token outside [0, num_embeddings) raises ValueError, on every rank, and names it and its place. That reads
     two numbers back from a CUDA device; without it, such a token gives a zero row. Compiled code never checks.
+    padding_idx: a token whose row gets no gradient from here.
     seed, name, std, group: as in ColumnParallelLinear.
     """
 
@@ -35,8 +36,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(
         self, num_embeddings: int, dim: int, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        check_tokens: bool = True, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        seed: int | None = 0, name: str = "", std: float = 0.02,
+        check_tokens: bool = True, padding_idx: int | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, seed: int | None = 0, name: str = "", std: float = 0.02,
     ) -> None:  # fmt: skip
         super().__init__()
         for what, size in (("num_embeddings", num_embeddings), ("dim", dim)):
@@ -47,6 +48,9 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel and self.ranks.size > 1
         place = Placement.cut((num_embeddings, dim), dim=0, rank=self.ranks.rank, ranks=self.ranks.size)
         self.placements = {"weight": place}
+        self.padding_idx = padding_idx
+        here = padding_idx is not None and place.start <= padding_idx < place.stop
+        self._unlearnt = padding_idx - place.start if padding_idx is not None and here else None
         self.weight = nn.Parameter(torch.empty(place.local_shape, device=device, dtype=dtype))
         if seed is not None:
             self.reset_parameters(seed=seed, name=name)
@@ -60,10 +64,10 @@ class VocabParallelEmbedding(nn.Module):
         if self.check_tokens and not torch.compiler.is_compiling():
             self._check(tokens)
         if self.ranks.size == 1:
-            return functional.embedding(tokens, self.weight)
+            return functional.embedding(tokens, self.weight, self._unlearnt)
         place = self.placements["weight"]
         here = (tokens >= place.start) & (tokens < place.stop)
-        found = functional.embedding((tokens - place.start).masked_fill(~here, 0), self.weight)
+        found = functional.embedding((tokens - place.start).masked_fill(~here, 0), self.weight, self._unlearnt)
         found = found.masked_fill(~here.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(found.view(-1, self.dim), group=self.ranks.group)
