@@ -51,13 +51,15 @@ class Block(nn.Module):
 class SharedModel(nn.Module):
     """Model with its blocks shared by the ranks, from its weights."""
 
-    def __init__(self, whole: Model, *, sequence_parallel: bool) -> None:
+    def __init__(self, whole: nn.Module, *, sequence_parallel: bool) -> None:
         super().__init__()
+        assert isinstance(whole, Model)
         self.group, self.sequence_parallel = dist.group.WORLD, sequence_parallel
         self.tokens, self.positions, self.ln, self.head = whole.tokens, whole.positions, whole.ln, whole.head
         shared = {"group": self.group, "sequence_parallel": sequence_parallel, "seed": None}
         self.blocks = nn.ModuleList(Block(**shared) for _ in range(LAYERS))
         for block, plain in zip(self.blocks, whole.blocks, strict=True):
+            assert isinstance(plain, PlainBlock)
             tensors = shared_tensors(plain)
             placements = Placement.of(block)
             with torch.no_grad():
@@ -80,8 +82,14 @@ class SharedModel(nn.Module):
 
 def shared_tensors(plain: PlainBlock) -> dict[str, Tensor]:
     """The whole tensors of a plain block under a shared one's names."""
-    found = {"attention.output": plain.wo, "mlp.up": plain.up, "mlp.down": plain.down, "ln1": plain.ln1, "ln2": plain.ln2}
-    tensors = {f"{name}.{key}": p for name, layer in found.items() for key, p in layer.named_parameters()}
+    found: dict[str, nn.Module] = {
+        "attention.output": plain.wo,
+        "mlp.up": plain.up,
+        "mlp.down": plain.down,
+        "ln1": plain.ln1,
+        "ln2": plain.ln2,
+    }
+    tensors: dict[str, Tensor] = {f"{name}.{key}": p for name, layer in found.items() for key, p in layer.named_parameters()}
     for key in ("weight", "bias"):
         three = [getattr(layer, key).view(HEADS, WIDTH // HEADS, -1) for layer in (plain.wq, plain.wk, plain.wv)]
         rows = torch.stack(three, dim=1).flatten(0, 2)
