@@ -78,6 +78,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "bytes sent per parameter": lambda row: f"{row['sent_per_parameter']:.3f}" if "sent_per_parameter" in row else "",
     "by the interface": lambda row: f"{row['wire_per_parameter']:.3f}" if "wire_per_parameter" in row else "",
     "its formula": lambda row: f"{row['sent_formula']:.3f}" if "sent_formula" in row else "",
+    "beyond half of one process": lambda row: ", ".join(
+        f"{name} {ms:.0f} ms" for name, ms in row.get("beyond_half_ms", {}).items()
+    ),
     "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
