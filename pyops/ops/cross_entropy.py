@@ -125,16 +125,18 @@ def reduce_losses(losses: Tensor, targets: Tensor, *, ignore_index: int, reducti
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
-def check_options(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float, reduction: str) -> None:
-    """TypeError or ValueError for what no cross entropy takes."""
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"logits must be float32, bfloat16, float16 or float64, got {logits.dtype}")
+def check_options(
+    rows: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float, reduction: str, what: str = "logits"
+) -> None:
+    """TypeError or ValueError for what no cross entropy takes. rows [..., n], called `what`, are what the targets are for."""
+    if rows.dtype not in FLOATS:
+        raise TypeError(f"{what} must be float32, bfloat16, float16 or float64, got {rows.dtype}")
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64, the indices of words, got {targets.dtype}; pass targets.long()")
-    if logits.dim() == 0 or logits.shape[:-1] != targets.shape or logits.device != targets.device:
+    if rows.dim() == 0 or rows.shape[:-1] != targets.shape or rows.device != targets.device:
         raise ValueError(
-            f"logits [..., V] need a target for each row on their device: got logits {tuple(logits.shape)} on {logits.device} "
-            f"and targets {tuple(targets.shape)} on {targets.device}"
+            f"there must be a target for each row of the {what}, on their device: got {what} {tuple(rows.shape)} on "
+            f"{rows.device} and targets {tuple(targets.shape)} on {targets.device}"
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; it is a share, from 0 to 1")

@@ -12,6 +12,8 @@
 | mlp.py, embedding.py, norm.py | MLP, plain and gated; embedding by vocabulary; norms with the residual added |
 | dropout.py | dropout by counters |
 | cross_entropy.py, vocabulary.py | the loss of logits cut by vocabulary; a rank's part of it |
+| linear_cross_entropy.py | the last layer and the loss in one, without the logits |
+| weight_gradient.py | the weight gradient of a linear layer, added up in fp32 |
 | initialise.py | parameters drawn by their place in the whole |
 | gradients.py | parts summed over ranks, norm, clipping |
 | parallelize.py, plans.py | an existing transformer, its layers swapped by a plan |
@@ -31,11 +33,13 @@ from pyops.tensor_parallel.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.gradients import clip_grad_norm_, finish_gradients, grad_norm
 from pyops.tensor_parallel.initialise import initialise_, initialise_model_
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from pyops.tensor_parallel.mlp import ParallelMLP
 from pyops.tensor_parallel.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.parallelize import Report, parallelize
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
+from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 
 __all__ = [
     "ColumnParallelLinear",
@@ -49,11 +53,13 @@ __all__ = [
     "Report",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "accumulate_weight_gradient",
     "clip_grad_norm_",
     "finish_gradients",
     "grad_norm",
     "initialise_",
     "initialise_model_",
+    "linear_cross_entropy",
     "parallelize",
     "rotary_tables",
     "set_dropout",
