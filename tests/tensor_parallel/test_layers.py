@@ -82,7 +82,7 @@ def errors(rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.d
         f"{name}, {shape}, sequence_parallel={sp}":
             errors_on_rank(group, case, shape=shape, dtype=dtype, sequence_parallel=sp)
         for name, case in CASES.items() if size != 3 or "block" not in name
-        for shape in ((2, 6), (1, 5)) for sp in (False, True)
+        for shape, sp in (((2, 6), False), ((1, 5), True))[: 1 if size == 1 else 2]
     }  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def errors(rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.d
 def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: torch.dtype):
     results = world(size).run(errors, size, dtype) if size > 1 else [errors(0, None, 1, dtype)]
     for found in results:
-        assert len(found) >= 20
+        assert len(found) >= (len(CASES) if size == 1 else 10)
         for name, (shared, alone) in found.items():
             for what, error in shared.items():
                 assert error <= max(BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0), (name, what, error)
