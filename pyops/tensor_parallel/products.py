@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyops.tensor_parallel.ranks import Ranks, pad_rows
+from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 
 __all__ = ["Plan", "column_products", "row_product"]
 
@@ -103,7 +104,7 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | N
     main = getattr(weight, "main_grad", None)
     if main is None:
         return (dy.t() @ x).view(weight.shape)
-    main.view(-1, main.shape[-1]).addmm_(dy.t().to(main.dtype), x.to(main.dtype))
+    accumulate_weight_gradient(main.view(-1, main.shape[-1]), dy, x)
     return None
 
 
