@@ -104,9 +104,8 @@ def _check_same(model: nn.Module, options: Mapping[str, Any], group: dist.Proces
     mine = [(key, repr(value)) for key, value in options.items()]
     for name, p in model.named_parameters():
         values = 0 if p.is_meta or not p.numel() else torch.hash_tensor(p.detach()).view(torch.int64).item()
-        mine.append(
-            (name, f"{str(p.dtype).removeprefix('torch.')}, trained {p.requires_grad}, values {values:x}, {list(p.shape)}")
-        )
+        dtype, trained = str(p.dtype).removeprefix("torch."), "trained" if p.requires_grad else "frozen"
+        mine.append((name, f"{list(p.shape)}, {dtype}, {trained}, values of hash {values & (1 << 64) - 1:x}"))
     everyone = gather(mine, group=group)
     for rank, theirs in enumerate(everyone):
         for (name, a), (other, b) in zip(everyone[0], theirs, strict=False):
