@@ -31,7 +31,28 @@ def activations() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "gated backward", lambda: kernels.bias_gated_backward(dy, x, bias, **back)
 
 
-STEMS = {"activation": activations}
+def norms() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Narrow rows, several to a program; one row in registers; chunks."""
+    from pyops.ops.triton import norm as kernels
+
+    def operands(columns: int, dtype: torch.dtype, of_weight: torch.dtype) -> list[torch.Tensor]:
+        statistics = torch.zeros(64, dtype=F64 if dtype == F64 else F32)
+        return [torch.zeros(64, columns, dtype=dtype), torch.zeros(columns, dtype=of_weight), statistics]
+
+    x, w, statistic = operands(1024, BF16, F32)
+    back = {"offset": 1.0, "weight_grad": True}
+    yield "layer", lambda: kernels.add_layer_norm(x, x, w, w, eps=1e-5)
+    yield "rms", lambda: kernels.rms_norm(x, w, eps=1e-6, offset=1.0)
+    yield "layer backward", lambda: kernels.layer_norm_backward(x, x, x, w, statistic, statistic, weight_grad=True)
+    yield "rms backward", lambda: kernels.rms_norm_backward(x, None, x, w, statistic, **back)
+    f64 = operands(64, F64, F64)
+    yield "float64", lambda: kernels.rms_norm_backward(f64[0], None, f64[0], *f64[1:], **back)
+    wide = operands(12000, F16, F16)
+    yield "chunks", lambda: kernels.add_rms_norm(wide[0], x.new_zeros(64, 12000), wide[1], eps=1e-6, offset=0.0)
+    yield "chunks backward", lambda: kernels.rms_norm_backward(wide[0], None, wide[0], *wide[1:], **back)
+
+
+STEMS = {"activation": activations, "norm": norms}
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -1,0 +1,252 @@
+"""Layer norm and root-mean-square norm for CUDA: one launch forward; backward two, of which the second adds the blocks' sums.
+
+a row of up to WIDEST numbers stays in registers: read once, normalised, written once
+a wider one is walked in chunks, once for each pass; its gradients of weight and bias take a launch of their own
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyops.ops.triton.column_sum import column_sum, row_blocks
+from pyops.ops.triton.launch import computed_in, last_dim_first, on_device, tile
+
+__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+
+WIDEST = 8192  # numbers of a row in registers
+TILE = 4096  # numbers that a program works on together: several rows, where they are narrow
+COLUMNS = 128  # of a tile, where sums over rows take a launch of their own
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean, rstd."""
+    y, _, mean, rstd = _forward(x, None, weight, bias, eps=eps, offset=None)
+    return y, mean, rstd
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """y, rstd."""
+    y, _, _, rstd = _forward(x, None, weight, None, eps=eps, offset=offset)
+    return y, rstd
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, x + residual, mean, rstd."""
+    return _forward(x, residual, weight, bias, eps=eps, offset=None)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, x + residual, rstd."""
+    y, s, _, rstd = _forward(x, residual, weight, None, eps=eps, offset=offset)
+    return y, s, rstd
+
+
+def layer_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, weight_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias."""
+    return _backward(dy, dsum, x, weight, mean, rstd, offset=None, weight_grad=weight_grad)
+
+
+def rms_norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, *, offset: float, weight_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """dx, dweight."""
+    return _backward(dy, dsum, x, weight, rstd, rstd, offset=offset, weight_grad=weight_grad)[:2]
+
+
+def _tiling(x: Tensor, columns: int, offset: float | None) -> dict[str, Any]:
+    """Constants of the kernels that walk rows; offset None means layer norm everywhere in this file."""
+    block = tile(columns, most=WIDEST)
+    rows = min(max(TILE // block, 1), 16)
+    return {"RMS": offset is not None, "OFFSET": offset or 0.0, "C": computed_in(x), "ROWS": rows, "BLOCK": block,
+            "CHUNKS": triton.cdiv(columns, block), "num_warps": min(max(rows * block // 512, 1), 16)}  # fmt: skip
+
+
+def _forward(x, residual, weight, bias, *, eps, offset):
+    x, rows, columns = last_dim_first(x)
+    y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    s = y if residual is None else torch.empty_like(y)
+    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
+    if rows:
+        residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+        constants = _tiling(x, columns, offset)
+        with on_device(x):
+            _rows_forward[(triton.cdiv(rows, constants["ROWS"]),)](
+                x, residual, weight, bias, y, s, mean, rstd, rows, columns, EPS=eps, ADD=residual is not None,
+                HAS_BIAS=bias is not None, **constants,
+            )  # fmt: skip
+    return y, s, mean, rstd
+
+
+def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
+    x, rows, columns = last_dim_first(x)
+    dx, vectors = torch.empty_like(x), 2 if offset is None else 1
+    if not rows or not weight_grad:
+        of_vectors = [weight.new_zeros(columns if weight_grad else 0) for _ in range(vectors)]
+    if not rows:
+        return dx, *of_vectors
+    dy, dsum, weight, mean, rstd = (None if t is None else t.contiguous() for t in (dy, dsum, weight, mean, rstd))
+    constants = _tiling(x, columns, offset)
+    together = constants["CHUNKS"] == 1  # then the sums are taken while the row is there
+    blocks, tiles = row_blocks(rows, block=constants["ROWS"])
+    partial = x.new_empty((vectors, blocks, columns) if weight_grad else 0, dtype=rstd.dtype)
+    with on_device(x):
+        _rows_backward[(blocks,)](
+            dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, MORE=dsum is not None,
+            SUMS=weight_grad and together, TILES=tiles, **constants,
+        )  # fmt: skip
+        if weight_grad and not together:
+            _columns_backward[(triton.cdiv(columns, COLUMNS), blocks)](
+                dy, x, mean, rstd, partial, rows, columns, RMS=constants["RMS"], TILES=tiles * constants["ROWS"],
+                C=constants["C"], BLOCK=COLUMNS,
+            )  # fmt: skip
+    if weight_grad:
+        of_vectors = [column_sum(p, dtype=weight.dtype) for p in partial]
+    return dx, *of_vectors
+
+
+@triton.jit
+def _scale(weight, column, columns, OFFSET: tl.constexpr, C: tl.constexpr):
+    return (tl.load(weight + column, mask=column < columns, other=0.0).to(C) + OFFSET)[None, :]
+
+
+@triton.jit
+def _input(x, residual, s, at, inside, C: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr):
+    """What is normalised: x, or the sum as it is rounded when it is written."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(C)
+    if ADD:
+        rounded = (value + tl.load(residual + at, mask=inside, other=0.0).to(C)).to(s.dtype.element_ty)
+        if WRITE:
+            tl.store(s + at, rounded, mask=inside)
+        value = rounded.to(C)
+    return value
+
+
+@triton.jit
+def _rows_forward(x, residual, weight, bias, y, s, mean, rstd, rows, columns, EPS: tl.constexpr, RMS: tl.constexpr,
+                  OFFSET: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+                  BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    start, valid = (row * columns)[:, None], (row < rows)[:, None]
+    inside = valid & (column < columns)[None, :]
+    value = _input(x, residual, s, start + column[None, :], inside, C, ADD, True)
+    # The first chunk stays in registers. With one chunk the loops below are empty, and nothing is read again.
+    total = value
+    for k in tl.static_range(1, CHUNKS):
+        at = k * BLOCK + column
+        total += _input(x, residual, s, start + at[None, :], valid & (at < columns)[None, :], C, ADD, True)
+    centre, shift = tl.zeros([ROWS], dtype=C), tl.zeros([ROWS], dtype=C)
+    if not RMS:
+        centre = tl.sum(total, axis=1) / columns
+    distance = tl.where(inside, value - centre[:, None], 0.0)
+    distances, squares = distance, distance * distance
+    for k in tl.static_range(1, CHUNKS):
+        at = k * BLOCK + column
+        inner = valid & (at < columns)[None, :]
+        far = tl.where(inner, _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None], 0.0)
+        distances += far
+        squares += far * far
+    variance = tl.sum(squares, axis=1) / columns
+    if not RMS:  # what the rounded mean lacks
+        shift = tl.sum(distances, axis=1) / columns
+        variance = tl.maximum(variance - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    scale = 1.0 / tl.sqrt(variance + EPS)
+    for k in tl.static_range(CHUNKS):
+        at = k * BLOCK + column
+        inner = valid & (at < columns)[None, :]
+        if k > 0:
+            distance = _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None]
+        result = (distance - shift[:, None]) * scale[:, None] * _scale(weight, at, columns, OFFSET, C)
+        if HAS_BIAS:
+            result += tl.load(bias + at, mask=at < columns, other=0.0).to(C)[None, :]
+        tl.store(y + start + at[None, :], result.to(y.dtype.element_ty), mask=inner)
+    tl.store(rstd + row, scale, mask=row < rows)
+    if not RMS:
+        tl.store(mean + row, centre + shift, mask=row < rows)
+
+
+@triton.jit
+def _operands(dy, x, at, inside, centre, scale, C: tl.constexpr, RMS: tl.constexpr):
+    """dy, and the normalised h."""
+    gradient = tl.load(dy + at, mask=inside, other=0.0).to(C)
+    value = tl.load(x + at, mask=inside, other=0.0).to(C)
+    if not RMS:
+        value = tl.where(inside, value - centre, 0.0)
+    return gradient, value * scale
+
+
+@triton.jit
+def _rows_backward(dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, RMS: tl.constexpr, OFFSET: tl.constexpr,
+                   MORE: tl.constexpr, SUMS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    of_weight, of_bias = tl.zeros([ROWS, BLOCK], dtype=C), tl.zeros([ROWS, BLOCK], dtype=C)
+    for t in range(0, TILES):
+        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+        start, valid = (row * columns)[:, None], (row < rows)[:, None]
+        centre, scale = tl.load(mean + row, mask=row < rows, other=0.0), tl.load(rstd + row, mask=row < rows, other=0.0)
+        centre, scale = centre[:, None], scale[:, None]
+        inside = valid & (column < columns)[None, :]
+        gradient, h = _operands(dy, x, start + column[None, :], inside, centre, scale, C, RMS)
+        if SUMS:
+            of_weight += gradient * h
+            of_bias += gradient
+        g = gradient * _scale(weight, column, columns, OFFSET, C)
+        sum_g, sum_gh = g, g * h
+        for k in tl.static_range(1, CHUNKS):
+            at = k * BLOCK + column
+            more, far = _operands(dy, x, start + at[None, :], valid & (at < columns)[None, :], centre, scale, C, RMS)
+            more *= _scale(weight, at, columns, OFFSET, C)
+            sum_g += more
+            sum_gh += more * far
+        mean_gh = (tl.sum(sum_gh, axis=1) / columns)[:, None]
+        mean_g = (tl.sum(sum_g, axis=1) / columns)[:, None]
+        for k in tl.static_range(CHUNKS):
+            at = k * BLOCK + column
+            inner = valid & (at < columns)[None, :]
+            if k > 0:
+                g, h = _operands(dy, x, start + at[None, :], inner, centre, scale, C, RMS)
+                g *= _scale(weight, at, columns, OFFSET, C)
+            result = g - h * mean_gh
+            if not RMS:
+                result -= mean_g
+            result *= scale
+            if MORE:
+                result += tl.load(dsum + start + at[None, :], mask=inner, other=0.0).to(C)
+            tl.store(dx + start + at[None, :], result.to(dx.dtype.element_ty), mask=inner)
+    if SUMS:
+        target = partial + block * columns + column
+        tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
+        if not RMS:
+            tl.store(target + tl.num_programs(0).to(tl.int64) * columns, tl.sum(of_bias, axis=0), mask=column < columns)
+
+
+@triton.jit
+def _columns_backward(dy, x, mean, rstd, partial, rows, columns, RMS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES rows of BLOCK columns."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1).to(tl.int64)
+    of_weight, of_bias = tl.zeros([BLOCK], dtype=C), tl.zeros([BLOCK], dtype=C)
+    for t in range(0, TILES):
+        row = block * TILES + t + tl.arange(0, 1)
+        centre, scale = tl.load(mean + row, mask=row < rows, other=0.0), tl.load(rstd + row, mask=row < rows, other=0.0)
+        inside = (column < columns) & (row < rows)
+        gradient, h = _operands(dy, x, row * columns + column, inside, centre, scale, C, RMS)
+        of_weight += gradient * h
+        of_bias += gradient
+    target = partial + block * columns + column
+    tl.store(target, of_weight, mask=column < columns)
+    if not RMS:
+        tl.store(target + tl.num_programs(1).to(tl.int64) * columns, of_bias, mask=column < columns)
