@@ -258,6 +258,6 @@ def _fake_gradient(
 
 _ROWS, _PLACE = "Tensor logits, Tensor targets", "int ignore_index, int first_column, int columns"
 define(f"cross_entropy_statistics_(Tensor(a!) out, {_ROWS}, *, {_PLACE}) -> ()",
-       reference=cross_entropy_statistics_reference, fake=_fake_statistics)  # fmt: skip
+       reference=cross_entropy_statistics_reference, fake=_fake_statistics, triton="cross_entropy")  # fmt: skip
 define(f"cross_entropy_gradient_(Tensor(a!) out, {_ROWS}, Tensor maxima, Tensor coefficients, *, {_PLACE}) -> ()",
-       reference=cross_entropy_gradient_reference, fake=_fake_gradient)  # fmt: skip
+       reference=cross_entropy_gradient_reference, fake=_fake_gradient, triton="cross_entropy")  # fmt: skip

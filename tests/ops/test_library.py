@@ -19,15 +19,11 @@ STEMS = (
 
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = {
-    op for stem in ("activation", "dropout", "rotary", "norm") for op in SAMPLES
-    if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op}_reference")
+    op for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy") for op in SAMPLES
+    if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op.removesuffix('_')}_reference")
 }  # fmt: skip
-DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith("_backward")}  # with a derivative
-CPU_ONLY = (
-    "adafactor_",
-    "cross_entropy_statistics_",
-    "cross_entropy_gradient_",
-)  # no CUDA kernel yet: the op raises there and says so
+DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith(("_backward", "_"))}  # with a derivative
+CPU_ONLY = ("adafactor_",)  # no CUDA kernel yet: the op raises there and says so
 
 
 def ops() -> list[str]:

@@ -52,7 +52,19 @@ def norms() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "chunks backward", lambda: kernels.rms_norm_backward(wide[0], None, wide[0], *wide[1:], **back)
 
 
-STEMS = {"activation": activations, "norm": norms}
+def cross_entropies() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton import cross_entropy as kernels
+
+    y, place = torch.zeros(4, dtype=torch.int64), {"ignore_index": -100, "first_column": 16, "columns": 5000}
+    for dtype, numbers in ((F32, 3), (BF16, 4), (F64, 4)):
+        wide = F64 if dtype == F64 else F32
+        z, out = torch.zeros(4, 5008, dtype=dtype), torch.zeros(4, numbers, dtype=wide)
+        yield f"statistics, {dtype}", lambda z=z, out=out: kernels.cross_entropy_statistics_(out, z, y, **place)
+        m, c = torch.zeros(4, dtype=wide), torch.zeros(4, 3, dtype=wide)
+        yield f"gradient, {dtype}", lambda z=z, m=m, c=c: kernels.cross_entropy_gradient_(z, z, y, m, c, **place)
+
+
+STEMS = {"activation": activations, "norm": norms, "cross_entropy": cross_entropies}
 
 
 @pytest.mark.parametrize("stem", STEMS)
