@@ -8,6 +8,7 @@
     [precision]             # PrecisionConfig
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
+    [parallel]              # ParallelConfig
     [train]                 # TrainConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
@@ -41,6 +42,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "OptimizerConfig",
+    "ParallelConfig",
     "RecomputeConfig",
     "TrainConfig",
     "ZeroConfig",
@@ -183,6 +185,21 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks share a model; the others hold the same and see other sequences.
+
+    tp: neighbouring ranks that cut each layer among them (tensor parallelism), of whose number that of ranks must be a
+    multiple. sequence_parallel: between the layers each of them keeps its share of the tokens only. Neither changes the loss.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self, "1 or more", ("tp",), lambda v: v >= 1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
@@ -235,6 +252,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -242,19 +260,29 @@ class Config:
             raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
-        if self.zero.stage and self.optimizer.communicates:
-            raise ValueError(
-                f"zero.stage is {self.zero.stage}, but optimizer.name {self.optimizer.name!r} communicates itself: set 0"
-            )
-        if self.zero.stage and self.communication.codec != "none":
-            raise ValueError(
-                f"communication.codec is {self.communication.codec!r}, which zero.stage {self.zero.stage} does not take: set "
-                '"none", or zero.stage to 0'
-            )
+        self._check_sharing()
         if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
             raise ValueError(
                 f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "
                 f"{self.optimizer.name!r} travel as one flat tensor: set the codec to onebit or int8"
+            )
+
+    def _check_sharing(self) -> None:
+        """What doesn't go with [zero] or [parallel]."""
+        tp, optimizer = self.parallel.tp, self.optimizer.name
+        shared, off = (f"zero.stage is {self.zero.stage}", "0") if self.zero.stage else (f"parallel.tp is {tp}", "1")
+        if not self.zero.stage and tp == 1:
+            return
+        if self.optimizer.communicates:
+            raise ValueError(f"{shared}, but optimizer.name {optimizer!r} communicates itself: set {off}")
+        if self.communication.codec != "none":
+            raise ValueError(
+                f'{shared}, which does not take communication.codec {self.communication.codec!r}: set "none", or {off} there'
+            )
+        if tp > 1 and optimizer in ("lamb", "lars", "adafactor"):
+            raise ValueError(
+                f"parallel.tp is {tp}, but optimizer.name {optimizer!r} goes by sums over each layer, of which a rank has a "
+                "part: set adamw, say, or parallel.tp to 1"
             )
 
     @property
@@ -263,8 +291,14 @@ class Config:
         return Path(self.train.folder) / self.name
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ConfigError unless `num_ranks` ranks can share a batch, and micro-batches a rank's share of it."""
-        batch, micro = self.train.batch, self.train.micro_batch
+        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it."""
+        batch, micro, tp = self.train.batch, self.train.micro_batch, self.parallel.tp
+        if num_ranks % tp:
+            raise ConfigError(
+                f"parallel.tp is {tp}, of which {num_ranks} ranks are no multiple; start a multiple of {tp}, such as "
+                f"{max(tp, num_ranks // tp * tp)}, or set parallel.tp to a divisor of {num_ranks}"
+            )
+        num_ranks //= tp  # those that share a model see the same sequences
         if batch % num_ranks:
             near = max(num_ranks, round(batch / num_ranks) * num_ranks)
             raise ConfigError(

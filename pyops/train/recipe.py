@@ -41,12 +41,20 @@ def _codec(config: CommunicationConfig) -> Codec | None:
     return None if config.codec == "none" else parse(config.codec)
 
 
-def make_model(config: Config, *, device: torch.device) -> GPT:
-    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part."""
-    dtype = PRECISIONS[config.precision.dtype].dtype
-    if config.zero.stage:
-        return GPT(config.model, seed=None, device="meta", dtype=dtype)
-    return GPT(config.model, seed=config.train.seed, device=device, dtype=dtype)
+def make_model(config: Config, *, device: torch.device, tp_group: dist.ProcessGroup | None) -> GPT:
+    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part.
+
+    tp_group: the ranks that share its layers. ConfigError for heads that they can't share.
+    """
+    later = config.zero.stage > 0
+    try:
+        return GPT(
+            config.model, group=tp_group, sequence_parallel=config.parallel.sequence_parallel,
+            seed=None if later else config.train.seed, device="meta" if later else device,
+            dtype=PRECISIONS[config.precision.dtype].dtype,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"parallel.tp is {config.parallel.tp}: {error}") from None
 
 
 def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
@@ -78,8 +86,8 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
 
 
 def make_zero(
-    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None
-) -> ZeroOptimizer:  # fmt: skip
+    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None
+) -> ZeroOptimizer:
     """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks of `group`; gradients are
     summed."""
     options = config.optimizer
@@ -90,8 +98,8 @@ def make_zero(
         {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0} for key, some in keyed.items()
     ]
     return ZeroOptimizer(
-        model, _class(options), stage=config.zero.stage, group=group, params=groups, op="sum", overlap=config.zero.overlap,
-        bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
+        model, _class(options), stage=config.zero.stage, group=group, tp_group=tp_group, params=groups, op="sum",
+        overlap=config.zero.overlap, bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
         offload=None if config.zero.offload == "none" else config.zero.offload,
         tile_bytes=int(config.zero.tile_mib * 2**20), device=device,
         initialise=lambda module: model.initialize(config.train.seed, only=module), **_arguments(options),

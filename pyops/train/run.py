@@ -27,6 +27,7 @@ from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.data import Batches, prepare, validation_rows
 from pyops.display import Display, describe_memory
+from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import sample
@@ -78,43 +79,46 @@ class Run:
 
     def __init__(self, config: Config, *, device: torch.device, resume: bool = False) -> None:
         self.config, self.device = config, device
-        mesh = Mesh(Axes(dp=dist.get_world_size() if dist.is_initialized() else 1), device_type=device.type)
-        self.group, self.rank, num_ranks = mesh.group("dp"), mesh.rank("dp"), mesh.size("dp")
+        world, tp = dist.get_world_size() if dist.is_initialized() else 1, config.parallel.tp
+        self.rank, self.mesh = dist.get_rank() if world > 1 else 0, Mesh(Axes(dp=world // tp, tp=tp), device_type=device.type)
+        groups = {"group": self.mesh.group("dp"), "tp_group": self.mesh.group("tp") if tp > 1 else None}
+        num_ranks = self.mesh.size("dp")  # ranks that share a model see the same rows
         model, options = config.model, config.train
-        rows = {"sequence_length": model.sequence_length, "rank": self.rank, "num_ranks": num_ranks}
+        rows = {"sequence_length": model.sequence_length, "rank": self.mesh.rank("dp"), "num_ranks": num_ranks}
 
-        self.corpus = prepare(config.data, vocab_size=model.vocab_size, sequence_length=model.sequence_length, group=self.group)
+        self.corpus = prepare(config.data, vocab_size=model.vocab_size, sequence_length=model.sequence_length)
         self.batches = Batches(self.corpus, global_batch=options.batch, seed=options.seed, **rows)
         self.held_out = validation_rows(self.corpus, num_sequences=options.validation_sequences, **rows)
         self.micro_batch = options.micro_batch or options.batch // num_ranks
 
         self.precision = PRECISIONS[config.precision.dtype]
         self.loss_scale = make_loss_scale(config.precision)
-        self.model = make_model(config, device=device)
+        self.model = make_model(config, device=device, tp_group=groups["tp_group"])
         if options.compile:
             self.model.compile()
         if config.recompute.modules:
             recompute_modules(self.model, config.recompute)
-        self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self.strategy = make_strategy(config, self.model, device=device, group=self.group)
+        whole = Placement.of(self.model)
+        self.num_parameters = sum(
+            math.prod(whole[name].global_shape if name in whole else p.shape) for name, p in self.model.named_parameters()
+        )
+        self.strategy = make_strategy(config, self.model, device=device, **groups)
         self.optimizer = self.strategy.optimizer
-        self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters, window=options.log_every)
+        self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters // tp, window=options.log_every)
         self.step, self.skipped, self.peak_gib = 0, 0, 0.0
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=options.steps)
 
-        on_first_rank(lambda: prepare_folder(config, resume=resume), group=self.group)
+        on_first_rank(lambda: prepare_folder(config, resume=resume))
         # A copy of states in files, to be written in the background, would take the memory that they were put there to save.
         background = config.zero.offload in ("none", "cpu")
-        self.checkpoints = Checkpoints(
-            config.folder / "checkpoints", keep=options.keep, background=background, group=self.group
-        )  # fmt: skip
-        latest = on_first_rank(self.checkpoints.latest, group=self.group) if resume else None
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=background)
+        latest = on_first_rank(self.checkpoints.latest) if resume else None
         if latest is not None:
             self.restore(latest)
         self.log = MetricsLog(config.folder, first_step=self.step) if self.rank == 0 else None
         self.display = Display(config.name, num_steps=options.steps, first_step=self.step, every=options.log_every,
                                quiet=self.rank != 0)  # fmt: skip
-        self.display.note(self._introduction(num_ranks, resumed=latest, wanted=resume))
+        self.display.note(self._introduction(world, resumed=latest, wanted=resume))
 
     def _introduction(self, num_ranks: int, *, resumed: Path | None, wanted: bool) -> str:
         text = (
@@ -213,8 +217,9 @@ class Run:
         return functional.cross_entropy(logits_BTV.float().flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
 
     def _sum(self, totals: Tensor) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(totals, group=self.group)
+        """Over all ranks; those that share a model count the same, all alike."""
+        if dist.is_initialized():
+            dist.all_reduce(totals)
         return totals
 
     @torch.no_grad()
@@ -249,7 +254,7 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
-        state, own = load(path, lazy=True, compare=True, group=self.group)  # damage met later is not met by all ranks
+        state, own = load(path, lazy=True, compare=True)  # damage met later is not met by all ranks
         now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
         now |= {"precision.dtype": self.precision.name, **self._recipe()}
         before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"precision.dtype": state["precision"]}
@@ -299,10 +304,10 @@ class Run:
         return outcome
 
     def sample(self) -> str:
-        """The beginning of the first held-out sequence, continued by the model; "" on all ranks but one."""
+        """The beginning of the first held-out sequence, continued by the model; "" on ranks that have other models."""
         with self.strategy.whole():
-            if self.rank:
-                return ""
+            if self.mesh.rank("dp"):
+                return ""  # those that share a model with rank 0 help it
             prompt = self.held_out[0, :64].to(self.device)
             tokens = sample(self.model, prompt, num_tokens=self.config.train.sample_tokens,
                             context=self.config.model.sequence_length, seed=self.config.train.seed)  # fmt: skip

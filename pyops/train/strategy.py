@@ -1,7 +1,8 @@
 """Where parameters, gradients and optimizer states lie, as `[zero] stage` says; the loop sees no difference.
 
     stage   parameters   gradients   states                 made of
-    0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers
+    0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers; with
+                                                            [parallel] tp, ZeroOptimizer
     1       every rank   every rank  shared out             ZeroOptimizer
     2       every rank   shared out  shared out
     3       shared out   shared out  shared out
@@ -96,9 +97,12 @@ class Replicated(Strategy):
 class Zero(Strategy):
     """Shared out over the ranks, by pyops.zero."""
 
-    def __init__(self, config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
         self.forward = model
-        self.optimizer = self.zero = make_zero(config, model, device=device, group=group)
+        self.optimizer = self.zero = make_zero(config, model, device=device, group=group, tp_group=tp_group)
         self.communicator = self.zero.communicator
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -135,8 +139,13 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def make_strategy(config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None) -> Strategy:
-    """The strategy that `config` asks for; it gives a model on the meta device its memory."""
-    if config.zero.stage:
-        return Zero(config, model, device=device, group=group)
+def make_strategy(
+    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None
+) -> Strategy:
+    """The strategy that `config` asks for; it gives a model on the meta device its memory.
+
+    group: the ranks that hold the same parts of the model and see other sequences; tp_group: those that share its layers.
+    """
+    if config.zero.stage or config.parallel.tp > 1:
+        return Zero(config, model, device=device, group=group, tp_group=tp_group)
     return Replicated(config, model, group=group)
