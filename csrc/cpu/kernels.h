@@ -12,8 +12,11 @@
 #include "../math/norm.h"
 #include "../math/sgd.h"
 #include "../math/table.h"
+#include "activation.h"
 #include "codec.h"
 #include "logits.h"
+#include "dropout.h"
+#include "rotary.h"
 
 namespace pyops {
 
@@ -121,6 +124,17 @@ struct Kernels {
     void (*cross_entropy_statistics)(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end);
     void (*cross_entropy_gradient)(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima, const void* coefficients,
                                    int64_t begin, int64_t end);
+    // y = act(x + bias), elements [begin, end) of y; dx of a tile and, unless null, its sums over rows added to the block's.
+    void (*activation_forward)(const ActivationSpan& span, int64_t begin, int64_t end);
+    void (*activation_backward)(const ActivationSpan& span, const RowTile& tile, double* sums);
+    // out = residual + dropout(x + bias), elements [begin, end), the first of which has the global index `index`; the derivative of a
+    // tile with its sums, likewise. offset: index of the matrix' first element.
+    void (*dropout)(const DropoutSpan& span, int64_t begin, int64_t end, uint64_t index);
+    void (*dropout_backward)(const DropoutSpan& span, const RowTile& tile, uint64_t offset, double* sums);
+    // Heads [first, last) of [B, T, H]
+    void (*rotary)(const RotarySpan& span, int64_t first, int64_t last);
+    // out = round(from)
+    void (*narrow)(void* out, const double* from, int64_t n, int dtype);
 };
 
 const Kernels& kernels();

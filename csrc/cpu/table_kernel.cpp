@@ -33,6 +33,12 @@ void normal_kernel(float*, int64_t, uint64_t, uint64_t);
 void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
 void cross_entropy_statistics_kernel(const LogitRows&, bool, void*, int64_t, int64_t);
 void cross_entropy_gradient_kernel(const LogitRows&, void*, int64_t, const void*, const void*, int64_t, int64_t);
+void activation_forward_kernel(const ActivationSpan&, int64_t, int64_t);
+void activation_backward_kernel(const ActivationSpan&, const RowTile&, double*);
+void dropout_kernel(const DropoutSpan&, int64_t, int64_t, uint64_t);
+void dropout_backward_kernel(const DropoutSpan&, const RowTile&, uint64_t, double*);
+void rotary_kernel(const RotarySpan&, int64_t, int64_t);
+void narrow_kernel(void*, const double*, int64_t, int);
 }  // namespace PYOPS_ISA
 
 extern const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA);
@@ -63,6 +69,12 @@ const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_ISA::dropout_mask_kernel,
     PYOPS_ISA::cross_entropy_statistics_kernel,
     PYOPS_ISA::cross_entropy_gradient_kernel,
+    PYOPS_ISA::activation_forward_kernel,
+    PYOPS_ISA::activation_backward_kernel,
+    PYOPS_ISA::dropout_kernel,
+    PYOPS_ISA::dropout_backward_kernel,
+    PYOPS_ISA::rotary_kernel,
+    PYOPS_ISA::narrow_kernel,
 };
 
 }  // namespace pyops

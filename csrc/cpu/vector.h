@@ -53,6 +53,10 @@ inline Vec times_power_of_two(Vec p, Vec n) { return _mm512_scalef_ps(p.x, n.x);
 inline Vec unless_zero(Vec condition, Vec a) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(condition.x, _mm512_setzero_ps(), _CMP_NEQ_UQ), a.x);
 }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.x, b.x, _CMP_LT_OQ), y.x, x.x);
+}
+inline Vec magnitude(Vec a) { return _mm512_abs_ps(a.x); }
 inline void load(Vec& out, const float* p) { out = _mm512_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }
 inline __m256i halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -118,6 +122,8 @@ inline Vec times_power_of_two(Vec p, Vec n) {
 inline Vec unless_zero(Vec condition, Vec a) {
     return _mm256_and_ps(_mm256_cmp_ps(condition.x, _mm256_setzero_ps(), _CMP_NEQ_UQ), a.x);
 }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) { return _mm256_blendv_ps(y.x, x.x, _mm256_cmp_ps(a.x, b.x, _CMP_LT_OQ)); }
+inline Vec magnitude(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x); }
 inline void load(Vec& out, const float* p) { out = _mm256_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.x); }
 inline __m128i halves(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -156,9 +162,12 @@ using pyops::at_least;
 using pyops::at_most;
 using pyops::fused;
 using pyops::larger;
+using pyops::magnitude;
 using pyops::negative_fused;
 using pyops::square_root;
 using pyops::times_power_of_two;
+using pyops::unless_zero;
+using pyops::where_less;
 
 // Streamed stores are seen by other threads in order with what follows.
 inline void fence_streams() {

@@ -25,6 +25,15 @@ PYOPS_HOST_DEVICE T unless_zero(T condition, T x) {
     return condition == T(0) ? T(0) : x;
 }
 
+// x where a < b (a nan is not), y elsewhere.
+template <typename T>
+PYOPS_HOST_DEVICE T where_less(T a, T b, T x, T y) {
+    return a < b ? x : y;
+}
+
+PYOPS_HOST_DEVICE float magnitude(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
+PYOPS_HOST_DEVICE double magnitude(double x) { return fabs(x); }
+
 // a b + c and c - a b, rounded once where the hardware can. Written out, never left to the compiler, which would choose
 // differently for a loop and for its last elements: a shard would then differ from the whole in the last bit.
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)

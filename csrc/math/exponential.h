@@ -9,6 +9,7 @@ namespace pyops {
 PYOPS_HOST_DEVICE float at_least(float x, float low) { return x < low ? low : x; }
 PYOPS_HOST_DEVICE float at_most(float x, float high) { return x > high ? high : x; }
 PYOPS_HOST_DEVICE double at_least(double x, double low) { return x < low ? low : x; }
+PYOPS_HOST_DEVICE double at_most(double x, double high) { return x > high ? high : x; }
 
 // p 2^n for a whole n of -152 to 130, in two steps because 2^n itself may not be a float.
 PYOPS_HOST_DEVICE float times_power_of_two(float p, float n) {

@@ -98,7 +98,7 @@ def _slope(z: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         s = torch.sigmoid(z)
         return s * (1 + z * (1 - s))
-    return (z > 0).to(z.dtype)
+    return (~(z <= 0)).to(z.dtype)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,16 +74,17 @@ def _act(z, ACTIVATION: tl.constexpr):
         value = z * cumulative
         slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
     elif ACTIVATION == "gelu_tanh":
-        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * z * (1.0 + 0.044715 * z * z)))
+        near = tl.minimum(tl.maximum(z, -15.0), 15.0)  # beyond: 0 and 1, and z^3 can't overflow
+        s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * near * near)))
         value = z * s
-        slope = s + z * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
+        slope = s + near * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
     elif ACTIVATION == "silu":
         s = 1.0 / (1.0 + tl.exp(-z))
         value = z * s
         slope = s * (1.0 + z * (1.0 - s))
     else:
         value = tl.where(z > 0.0, z, tl.where(z != z, z, 0.0))
-        slope = tl.where(z > 0.0, 1.0, 0.0)
+        slope = tl.where(z <= 0.0, 0.0, 1.0)
     return value, slope
 
 

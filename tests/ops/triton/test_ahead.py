@@ -64,7 +64,30 @@ def cross_entropies() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"gradient, {dtype}", lambda z=z, m=m, c=c: kernels.cross_entropy_gradient_(z, z, y, m, c, **place)
 
 
-STEMS = {"activation": activations, "norm": norms, "cross_entropy": cross_entropies}
+def dropouts() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton import dropout as kernels
+
+    state = torch.tensor([-7, 5])
+    for dtype in (BF16, F64):
+        x, bias = torch.zeros(64, 1024, dtype=dtype), torch.zeros(1024, dtype=dtype)
+        yield f"{dtype}", lambda x=x, b=bias: kernels.bias_dropout_add(x, b, x, state, p=0.1)
+    x = torch.zeros(64, 1024, dtype=F16)
+    yield "nothing dropped", lambda: kernels.bias_dropout_add(x, None, x, None, p=0.0)
+    yield "backward", lambda: kernels.bias_dropout_add_backward(x, state, p=0.1, bias_grad=True)
+    yield "part of each row", lambda: kernels.dropout(x.float(), state, p=0.1, row=2048, row_stride=4096)
+
+
+def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
+    from pyops.ops.triton import rotary as kernels
+
+    for dtype, width, interleaved in ((BF16, 64, False), (F32, 48, True), (F64, 64, False)):
+        x, angle = torch.zeros(2, 16, 12, 64, dtype=dtype), torch.zeros(16, width // 2)
+        yield f"{dtype}", lambda x=x, a=angle, i=interleaved: kernels.rotary(x, a, a, interleaved=i, inverse=i)
+
+
+STEMS = {
+    "activation": activations, "dropout": dropouts, "rotary": rotaries, "norm": norms, "cross_entropy": cross_entropies,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stem", STEMS)

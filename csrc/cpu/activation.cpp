@@ -1,0 +1,101 @@
+// bias_activation, bias_gated and their derivatives on tensors: checks, then rows on torch's threads.
+#include <string>
+#include <tuple>
+
+#include "row_blocks.h"
+#include "wide_bias.h"
+
+namespace pyops {
+namespace {
+
+int activation_code(const std::string& name, const char* op) {
+    const char* const names[ACTIVATIONS] = {"gelu", "gelu_tanh", "relu", "silu"};
+    for (int code = 0; code < ACTIVATIONS; ++code)
+        if (name == names[code]) return code;
+    require(false, "pyops::", op, ": activation must be one of gelu, gelu_tanh, relu, silu; got ", name);
+    return -1;
+}
+
+struct Layer {
+    Tensor x;
+    ActivationSpan span{};
+    int64_t rows, width;
+    WideBias bias;
+
+    Layer(const Tensor& given, const Bias& b, const std::string& activation, bool gated, const char* op)
+        : x(torch::stable::contiguous(given)), rows(0), width(check(given, b, gated, op)), bias(b, width, dtype_code(given)) {
+        rows = width ? x.numel() / width : 0;
+        span.x = x.data_ptr();
+        span.bias = bias.data();
+        span.columns = gated ? width / 2 : width;
+        span.dtype = dtype_code(x);
+        span.activation = activation_code(activation, op);
+        span.gated = gated;
+    }
+
+    static int64_t check(const Tensor& x, const Bias& bias, bool gated, const char* op) {
+        require(dtype_code(x) >= 0 && x.dim() > 0, "pyops::", op,
+                ": x must be float32, bfloat16, float16 or float64 with a last dimension, got shape ", Shape{x});
+        const int64_t width = x.sizes()[static_cast<size_t>(x.dim() - 1)];
+        require(!gated || width % 2 == 0, "pyops::", op, ": gate | up in the last dimension need an even size, got ", Shape{x});
+        WideBias::check(bias, x, width, op);
+        return width;
+    }
+};
+
+Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation, bool gated, const char* op) {
+    Layer layer(x, bias, activation, gated, op);
+    std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+    shape.back() = layer.span.columns;
+    Tensor y = torch::stable::new_empty(layer.x, shape);
+    if (y.numel() == 0) return y;
+    layer.span.out = y.data_ptr();
+    const Kernels& kernel = kernels();
+    for_each_part(y.numel(), [&](int64_t begin, int64_t end) { kernel.activation_forward(layer.span, begin, end); });
+    return y;
+}
+
+std::tuple<Tensor, Tensor> backward(const Tensor& given, const Tensor& x, const Bias& bias, const std::string& activation,
+                                    bool bias_grad, bool gated, const char* op) {
+    Layer layer(x, bias, activation, gated, op);
+    const Tensor dy = torch::stable::contiguous(given);
+    require(dtype_code(dy) == layer.span.dtype && dy.numel() == layer.rows * layer.span.columns && dy.is_cpu(), "pyops::", op,
+            ": dy must be of x's dtype and y's shape, got shape ", Shape{given});
+    Tensor dx = torch::stable::empty_like(layer.x);
+    const std::vector<int64_t> shape = {bias_grad ? layer.width : 0};
+    Tensor dbias = torch::stable::new_empty(layer.x, shape);
+    RowSums sums(layer.rows, layer.width, bias_grad);
+    layer.span.dy = dy.data_ptr();
+    layer.span.out = dx.data_ptr();
+    const Kernels& kernel = kernels();
+    sums.for_each_tile(layer.span.columns, [&](const RowTile& tile, int64_t block) {
+        kernel.activation_backward(layer.span, tile, sums.of_block(block));
+    });
+    if (bias_grad) sums.finish(dbias);
+    return {dx, dbias};
+}
+
+Tensor bias_activation(const Tensor x, const Bias bias, const std::string activation) {
+    return forward(x, bias, activation, false, "bias_activation");
+}
+Tensor bias_gated(const Tensor x, const Bias bias, const std::string activation) {
+    return forward(x, bias, activation, true, "bias_gated");
+}
+std::tuple<Tensor, Tensor> bias_activation_backward(const Tensor dy, const Tensor x, const Bias bias, const std::string activation,
+                                                    bool bias_grad) {
+    return backward(dy, x, bias, activation, bias_grad, false, "bias_activation_backward");
+}
+std::tuple<Tensor, Tensor> bias_gated_backward(const Tensor dy, const Tensor x, const Bias bias, const std::string activation,
+                                               bool bias_grad) {
+    return backward(dy, x, bias, activation, bias_grad, true, "bias_gated_backward");
+}
+
+}  // namespace
+}  // namespace pyops
+
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
+    m.impl("bias_activation", TORCH_BOX(&pyops::bias_activation));
+    m.impl("bias_gated", TORCH_BOX(&pyops::bias_gated));
+    m.impl("bias_activation_backward", TORCH_BOX(&pyops::bias_activation_backward));
+    m.impl("bias_gated_backward", TORCH_BOX(&pyops::bias_gated_backward));
+}

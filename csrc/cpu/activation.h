@@ -1,0 +1,17 @@
+// What the kernels of bias_activation and bias_gated are told: matrices of one dtype, and the bias in fp32.
+#pragma once
+#include "../math/activation.h"
+#include "row_tile.h"
+
+namespace pyops {
+
+struct ActivationSpan {
+    const void *dy, *x;
+    void* out;         // y, or dx
+    const void* bias;  // fp32 (float64 for float64), zeros where there is none; gated: of gate, then of up
+    int64_t columns;   // of y and dy; gated: x and dx have twice as many, gate | up
+    int dtype, activation;
+    bool gated;
+};
+
+}  // namespace pyops

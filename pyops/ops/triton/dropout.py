@@ -1,0 +1,134 @@
+"""bias_dropout_add, its derivative, and dropout for CUDA: Philox words in registers, four elements to a block of the stream.
+
+    global index   offset + (i // row) * row_stride + i % row  =  4 * block + lane
+    a tile         [BLOCKS, 4]: a program draws each block once and uses all of its words
+
+A row rarely starts at a multiple of four: its first and last blocks are masked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyops.ops.triton.column_sum import column_sum, row_blocks
+from pyops.ops.triton.launch import computed_in, last_dim_first, on_device
+
+__all__ = ["bias_dropout_add", "bias_dropout_add_backward", "dropout"]
+
+BLOCKS = 256  # of four elements, in a tile
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float) -> Tensor:
+    """residual + keep / (1 - p) * (x + bias)."""
+    n = max(x.numel(), 1)
+    return _apply(x, bias, residual, state, p=p, row=n, row_stride=n)
+
+
+def dropout(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) -> Tensor:
+    """keep / (1 - p) * x."""
+    return _apply(x, None, None, state, p=p, row=row, row_stride=row_stride)
+
+
+def bias_dropout_add_backward(dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool) -> tuple[Tensor, Tensor]:
+    """dx, [0] when nothing is dropped; dbias, the sum of dx as it was rounded, or [0]."""
+    n = max(dy.numel(), 1)
+    drops = state is not None and p > 0.0
+    dx = _apply(dy, None, None, state, p=p, row=n, row_stride=n) if drops else dy.new_empty(0)
+    if not bias_grad:
+        return dx, dy.new_empty(0)
+    source, rows, columns = last_dim_first(dx if drops else dy)
+    blocks, tiles = row_blocks(rows, block=ROWS)
+    partial = source.new_empty((blocks, columns), dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
+    if source.numel():
+        with on_device(source):
+            _sum_rows[(blocks * triton.cdiv(columns, COLUMNS),)](
+                source, partial, rows, columns, C=computed_in(source), TILES=tiles, ROWS=ROWS, COLUMNS=COLUMNS
+            )
+    return dx, column_sum(partial, dtype=dy.dtype)
+
+
+ROWS, COLUMNS = 16, 128  # of a tile of the sum
+
+
+def _apply(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float, row: int, row_stride: int
+) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n, drops = x.numel(), state is not None and p > 0.0
+    if not n:
+        return out
+    row = min(row, n)
+    lines, across = triton.cdiv(n, row), triton.cdiv(row + 3, 4 * BLOCKS)
+    with on_device(x):
+        _combine[(lines * across,)](
+            x, bias, None if residual is None else residual.contiguous(), state, out, n, row, row_stride, across,
+            1 if bias is None else bias.shape[0], C=computed_in(x), DROPS=drops, P=float(np.float32(p)),
+            SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0, BLOCKS=BLOCKS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _round(c0, c1, c2, c3, k0, k1):
+    """One round of Philox4x32 (csrc/math/philox.h)."""
+    high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+    high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+    return high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+
+
+@triton.jit
+def _words(key, block):
+    """The four words of each int64 block under the int64 key."""
+    c0, c1 = (block & 0xFFFFFFFF).to(tl.uint32), ((block >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0 += tl.full([], 0x9E3779B9, tl.uint32)
+        k1 += tl.full([], 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _combine(x, bias, residual, state, out, n, row, row_stride, across, columns, C: tl.constexpr, DROPS: tl.constexpr,
+             P: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    line = program // across
+    start = line * row_stride  # global index of the row's first element
+    if DROPS:
+        start += tl.load(state + 1)
+    lane = tl.arange(0, 4)
+    block = (start >> 2) + (program % across) * BLOCKS + tl.arange(0, BLOCKS)
+    place = block[:, None] * 4 + lane[None, :] - start  # within the row
+    at = line * row + place
+    inside = (place >= 0) & (place < row) & (at < n)
+    z = tl.load(x + at, mask=inside, other=0.0).to(C)
+    if bias is not None:
+        z += tl.load(bias + at % columns, mask=inside, other=0.0).to(C)
+    if DROPS:
+        w0, w1, w2, w3 = _words(tl.load(state), block)
+        low = tl.where(lane[None, :] == 0, w0[:, None], w1[:, None])
+        word = tl.where(lane[None, :] < 2, low, tl.where(lane[None, :] == 2, w2[:, None], w3[:, None]))
+        uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-8
+        z = tl.where(uniform >= P, z * tl.full([], SCALE, C), 0.0)
+    if residual is not None:
+        z += tl.load(residual + at, mask=inside, other=0.0).to(C)
+    tl.store(out + at, z.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_rows(x, partial, rows, columns, C: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    across = tl.cdiv(columns, COLUMNS)
+    block = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=C)
+    for t in range(0, TILES):
+        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        total += tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(C)
+    tl.store(partial + block * columns + column, tl.sum(total, axis=0), mask=column < columns)
