@@ -115,12 +115,12 @@ class AsyncFile {
                 ::close(direct_);
                 direct_ = -1;
             } else {
-                block_ = std::max<int64_t>(512, found.stx_dio_offset_align);
+                block_ = std::max<int64_t>(block_, found.stx_dio_offset_align);
                 memory_alignment_ = std::max<int64_t>(4, found.stx_dio_mem_align);
             }
         }
 #endif
-        if (block_ > 4096 || memory_alignment_ > 4096) {  // more than a bounce buffer has
+        if (block_ > BOUNCE_BYTES || memory_alignment_ > 4096) {  // more than a bounce buffer has
             ::close(direct_);
             direct_ = -1;
         }
@@ -181,7 +181,9 @@ class AsyncFile {
     const pid_t pid_;
     const int64_t piece_bytes_;
     int buffered_ = -1, direct_ = -1;
-    int64_t block_ = 4096, memory_alignment_ = 4096;
+    // At least a page: of a page that goes by O_DIRECT in one part and through the page cache in another, at once, the old bytes
+    // of the first part may come back, whatever the disk's own blocks are.
+    int64_t block_ = std::max<int64_t>(4096, sysconf(_SC_PAGESIZE)), memory_alignment_ = 4096;
     struct Entry {
         std::shared_ptr<Request> request;
         py::object owner;
