@@ -38,7 +38,8 @@ def architecture_of(model: nn.Module) -> Architecture:
         if type(model) is not architecture.model:
             continue
         config: Any = model.config
-        written = architecture.read(architecture.write(config), frozenset()).resolved()
+        own_head = frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
+        written = architecture.read(architecture.write(config), own_head).resolved()
         differing = {f.name: getattr(config, f.name) for f in fields(config)
                      if "dropout" not in f.name and getattr(config.resolved(), f.name) != getattr(written, f.name)}  # fmt: skip
         if not differing:

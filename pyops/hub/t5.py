@@ -69,7 +69,7 @@ def read(told: Mapping[str, Any], names: frozenset[str]) -> T5Config:
 
 
 def write(config: T5Config) -> dict[str, Any]:
-    known = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    known, config = {ours: theirs for theirs, ours in ACTIVATIONS.items()}, config.resolved()
     return {
         "vocab_size": config.vocab_size, "num_layers": config.num_layers, "num_heads": config.num_heads,
         "d_model": config.dim, "num_decoder_layers": config.num_decoder_layers, "d_kv": config.head_dim,
@@ -89,7 +89,7 @@ T5_MODEL = Architecture(
     names=lambda config: GATED_NAMES if config.gated else NAMES,
     read=read,
     write=write,
-    heads=lambda config: Heads(config.num_heads, config.num_heads, config.head_dim),
+    heads=lambda config: Heads(config.num_heads, config.num_heads, config.head_width),
     copies={
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
