@@ -40,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
     train.add_argument("--lr-range-test", nargs="?", const="1e-6:1:200", metavar="MIN:MAX:STEPS", dest="lr_range",
                        help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)")  # fmt: skip
-    convert = commands.add_parser("convert", help="a checkpoint's weights to one safetensors file, or the other way round")
-    convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder; or a safetensors file, or a folder of such")
-    convert.add_argument("target", metavar="TARGET", help="a new safetensors file; or a new checkpoint's folder")
-    convert.add_argument("--key", default="model", help="which part of the state: model, or optimizer.w, say")
-    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating tensors in the file")
+    convert = commands.add_parser("convert", help="between checkpoints, Hugging Face folders and safetensors files")
+    convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder; a Hugging Face folder; or a safetensors file")
+    convert.add_argument("target", metavar="TARGET", help="of a checkpoint: a new safetensors file, or a new Hugging Face "
+                         "folder for its model; else a new checkpoint's folder")  # fmt: skip
+    convert.add_argument("--key", default="model", help="which part of the state a file is of: model, or optimizer.w, say")
+    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating tensors that are written")
+    convert.add_argument("--like", metavar="FOLDER", help="take other fields of config.json from this Hugging Face folder")
     bench = commands.add_parser("bench", help="check and time the kernels beside their rivals", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="NAME")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
     if given.command == "convert":
-        return _convert(given.source, given.target, key=given.key, dtype=given.dtype)
+        return _convert(given.source, given.target, key=given.key, dtype=given.dtype, like=given.like)
     return _bench(given.rest) if given.command == "bench" else _env()
 
 
@@ -86,20 +88,29 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
 
 
-def _convert(source: str, target: str, *, key: str, dtype: str | None) -> int:
+def _convert(source: str, target: str, *, key: str, dtype: str | None, like: str | None) -> int:
     import torch
 
+    from pyops import hub
     from pyops.checkpoint import CheckpointError
     from pyops.checkpoint.convert import export_weights, import_weights, is_checkpoint
 
+    wanted = getattr(torch, dtype) if dtype else None
+    to_folder = is_checkpoint(source) and not target.endswith(".safetensors")
     try:
-        if is_checkpoint(source):
-            shapes = export_weights(source, target, key=key, dtype=getattr(torch, dtype) if dtype else None)
+        if like is not None and not to_folder:
+            return _fail(f"--like {like} is for a Hugging Face folder made of a checkpoint; leave it out")
+        if to_folder:
+            shapes = hub.from_checkpoint(source, target, dtype=wanted, like=like)
+        elif is_checkpoint(source):
+            shapes = export_weights(source, target, key=key, dtype=wanted)
         elif dtype is not None:
-            return _fail(f"--dtype {dtype} is for files made of a checkpoint, and {source} is none; leave it out")
+            return _fail(f"--dtype {dtype} is for what is made of a checkpoint, and {source} is none; leave it out")
+        elif hub.is_hub_folder(source):
+            shapes = hub.to_checkpoint(source, target)
         else:
             shapes = import_weights(source, target, key=key)
-    except CheckpointError as error:
+    except (CheckpointError, hub.HubError) as error:
         return _fail(error)
     print(f"{len(shapes)} tensors, {sum(math.prod(shape) for shape in shapes.values()):,} numbers: {target}")
     return 0

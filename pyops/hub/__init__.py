@@ -2,13 +2,15 @@
 
 load(folder, group=...) -> model       GPT, BERT, T5 or ViT; each rank reads the parts that it holds
 save(model, folder, group=...)         config.json and safetensors files that transformers reads
+to_checkpoint, from_checkpoint         between such folders and checkpoints; `pyops convert`
 
 Known: GPT-2, Llama, BERT, T5 (1.0 and 1.1), ViT. What is called how, and packed how, stands in one table each:
 gpt2.py, llama.py, bert.py, t5.py, vit.py.
 """
 
+from pyops.hub.convert import from_checkpoint, to_checkpoint
 from pyops.hub.files import HubError, is_hub_folder
 from pyops.hub.loading import load
 from pyops.hub.saving import save
 
-__all__ = ["HubError", "is_hub_folder", "load", "save"]
+__all__ = ["HubError", "from_checkpoint", "is_hub_folder", "load", "save", "to_checkpoint"]

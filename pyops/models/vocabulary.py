@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.models.layout import Layout, Shape
-from pyops.tensor_parallel import ColumnParallelLinear
+from pyops.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from pyops.tensor_parallel.regions import copy, gather
 
 __all__ = ["IGNORED", "Vocabulary"]
@@ -37,9 +37,11 @@ class Vocabulary(ColumnParallelLinear):
 
         reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
         """
-        logits = self._logits(self._all_tokens(x, shape), whole=True)
-        logits = logits if logits.dtype.itemsize == 8 else logits.float()
-        return functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction=reduction)
+        logits = self._logits(self._all_tokens(x, shape), whole=False)
+        return vocab_parallel_cross_entropy(
+            logits, targets_BT, group=self.layout.group, vocab_size=self.out_features, ignore_index=IGNORED,
+            reduction=reduction, in_place=True,
+        )  # fmt: skip
 
     def _all_tokens(self, x: Tensor, shape: Shape | None) -> Tensor:
         return self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.group)

@@ -90,7 +90,7 @@ def test_what_can_be_put_right_is_one_line(tmp_path, capsys):
     (tmp_path / "there.safetensors").write_text("mine")
     for arguments, message in [
         ([tmp_path / "none", tmp_path / "o"], "none is no safetensors file, and no folder with model.safetensors or"),
-        ([tmp_path / "c", tmp_path / "o"], "o is no name of a safetensors file; end it with .safetensors"),
+        ([tmp_path / "c", tmp_path / "o"], "as those of pyops train have; name one, or a file.safetensors to write"),
         ([tmp_path / "c", tmp_path / "there.safetensors"], "there.safetensors is there already"),
         ([tmp_path / "c", tmp_path / "o.safetensors", "--key", "modle"], "at 'modle' there is ['model', 'step']; name one"),
         ([tmp_path / "c", tmp_path / "o.safetensors", "--key", "step"], "state['step'] of"),

@@ -25,7 +25,7 @@ def run_gradients(rank: int, group: Any, sequence_parallel: bool) -> dict[str, A
 def run_losses(rank: int, group: Any, sequence_parallel: bool) -> dict[str, list[float]]:
     return {
         name: losses(make(name, num_layers=1, group=group, sequence_parallel=sequence_parallel), steps=STEPS, group=group)
-        for name in FAMILIES
+        for name in ("gpt", "bert", "t5", "vit")
     }
 
 
