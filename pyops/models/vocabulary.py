@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.models.layout import Layout, Shape
-from pyops.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from pyops.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
 from pyops.tensor_parallel.regions import copy, gather
 
 __all__ = ["IGNORED", "Vocabulary"]
@@ -33,14 +33,14 @@ class Vocabulary(ColumnParallelLinear):
         return self._logits(self._all_tokens(x, shape), whole=gather)
 
     def loss(self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean") -> Tensor:
-        """Cross entropy in nats, the same on every rank; targets of -100 don't count.
+        """Cross entropy in nats without whole logits, the same on every rank; targets of -100 don't count.
 
         reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
         """
-        logits = self._logits(self._all_tokens(x, shape), whole=False)
-        return vocab_parallel_cross_entropy(
-            logits, targets_BT, group=self.layout.group, vocab_size=self.out_features, ignore_index=IGNORED,
-            reduction=reduction, in_place=True,
+        # Where tokens are shared out, gathering them sums their gradient over the ranks; else the loss does.
+        return linear_cross_entropy(
+            self.layout.whole(x, shape), self.weight, targets_BT, bias=self.bias, group=self.layout.group,
+            vocab_size=self.out_features, ignore_index=IGNORED, reduction=reduction, reduce_hidden=not self.layout.shared,
         )  # fmt: skip
 
     def _all_tokens(self, x: Tensor, shape: Shape | None) -> Tensor:

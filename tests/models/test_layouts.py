@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +31,21 @@ def run_losses(rank: int, group: Any, sequence_parallel: bool) -> dict[str, list
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def one_thread() -> Iterator[None]:
+    """As the ranks have; several cost more than they bring for tensors this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def alone(one_thread) -> dict[str, Any]:
     return run_gradients(0, None, False)
 
 
 @pytest.fixture(scope="module")
-def curves() -> dict[str, list[float]]:
+def curves(one_thread) -> dict[str, list[float]]:
     return run_losses(0, None, False)
 
 
