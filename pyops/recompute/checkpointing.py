@@ -10,7 +10,7 @@ else: that is where they are split, moved or put into the arena.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,8 +43,10 @@ def checkpoint(
     With one of these three, inputs are copied, and may be changed in place afterwards; without, that is autograd's usual
     RuntimeError in backward. Parameters among the arguments are never copied.
 
-    The function must compute the same thing twice: what it reads beside its arguments must not have changed by then. Modules
-    with running statistics (batch norm) count a batch twice. Python's and NumPy's random states are not kept.
+    The function must compute the same thing twice: what it reads beside its arguments must not have changed by then. Only the
+    states of counter-based dropout (pyops.tensor_parallel.set_dropout), in a function that is a module or a method of one, are
+    those of the first time. Modules with running statistics (batch norm) count a batch twice. Python's and NumPy's random
+    states are not kept.
 
     Raises, before the function is called, ValueError for an unknown `offload` or a `partition_group` that this rank is not in;
     in backward torch.utils.checkpoint.CheckpointError when the second run saves other tensors than the first.
@@ -60,14 +62,37 @@ def checkpoint(
         return function(*args, **kwargs)
     for i in places:
         leaves[i] = None  # the function below lives as long as the graph and must not hold them
+    states = _states_of(function)
 
     def run(*inputs: Tensor) -> Any:
         filled = list(leaves)
         for i, tensor in zip(places, inputs, strict=True):
             filled[i] = tensor
         given, named = tree_unflatten(filled, structure)
-        return function(*given, **named)
+        with _set(states):
+            return function(*given, **named)
 
     hooks = contextlib.nullcontext() if keeping is None else saved_tensors_hooks(keeping.pack, keeping.unpack)
     with hooks:
         return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _states_of(function: Callable[..., Any]) -> list[tuple[nn.Module, Any]]:
+    """What the modules of `function` that are given a state before each forward (`take_state`) have now."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if not isinstance(owner, nn.Module):
+        return []
+    return [(module, module.state) for module in owner.modules() if hasattr(module, "take_state")]
+
+
+@contextlib.contextmanager
+def _set(states: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """The modules with these states; a later forward's, if it has been given them meanwhile, afterwards."""
+    now = [(module, module.state) for module, _ in states]
+    try:
+        for module, state in states:
+            module.state = state
+        yield
+    finally:
+        for module, state in now:
+            module.state = state

@@ -27,7 +27,7 @@ from pyops.ops.rotary import rotary as turned
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.products import column_products
 from pyops.tensor_parallel.ranks import Ranks
-from pyops.tensor_parallel.scores import attend
+from pyops.tensor_parallel.scores import Core
 
 __all__ = ["ParallelAttention", "check_heads"]
 
@@ -93,6 +93,7 @@ class ParallelAttention(nn.Module):
             num_heads * K, dim, unit=unit, skip_bias=skip_bias, bias=bias if out_bias is None else out_bias,
             name=at + "output", std=std if out_std is None else out_std, **shared,
         )  # fmt: skip
+        self.core = Core()
         self.plan = self.output.plan
         place = self.output.placements["weight"]
         self.first_head, self.local_heads = place.start // K, place.length // K
@@ -101,6 +102,8 @@ class ParallelAttention(nn.Module):
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
         """Draw all weights anew from the streams (seed, name + ".qkv.weight") and so on; biases become zero."""
         for key, layer in self.named_children():
+            if layer is self.core:
+                continue
             layer.reset_parameters(seed=seed, name=f"{name}.{key}" if name else key)  # type: ignore[operator]
 
     def take_state(self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None) -> None:
@@ -121,7 +124,7 @@ class ParallelAttention(nn.Module):
         if rotary is not None:
             q, k = (turned(each, *rotary, interleaved=self.interleaved) for each in (q, k))
         p = self.dropout if self.training else 0.0
-        y = attend(
+        y = self.core(
             q, k, v, scale=self.scale, causal=self.causal, mask=mask, bias=bias, p=p,
             state=self._score_state(T, k.shape[1]) if p > 0.0 else None, row_stride=self.num_heads * T * k.shape[1],
         )  # fmt: skip

@@ -103,7 +103,7 @@ def _check_same(model: nn.Module, options: Mapping[str, Any], group: dist.Proces
     """ValueError, on every rank, unless options and parameters, their values too, are those of rank 0."""
     mine = [(key, repr(value)) for key, value in options.items()]
     for name, p in model.named_parameters():
-        values = 0 if p.is_meta or not p.numel() else torch.hash_tensor(p.detach()).view(torch.int64).item()
+        values = 0 if p.is_meta or not p.numel() else int(torch.hash_tensor(p.detach()).view(torch.int64))
         dtype, trained = str(p.dtype).removeprefix("torch."), "trained" if p.requires_grad else "frozen"
         mine.append((name, f"{list(p.shape)}, {dtype}, {trained}, values of hash {values & (1 << 64) - 1:x}"))
     everyone = gather(mine, group=group)

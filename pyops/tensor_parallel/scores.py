@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from pyops.ops.dropout import dropout
 from pyops.tensor_parallel.initialise import initialise_
 from pyops.tensor_parallel.ranks import Ranks
 
-__all__ = ["RelativeBias", "attend", "rotary_tables"]
+__all__ = ["Core", "RelativeBias", "attend", "rotary_tables"]
 
 
 def attend(
@@ -39,9 +40,16 @@ def attend(
     scores = q @ k.transpose(-1, -2) * scale
     if added is not None:
         scores = scores.masked_fill(~added, -math.inf) if added.dtype == torch.bool else scores + added
-    weights = scores.softmax(dim=-1, dtype=None if q.dtype == torch.float64 else torch.float32).to(q.dtype)
+    weights = scores.softmax(dim=-1).to(q.dtype)  # computed in fp32 at least, and kept for backward in 16 bits
     weights = dropout(weights, p=p, state=state, row=weights[0].numel(), row_stride=row_stride)
     return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class Core(nn.Module):
+    """`attend` as a module without parameters, so that it can be named: to be recomputed in backward, say."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return attend(q, k, v, **options)
 
 
 def _added(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
