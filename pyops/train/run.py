@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
@@ -213,8 +212,8 @@ class Run:
 
     def _nats(self, model: nn.Module, rows_BT: Tensor) -> Tensor:
         """Sum over the rows of -ln p(next token)."""
-        logits_BTV = model(rows_BT[:, :-1])
-        return functional.cross_entropy(logits_BTV.float().flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
+        nats: Tensor = model(rows_BT[:, :-1], rows_BT[:, 1:], reduction="sum")
+        return nats
 
     def _sum(self, totals: Tensor) -> Tensor:
         """Over all ranks; those that share a model count the same, all alike."""
