@@ -30,7 +30,7 @@ from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 
 __all__ = ["linear_cross_entropy"]
 
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # of a chunk's logits
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of a chunk's logits
 
 
 def linear_cross_entropy(
@@ -43,7 +43,7 @@ def linear_cross_entropy(
     hidden [..., H], targets int64 [...], the same on every rank of `group`; weight [C, H] and bias [C]: this rank's words, all
     of them by default. Logits are in the dtype of hidden, and under autocast in its dtype; losses fp32 (float64 for float64).
     vocab_size, first_column: as in `vocab_parallel_cross_entropy`; the options as in `pyops.ops.cross_entropy.cross_entropy`.
-    chunk_tokens: tokens whose logits exist at a time; by default as many as fill 64 MiB on the CPU, 1 GiB on CUDA. The loss
+    chunk_tokens: tokens whose logits exist at a time; by default as many as fill 32 MiB on the CPU, 1 GiB on CUDA. The loss
         does not depend on it but for the order of its sum.
     reduction: "none" gives losses [...]; its backward computes the logits again.
     reduce_hidden: whether the gradient of hidden is summed over the ranks here, in fp32 and chunk by chunk beside the weight's
