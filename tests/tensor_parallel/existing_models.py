@@ -182,6 +182,8 @@ MODELS: dict[str, Callable[[float], tuple[nn.Module, Inputs]]] = {
     "gpt2": gpt2,
     "gpt2, 5 heads": lambda dropout: gpt2(dropout, heads=5),
     "llama": lambda dropout: _llama("Llama", dropout, attention_bias=True, tie_word_embeddings=False),
+    "mistral": lambda dropout: _llama("Mistral", dropout),
+    "qwen2": lambda dropout: _llama("Qwen2", dropout),
     "qwen3": lambda dropout: _llama("Qwen3", dropout, head_dim=8, tie_word_embeddings=True),
     "bert": bert,
     "t5": t5,
