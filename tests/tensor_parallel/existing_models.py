@@ -72,7 +72,7 @@ def bert(dropout: float) -> tuple[nn.Module, Inputs]:
         max_position_embeddings=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     inputs = _labelled(3, 7)
-    inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # pad tokens, whose row gets no gradient from here
+    inputs["input_ids"][0, 2] = config.pad_token_id  # one that is attended to: its row gets no gradient from here
     return BertForMaskedLM(config), inputs
 
 
