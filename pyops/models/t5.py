@@ -40,8 +40,8 @@ class T5Config:
 
     num_decoder_layers: 0: as many as the encoder's num_layers. head_dim: 0: dim / num_heads. hidden: width inside the MLP; 0:
     4 dim. num_buckets, max_distance: of relative positions. scaled_head: the head's input is scaled by dim^-1/2. start_token:
-    what the decoder sees before its first target. dropout: of embeddings, of what blocks add, and of what leaves a stack;
-    attention_dropout: of the attention probabilities.
+    what the decoder sees before its first target. dropout: of embeddings, inside the MLP, of what blocks add, and of what
+    leaves a stack; attention_dropout: of the attention probabilities.
     """
 
     vocab_size: int = 32128
@@ -113,7 +113,14 @@ class Block(nn.Module):
         self.dropout_cross = rest[0] if decoder else None
         self.attention = attention(causal=decoder)
         self.cross = attention(cross=True) if decoder else None
-        self.mlp = ParallelMLP(config.dim, config.mlp_width, bias=False, **ACTIVATIONS[config.activation], **layout.parallel)
+        self.mlp = ParallelMLP(
+            config.dim,
+            config.mlp_width,
+            bias=False,
+            dropout=config.dropout,
+            **ACTIVATIONS[config.activation],
+            **layout.parallel,
+        )
 
     def forward(
         self, x: Tensor, shape: Shape | None = None, *, bias: Tensor | None = None, mask: Tensor | None = None,

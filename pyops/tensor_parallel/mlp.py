@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.ops.activation import ACTIVATIONS, bias_activation, bias_gated
+from pyops.ops.dropout import dropout
+from pyops.ops.random import signed64
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["ParallelMLP"]
@@ -24,13 +26,17 @@ class ParallelMLP(nn.Module):
     """x [..., dim] -> [..., dim]; under sequence parallelism this rank's rows [n, dim] to the same.
 
     hidden: F, padded with zeros where the ranks don't divide it; an activation of 0 is 0, so the padding stays out of it.
-    activation: "gelu" (erf), "gelu_tanh", "relu" or "silu". skip_bias: returns (y without the last bias, bias or None).
+    activation: "gelu" (erf), "gelu_tanh", "relu" or "silu". dropout: of what the activation gives, in training, by counters
+    over [rows of the global batch * T, F] (see pyops.tensor_parallel.dropout). skip_bias: returns (y without the last bias,
+    bias or None).
     Parameters: up.weight [F / ranks, D], or [2, F / ranks, D] when gated, up.bias likewise; down.weight [D, F / ranks],
     down.bias [D]. The rest as in ColumnParallelLinear; out_std is the deviation of down.weight, by default std.
     """
 
+    state: Tensor | None
+
     def __init__(
-        self, dim: int, hidden: int, *, activation: str = "gelu", gated: bool = False, bias: bool = True,
+        self, dim: int, hidden: int, *, activation: str = "gelu", gated: bool = False, bias: bool = True, dropout: float = 0.0,
         group: dist.ProcessGroup | None = None, sequence_parallel: bool = False, skip_bias: bool = False,
         reduce: str = "fp32", overlap: bool = True, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None, seed: int | None = 0, name: str = "", std: float = 0.02,
@@ -39,7 +45,10 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}")
-        self.activation, self.gated = activation, gated
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout is {dropout}; it is a probability, 0 or more and less than 1")
+        self.activation, self.gated, self.hidden, self.dropout = activation, gated, hidden, dropout
+        self.register_buffer("state", None, persistent=False)
         prefix = name + "." if name else ""
         shared: dict[str, Any] = {
             "bias": bias, "group": group, "sequence_parallel": sequence_parallel, "reduce": reduce, "overlap": overlap,
@@ -58,8 +67,18 @@ class ParallelMLP(nn.Module):
         self.up.reset_parameters(seed=seed, name=prefix + "up")
         self.down.reset_parameters(seed=seed, name=prefix + "down")
 
+    def take_state(self, *, key: int, first_row: int, shape: tuple[int, int], device: torch.device | None = None) -> None:
+        """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each; see `set_dropout`."""
+        first = first_row * shape[1] * self.hidden + self.down.placements["weight"].start
+        self.state = torch.tensor([signed64(key), first], dtype=torch.int64, device=device)
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         h, bias = self.up(x)
         bias = None if bias is None else bias.flatten().to(h.dtype)
         function = bias_gated if self.gated else bias_activation
-        return self.down(function(h, bias, activation=self.activation))
+        h = function(h, bias, activation=self.activation)
+        if self.training and self.dropout > 0.0:
+            if self.state is None:
+                raise RuntimeError("this MLP has no dropout state: call set_dropout(model, ...) before each forward, or eval()")
+            h = dropout(h, p=self.dropout, state=self.state, row=h.shape[-1], row_stride=self.hidden)
+        return self.down(h)

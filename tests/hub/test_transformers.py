@@ -74,3 +74,28 @@ def test_transformers_reads_what_is_written(made, tmp_path):
     before, after = family.model.from_pretrained(folder).config.to_dict(), again.config.to_dict()
     differing = {key for key in before | after if before.get(key) != after.get(key)}
     assert differing <= {"_name_or_path", "n_inner"}, "n_inner of None is 4 n_embd"
+
+
+def test_losses_are_those_of_transformers(made):
+    folder, _, given = made
+    family, model = FAMILIES[folder.name], hub.load(folder)
+    theirs = family.model.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(1)
+    if folder.name == "vit":
+        labels = torch.tensor([0, 4, 2])
+        found = model.loss(given["pixel_values"], labels)
+        wanted: Any = theirs(**given, labels=labels).loss
+    else:
+        shape = given.get("decoder_input_ids", given["input_ids"]).shape
+        labels = torch.randint(53, shape, generator=generator).masked_fill(torch.rand(shape, generator=generator) < 0.3, -100)
+        mask = given["attention_mask"].bool() if "attention_mask" in given else None
+        more = {"next_sentence_label": torch.tensor([0, 1, 1])} if folder.name == "bert" else {}
+        wanted = theirs(**{k: v for k, v in given.items() if k != "decoder_input_ids"}, labels=labels, **more).loss
+        if folder.name.startswith("t5"):
+            found = model.loss(given["input_ids"], labels, mask=mask)
+        elif folder.name.startswith("bert"):
+            next_B = more.get("next_sentence_label")
+            found = model.loss(given["input_ids"], labels, types=given["token_type_ids"], mask=mask, next_B=next_B)
+        else:  # they shift labels by one themselves
+            found = model.loss(given["input_ids"], torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1))
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-5)
