@@ -51,8 +51,10 @@ class Near:
 
     def _sources(self, segment: Segment) -> tuple[Tensor | None, Tensor | None]:
         parameter, place = self.parameters[segment.parameter], slice(segment.start, segment.stop)
+        if parameter.grad is None:  # it stays as it is, and may have no memory now
+            return None, None
         values = None if self.targets[segment.parameter] is not None else parameter.detach().view(-1)[place]
-        return values, None if parameter.grad is None else parameter.grad.view(-1)[place]
+        return values, parameter.grad.view(-1)[place]
 
 
 class Far(Near):

@@ -15,6 +15,7 @@
 | saving.py | state by parameter name, as ranges of flattened tensors |
 | units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
 | wire.py | few bits on the wire, and gathers within a small group: ZeRO++ |
+| stored.py | stage 3: shards of parameters in a file |
 | arriving.py | stages 1 and 2: parameters gathered while the next forward computes |
 | layout.py, materialise.py | every parameter gets its place; models on the meta device |
 | memory.py | bytes that a rank keeps |

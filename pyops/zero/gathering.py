@@ -77,6 +77,10 @@ class Trace:
     def first(self) -> Unit | None:
         return self._known[0] if self._known else None
 
+    def soon(self) -> list[Unit]:
+        """The two that are expected next."""
+        return self._known[self._at : self._at + 2]
+
     def after(self, unit: Unit) -> Unit | None:
         """Note that it is the unit's turn; the one that is expected next."""
         if len(self._now) >= LONGEST:
@@ -102,7 +106,8 @@ class Gathering:
         self._phase = ""
         self._pinned = False
         self._hooks: list[Any] = []
-        if communicator is None:
+        self.is_active = any(flat.is_spread for unit in units for flat in unit.flats)
+        if not self.is_active:
             return
         inside = {id(m) for unit in units if not unit.is_root for m in unit.module.modules()}
         for unit in self.units:
@@ -117,7 +122,7 @@ class Gathering:
     # ------------------------------------------------------------------------------------------------ gathering
 
     def _start(self, unit: Unit, *, exact: bool = False) -> None:
-        if not unit.whole and self.communicator is not None:
+        if not unit.whole and self.is_active:
             wire = None if exact else self.wire
             unit.works = [flat.start_gather(self.communicator, async_op=self.overlap, wire=wire) for flat in unit.flats]
             unit.whole = True
@@ -153,7 +158,7 @@ class Gathering:
 
     def pin(self, wanted: bool) -> None:
         """True: gather everything, and keep it. False: keep this rank's chunks as they are now, and let go of the rest."""
-        if self.communicator is None:
+        if not self.is_active:
             return
         if wanted:
             for unit in self.units:
@@ -184,6 +189,9 @@ class Gathering:
         self._start(unit)
         if following is not None and self.overlap:
             self._start(following)
+        for coming in trace.soon():
+            for flat in coming.flats:
+                flat.read_ahead()
         self._need(unit)
 
     @torch._disable_dynamo

@@ -19,7 +19,9 @@ from pyops.zero.agreement import broadcast
 from pyops.zero.gathering import Unit
 from pyops.zero.materialise import Initialise, adopt, initialise_modules, materialise_buffers, on_meta
 from pyops.zero.parameters import FlatParameters
+from pyops.zero.partition import Partition
 from pyops.zero.sharded import ShardedParameters
+from pyops.zero.stored import ParameterFile, open_file, region_bytes
 from pyops.zero.units import IsUnit, UnitPlan, find_units
 
 __all__ = ["Layout", "lay_out_units", "lay_out_whole"]
@@ -43,13 +45,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and among whom a layout is made."""
+    """Where and among whom a layout is made. folder: where stage 3's parameters are between their uses; None: in memory."""
 
     rank: int
     ranks: int
     device: torch.device
     group: dist.ProcessGroup | None
     initialise: Initialise | None
+    folder: str | None = None
 
 
 def _by_kind(named: Named, device: torch.device) -> dict[tuple[torch.dtype, torch.device], Named]:
@@ -95,10 +98,23 @@ def _sharded(plan: UnitPlan, place: Place) -> Unit:
     return Unit(plan.name, plan.module, is_root=plan.is_root, flats=flats)
 
 
-def _scatter(unit: Unit, group: dist.ProcessGroup | None) -> None:
+def _scatter(unit: Unit, place: Place, file: ParameterFile | None) -> None:
     for flat in unit.flats:
-        broadcast([flat.data], group=group)
-        flat.scatter()
+        broadcast([flat.data], group=place.group)
+        flat.scatter(file)
+
+
+def _file(plans: Sequence[UnitPlan], place: Place) -> ParameterFile | None:
+    """A file with room for this rank's shards of all units."""
+    if place.folder is None:
+        return None
+    total = 0
+    for plan in plans:
+        for (dtype, *_), named in plan.parameters.items():
+            tensors = [(name, p.shape) for name, p in reversed(named)]
+            numel = Partition.plan(tensors, ranks=place.ranks, item_size=dtype.itemsize, bucket_bytes=None).layout.numel
+            total += region_bytes(numel // place.ranks * dtype.itemsize)
+    return open_file(place.folder, nbytes=total, group=place.group)
 
 
 def lay_out_units(
@@ -107,6 +123,7 @@ def lay_out_units(
 ) -> Layout:  # fmt: skip
     """Stage 3. wanted, whole_below: see `find_units`."""
     plans, whole = find_units(model, wanted=wanted, trained=trained, whole_below=whole_below, device=place.device)
+    file = _file(plans, place)
     fresh = {id(m) for m in model.modules() if on_meta(m)}
     layout = Layout()
     for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], place.device).values():
@@ -124,9 +141,9 @@ def lay_out_units(
         initialise_modules(modules, place.initialise)
         layout.units.append(unit)
         if not unit.is_root:  # what units share with one another is the root's, and they may fill it
-            _scatter(unit, place.group)
+            _scatter(unit, place, file)
         layout.flats += [flat for flat in unit.flats if id(flat.parameters[0]) in trained]
-    _scatter(layout.units[0], place.group)
+    _scatter(layout.units[0], place, file)
     small: list[Tensor] = [flat.data for flat in layout.flats if not isinstance(flat, ShardedParameters)]
     broadcast([*small, *rest, *model.buffers()], group=place.group)
     layout._number(model)

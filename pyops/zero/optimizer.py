@@ -33,7 +33,8 @@ from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.memory import kept_bytes
 from pyops.zero.owned import Coming, Owned
-from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model
+from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
+from pyops.zero.stored import in_memory
 from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.units import IsUnit
 from pyops.zero.wire import check_wire, wire_of
@@ -52,7 +53,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     arguments.
 
     stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
-    offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there.
+    offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there, at
+    stage 3 with the parameters.
     params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
     bucket_bytes: how much is reduced, and gathered, at a time. tile_bytes: how much of offloaded states is stepped at a time; a
     folder takes three times as much memory. max_grad_norm: clip the gradients of all ranks, all groups
@@ -129,7 +131,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         comm = self.communicator
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
-        place = Place(rank, ranks, device_for(model, device), group, initialise)
+        folder = offload if stage == 3 and offload != "cpu" else None
+        place = Place(rank, ranks, device_for(model, device), group, initialise, folder)
         self._lay_out(groups, place, units, whole_below)
         try:
             self.owned = Owned(
@@ -347,13 +350,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         error: Exception | None = None
         fill: list[Callable[[], None]] = []
         try:
-            fill = distribute_model(self.model, self.gathering.units, self.communicator, state, self._placements)
+            fill = distribute_model(self.model, self.gathering.units, state, self._placements)
         except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
         self.gathering.release_all()
         self.arriving.wait()
-        with torch.no_grad():
+        with torch.no_grad(), in_memory(regions_of(self.gathering.units)):
             for each in fill:
                 each()
         self.refresh_masters()

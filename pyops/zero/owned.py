@@ -10,8 +10,9 @@ for any other optimizer the piece itself is the master, and is rounded into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from pyops.optim.layerwise import LayerwiseOptimizer
 from pyops.zero.gradients import Gradients
 from pyops.zero.parameters import FlatParameters
 from pyops.zero.partition import Piece
+from pyops.zero.stored import in_memory, in_turn
 from pyops.zero.stretch import Stretch
 
 __all__ = ["Coming", "Owned", "OwnedPiece"]
@@ -99,11 +101,23 @@ class Owned:
             inner.append({**options, "params": [each.parameter for each in mine]})
             if fused:
                 inner[-1]["offsets"] = offsets  # so that random rounding draws what one process would
-        self.optimizer = optimizer_class(inner, **arguments)
+        self.optimizer = self._over(inner, optimizer_class, arguments)
         self.offloaded: Offloaded | None = None
         if offload is not None and self.all_pieces():
             targets = {each.parameter: each.target for each in self.all_pieces() if each.target is not None}
             self.offloaded = Offloaded(self.optimizer, offload, targets=targets, tile_bytes=tile_bytes)
+
+    def _over(
+        self, groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer], arguments: Group
+    ) -> torch.optim.Optimizer:
+        """The optimizer over the groups. It is made of stand-ins, for parameters that are in a file have no memory."""
+        kinds = {id(p): nn.Parameter(torch.zeros(1, dtype=p.dtype, device=p.device)) for g in groups for p in g["params"]
+                 if p.numel() and not p.untyped_storage().nbytes()}  # fmt: skip
+        made = [{**g, "params": [kinds.get(id(p), p) for p in g["params"]]} for g in groups]
+        optimizer = optimizer_class(made, **arguments)
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = given["params"]
+        return optimizer
 
     def _own(self, f: int, piece: Piece, *, fused: bool) -> OwnedPiece:
         flat = self.flats[f]
@@ -112,7 +126,9 @@ class Owned:
         placement = self._placements.get(name)
         if fused or flat.dtype not in SIXTEEN_BITS:
             return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor), None, placement)
-        return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor.float()), tensor, placement)
+        region = getattr(flat, "region", None)
+        with in_memory([] if region is None else [region]):
+            return OwnedPiece(name, shape, f, piece, nn.Parameter(tensor.float()), tensor, placement)
 
     def all_pieces(self) -> list[OwnedPiece]:
         return [each for group in self.pieces for each in group]
@@ -162,13 +178,38 @@ class Owned:
                 gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype == torch.float64 else torch.float32))
         try:
             if self.offloaded is not None:
-                self.offloaded.step()
+                self._step_offloaded(self.offloaded)
             else:
                 self.optimizer.step()
         finally:
             if fused:
                 self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.publish()
+
+    def _turns(self, chosen: Callable[[OwnedPiece], bool] = lambda each: True) -> Iterator[list[OwnedPiece]]:
+        """The pieces that are chosen, in lists whose parameters are in memory together; what becomes of those is kept."""
+        of_flat: dict[int, list[OwnedPiece]] = {}
+        for each in self.all_pieces():
+            if chosen(each):
+                of_flat.setdefault(each.flat, []).append(each)
+        regions = {f: getattr(self.flats[f], "region", None) for f in of_flat}
+        if here := [each for f, some in of_flat.items() if regions[f] is None for each in some]:
+            yield here
+        stored = [(region, of_flat[f]) for f, region in regions.items() if region is not None]
+        for number in in_turn([region for region, _ in stored], changed=True):
+            yield stored[number][1]
+
+    def _step_offloaded(self, offloaded: Offloaded) -> None:
+        """A step, of what is in memory together at a time."""
+        gradients = {id(each): each.parameter.grad for each in self.all_pieces()}
+        for each in self.all_pieces():
+            each.parameter.grad = None
+        for some in self._turns(lambda each: gradients[id(each)] is not None):
+            for each in some:
+                each.parameter.grad = gradients[id(each)]
+            offloaded.step()
+            for each in some:
+                each.parameter.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -192,7 +233,7 @@ class Owned:
     def refresh_masters(self) -> None:
         """Set every master to its parameter."""
         if self.offloaded is not None:
-            for each in self.all_pieces():
+            for each in chain.from_iterable(self._turns()):
                 if each.target is not None:
                     self.offloaded.write(each.parameter, {"master": each.target.float()})
                 elif "master" in self.offloaded.look(each.parameter):
@@ -214,9 +255,9 @@ class Owned:
         if self.offloaded is not None:
             for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
                 own.update({key: value for key, value in theirs.items() if key != "params"})
-            for each, of_piece in zip(self.all_pieces(), coming, strict=True):
-                if of_piece:
-                    self.offloaded.write(each.parameter, {key: take() for key, take in of_piece.items()})
+            given = {id(each): of_piece for each, of_piece in zip(self.all_pieces(), coming, strict=True)}
+            for each in chain.from_iterable(self._turns(lambda each: bool(given[id(each)]))):
+                self.offloaded.write(each.parameter, {key: take() for key, take in given[id(each)].items()})
             return
         states = {number: {key: take() for key, take in of_piece.items()} for number, of_piece in enumerate(coming) if of_piece}
         masters = {

@@ -20,9 +20,10 @@ from pyops.comm.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.gathering import Unit
 from pyops.zero.owned import Coming, Owned, OwnedPiece
+from pyops.zero.stored import Region, in_turn
 from pyops.zero.stretch import Stretch
 
-__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model"]
+__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model", "regions_of"]
 
 Group = dict[str, Any]
 
@@ -117,16 +118,31 @@ def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[
     return lambda: value
 
 
-def _spread(units: Sequence[Unit], communicator: Communicator | None) -> dict[int, tuple[Tensor, slice]]:
+def _spread(units: Sequence[Unit]) -> dict[int, tuple[Tensor, slice]]:
     """By the id of each parameter that is spread over the ranks: (this rank's piece, its elements of the flattened tensor)."""
-    if communicator is None:
-        return {}
     return {
         id(flat.parameters[piece.index]): (flat.piece(piece), piece.of_tensor)
         for unit in units
         for flat in unit.flats
+        if flat.is_spread
         for piece in flat.partition.pieces(flat.rank)
     }
+
+
+def regions_of(units: Sequence[Unit]) -> list[Region]:
+    """Of the parameters that are in a file."""
+    return [flat.region for unit in units for flat in unit.flats if flat.region is not None]
+
+
+def _read(units: Sequence[Unit]) -> dict[int, Tensor]:
+    """Copies of this rank's pieces that are in a file, by the id of their parameters."""
+    stored = [flat for unit in units for flat in unit.flats if flat.region is not None]
+    found = {}
+    for number in in_turn(regions_of(units), changed=False):
+        flat = stored[number]
+        for piece in flat.partition.pieces(flat.rank):
+            found[id(flat.parameters[piece.index])] = flat.piece(piece).detach().clone()
+    return found
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -142,15 +158,18 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def collect_model(
     model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, placements: Mapping[str, Placement]
 ) -> dict[str, Any]:
-    """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of one leaves it out."""
-    spread, owners = _spread(units, communicator), _placed(model, placements)
+    """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of one leaves it out. What is
+    in a file is read, all of it."""
+    spread, copies, owners = _spread(units), _read(units), _placed(model, placements)
     found: dict[str, Any] = {}
     for name, tensor in _named_tensors(model).items():
         placement = owners.get(id(tensor))
         if id(tensor) in spread:
             piece, where = spread[id(tensor)]
             if piece.numel():
-                found[name] = Stretch(tuple(tensor.shape), where.start, where.stop, placement).shards(piece.detach())
+                found[name] = Stretch(tuple(tensor.shape), where.start, where.stop, placement).shards(
+                    copies.get(id(tensor), piece.detach())
+                )
         elif placement is not None and placement.dim is not None:
             replica = communicator is not None and communicator.rank > 0
             found[name] = placement.shards(tensor.detach().reshape(-1), copy=replica)
@@ -160,14 +179,13 @@ def collect_model(
 
 
 def distribute_model(
-    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, state: Mapping[str, Any],
-    placements: Mapping[str, Placement],
-) -> list[Callable[[], None]]:  # fmt: skip
+    model: nn.Module, units: Sequence[Unit], state: Mapping[str, Any], placements: Mapping[str, Placement]
+) -> list[Callable[[], None]]:
     """What fills each tensor of this rank when it is called; what is on disk is compared now, and read then.
 
     Nothing is changed. ValueError for the state of another model.
     """
-    spread, owners = _spread(units, communicator), _placed(model, placements)
+    spread, owners = _spread(units), _placed(model, placements)
     mine = _named_tensors(model)
     # A rank that has nothing of a parameter leaves it out of its own state.
     needed = {name for name, tensor in mine.items() if id(tensor) not in spread or spread[id(tensor)][0].numel()}
