@@ -36,6 +36,7 @@ _ROOMS = frozenset(
         "zero",
         "tensor_parallel",
         "pipeline",
+        "simulation",
         "checkpoint",
         "models",
         "data",

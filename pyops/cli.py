@@ -1,7 +1,8 @@
-"""The command `pyops`: train, convert, bench, env.
+"""The command `pyops`: train, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [MIN:MAX:STEPS]]
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]             a checkpoint and one safetensors file, both ways
+    pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]      a pipeline's schedule
     pyops bench [NAME]... [options of python -m benchmarks]
     pyops env
     torchrun --nproc-per-node 2 -m pyops train CONFIG.toml ...               over two processes
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyops
+from pyops.simulation import add_arguments, report
 
 __all__ = ["main"]
 
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     convert.add_argument("--key", default="model", help="which part of the state a file is of: model, or optimizer.w, say")
     convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating tensors that are written")
     convert.add_argument("--like", metavar="FOLDER", help="take other fields of config.json from this Hugging Face folder")
+    simulate = commands.add_parser("simulate", help="a pipeline's schedule: its picture, bubble and memory")
+    add_arguments(simulate)
     bench = commands.add_parser("bench", help="check and time the kernels beside their rivals", add_help=False)
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="NAME")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
@@ -55,6 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
     if given.command == "convert":
         return _convert(given.source, given.target, key=given.key, dtype=given.dtype, like=given.like)
+    if given.command == "simulate":
+        try:
+            print(report(given))
+        except (ValueError, ImportError, OSError) as error:
+            return _fail(error)
+        return 0
     return _bench(given.rest) if given.command == "bench" else _env()
 
 

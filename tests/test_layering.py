@@ -27,9 +27,11 @@ LAYERS = {
     "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
     "schedules": 3,
     "models": 4, "data": 4,
-    "hub": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
+    "hub": 5, "simulation": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
-SAME_LAYER_ALLOWED = {"train": {"config", "metrics", "display"}, "cli": {"train", "config", "hub"}, "__main__": {"cli"}}
+SAME_LAYER_ALLOWED = {
+    "train": {"config", "metrics", "display"}, "cli": {"train", "config", "hub", "simulation"}, "__main__": {"cli"},
+}  # fmt: skip
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
 
 

@@ -1,0 +1,51 @@
+"""`pyops simulate` prints a schedule's timeline and what it costs, and writes its picture and trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyops.cli import main
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_a_schedule_is_shown(capsys):
+    assert main(["simulate", "1f1b", "--stages", "2", "--microbatches", "3"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "  0 | 0  1  .  .  0' 0' 2  1' 1' .  2' 2'",
+        "  1 | .  0  0' 0' 1  1' 1' 2  2' 2' .  .",
+        "1f1b, 2 ranks, 3 micro-batches: 12 long, 25.0% idle, 33.3% longer than without a bubble",
+        "micro-batches kept, rank by rank: 2 1",
+    ]
+
+
+def test_options_and_files(capsys, tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
+    picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    call = ["simulate", "interleaved", "--option", "v=2", "--latency", "0.1", "--draw", str(picture), "--trace", str(trace)]
+    assert main(call) == 0
+    out = capsys.readouterr().out
+    assert "micro-batches kept, rank by rank: 5.5 4.5 3.5 2.5" in out
+    assert f"picture: {picture}" in out
+    assert picture.stat().st_size > 1000
+    assert trace.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpip"], "there is no schedule 'gpip'; there are gpipe"),
+        (["zbv", "--option", "v=3"], "zbv has no option 'v'; it has none"),
+        (["gpipe", "--option", "v"], "--option v is no assignment"),
+        (["gpipe", "--stages", "0"], "num_stages is 0"),
+        (["gpipe", "--forward", "-1"], r"costs.forward of stage 0 is -1"),
+        (["gpipe", "--draw", "a.txt"], "give it the ending .svg"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments: list[str], message: str):
+    assert main(["simulate", *arguments]) == 2
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert captured.count("\n") == 1
