@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops import recompute
 from pyops.comm import Communicator
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
@@ -127,3 +128,35 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
 
 def test_logits_in_parts_and_generation(world):
     world(4).run(used, timeout=SLOW)
+
+
+def recomputed(rank: int, group: dist.ProcessGroup) -> None:
+    tp = Mesh(Axes(dp=2, tp=2)).group("tp")
+    found = []
+    for choice in (None, "*.block.*", "*.block.*.layer.*"):
+        model, inputs = build("t5", dropout=0.1)
+        parallelize(model, group=tp, sequence_parallel=True)
+        if choice:
+            recompute.apply(model, choice)
+        torch.manual_seed(1)
+        model(**inputs).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for gradients in found[1:]:
+        assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(gradients, found[0], strict=True))
+
+
+def test_blocks_are_recomputed_to_the_bit(world):
+    world(4).run(recomputed, timeout=SLOW)
+
+
+def evaluated(rank: int, group: dist.ProcessGroup) -> None:
+    """torch.nn.TransformerEncoder has a path of its own then, past its layers, by their whole weights."""
+    before, inputs = build("torch.nn")
+    model = copy.deepcopy(before)
+    parallelize(model, group=group)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**inputs).logits, before.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_of_torchs_own_layers(world):
+    world(2).run(evaluated)
