@@ -131,9 +131,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         comm = self.communicator
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
-        folder = offload if stage == 3 and offload != "cpu" else None
-        place = Place(rank, ranks, device_for(model, device), group, initialise, folder)
-        self._lay_out(groups, place, units, whole_below)
+        folder = None if stage < 3 or offload == "cpu" else offload
+        self._lay_out(groups, Place(rank, ranks, device_for(model, device), group, initialise, folder), units, whole_below)
         try:
             self.owned = Owned(
                 self.flats, groups, optimizer_class, optimizer_arguments, offload=offload, tile_bytes=tile_bytes,
