@@ -18,6 +18,7 @@
 | gradients.py | parts summed over ranks, norm, clipping |
 | parallelize.py, plans.py | an existing transformer, its layers swapped by a plan |
 | blueprint.py, swap.py, heads.py, edges.py, multihead.py | what is settled first; one layer; heads; hooks; torch's attention |
+| whole.py | the model's own state_dict again |
 
 A layer's parameters are plain tensors of this rank's size; its `placements` ({name: pyops.flat.Placement}) say where they stand
 in the whole. The same seed gives the same model, loss and dropout on any number of ranks. A group of None is one rank alone:
@@ -40,6 +41,7 @@ from pyops.tensor_parallel.parallelize import Report, parallelize
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
 from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
+from pyops.tensor_parallel.whole import whole_state_dict
 
 __all__ = [
     "ColumnParallelLinear",
@@ -64,4 +66,5 @@ __all__ = [
     "rotary_tables",
     "set_dropout",
     "vocab_parallel_cross_entropy",
+    "whole_state_dict",
 ]

@@ -38,6 +38,7 @@ class MultiheadAttention(nn.Module):
         ranks, D = Ranks.of(group), whole.embed_dim
         self.embed_dim, self.num_heads, self.head_dim = D, heads.local, heads.K
         self.whole_heads, self.batch_first, self.dropout = heads.H, whole.batch_first, whole.dropout
+        self.stacked = 3
         self._qkv_same_embed_dim = False  # torch.nn.TransformerEncoderLayer then computes in no way of its own
         shapes = {"in_proj_weight": (3, D, D), **({} if whole.in_proj_bias is None else {"in_proj_bias": (3, D)})}
         self.placements = {

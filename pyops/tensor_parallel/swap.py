@@ -143,6 +143,7 @@ def _bias_by_head(module: nn.Module, cut: Cut) -> nn.Module:
 def filled(layer: nn.Module, module: nn.Module, tied: Tied) -> nn.Module:
     """The layer, made without values, with this rank's part of the module's."""
     placements: dict[str, Placement] = layer.placements  # type: ignore[assignment]
+    layer.transposed = _is_conv1d(module)  # type: ignore[assignment]
     for name, place in placements.items():
         old = module.get_parameter(name)
         new = tied.get(id(old))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
-from pyops.tensor_parallel import finish_gradients, parallelize
+from pyops.tensor_parallel import finish_gradients, parallelize, whole_state_dict
 from tests.tensor_parallel.existing_models import MODELS, PLAN, build
 
 pytestmark = pytest.mark.cpu_only
@@ -48,6 +48,10 @@ def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     model = copy.deepcopy(before)
     report = parallelize(model, group=group, plan=PLAN if name == "own" else None, sequence_parallel=sp)
+    whole = whole_state_dict(model, group=group)
+    for (n, value), (m, reference) in zip(whole.items(), before.state_dict().items(), strict=True):
+        assert n == m
+        assert torch.equal(value, reference), n
     outputs = []
     for each in (before, model):
         outputs.append(each(**inputs))
