@@ -8,7 +8,8 @@ from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
 from pyops.pipeline.draw import draw, text, trace
 from pyops.pipeline.names import NAMES, custom, schedule
-from pyops.pipeline.schedule import Schedule, Transfer
+from pyops.pipeline.orders import Transfer
+from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Costs, Timeline, simulate
 
 __all__ = [

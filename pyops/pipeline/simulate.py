@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pyops.pipeline.action import Action
-from pyops.pipeline.schedule import Schedule, Transfer
+from pyops.pipeline.orders import Transfer
+from pyops.pipeline.schedule import Schedule
 
 __all__ = ["Costs", "Timeline", "simulate"]
 

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from pyops.pipeline.action import KINDS, Action
+from pyops.pipeline.orders import Orders, Transfer
 
-if TYPE_CHECKING:
-    from pyops.pipeline.schedule import Schedule
+__all__ = ["WEIGHTS", "validate"]
 
-__all__ = ["WEIGHTS", "in_order", "validate"]
+Node = Action | Transfer
 
 # Which weights a micro-batch meets: one version between flushes; those of its forward again in backward; those that its
 # forward met at stage 0; the version before the newest; whatever is newest, in forward and in backward.
 WEIGHTS = ("flush", "stash", "vertical", "two", "newest")
 
 
-def validate(schedule: Schedule) -> None:
-    """ValueError names the action that is wrong and what stands beside it."""
+def validate(schedule: Orders) -> tuple[tuple[Node, tuple[Node, ...]], ...]:
+    """All actions and transfers in an order that keeps to what each needs, which stands beside it.
+
+    ValueError names the action that is wrong and what stands beside it.
+    """
     if schedule.num_microbatches < 1 or not schedule.ranks or not schedule.rank_of:
         raise ValueError(
             f"a schedule needs a rank, a stage and a micro-batch, got {len(schedule.ranks)} ranks, {len(schedule.rank_of)} "
@@ -37,8 +39,9 @@ def validate(schedule: Schedule) -> None:
         raise ValueError(f"rank_of is {list(schedule.rank_of)}; each of the {len(schedule.ranks)} ranks must have a stage")
     _check_complete(schedule)
     _check_order(schedule)
-    _ = schedule.order  # raises for a cycle
+    found = _in_order(schedule)
     _check_weights(schedule)
+    return found
 
 
 def _beside(order: Sequence[Action], place: int) -> str:
@@ -47,7 +50,7 @@ def _beside(order: Sequence[Action], place: int) -> str:
     return ("... " if place > 3 else "") + " ".join(around) + (" ..." if place + 4 < len(order) else "")
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: Orders) -> None:
     for rank, order in enumerate(schedule.ranks):
         seen: dict[Action, int] = {}
         for place, action in enumerate(order):
@@ -81,7 +84,7 @@ def _check_complete(schedule: Schedule) -> None:
                     )
 
 
-def _check_order(schedule: Schedule) -> None:
+def _check_order(schedule: Orders) -> None:
     for rank, order in enumerate(schedule.ranks):
         place_of = {action: place for place, action in enumerate(order)}
         for place, action in enumerate(order):
@@ -93,9 +96,9 @@ def _check_order(schedule: Schedule) -> None:
                 raise ValueError(f"rank {rank} does {action} before {again}, whose value it takes: {_beside(order, place)}")
 
 
-def _dependences(schedule: Schedule) -> dict[Any, list[Any]]:
+def _dependences(schedule: Orders) -> dict[Node, list[Node]]:
     """{action or transfer: what must be over before it begins}: values, ranks' orders, channels' orders."""
-    before: dict[Any, list[Any]] = {}
+    before: dict[Node, list[Node]] = {}
     for order in schedule.ranks:
         for place, action in enumerate(order):
             before[action] = [order[place - 1]] if place else []
@@ -112,13 +115,13 @@ def _dependences(schedule: Schedule) -> dict[Any, list[Any]]:
     return before
 
 
-def in_order(schedule: Schedule) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+def _in_order(schedule: Orders) -> tuple[tuple[Node, tuple[Node, ...]], ...]:
     """Every action and transfer with what must be over before it, in an order that keeps to that.
 
     ValueError shows the cycle of a schedule that deadlocks.
     """
     before = _dependences(schedule)
-    after: dict[Any, list[Any]] = {}
+    after: dict[Node, list[Node]] = {}
     waiting = {node: len(needs) for node, needs in before.items()}
     for node, needs in before.items():
         for need in needs:
@@ -134,11 +137,11 @@ def in_order(schedule: Schedule) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     return tuple((node, tuple(before[node])) for node in found)
 
 
-def _deadlock(schedule: Schedule, before: dict[Any, list[Any]], stuck: set[Any]) -> ValueError:
+def _deadlock(schedule: Orders, before: dict[Node, list[Node]], stuck: set[Node]) -> ValueError:
     # Whatever is stuck waits for something that is stuck: going back from any of it must come round.
     node = min(stuck, key=str)
-    path: list[Any] = []
-    seen: dict[Any, int] = {}
+    path: list[Node] = []
+    seen: dict[Node, int] = {}
     while node not in seen:
         seen[node] = len(path)
         path.append(node)
@@ -153,7 +156,7 @@ def _deadlock(schedule: Schedule, before: dict[Any, list[Any]], stuck: set[Any])
     return ValueError(f"the schedule deadlocks, each waits for the next: {shown}{beside}")
 
 
-def _check_weights(schedule: Schedule) -> None:
+def _check_weights(schedule: Orders) -> None:
     if schedule.weights not in WEIGHTS:
         raise ValueError(f"weights is {schedule.weights!r}; choose one of {', '.join(WEIGHTS)}")
     if schedule.weights == "two" and not isinstance(schedule.options.get("accumulate"), int):
