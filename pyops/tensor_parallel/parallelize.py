@@ -139,7 +139,7 @@ def _perform(model: nn.Module, blueprint: Blueprint) -> Report:
     for name, heads in blueprint.heads.items():
         if name not in blueprint.multihead and (changed := set_heads(model.get_submodule(name), heads)):
             report.changed[name] = changed
-    for name in blueprint.regions:
+    for name in blueprint.regions if blueprint.ranks.size > 1 else ():
         tokens, flat = blueprint.shared_out(name), blueprint.kinds[name] == "mlp"
         hook = Enter(blueprint.ranks, tokens, flat=flat)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
