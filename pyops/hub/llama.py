@@ -45,18 +45,34 @@ def read(told: Mapping[str, Any], names: frozenset[str]) -> GPTConfig:
         num_layers=told["num_hidden_layers"], num_heads=heads, num_kv_heads=told.get("num_key_value_heads") or heads,
         head_dim=told.get("head_dim") or told["hidden_size"] // heads, dim=told["hidden_size"],
         hidden=told["intermediate_size"], norm="rmsnorm", norm_eps=told.get("rms_norm_eps", 1e-6), activation="swiglu",
-        positions="rotary", rotary_theta=_theta(told), tied_head=told.get("tie_word_embeddings", False), bias=bias,
-        attention_dropout=told.get("attention_dropout") or 0.0,
+        positions="rotary", tied_head=told.get("tie_word_embeddings", False), bias=bias,
+        attention_dropout=told.get("attention_dropout") or 0.0, **_rotary(told),
     )  # fmt: skip
 
 
-def _theta(told: Mapping[str, Any]) -> float:
-    """The base of the angles; since transformers 5 it stands in rope_parameters, before at the top."""
+def _rotary(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Angles of positions; since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling."""
     rope = told.get("rope_parameters") or {"rope_theta": told.get("rope_theta", 1e4), **(told.get("rope_scaling") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise HubError(f"config.json has positions of rope_type {kind!r}; pyops has 'default' only")
-    return float(rope["rope_theta"])
+    if kind not in ("default", "llama3"):
+        raise HubError(f"config.json has positions of rope_type {kind!r}; pyops has 'default' and 'llama3'")
+    found: dict[str, Any] = {"rotary_theta": float(rope["rope_theta"])}
+    if kind == "llama3":
+        found |= {
+            "rotary_stretch": float(rope["factor"]), "rotary_low": float(rope["low_freq_factor"]),
+            "rotary_high": float(rope["high_freq_factor"]), "rotary_length": rope["original_max_position_embeddings"],
+        }  # fmt: skip
+    return found
+
+
+def _rope(config: GPTConfig) -> dict[str, Any]:
+    if config.rotary_stretch == 1.0:
+        return {"rope_type": "default", "rope_theta": config.rotary_theta}
+    return {
+        "rope_type": "llama3", "rope_theta": config.rotary_theta, "factor": config.rotary_stretch,
+        "low_freq_factor": config.rotary_low, "high_freq_factor": config.rotary_high,
+        "original_max_position_embeddings": config.rotary_length,
+    }  # fmt: skip
 
 
 def write(config: GPTConfig) -> dict[str, Any]:
@@ -65,7 +81,8 @@ def write(config: GPTConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "hidden_size": config.dim,
         "intermediate_size": config.mlp_width, "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_theta}, "rope_theta": config.rotary_theta,
+        "rope_parameters": _rope(config), "rope_theta": config.rotary_theta,
+        "rope_scaling": _rope(config) if config.rotary_stretch != 1.0 else None,
         "tie_word_embeddings": config.tied_head, "attention_bias": config.bias, "mlp_bias": config.bias,
         "attention_dropout": config.attention_dropout,
     }  # fmt: skip

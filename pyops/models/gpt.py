@@ -27,7 +27,6 @@ from pyops.tensor_parallel import (
     ParallelMLP,
     VocabParallelEmbedding,
     initialise_model_,
-    rotary_tables,
     set_dropout,
 )
 
@@ -46,8 +45,10 @@ class GPTConfig:
 
     hidden: width inside the MLP; 0 means 4 dim, and for swiglu 8/3 dim rounded up to a multiple of 64, which
     has about as many weights (Shazeer, 2020, section 3). num_kv_heads: heads of keys and values, each shared by as many of
-    queries (Ainslie et al., 2023); 0: num_heads. head_dim: 0: dim / num_heads. dropout: of the embedding and of what blocks
-    add; attention_dropout: of the attention probabilities.
+    queries (Ainslie et al., 2023); 0: num_heads. head_dim: 0: dim / num_heads. rotary_stretch: as in Llama 3.1, for a model
+    that was trained on rotary_length tokens: pairs that turn less than rotary_low times over them turn that much slower, those
+    that turn more than rotary_high times do not change. dropout: of the embedding and of what blocks add;
+    attention_dropout: of the attention probabilities.
     """
 
     vocab_size: int = 256
@@ -63,6 +64,10 @@ class GPTConfig:
     activation: str = "gelu"
     positions: str = "learned"
     rotary_theta: float = 10000.0
+    rotary_stretch: float = 1.0
+    rotary_low: float = 1.0
+    rotary_high: float = 4.0
+    rotary_length: int = 8192
     tied_head: bool = True
     bias: bool = True
     dropout: float = 0.0
@@ -70,6 +75,11 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         check_config(self, at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim"), choices=CHOICES)
+        if not self.rotary_stretch >= 1.0 or not 0.0 < self.rotary_low < self.rotary_high or self.rotary_length < 1:
+            raise ValueError(
+                f"rotary_stretch is {self.rotary_stretch}, rotary_low {self.rotary_low}, rotary_high {self.rotary_high}, "
+                f"rotary_length {self.rotary_length}; they must be 1 or more, above 0, above rotary_low, and 1 or more"
+            )
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = {self.num_heads}; change one of them"
@@ -110,13 +120,20 @@ class Rotary(nn.Module):
 
     table_2TK: Tensor
 
-    def __init__(self, length: int, width: int, *, theta: float, device: torch.device | str | None) -> None:
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
         super().__init__()
-        self.length, self.width, self.theta = length, width, theta
+        self.config = config
         self.register_buffer("table_2TK", self._make(device), persistent=False)
 
     def _make(self, device: torch.device | str | None) -> Tensor:
-        return torch.stack(rotary_tables(self.length, self.width, base=self.theta, device=device))
+        config, pairs = self.config, torch.arange(0, self.config.head_width, 2, dtype=torch.float64, device="cpu")
+        angle_K = config.rotary_theta ** (-pairs / config.head_width)
+        if config.rotary_stretch != 1.0:
+            turns_K = config.rotary_length * angle_K / (2 * math.pi)
+            kept_K = ((turns_K - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0.0, 1.0)
+            angle_K = angle_K * (kept_K + (1.0 - kept_K) / config.rotary_stretch)
+        angle_TK = torch.arange(config.sequence_length, dtype=torch.float64, device="cpu")[:, None] * angle_K
+        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(device, torch.float32)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         # A cast of the model must not round the angles: of what happens to it, only the device counts.
@@ -209,8 +226,7 @@ class GPT(nn.Module):
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
-        length, width = config.sequence_length, config.head_width
-        rotary = Rotary(length, width, theta=config.rotary_theta, device=device) if config.positions == "rotary" else None
+        rotary = Rotary(config, device=device) if config.positions == "rotary" else None
         self.blocks = nn.ModuleList(Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers))
         self.head = Head(config, layout=layout)
         if config.tied_head:

@@ -17,6 +17,9 @@ __all__ = ["FAMILIES", "Family", "write_folder"]
 
 VOCAB, BATCH, LENGTH = 53, 3, 7  # which 2 and 4 ranks don't divide
 SIZES = {"vocab_size": VOCAB, "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 26}
+# Of the three pairs of a head one turns as ever, one is stretched, and one is in between.
+STRETCHED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 100}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def families() -> list[Family]:
         Family("llama", transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama, rope_theta=500.0)),
         Family("llama_tied", transformers.LlamaForCausalLM,
                transformers.LlamaConfig(**llama, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+        Family("llama_stretched", transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama, rope_parameters=STRETCHED)),
         Family("bert", transformers.BertForPreTraining, transformers.BertConfig(**bert)),
         Family("bert_masked", transformers.BertForMaskedLM, transformers.BertConfig(**bert, hidden_act="gelu_new")),
         Family("t5", transformers.T5ForConditionalGeneration, _t5()),

@@ -266,6 +266,7 @@ def test_sampling_follows_the_softmax(device):
         ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, relu, swiglu"),
         ({"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads is 3, which does not divide num_heads = 4"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
+        ({"rotary_stretch": 0.5}, "rotary_stretch is 0.5"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1; it is a probability"),
         ({"positions": "rotary", "dim": 6, "num_heads": 2}, "a head is 3 wide"),
         ({"dropout": 1.0}, "dropout is 1.0; it is a probability"),
