@@ -60,6 +60,7 @@ struct NormRows {
     int x_dtype, residual_dtype, dtype;  // x and residual may differ when `dtype` is fp32
     double eps;
     bool rms;
+    bool streams;  // the results are more than the caches hold: they may go past them
 };
 struct NormGradient {
     const void *dy, *dsum, *x;  // of `dtype`; x: what was normalised; dsum: null, or what is added to dx
@@ -67,7 +68,7 @@ struct NormGradient {
     const void *scale, *mean, *rstd;  // T
     int64_t width;
     int dtype;
-    bool rms;
+    bool rms, streams;
 };
 
 struct Kernels {

@@ -12,6 +12,9 @@ using Optional = std::optional<Tensor>;
 
 constexpr int64_t GROUP = 64;        // rows whose gradients of weight and bias are added up together, at least
 constexpr int64_t MOST_GROUPS = 128;  // and there are no more of them than this
+// Elements of a result that is written past the caches, and so not fetched into them first. What reads it next is a matrix product,
+// which waits for its arithmetic.
+constexpr int64_t STREAMED_NUMEL = 1 << 20;
 
 int64_t width_of(const Tensor& x, const char* op) {
     const auto sizes = x.sizes();
@@ -112,6 +115,7 @@ Forward forward(const Tensor& input, const Optional& residual, const Tensor& wei
     rows.width = width;
     rows.eps = eps;
     rows.rms = rms;
+    rows.streams = x.numel() >= STREAMED_NUMEL;
     const int64_t count = x.numel() / width;
     if (count == 0) return out;
     const Kernels& kernel = kernels();
@@ -173,6 +177,7 @@ Backward backward(const Tensor& of_y, const Optional& of_sum, const Tensor& inpu
     rows.rstd = deviations.data_ptr();
     rows.width = width;
     rows.rms = rms;
+    rows.streams = x.numel() >= STREAMED_NUMEL;
 
     const int64_t in_group = std::max(GROUP, (count + MOST_GROUPS - 1) / MOST_GROUPS);
     const int64_t groups = std::max<int64_t>(1, (count + in_group - 1) / in_group);

@@ -1,5 +1,7 @@
 // Layer norm and root-mean-square norm, forward and backward, for each instruction set. A row is read from memory once; it stays in
 // L1 for the passes over it: sum and mean, squared distances, result.
+#include <type_traits>
+
 #include "rows.h"
 
 namespace pyops::PYOPS_ISA {
@@ -7,21 +9,20 @@ namespace {
 
 #define PYOPS_INLINE __attribute__((always_inline))
 
-// One row forward. `row`: where its numbers stand in T for the later passes: the input or the sum itself when they are T already.
-template <typename S, bool RMS, bool ADD, typename T>
-RowStatistics<T> statistics_of(const S* x, const S* residual, S* sum, T* row, int64_t n, T eps) {
-    const bool copies = sizeof(S) != sizeof(T);
+// The statistics of a row, and the row in T at `row` for the pass that writes: the input or the sum itself where it is T.
+template <bool RMS, bool ADD, bool COPIES, typename S, typename Out, typename T>
+RowStatistics<T> statistics_of(const S* x, const S* residual, Out* sum, T* row, int64_t n, T eps) {
     Sums<T> first;
     across<T>(n, [&](auto lane, int64_t i, int slot) PYOPS_INLINE {
         typename decltype(lane)::type a, b;
         load(a, x + i);
-        if (ADD) {
+        if constexpr (ADD) {
             load(b, residual + i);
             a = a + b;
             store(sum + i, a);
-            if (copies) load(a, sum + i);  // as it was rounded
+            if constexpr (sizeof(S) != sizeof(T)) load(a, sum + i);  // as it was rounded
         }
-        if (copies) store(row + i, a);
+        if (COPIES) store(row + i, a);
         if (RMS) first.add_product(a, a, slot);
         else first.add(a, slot);
     });
@@ -39,23 +40,20 @@ RowStatistics<T> statistics_of(const S* x, const S* residual, S* sum, T* row, in
     return RowStatistics<T>::of_layer(centre, distances.total(), squares.total(), static_cast<T>(n), eps);
 }
 
-template <typename S, bool RMS, typename T>
-void write_row(S* y, const T* row, const T* scale, const T* bias, const RowStatistics<T>& statistics, int64_t n) {
-    if (bias)
-        across<T>(n, [=](auto lane, int64_t i, int) PYOPS_INLINE {
-            typename decltype(lane)::type a, w, b;
-            load(a, row + i);
-            load(w, scale + i);
+template <bool RMS, bool BIAS, typename Out, typename T>
+void write_row(Out* y, const T* row, const T* scale, const T* bias, const RowStatistics<T>& statistics, int64_t n) {
+    across<T>(n, [=](auto lane, int64_t i, int) PYOPS_INLINE {
+        typename decltype(lane)::type a, w, b;
+        load(a, row + i);
+        load(w, scale + i);
+        a = normalised<RMS>(a, statistics);
+        if constexpr (BIAS) {
             load(b, bias + i);
-            store(y + i, fused(normalised<RMS>(a, statistics), w, b));
-        });
-    else
-        across<T>(n, [=](auto lane, int64_t i, int) PYOPS_INLINE {
-            typename decltype(lane)::type a, w;
-            load(a, row + i);
-            load(w, scale + i);
-            store(y + i, normalised<RMS>(a, statistics) * w);
-        });
+            store(y + i, fused(a, w, b));
+        } else {
+            store(y + i, a * w);
+        }
+    });
 }
 
 inline const double* as_computed(double*, const void* from, int64_t, int) { return static_cast<const double*>(from); }
@@ -68,44 +66,29 @@ const S* operand(T* scratch, const void* base, int64_t start, int64_t n, int dty
     else return static_cast<const S*>(base) + start;
 }
 
-template <typename S, bool RMS, bool ADD>
+template <typename S, typename Out, bool RMS, bool ADD>
 void forward(const NormRows& p, int64_t begin, int64_t end, void* scratch) {
     using T = typename Computed<S>::type;
+    constexpr bool COPIES = sizeof(S) != sizeof(T) || (ADD && std::is_same<Out, StreamedFloat>::value);
     const int64_t n = p.width;
     T* const spare = static_cast<T*>(scratch);
+    const T *const scale = static_cast<const T*>(p.scale), *const bias = static_cast<const T*>(p.bias);
     for (int64_t r = begin; r < end; ++r) {
         const S* const x = operand<S>(spare, p.x, r * n, n, p.x_dtype);
         const S* const residual = ADD ? operand<S>(spare + n, p.residual, r * n, n, p.residual_dtype) : nullptr;
-        S* const sum = ADD ? static_cast<S*>(p.sum) + r * n : nullptr;
-        T* row = spare;
-        if constexpr (sizeof(S) == sizeof(T)) row = ADD ? sum : const_cast<S*>(x);  // read only
-        const auto statistics = statistics_of<S, RMS, ADD, T>(x, residual, sum, row, n, static_cast<T>(p.eps));
-        write_row<S, RMS, T>(static_cast<S*>(p.y) + r * n, row, static_cast<const T*>(p.scale), static_cast<const T*>(p.bias),
-                             statistics, n);
+        Out* const sum = ADD ? static_cast<Out*>(p.sum) + r * n : nullptr;
+        T* row = spare;  // x may be there too: a number is read before it is written
+        if constexpr (!COPIES) row = ADD ? reinterpret_cast<T*>(sum) : const_cast<T*>(x);  // only read from there
+        const auto statistics = statistics_of<RMS, ADD, COPIES>(x, residual, sum, row, n, static_cast<T>(p.eps));
+        (bias ? write_row<RMS, true, Out, T> : write_row<RMS, false, Out, T>)(static_cast<Out*>(p.y) + r * n, row, scale, bias, statistics, n);
         static_cast<T*>(p.rstd)[r] = statistics.rstd;
         if (!RMS) static_cast<T*>(p.mean)[r] = statistics.mean();
     }
 }
 
-// The means over a row of g = dy scale and of g h; the former only where it is used.
-template <typename S, bool RMS, typename T>
-void means_of(const S* dy, const S* x, const T* scale, const RowStatistics<T>& row, int64_t n, T* mean_g, T* mean_gh) {
-    Sums<T> of_g, of_gh;
-    across<T>(n, [&](auto lane, int64_t i, int slot) PYOPS_INLINE {
-        typename decltype(lane)::type g, a, w;
-        load(g, dy + i);
-        load(a, x + i);
-        load(w, scale + i);
-        g = g * w;
-        if (!RMS) of_g.add(g, slot);
-        of_gh.add_product(g, normalised<RMS>(a, row), slot);
-    });
-    *mean_g = RMS ? T(0) : of_g.total() / static_cast<T>(n);
-    *mean_gh = of_gh.total() / static_cast<T>(n);
-}
-
-// R rows together, so that the sums of weight and bias are fetched and put back once for all of them.
-template <typename S, bool RMS, bool MORE, int R>
+// R rows together: the sums of weight and bias are fetched and put back once for them. More than two rows at a time would be more
+// streams from memory than are fetched ahead.
+template <typename S, typename Out, bool RMS, bool MORE, int R>
 void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::type* dscale, typename Computed<S>::type* dbias) {
     using T = typename Computed<S>::type;
     const int64_t n = p.width;
@@ -113,74 +96,95 @@ void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::t
     const S* const dy = static_cast<const S*>(p.dy) + first * n;
     const S* const x = static_cast<const S*>(p.x) + first * n;
     const S* const dsum = MORE ? static_cast<const S*>(p.dsum) + first * n : nullptr;
-    S* const dx = static_cast<S*>(p.dx) + first * n;
-    RowStatistics<T> rows[R];
-    T mean_g[R], mean_gh[R];
+    Out* const dx = static_cast<Out*>(p.dx) + first * n;
+    RowGradient<T> rows[R];
+    Sums<T, 4 / R> sum_g[R], sum_gd[R];
     for (int r = 0; r < R; ++r) {
-        rows[r] = {RMS ? T(0) : static_cast<const T*>(p.mean)[first + r], T(0), static_cast<const T*>(p.rstd)[first + r]};
-        means_of<S, RMS, T>(dy + r * n, x + r * n, scale, rows[r], n, mean_g + r, mean_gh + r);
+        rows[r].mean = RMS ? T(0) : static_cast<const T*>(p.mean)[first + r];
+        rows[r].rstd = static_cast<const T*>(p.rstd)[first + r];
     }
+    across<T>(n, [&](auto lane, int64_t i, int slot) PYOPS_INLINE {
+        typename decltype(lane)::type g, d, w;
+        load(w, scale + i);
+        for (int r = 0; r < R; ++r) {
+            load(g, dy + r * n + i);
+            load(d, x + r * n + i);
+            g = g * w;
+            if (!RMS) sum_g[r].add(g, slot);
+            sum_gd[r].add_product(g, rows[r].template centred<RMS>(d), slot);
+        }
+    });
+    for (int r = 0; r < R; ++r) rows[r].finish(sum_g[r].total(), sum_gd[r].total(), static_cast<T>(n));
     across<T>(n, [&](auto lane, int64_t i, int) PYOPS_INLINE {
         using V = typename decltype(lane)::type;
         V w, weight_sum, bias_sum;
         load(w, scale + i);
         load(weight_sum, dscale + i);
         if (!RMS) load(bias_sum, dbias + i);
-#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            V g, a;
+            V g, d, more;
             load(g, dy + r * n + i);
-            load(a, x + r * n + i);
-            const V h = normalised<RMS>(a, rows[r]);
-            weight_sum = fused(g, h, weight_sum);
+            load(d, x + r * n + i);
+            d = rows[r].template centred<RMS>(d);
+            weight_sum = fused(g * V(rows[r].rstd), d, weight_sum);
             if (!RMS) bias_sum = bias_sum + g;
-            V result = norm_gradient<RMS>(g * w, h, mean_g[r], mean_gh[r], rows[r].rstd);
-            if (MORE) {
-                load(a, dsum + r * n + i);
-                result = result + a;
+            if constexpr (MORE) {
+                load(more, dsum + r * n + i);
+                store(dx + r * n + i, rows[r].template gradient<RMS>(g * w, d, more));
+            } else {
+                store(dx + r * n + i, rows[r].template gradient<RMS>(g * w, d));
             }
-            store(dx + r * n + i, result);
         }
         store(dscale + i, weight_sum);
         if (!RMS) store(dbias + i, bias_sum);
     });
 }
 
-template <typename S, bool RMS, bool MORE>
+template <typename S, typename Out, bool RMS, bool MORE>
 void backward(const NormGradient& p, int64_t begin, int64_t end, void* dscale, void* dbias) {
     using T = typename Computed<S>::type;
     int64_t r = begin;
-    for (; r + 4 <= end; r += 4) backward_rows<S, RMS, MORE, 4>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
-    for (; r < end; ++r) backward_rows<S, RMS, MORE, 1>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
+    for (; r + 2 <= end; r += 2) backward_rows<S, Out, RMS, MORE, 2>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
+    for (; r < end; ++r) backward_rows<S, Out, RMS, MORE, 1>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
 }
 
-// Calls f(S of the dtype's storage).
+// Calls f(S{}, Out{}): how the dtype's numbers stand in memory, and how results are written.
 template <typename F>
-inline PYOPS_INLINE void with_storage(int dtype, const F& f) {
-    switch (dtype) {
-        case BF16: return f(Bf16{});
-        case FP16: return f(Fp16{});
-        case FP64: return f(double{});
-        default: return f(float{});
-    }
+inline PYOPS_INLINE void with_storage(int dtype, bool streams, const F& f) {
+    if (dtype == BF16) f(Bf16{}, Bf16{});
+    else if (dtype == FP16) f(Fp16{}, Fp16{});
+    else if (dtype == FP64) f(double{}, double{});
+    else if (streams) f(float{}, StreamedFloat{});
+    else f(float{}, float{});
+}
+
+// Whether rows may be written past the caches: each must begin where a register may.
+bool aligned(const void* out, int64_t width) {
+    return reinterpret_cast<uintptr_t>(out) % sizeof(Wide<float>) == 0 && width % Wide<float>::N == 0;
 }
 
 }  // namespace
 
 void norm_rows_kernel(const NormRows& p, int64_t begin, int64_t end, void* scratch) {
-    with_storage(p.dtype, [&](auto storage) {
+    const bool streams = p.streams && aligned(p.y, p.width) && aligned(p.sum, p.width);
+    with_storage(p.dtype, streams, [&](auto storage, auto output) {
         using S = decltype(storage);
-        if (p.rms) (p.residual ? forward<S, true, true> : forward<S, true, false>)(p, begin, end, scratch);
-        else (p.residual ? forward<S, false, true> : forward<S, false, false>)(p, begin, end, scratch);
+        using Out = decltype(output);
+        if (p.rms) (p.residual ? forward<S, Out, true, true> : forward<S, Out, true, false>)(p, begin, end, scratch);
+        else (p.residual ? forward<S, Out, false, true> : forward<S, Out, false, false>)(p, begin, end, scratch);
     });
+    if (streams) fence_streams();
 }
 
 void norm_gradient_kernel(const NormGradient& p, int64_t begin, int64_t end, void* dscale, void* dbias) {
-    with_storage(p.dtype, [&](auto storage) {
+    const bool streams = p.streams && aligned(p.dx, p.width);
+    with_storage(p.dtype, streams, [&](auto storage, auto output) {
         using S = decltype(storage);
-        if (p.rms) (p.dsum ? backward<S, true, true> : backward<S, true, false>)(p, begin, end, dscale, dbias);
-        else (p.dsum ? backward<S, false, true> : backward<S, false, false>)(p, begin, end, dscale, dbias);
+        using Out = decltype(output);
+        if (p.rms) (p.dsum ? backward<S, Out, true, true> : backward<S, Out, true, false>)(p, begin, end, dscale, dbias);
+        else (p.dsum ? backward<S, Out, false, true> : backward<S, Out, false, false>)(p, begin, end, dscale, dbias);
     });
+    if (streams) fence_streams();
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -2,7 +2,7 @@
 //
 //   Wide<T>            a register of T at every instruction set: Vec of vector.h, or a vector that GCC makes of what there is
 //   across<T>(n, f)    calls f(Lane<V>{}, i, slot) for every stretch of [0, n): V = Wide<T>, and T for the rest
-//   Sums<T>            sums of such a sweep: four registers side by side, so that one addition need not wait for the last
+//   Sums<T, SLOTS>     a sum over such a sweep: up to four registers side by side, so that one addition need not wait for the last
 #pragma once
 #include "vector.h"
 
@@ -92,23 +92,41 @@ inline __attribute__((always_inline)) void across(int64_t n, const F& f) {
     for (; i < n; ++i) f(Lane<T>{}, i, 0);
 }
 
-template <typename T>
+#if defined(__AVX2__)
+inline float sum_of(__m256 a) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#if defined(__AVX512F__)
+inline float sum_of(Vec a) { return sum_of(_mm256_add_ps(_mm512_castps512_ps256(a.x), _mm512_extractf32x8_ps(a.x, 1))); }
+#else
+inline float sum_of(Vec a) { return sum_of(a.x); }
+#endif
+#endif
+template <typename T, typename Register>
+inline T sum_of(Lanes<T, Register> a) {
+    return (a.x[0] + a.x[2]) + (a.x[1] + a.x[3]);
+}
+
+template <typename T, int SLOTS = 4>
 struct Sums {
     using V = Wide<T>;
-    V wide[4] = {V(T(0)), V(T(0)), V(T(0)), V(T(0))};
+    V wide[SLOTS];
     T rest = 0;
 
-    inline __attribute__((always_inline)) void add(V x, int slot) { wide[slot] = wide[slot] + x; }
+    inline __attribute__((always_inline)) Sums() {
+        for (V& sum : wide) sum = V(T(0));
+    }
+    inline __attribute__((always_inline)) void add(V x, int slot) { wide[slot % SLOTS] = wide[slot % SLOTS] + x; }
     inline __attribute__((always_inline)) void add(T x, int) { rest += x; }
-    inline __attribute__((always_inline)) void add_product(V x, V y, int slot) { wide[slot] = fused(x, y, wide[slot]); }
+    inline __attribute__((always_inline)) void add_product(V x, V y, int slot) { wide[slot % SLOTS] = fused(x, y, wide[slot % SLOTS]); }
     inline __attribute__((always_inline)) void add_product(T x, T y, int) { rest = fused(x, y, rest); }
 
     inline __attribute__((always_inline)) T total() const {
-        T parts[V::N];
-        store(parts, (wide[0] + wide[1]) + (wide[2] + wide[3]));
-        for (int64_t half = V::N / 2; half > 0; half /= 2)
-            for (int64_t k = 0; k < half; ++k) parts[k] += parts[k + half];
-        return parts[0] + rest;
+        V sum = wide[0];
+        for (int k = 1; k < SLOTS; ++k) sum = sum + wide[k];
+        return sum_of(sum) + rest;
     }
 };
 

@@ -21,6 +21,9 @@ struct Fp16 {
 struct StreamedBf16 {
     uint16_t bits;
 };
+struct StreamedFloat {  // the same for fp32, aligned to the register
+    float value;
+};
 struct None {};
 
 #if defined(__AVX512F__)
@@ -59,6 +62,7 @@ inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
 inline Vec magnitude(Vec a) { return _mm512_abs_ps(a.x); }
 inline void load(Vec& out, const float* p) { out = _mm512_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }
+inline void store(StreamedFloat* p, Vec a) { _mm512_stream_ps(&p->value, a.x); }
 inline __m256i halves(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void load(Vec& out, const Bf16* p) {
     out = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(p)), 16));
@@ -126,6 +130,7 @@ inline Vec where_less(Vec a, Vec b, Vec x, Vec y) { return _mm256_blendv_ps(y.x,
 inline Vec magnitude(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x); }
 inline void load(Vec& out, const float* p) { out = _mm256_loadu_ps(p); }
 inline void store(float* p, Vec a) { _mm256_storeu_ps(p, a.x); }
+inline void store(StreamedFloat* p, Vec a) { _mm256_stream_ps(&p->value, a.x); }
 inline __m128i halves(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline void load(Vec& out, const Bf16* p) {
     out = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves(p)), 16));
@@ -180,6 +185,7 @@ inline void load(float& out, const float* p) { out = *p; }
 inline void load(float& out, const Bf16* p) { out = bf16_to_float(p->bits); }
 inline void load(float& out, const Fp16* p) { out = fp16_to_float(p->bits); }
 inline void store(float* p, float a) { *p = a; }
+inline void store(StreamedFloat* p, float a) { p->value = a; }
 inline void store(Bf16* p, float a) { p->bits = float_to_bf16(a); }
 inline void store(StreamedBf16* p, float a) { p->bits = float_to_bf16(a); }
 inline void store(Fp16* p, float a) { p->bits = float_to_fp16(a); }

@@ -26,14 +26,33 @@ struct RowStatistics {
 template <bool RMS, typename V, typename T>
 PYOPS_HOST_DEVICE V normalised(V x, const RowStatistics<T>& row) {
     if (RMS) return x * V(row.rstd);
-    return ((x - V(row.centre)) - V(row.shift)) * V(row.rstd);
+    return fused(x - V(row.centre), V(row.rstd), V(-row.shift * row.rstd));
 }
 
-// The gradient of a norm's input from g = dy scale, the normalised h, and the row's means of g and of g h.
-template <bool RMS, typename V, typename T>
-PYOPS_HOST_DEVICE V norm_gradient(V g, V h, T mean_g, T mean_gh, T rstd) {
-    if (RMS) return negative_fused(h, V(mean_gh), g) * V(rstd);
-    return negative_fused(h, V(mean_gh), g - V(mean_g)) * V(rstd);
-}
+// The gradient of a norm's input: rstd (g - mean(g) - h mean(g h)) with g = dy scale and h = d rstd, d = x - mean, which is
+// rstd g - d along - across, with two numbers for each row.
+template <typename T>
+struct RowGradient {
+    T mean, rstd, along, across;
+
+    // From the sums of g and of g d over the row's n elements. Products in this order stay near the size of g.
+    PYOPS_HOST_DEVICE void finish(T sum_g, T sum_gd, T n) {
+        along = sum_gd / n * rstd * rstd * rstd;
+        across = sum_g / n * rstd;
+    }
+    template <bool RMS, typename V>
+    PYOPS_HOST_DEVICE V centred(V x) const {
+        return RMS ? x : x - V(mean);
+    }
+    template <bool RMS, typename V>
+    PYOPS_HOST_DEVICE V gradient(V g, V d) const {
+        const V term = RMS ? g * V(rstd) : fused(g, V(rstd), V(-across));
+        return negative_fused(d, V(along), term);
+    }
+    template <bool RMS, typename V>
+    PYOPS_HOST_DEVICE V gradient(V g, V d, V more) const {
+        return negative_fused(d, V(along), fused(g, V(rstd), RMS ? more : more - V(across)));
+    }
+};
 
 }  // namespace pyops
