@@ -165,6 +165,21 @@ def test_sums_over_many_rows(device: torch.device):
             torch.testing.assert_close(a.double(), r, rtol=2e-6, atol=1e-2)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("width", [1024, 1000])
+def test_large_results_have_the_bits_of_small_ones(width: int, isa: str):
+    """From 2^20 elements on, results are written past the caches; a row's bits don't depend on that."""
+    x, residual, dy, ds = (torch.randn(1100, width) for _ in range(4))
+    weight, bias = torch.randn(width), torch.randn(width)
+    whole = results(ours, "layer", [x, residual, weight, bias], None, [dy, ds])[:4]
+    halves = [
+        results(ours, "layer", [x[part], residual[part], weight, bias], None, [dy[part], ds[part]])[:4]
+        for part in (slice(0, 550), slice(550, 1100))
+    ]
+    assert all(torch.equal(a, torch.cat(parts)) for a, *parts in zip(whole, *halves, strict=True))
+    assert all(a.abs().max() > 0 for a in whole)
+
+
 def test_a_large_mean_cancels_nothing(device: torch.device, isa: str):
     """Rows of 30000 +- 1: E[x^2] - E[x]^2 would have no digit left, and a mean rounded to fp32 would be off by up to 1e-3."""
     x = random(9, 300, dtype=F32, device=device, mean=30000.0)
