@@ -22,7 +22,7 @@ from pyops.offload.stores import DiskStore, HostStore, Store
 from pyops.offload.tiles import Segment, Tile, plan_tiles
 from pyops.offload.traffic import Far, Loaded, Near
 
-__all__ = ["Offloaded"]
+__all__ = ["Offloaded", "stays_with"]
 
 MASTER = "master"
 Entry = dict[str, Any]
@@ -35,8 +35,9 @@ class Offloaded:
         empty. param_groups stay as they are and may change from step to step: lr, say.
     where: "cpu" (host memory; pinned when parameters are on CUDA) or a folder on the disk to use.
     tile_bytes: states stepped at a time; a folder takes three tiles of memory. The result does not depend on it.
-    targets: for some parameters in float32, a 16-bit (say) tensor of the same shape: the parameter's values become a state,
-        named "master", its memory is given back, and the target is the rounded values after every step.
+    targets: for some parameters in float32, a 16-bit (say) tensor of the same shape: the parameter's values (or the target's,
+        where the parameter is one element, expanded) become a state, named
+        "master", its memory is given back, and the target is the rounded values after every step.
 
     nbytes: of all states. resident_bytes: of host memory that is used for them. close() gives both back.
 
@@ -70,7 +71,7 @@ class Offloaded:
         self._once: dict[tuple[int, int], Entry] = {}  # what a segment has besides tensors of its length, by its beginning
         self._written: set[int] = set()  # tiles whose regions hold something
         cuda = device.type == "cuda"
-        self._stays = _stays_with(where, device)
+        self._stays = stays_with(where, device)
         self._store: Store = (
             HostStore([] if self._stays else self.tiles, pin_memory=cuda) if where == "cpu"
             else DiskStore(self.tiles, where, pin_memory=cuda)
@@ -88,7 +89,8 @@ class Offloaded:
             raise ValueError(f"{who} clips by the norm of all gradients, which a tile does not know; clip before the step")
         for i, (parameter, target) in enumerate(zip(self.parameters, self._targets, strict=True)):
             what = f"parameter {i} of {who}, of shape {tuple(parameter.shape)}"
-            if not parameter.is_contiguous() or (target is not None and not target.is_contiguous()):
+            expanded = target is not None and _is_expanded(parameter)
+            if not (parameter.is_contiguous() or expanded) or (target is not None and not target.is_contiguous()):
                 raise ValueError(f"{what}, has strides {parameter.stride()}; expected a contiguous one, and its target too")
             if target is not None and (target.shape != parameter.shape or not parameter.is_floating_point()):
                 raise ValueError(f"the target of {what}, has shape {tuple(target.shape)}; expected the parameter's")
@@ -103,7 +105,9 @@ class Offloaded:
         for number, region in self._store.visit(self._tiles_with(self._targets), fresh=set(range(len(self.tiles)))):
             for segment in self.tiles[number].segments:
                 if MASTER in segment.fields and self._targets[segment.parameter] is not None:
-                    values = self.parameters[segment.parameter].detach().view(-1)[segment.start : segment.stop]
+                    whole: Any = self.parameters[segment.parameter].detach()
+                    whole = self._targets[segment.parameter] if _is_expanded(whole) else whole
+                    values = whole.view(-1)[segment.start : segment.stop]
                     segment.fields[MASTER].view(region, segment.numel).copy_(values)
             self._written.add(number)
         for parameter in self.parameters:
@@ -120,14 +124,17 @@ class Offloaded:
     # ------------------------------------------------------------------------------------------------ stepping
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, gradients: Mapping[nn.Parameter, Tensor] | None = None, factor: Tensor | None = None) -> None:
         """One step of every parameter that has a gradient. Gradients are left as the optimizer leaves them.
 
-        The optimizer's hooks of steps run once per tile.
+        gradients: by parameter, in any floating dtype, instead of those in `.grad`; not where states stay in place. factor:
+        what gradients are multiplied by. The optimizer's hooks of steps run once per tile.
         """
         if self._stays:
             return self._step_in_place()
-        turns = self._tiles_with([p.grad for p in self.parameters])
+        found = [p.grad for p in self.parameters] if gradients is None else [gradients.get(p) for p in self.parameters]
+        self._traffic.gradients, self._factor = found, factor
+        turns = self._tiles_with(found)
         fresh = {number for number in turns if number not in self._written}
         traffic, coming = self._traffic, None
         for turn, (number, region) in enumerate(self._store.visit(turns, fresh=fresh)):
@@ -137,6 +144,7 @@ class Offloaded:
             self._step_tile([each for each in loaded if each.gradient is not None], region)
             self._written.add(number)
         traffic.finish()
+        traffic.gradients = []
 
     def _step_in_place(self) -> None:
         type(self.optimizer).step(self.optimizer)
@@ -156,6 +164,8 @@ class Offloaded:
             piece = nn.Parameter(values)
             assert each.gradient is not None
             piece.grad = each.gradient.to(piece.dtype)
+            if self._factor is not None:
+                piece.grad = piece.grad * self._factor.to(piece.grad.device, torch.promote_types(piece.dtype, torch.float32))
             once = self._once.get((segment.parameter, segment.start))
             if once is not None:
                 state[piece] = once | self._views(each, region)
@@ -283,7 +293,11 @@ class Offloaded:
         self._store.close()
 
 
-def _stays_with(where: str, device: torch.device) -> bool:
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
+
+
+def stays_with(where: str, device: torch.device) -> bool:
     """Whether the states are where they should be anyway."""
     return where == "cpu" and device.type == "cpu"
 

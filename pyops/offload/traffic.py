@@ -28,10 +28,12 @@ class Loaded(NamedTuple):
 
 
 class Near:
-    """Parameters in host memory. targets[i]: where parameter i's values are rounded to, when they are a state; else None."""
+    """Parameters in host memory. targets[i]: where parameter i's values are rounded to, when they are a state; else None.
+    gradients[i]: of the step that is under way."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor | None]) -> None:
         self.parameters, self.targets = parameters, targets
+        self.gradients: Sequence[Tensor | None] = []
 
     def fetch(self, segments: Sequence[Segment]) -> list[Loaded]:
         """Begin to bring the segments' tensors to the host."""
@@ -51,10 +53,11 @@ class Near:
 
     def _sources(self, segment: Segment) -> tuple[Tensor | None, Tensor | None]:
         parameter, place = self.parameters[segment.parameter], slice(segment.start, segment.stop)
-        if parameter.grad is None:  # it stays as it is, and may have no memory now
+        gradient = self.gradients[segment.parameter]
+        if gradient is None:  # the parameter stays as it is, and may have no memory now
             return None, None
         values = None if self.targets[segment.parameter] is not None else parameter.detach().view(-1)[place]
-        return values, parameter.grad.view(-1)[place]
+        return values, gradient.view(-1)[place]
 
 
 class Far(Near):

@@ -12,6 +12,8 @@
 | parameters.py | parameters in flat buffers |
 | gradients.py | buckets of gradients, reduce-scattered during backward |
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
+| delayed.py | updates on a thread, one step late |
+| told.py | what the ranks tell each other before a step |
 | saving.py | state by parameter name, as ranges of flattened tensors |
 | units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
 | wire.py | few bits on the wire, and gathers within a small group: ZeRO++ |

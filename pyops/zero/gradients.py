@@ -63,6 +63,11 @@ class GradientBucket:
         itemsize = torch.empty(0, dtype=self.flat.dtype).element_size()
         return (self.numel if self._memory is not None else chunk) * itemsize
 
+    @property
+    def reused(self) -> bool:
+        """Whether the next backward's gradient will lie where this one does."""
+        return self._memory is not None
+
     def _allocate(self) -> Tensor:
         whole = torch.empty(self.numel, dtype=self.flat.dtype, device=self.flat.device)
         for gap in self._padding:

@@ -27,11 +27,12 @@ def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients) -> dict[str
     shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
     parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
     states: list[Any] = [value for entries in owned.optimizer.state.values() for value in entries.values()]
-    masters = [each.parameter for each in owned.all_pieces() if each.target is not None]
+    pieces = owned.all_pieces()
+    masters = [each.parameter for each in pieces if each.target is not None] + [each.result for each in pieces]
     kept = _storages([*states, *masters])
     of_gradients = sum(bucket.kept_bytes for bucket in gradients.buckets)
     if owned.offloaded is not None:
-        kept = {0: owned.offloaded.resident_bytes}
+        kept = {0: owned.offloaded.resident_bytes, **_storages(each.result for each in pieces)}
     return {
         "parameters": sum(parameters.values()), "gradients": of_gradients,
         "states": sum(size for address, size in kept.items() if address not in parameters),

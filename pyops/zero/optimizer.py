@@ -8,8 +8,6 @@ Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054: stages 1, 2 and 3 are its P
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,11 +20,10 @@ from pyops.comm.agreement import agree
 from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
-from pyops.comm.failure import DisagreementError
-from pyops.optim.clip import EPSILON
 from pyops.zero.agreement import check_same_model, check_same_options
 from pyops.zero.arriving import Arriving
 from pyops.zero.checks import check_arguments, param_groups_of
+from pyops.zero.delayed import Delayed, check_delayed
 from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
@@ -36,13 +33,13 @@ from pyops.zero.owned import Coming, Owned
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
 from pyops.zero.stored import in_memory
 from pyops.zero.tensor_parallel import TensorParallel
+from pyops.zero.told import Told, tell
 from pyops.zero.units import IsUnit
 from pyops.zero.wire import check_wire, wire_of
 
 __all__ = ["ZeroOptimizer"]
 
 Group = dict[str, Any]
-ERRORS, PENDING, OPTIONS, OPTIONS_SQUARED, SQUARES, NONFINITE, USED = range(7)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -57,11 +54,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage 3 with the parameters.
     params: as for any optimizer (parameters of the model, or groups with options); None: all that require gradients.
     bucket_bytes: how much is reduced, and gathered, at a time. tile_bytes: how much of offloaded states is stepped at a time; a
-    folder takes three times as much memory. max_grad_norm: clip the gradients of all ranks, all groups
-    together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes
-    nothing. overlap: communicate while backward computes; "forward": gather parameters while the next forward computes, too:
-    after step() look at them within forward, `whole_parameters` and state_dict()s only. op: "mean", or "sum" for a loss that
-    is already divided by the global number of samples.
+    folder takes three times as much memory. delayed_update: with offload, apply a step's gradients on a thread while the next
+    step computes, and have the result in the model one step late; from the beginning, or after a number of steps, 40 say.
+    `finish_update()` at the end. max_grad_norm: clip the gradients of all ranks, all groups together, to this 2-norm;
+    `grad_norm` then is the norm before, and a step whose gradients hold an inf or a nan changes nothing. overlap: communicate
+    while backward computes; "forward": gather parameters while the next forward computes, too: after step() look at them within
+    forward, `whole_parameters` and state_dict()s only. op: "mean", or "sum" for a loss that is already divided by the global
+    number of samples.
 
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between backward and step, `.grad` of
     the parameters is None: the reduced gradient of this rank's part is within. step() uses the gradients up. Within
@@ -94,9 +93,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
         group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
         params: Iterable[Any] | None = None, offload: str | None = None, bucket_bytes: int = 25 << 20,
-        tile_bytes: int = 32 << 20, max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
-        units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
-        device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
+        tile_bytes: int = 32 << 20, delayed_update: bool | int = False, max_grad_norm: float | None = None,
+        overlap: bool | str = True, op: str = "mean", units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0,
+        initialise: Initialise | None = None, device: torch.device | str | None = None,
+        gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
         secondary_group: dist.ProcessGroup | None = None, **optimizer_arguments: Any,
     ) -> None:  # fmt: skip
         error: Exception | None = None
@@ -106,6 +106,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
                 overlap=overlap, group=group, offload=offload, optimizer_arguments=optimizer_arguments,
             )  # fmt: skip
+            check_delayed(delayed_update, stage=stage, offload=offload)
             check_wire(stage=stage, gather_codec=gather_codec, reduce_codec=reduce_codec, secondary_group=secondary_group)
             check_initialise(model, initialise)
             groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload)
@@ -120,6 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
             "overlap": overlap, "max_grad_norm": max_grad_norm, "whole_below": whole_below,
             "optimizer_arguments": optimizer_arguments, "gather_codec": gather_codec, "reduce_codec": reduce_codec,
+            "delayed_update": delayed_update,
             "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
         }  # fmt: skip
         check_same_options(options, group=group)
@@ -133,17 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
         folder = None if stage < 3 or offload == "cpu" else offload
         self._lay_out(groups, Place(rank, ranks, device_for(model, device), group, initialise, folder), units, whole_below)
-        try:
-            self.owned = Owned(
-                self.flats, groups, optimizer_class, optimizer_arguments, offload=offload, tile_bytes=tile_bytes,
-                placements=self._placements,
-            )  # fmt: skip
-        except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
-            error = caught
-        agree(error, group=group)
-        for key in ("reduce_norms", "reduce_sums"):
-            if self.communicator is not None and hasattr(self.owned.optimizer, key):
-                setattr(self.owned.optimizer, key, self._sum_over_ranks)
+        self._own(groups, optimizer_class, optimizer_arguments, offload, tile_bytes, delayed_update)
         self._built = False
         super().__init__(groups, self.owned.optimizer.defaults)
         self._built = True
@@ -167,6 +159,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gathering = Gathering(
             layout.units, self.communicator, overlap=self.overlap, reduce=self._reduce_unit, wire=self.wire
         )
+
+    def _own(
+        self, groups: list[Group], optimizer_class: type[torch.optim.Optimizer], arguments: Group, offload: str | None,
+        tile_bytes: int, delayed_update: bool | int,
+    ) -> None:  # fmt: skip
+        """The ordinary optimizer over this rank's pieces."""
+        error: Exception | None = None
+        late = delayed_update is not False
+        try:
+            self.owned = Owned(
+                self.flats, groups, optimizer_class, arguments, offload=offload, tile_bytes=tile_bytes,
+                placements=self._placements, delayed=late, portion_bytes=self.bucket_bytes,
+            )  # fmt: skip
+        except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
+            error = caught
+        agree(error, group=self.group)
+        for key in ("reduce_norms", "reduce_sums"):
+            if self.communicator is not None and hasattr(self.owned.optimizer, key):
+                setattr(self.owned.optimizer, key, self._sum_over_ranks)
+        self.delayed = Delayed(self.owned, after=0 if delayed_update is True else int(delayed_update)) if late else None
 
     def _reduce_unit(self, unit: Unit) -> None:
         for flat in unit.flats:
@@ -213,90 +225,67 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.arriving.wait()
+        if self.delayed is not None:
+            self.delayed.wait()
         self.owned.take_gradients(self.gradients, set())
-        told = self._exchange()
-        if told[PENDING]:  # backwards within no_sync() that none outside followed, on some rank
+        told = self._tell()
+        if told.pending:  # backwards within no_sync() that none outside followed, on some rank
             self.gradients.flush()
             self.owned.take_gradients(self.gradients, set())
-            told = self._exchange()
+            told = self._tell()
         if self.tensor_parallel is not None:
             self.tensor_parallel.finish(self.owned.all_pieces(), self.gradients)
             if self._measures:  # what was told was measured before
-                told = self._exchange()
-        self.owned.take_gradients(self.gradients, self._unused(told))
-        factor, skip = self._factor(told)
+                told = self._tell()
+        self.owned.take_gradients(self.gradients, told.unused(self.flats))
+        scale = getattr(self, "grad_scale", None)
+        if self.max_grad_norm is not None:
+            self.grad_norm = torch.tensor(told.norm(scale), dtype=torch.float32, device=told.device)
+        factor, skip = told.factor(scale=scale, max_grad_norm=self.max_grad_norm)
         self.gathering.release_all()  # what is whole holds the old values
-        if not skip:
-            self.owned.step(self.param_groups, factor=factor)
-            if self.communicator is not None:
-                self.arriving.start(self.communicator, async_op=self.overlap)
+        self._update(factor, skip=skip)
         self.gradients.clear()
         return loss
 
-    def _exchange(self) -> list[float]:
-        """The sums over ranks that a step needs, in one message; DisagreementError where the ranks' options differ."""
-        device = self.flats[0].device
-        comm, gradients = self.communicator, self.gradients
-        told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
-        crc = float(zlib.crc32(repr(self._options()).encode()) & 0xFFFF)
-        told[PENDING] = float(any(bucket.whole is not None for bucket in gradients.buckets))
-        told[OPTIONS], told[OPTIONS_SQUARED] = crc, crc * crc
-        if self._measures:
-            told[SQUARES : NONFINITE + 1] = self.owned.squared_norm(device)
-            if comm is not None and self.stage == 0:  # every rank has measured everything
-                told[SQUARES : NONFINITE + 1] /= comm.size
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            told[NONFINITE] += float(found_inf)
-        told[USED:] = torch.frombuffer(gradients.used, dtype=torch.uint8).to(device)
-        ranks = 1 if comm is None else comm.size
-        if comm is not None:
-            all_reduce(told, communicator=comm, label="what to step")
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.sum(told)
-            ranks *= self.tensor_parallel.communicator.size
-        found: list[float] = told.tolist()
-        if found[OPTIONS_SQUARED] * ranks != found[OPTIONS] ** 2:
-            raise DisagreementError(
-                f"ZeroOptimizer: the ranks would step with different options; on this rank {self._options()}; set the same lr "
-                "and other options on every rank"
-            )
-        return found
+    def _update(self, factor: Tensor | None, *, skip: bool) -> None:
+        late = self.delayed is not None and self.delayed.active
+        if not late:
+            if skip:
+                return
+            self.owned.prepare(self.param_groups)
+            self.owned.step(factor=factor)
+        self._publish()
+        if self.delayed is not None and not skip:
+            self.delayed.steps += 1
+            if late:
+                self.owned.prepare(self.param_groups)
+                reused = [any(b.reused for b in of_flat) for of_flat in self.gradients.of_flat]
+                self.delayed.start(factor, reused=reused)
 
-    def _options(self) -> list[Group]:
-        return [
-            {
-                key: value.tolist() if isinstance(value, Tensor) else value
-                for key, value in sorted(group.items())
-                if key != "params"
-            }
-            for group in self.param_groups
-        ]
+    def _publish(self) -> None:
+        """The results of the last step into the model, on all ranks."""
+        self.owned.publish()
+        if self.communicator is not None:
+            self.arriving.start(self.communicator, async_op=self.overlap)
+
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Put a delayed update into the model now: at the end of training, say. A collective; without delays nothing to do."""
+        if self.delayed is not None:
+            self.arriving.wait()
+            self.delayed.wait()
+            self.gathering.release_all()
+            self._publish()
+
+    def _tell(self) -> Told:
+        return tell(
+            self.owned, self.gradients, self.param_groups, communicator=self.communicator, measures=self._measures,
+            shared=self.stage > 0, found_inf=getattr(self, "found_inf", None), tensor_parallel=self.tensor_parallel,
+        )  # fmt: skip
 
     @property
     def _measures(self) -> bool:
         return self.max_grad_norm is not None or getattr(self, "grad_scale", None) is not None
-
-    def _unused(self, told: list[float]) -> set[tuple[int, int]]:
-        """The parameters, as (number of the buffer, number within), that got a gradient on no rank."""
-        places = ((f, i) for f, flat in enumerate(self.flats) for i in range(len(flat.parameters)))
-        return {place for place, used in zip(places, told[USED:], strict=True) if not used}
-
-    def _factor(self, told: list[float]) -> tuple[Tensor | None, bool]:
-        """(what to multiply gradients by, whether to skip the step), from the sums over ranks."""
-        scale = getattr(self, "grad_scale", None)
-        inverse = 1.0 if scale is None else 1.0 / float(scale)
-        factor = inverse
-        if self.max_grad_norm is not None:
-            norm = math.sqrt(told[SQUARES]) * inverse if told[SQUARES] >= 0 else math.nan
-            self.grad_norm = torch.tensor(norm, dtype=torch.float32, device=self.flats[0].device)
-            factor = inverse * min(1.0, self.max_grad_norm / (norm + EPSILON)) if math.isfinite(norm) else inverse
-            if not math.isfinite(norm):
-                return None, True
-        if told[NONFINITE]:
-            return None, True
-        device = self.flats[0].device
-        return (None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=device)), False
 
     def _sum_over_ranks(self, norms: Tensor) -> Tensor:
         if self.stage:
@@ -311,8 +300,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Each rank's own part, sharing memory with the states in use, and read from a folder when it is used;
         `pyops.checkpoint.save` writes all ranks' as one.
         """
+        if self.delayed is not None:
+            self.delayed.wait()
         replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
-        return collect(self.owned, self.param_groups, self._names, replica=replica)
+        found = collect(self.owned, self.param_groups, self._names, replica=replica)
+        return found if self.delayed is None else found | {"steps": self.delayed.steps}
 
     def memory(self) -> dict[str, int]:
         """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
@@ -335,6 +327,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def refresh_masters(self) -> None:
         """Set every float32 master to its parameter: call it after loading weights into the model."""
+        if self.delayed is not None:
+            self.delayed.wait()
         self.owned.refresh_masters()
 
     def model_state_dict(self) -> Group:
@@ -376,5 +370,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         agree(error, group=self.group)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        if self.delayed is not None:
+            self.delayed.wait()
+            self.delayed.steps = int(state_dict.get("steps", 0))
         self.owned.load(coming, self.param_groups)
+        if self.delayed is None and self.communicator is not None:
+            self.arriving.start(self.communicator, async_op=self.overlap)  # a state may be ahead of the model it came with
         self.state = self.owned.optimizer.state

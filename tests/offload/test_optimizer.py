@@ -43,7 +43,7 @@ CASES: list[tuple[Any, dict[str, Any], torch.dtype]] = [
 def where(request, tmp_path, monkeypatch):
     """A folder; "cpu" as it is; and "cpu" with tiles, as parameters on a GPU have it."""
     if request.param == "host tiles":
-        monkeypatch.setattr(offload_optimizer, "_stays_with", lambda where, device: False)
+        monkeypatch.setattr(offload_optimizer, "stays_with", lambda where, device: False)
     return str(tmp_path) if request.param == "file" else "cpu"
 
 
