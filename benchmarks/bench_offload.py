@@ -26,7 +26,7 @@ from benchmarks.harness import Case, Row, format_row, run_cases
 from pyops.offload import Offloaded
 from pyops.optim import AdamW
 
-__all__ = ["cases", "limited_memory", "run"]
+__all__ = ["cases", "limited_memory", "run", "trained_in_limited_memory"]
 
 MI = 1 << 20
 STATES = 12  # bytes per bf16 parameter of AdamW with a master
@@ -174,6 +174,78 @@ def limited_memory(folder: str, *, limit: int = LIMIT, mib: int = BEYOND) -> Row
     }  # fmt: skip
 
 
+TRAINED = """
+[model]
+num_layers = 7
+dim = 2048
+num_heads = 16
+hidden = 8448
+sequence_length = 64
+bias = false
+[optimizer]
+warmup_steps = 2
+lr = 1e-4
+[precision]
+dtype = "bf16"
+[zero]
+stage = 1
+[recompute]
+modules = ["blocks.*"]
+[train]
+steps = 3
+batch = 1
+validation_sequences = 1
+sample_tokens = 0
+keep = 1
+"""
+TRAIN = """
+import resource, sys
+limit = int(sys.argv[1]) << 20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+from pyops.cli import main
+code = main(sys.argv[2:])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+sys.exit(code)
+"""
+
+
+def trained_in_limited_memory(folder: str, *, limit: int = LIMIT, config: str = TRAINED) -> Row:
+    """The row of `pyops train` of a GPT whose states take more than the process may have, saved, resumed for two more steps."""
+    from benchmarks import harness, machine
+    from pyops.metrics import read_rows
+
+    root = Path(__file__).resolve().parent.parent
+    file = Path(folder, "config.toml")
+    file.write_text(config)
+    given = [
+        "train", str(file), "--set", "name=limited", "--set", f"train.folder={folder}", "--set", f"zero.offload={folder}",
+        "--set", f"data.cache={folder}", "--set", "data.max_bytes=200000",
+    ]  # fmt: skip
+    peaks = []
+    for more in ([], ["--resume", "--set", "train.steps=5"]):
+        done = subprocess.run(
+            [sys.executable, "-c", TRAIN, str(limit), *given, *more],
+            capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        )  # fmt: skip
+        if done.returncode:
+            raise AssertionError(f"training within {limit} MiB ended with\n{done.stderr[-2000:]}")
+        peaks.append(int(done.stdout.split()[-1]))
+    rows = read_rows(Path(folder, "limited", "metrics.jsonl"))
+    if len(rows) != 5 or any(row["grad_norm"] is None for row in rows) or rows[0]["loss"] == rows[-1]["loss"]:
+        raise AssertionError(f"expected five steps, the last two after a checkpoint: {rows}")
+    tokens = 64
+    saved = json.loads(next(Path(folder, "limited", "checkpoints").glob("step-*/manifest.json")).read_text())
+    device = torch.device("cpu")
+    return {
+        "bench": "offload", "case": f"pyops train with states in a folder, process limited to {limit} MiB", "device": "cpu",
+        "us": {"pyops": harness.quantiles([tokens / row["tokens_per_s"] for row in rows[1:]])}, "speedup": {},
+        "max_error": None, "rounds": len(rows) - 1, "peak_bytes": max(peaks),
+        "checkpoint_bytes": sum(each["bytes"] for each in saved["files"].values()),
+        "machine": machine.describe(device), "versions": machine.versions(), "commit": machine.commit(),
+        "date": harness.datetime.now(harness.timezone.utc).strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
 def cases(folder: str, device: torch.device) -> list[tuple[str, Callable[[], tuple[Case, Callable[[], None]]]]]:
     """(name, maker of a case and of what ends it)."""
     return [
@@ -196,6 +268,7 @@ def run(options: Options) -> list[Row]:
                 rows += run_cases([case], rounds=rounds, sample_seconds=0.05)
                 end()
         if options.only is None or options.only in "limited":
-            rows.append(limited_memory(folder))
-            print(format_row(rows[-1]), flush=True)
+            for make_row in (limited_memory, trained_in_limited_memory):
+                rows.append(make_row(folder))
+                print(format_row(rows[-1]), flush=True)
     return rows
