@@ -43,11 +43,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
-    """y = act(x + bias), of x's shape and dtype; bias [F] for x [..., F], of x's dtype.
+    """y = act(x + bias), of x's shape and dtype; bias [F] for x [..., F], of x's dtype (cast to it under autocast).
 
     Moves 2 elements forward and 3 backward for each of x; saves x itself. Plain torch moves 4 and 4 and saves x + bias.
     Raises ValueError for an unknown activation, a bias of another size, or a dtype that is not of fp32, bf16, fp16, fp64.
     """
+    bias = _under_autocast(x, bias)
     _check("bias_activation", x, bias, activation)
     return torch.ops.pyops.bias_activation.default(x, bias, activation=activation)
 
@@ -58,10 +59,16 @@ def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu
     Per element of y: moves 3 elements forward and 5 backward; saves x itself. Plain torch: 9 and 13 with a bias, and saves two
     more tensors of y's size. Raises ValueError as `bias_activation` does, and for an odd last dimension.
     """
+    bias = _under_autocast(x, bias)
     _check("bias_gated", x, bias, activation)
     if x.shape[-1] % 2:
         raise ValueError(f"bias_gated takes gate | up in the last dimension, so its size is even; got x of {tuple(x.shape)}")
     return torch.ops.pyops.bias_gated.default(x, bias, activation=activation)
+
+
+def _under_autocast(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Autocast leaves parameters in fp32 beside 16-bit products: the bias is cast, as torch's linear does."""
+    return bias.to(x.dtype) if bias is not None and torch.is_autocast_enabled(x.device.type) else bias
 
 
 def _check(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
