@@ -35,19 +35,16 @@ def bias_dropout_add(
 ) -> Tensor:
     """residual + keep / (1 - p) * (x + bias), of x's shape and dtype; without dropout when `p` is 0 or `state` None.
 
-    x [..., F], bias [F], residual as x, all of one dtype, or promoted to one under autocast; state int64 [2]: key, and global index of x's first element.
-    Moves 3 elements forward and 2 backward for each of x (the residual's gradient is dy itself); saves `state` alone. Plain
-    torch moves 8 and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p outside [0, 1], or another
-    shape or dtype.
+    x [..., F], bias [F], residual as x, all of one dtype, or promoted to one under autocast; state int64 [2]: key, and global
+    index of x's first element. Moves 3 elements forward and 2 backward for each of x (the residual's gradient is dy itself);
+    saves `state` alone. Plain torch moves 8 and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p
+    outside [0, 1], or another shape or dtype.
     """
     _check("bias_dropout_add", x, p, state)
     if torch.is_autocast_enabled(x.device.type):  # as torch's own additions, to the wider of x and the residual
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        x, bias, residual = (
-            x.to(dtype),
-            bias if bias is None else bias.to(dtype),
-            residual if residual is None else residual.to(dtype),
-        )
+        x = x.to(dtype)
+        bias, residual = (t if t is None else t.to(dtype) for t in (bias, residual))
     if bias is not None and (tuple(bias.shape) != tuple(x.shape[-1:]) or bias.dtype != x.dtype):
         raise ValueError(f"bias_dropout_add: bias must be [{x.shape[-1] if x.dim() else ''}] {x.dtype}, as x's last dimension; "
                          f"got {list(bias.shape)} {bias.dtype}")  # fmt: skip
