@@ -36,8 +36,8 @@ def main() -> None:
             die(marker)
         return inner_step(self, stop=stop)
 
-    def start(self: Gathering, unit: Any) -> None:
-        inner_need(self, unit)
+    def start(self: Gathering, unit: Any, **kwargs: Any) -> None:
+        inner_need(self, unit, **kwargs)
         if where == "gather" and now["step"] == step:
             die(marker)
 
