@@ -2,6 +2,7 @@
 #include <string>
 #include <tuple>
 
+#include "../math/activation.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 
@@ -23,7 +24,7 @@ struct Layer {
     WideBias bias;
 
     Layer(const Tensor& given, const Bias& b, const std::string& activation, bool gated, const char* op)
-        : x(torch::stable::contiguous(given)), rows(0), width(check(given, b, gated, op)), bias(b, width, dtype_code(given)) {
+        : x(dense(given)), rows(0), width(check(given, b, gated, op)), bias(b, width, dtype_code(given)) {
         rows = width ? x.numel() / width : 0;
         span.x = x.data_ptr();
         span.bias = bias.data();
@@ -47,7 +48,7 @@ Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation,
     Layer layer(x, bias, activation, gated, op);
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
     shape.back() = layer.span.columns;
-    Tensor y = torch::stable::new_empty(layer.x, shape);
+    Tensor y = in_huge_pages(torch::stable::new_empty(layer.x, shape));
     if (y.numel() == 0) return y;
     layer.span.out = y.data_ptr();
     const Kernels& kernel = kernels();
@@ -58,10 +59,10 @@ Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation,
 std::tuple<Tensor, Tensor> backward(const Tensor& given, const Tensor& x, const Bias& bias, const std::string& activation,
                                     bool bias_grad, bool gated, const char* op) {
     Layer layer(x, bias, activation, gated, op);
-    const Tensor dy = torch::stable::contiguous(given);
+    const Tensor dy = dense(given);
     require(dtype_code(dy) == layer.span.dtype && dy.numel() == layer.rows * layer.span.columns && dy.is_cpu(), "pyops::", op,
             ": dy must be of x's dtype and y's shape, got shape ", Shape{given});
-    Tensor dx = torch::stable::empty_like(layer.x);
+    Tensor dx = in_huge_pages(torch::stable::empty_like(layer.x));
     const std::vector<int64_t> shape = {bias_grad ? layer.width : 0};
     Tensor dbias = torch::stable::new_empty(layer.x, shape);
     RowSums sums(layer.rows, layer.width, bias_grad);

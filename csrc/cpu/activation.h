@@ -1,6 +1,5 @@
 // What the kernels of bias_activation and bias_gated are told: matrices of one dtype, and the bias in fp32.
 #pragma once
-#include "../math/activation.h"
 #include "row_tile.h"
 
 namespace pyops {
@@ -10,7 +9,7 @@ struct ActivationSpan {
     void* out;         // y, or dx
     const void* bias;  // fp32 (float64 for float64), zeros where there is none; gated: of gate, then of up
     int64_t columns;   // of y and dy; gated: x and dx have twice as many, gate | up
-    int dtype, activation;
+    int dtype, activation;  // activation: a code of math/activation.h
     bool gated;
 };
 

@@ -1,5 +1,7 @@
 // Bias and activation, plain and gated, forward and backward: everything between one load and one store stays in registers.
 #include "activation.h"
+
+#include "../math/activation.h"
 #include "row_sums.h"
 
 namespace pyops::PYOPS_ISA {
@@ -67,9 +69,9 @@ void gated_backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Rea
 
 void activation_forward_kernel(const ActivationSpan& span, int64_t begin, int64_t end) {
     const int64_t columns = span.columns;
-    with_activation(span.activation, [&](auto act) {
-        with_storage(span.dtype, [&](auto storage) {
-            using S = typename decltype(storage)::type;
+    with_storage(span.dtype, [&](auto storage) {
+        using S = typename decltype(storage)::type;
+        with_activation<(sizeof(S) > 2)>(span.activation, [&](auto act) {
             const S* const x = static_cast<const S*>(span.x);
             const Real<S>* const bias = static_cast<const Real<S>*>(span.bias);
             for (int64_t i = begin; i < end;) {
@@ -85,9 +87,9 @@ void activation_forward_kernel(const ActivationSpan& span, int64_t begin, int64_
 
 void activation_backward_kernel(const ActivationSpan& span, const RowTile& tile, double* sums) {
     const int64_t columns = span.columns, n = tile.end - tile.begin;
-    with_activation(span.activation, [&](auto act) {
-        with_storage(span.dtype, [&](auto storage) {
-            using S = typename decltype(storage)::type;
+    with_storage(span.dtype, [&](auto storage) {
+        using S = typename decltype(storage)::type;
+        with_activation<true>(span.activation, [&](auto act) {  // GELU's slope has a zero, near which only absolute errors count
             using W = Real<S>;
             const S *const x = static_cast<const S*>(span.x), *const dy = static_cast<const S*>(span.dy);
             const W* const bias = static_cast<const W*>(span.bias) + tile.begin;
@@ -95,7 +97,8 @@ void activation_backward_kernel(const ActivationSpan& span, const RowTile& tile,
             W total[2 * SUM_COLUMNS];
             for (int64_t start = tile.first; start < tile.last; start += SUM_ROWS) {
                 const int64_t stop = tile.last - start < SUM_ROWS ? tile.last : start + SUM_ROWS;
-                memset(total, 0, sizeof total);
+                memset(total, 0, static_cast<size_t>(n) * sizeof(W));
+                if (span.gated) memset(total + SUM_COLUMNS, 0, static_cast<size_t>(n) * sizeof(W));
                 for (int64_t row = start; row < stop; ++row) {
                     const int64_t from = row * columns + tile.begin, wide = 2 * row * columns + tile.begin;
                     if (span.gated) gated_backward_row(dx + wide, dy + from, x + wide, bias, total, columns, n, act);

@@ -35,7 +35,7 @@ int64_t last_size(const Tensor& x) { return x.dim() ? x.sizes()[static_cast<size
 Tensor bias_dropout_add(const Tensor given, const Bias bias, const Bias residual, const Bias state, double p) {
     const char* const op = "bias_dropout_add";
     Stream stream(given, state, p, op);
-    const Tensor x = torch::stable::contiguous(given);
+    const Tensor x = dense(given);
     stream.span.columns = last_size(x);
     WideBias::check(bias, x, stream.span.columns, op);
     const WideBias wide(bias, stream.span.columns, stream.span.dtype, false);
@@ -45,10 +45,10 @@ Tensor bias_dropout_add(const Tensor given, const Bias bias, const Bias residual
         require(dtype_code(*residual) == stream.span.dtype && residual->is_cpu() && sizes.size() == own.size() &&
                     std::equal(own.begin(), own.end(), sizes.begin()),
                 "pyops::", op, ": residual must be as x, ", Shape{x}, ", of its dtype and device, got ", Shape{*residual});
-        added = torch::stable::contiguous(*residual);
+        added = dense(*residual);
         stream.span.residual = added->data_ptr();
     }
-    Tensor out = torch::stable::empty_like(x);
+    Tensor out = in_huge_pages(torch::stable::empty_like(x));
     stream.span.x = x.data_ptr();
     stream.span.bias = wide.data();
     stream.span.out = out.data_ptr();
@@ -61,10 +61,10 @@ Tensor bias_dropout_add(const Tensor given, const Bias bias, const Bias residual
 
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor given, const Bias state, double p, bool bias_grad) {
     Stream stream(given, state, p, "bias_dropout_add_backward");
-    const Tensor dy = torch::stable::contiguous(given);
+    const Tensor dy = dense(given);
     const int64_t columns = last_size(dy), rows = columns ? dy.numel() / columns : 0;
     const std::vector<int64_t> none = {0}, one = {bias_grad ? columns : 0};
-    Tensor dx = stream.span.drops ? torch::stable::empty_like(dy) : torch::stable::new_empty(dy, none);
+    Tensor dx = stream.span.drops ? in_huge_pages(torch::stable::empty_like(dy)) : torch::stable::new_empty(dy, none);
     Tensor dbias = torch::stable::new_empty(dy, one);
     stream.span.x = dy.data_ptr();
     stream.span.out = stream.span.drops ? dx.data_ptr() : nullptr;
@@ -82,8 +82,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor given, const B
 Tensor dropout(const Tensor given, const Tensor state, double p, int64_t row, int64_t row_stride) {
     Stream stream(given, state, p, "dropout");
     require(row >= 1 && row_stride >= 0, "pyops::dropout: need row >= 1 and row_stride >= 0; got ", row, ", ", row_stride);
-    const Tensor x = torch::stable::contiguous(given);
-    Tensor out = torch::stable::empty_like(x);
+    const Tensor x = dense(given);
+    Tensor out = in_huge_pages(torch::stable::empty_like(x));
     stream.span.x = x.data_ptr();
     stream.span.out = out.data_ptr();
     const Kernels& kernel = kernels();

@@ -93,7 +93,7 @@ void backward(const DropoutSpan& span, const RowTile& tile, uint64_t offset, dou
     W factor[SUM_COLUMNS], total[SUM_COLUMNS];
     for (int64_t start = tile.first; start < tile.last; start += SUM_ROWS) {
         const int64_t stop = tile.last - start < SUM_ROWS ? tile.last : start + SUM_ROWS;
-        memset(total, 0, sizeof total);
+        memset(total, 0, static_cast<size_t>(n) * sizeof(W));
         for (int64_t row = start; row < stop; ++row) {
             const int64_t at = row * span.columns + tile.begin;
             factors_of(factor, n, span, offset + static_cast<uint64_t>(at));

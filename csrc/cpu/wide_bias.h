@@ -1,7 +1,7 @@
 // A bias as the kernels want it: contiguous fp32 (float64 for float64); zeros where there is none, if the kernel wants them.
 #pragma once
 #include "kernels.h"
-#include "table.h"
+#include "layer_tensors.h"
 
 namespace pyops {
 
@@ -11,7 +11,7 @@ class WideBias {
 public:
     WideBias(const Bias& bias, int64_t columns, int dtype, bool zeros_for_none = true) {
         if (bias && (dtype == FP32 || dtype == FP64)) {
-            kept_ = torch::stable::contiguous(*bias);
+            kept_ = dense(*bias);
             data_ = kept_->data_ptr();
             return;
         }
@@ -19,7 +19,7 @@ public:
         storage_.assign(static_cast<size_t>(columns) * (dtype == FP64 ? 2 : 1), 0.0f);
         data_ = storage_.data();
         if (!bias || !columns) return;
-        kept_ = torch::stable::contiguous(*bias);
+        kept_ = dense(*bias);
         kernels().scale_cast(storage_.data(), kept_->data_ptr(), columns, FP32, dtype, 1.0);
     }
     const void* data() const { return data_; }

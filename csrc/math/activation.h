@@ -1,10 +1,10 @@
 // Activations with their derivatives, for fp32 numbers, registers of them, and float64. Each functor sets act(z) and act'(z);
 // what a loop does not use, the compiler drops. pyops/ops/activation.py has the formulas and their sources.
 //
-//   Phi(z)    |z| < 1:  1/2 + z P(z^2)                        minimax, absolute error 3e-10
+//   Phi(z)    |z| < 1:  1/2 + z p(z^2)                        minimax, absolute error 3e-10
 //             else      Q = exp(-z^2 / 2) M(|z|), or 1 - Q    M the Mills ratio: w p(w), w = 1 / (|z| + 3), relative error 1.4e-8
 //
-// Phi is kept as h + t, h one of 0, 1/2, 1, so that z Phi is rounded once and a small Phi keeps its digits: 1 + erf loses them.
+// z Phi(z) is max(z, 0) - |z| Q: rounded once, and a small Phi keeps its digits, which 1 + erf would lose.
 #pragma once
 #include "exponential.h"
 
@@ -24,58 +24,80 @@ struct Sigmoid {
     }
 };
 
-// Beyond this |z|, Phi is 0 or 1; a factor z may be bounded there, which keeps 0 times infinity out.
-template <typename T>
-PYOPS_HOST_DEVICE T normal_reach(T z) {
-    return at_most(at_least(z, T(-15.0f)), T(15.0f));
-}
-PYOPS_HOST_DEVICE double normal_reach(double z) { return at_most(at_least(z, -40.0), 40.0); }
-
-// Phi(z) = h + t and exp(-z^2 / 2), for z within its reach.
-template <typename T>
-PYOPS_HOST_DEVICE void normal_of(T z, T& h, T& t, T& e) {
-    const T zero(0.0f), one(1.0f), a = magnitude(z), v = a * a;
-    e = exponential(v * T(-0.5f));
-    e = fused(e, fused(a, a, zero - v) * T(-0.5f), e);  // what v lost by rounding
-    T p = fused(T(-7.66467825e-6f), v, T(1.13512653e-4f));
-    p = fused(p, v, T(-1.18635306e-3f));
-    p = fused(p, v, T(9.97333172e-3f));
-    p = fused(p, v, T(-6.6490361e-2f));
-    p = fused(p, v, T(3.9894228e-1f));
-    const T w = one / (a + T(3.0f));
-    T m = fused(T(286.153856f), w, T(-291.421025f));
-    m = fused(m, w, T(70.1957877f));
-    m = fused(m, w, T(3.02559837f));
-    m = fused(m, w, T(7.94888675f));
-    m = fused(m, w, T(3.15222479f));
-    m = fused(m, w, T(1.19792495f));
-    m = fused(m, w, T(3.98929489e-1f));
-    const T q = e * (w * m);
-    t = where_less(a, one, z * p, where_less(z, zero, q, zero - q));
-    h = where_less(a, one, T(0.5f), where_less(z, zero, zero, one));
-}
-PYOPS_HOST_DEVICE void normal_of(double z, double& h, double& t, double& e) {
-    const double q = 0.5 * erfc(fabs(z) * 0.70710678118654752440);
-    e = exp(-0.5 * z * z);
-    t = z < 0.0 ? q : -q;
-    h = z < 0.0 ? 0.0 : 1.0;
+// exp(-v / 2) for 0 <= v <= 210, without exponential's bounds; relative error 3e-9, or 5e-6 where that is enough.
+template <bool FINE, typename T>
+PYOPS_HOST_DEVICE T bell(T v) {
+    const T shift(12582912.0f), x = v * T(-0.5f);  // 1.5 2^23: the addition rounds to a whole number
+    const T n = fused(v, T(-0.72134752f), shift) - shift;
+    const T r = negative_fused(n, T(-2.12194440e-4f), negative_fused(n, T(0.693359375f), x));
+    T p;
+    if (FINE) {
+        p = fused(T(1.38146133e-3f), r, T(8.36870996e-3f));
+        p = fused(p, r, T(4.16683874e-2f));
+        p = fused(p, r, T(1.66665207e-1f));
+        p = fused(p, r, T(4.99999935e-1f));
+    } else {
+        p = fused(T(4.12777446e-2f), r, T(1.67535143e-1f));
+        p = fused(p, r, T(5.00051161e-1f));
+    }
+    return times_power_of_two(fused(p, r * r, r) + T(1.0f), n);
 }
 
+// Phi(-a) = exp(-a^2 / 2) w p(w), w = 1 / (a + 3), the Mills ratio times the bell; `e` is the bell.
+template <bool FINE, typename T>
+PYOPS_HOST_DEVICE T normal_tail(T a, T e) {
+    const T w = T(1.0f) / (a + T(3.0f));
+    T m;
+    if (FINE) {
+        m = fused(T(286.153856f), w, T(-291.421025f));
+        m = fused(m, w, T(70.1957877f));
+        m = fused(m, w, T(3.02559837f));
+        m = fused(m, w, T(7.94888675f));
+        m = fused(m, w, T(3.15222479f));
+        m = fused(m, w, T(1.19792495f));
+        m = fused(m, w, T(3.98929489e-1f));
+    } else {
+        m = fused(T(-38.4468233f), w, T(19.3088528f));
+        m = fused(m, w, T(7.81941892f));
+        m = fused(m, w, T(2.92753382f));
+        m = fused(m, w, T(1.21983586f));
+        m = fused(m, w, T(3.98308253e-1f));
+    }
+    return e * (w * m);
+}
+
+// Not FINE: for a value that will be stored in 16 bits, relative error 2e-5.
+template <bool FINE>
 struct Gelu {
     template <typename T>
     PYOPS_HOST_DEVICE void operator()(T z, T& value, T& slope) const {
-        T h, t, e;
-        const T near = normal_reach(z);
-        normal_of(near, h, t, e);
-        value = fused(near, t, h * z);
-        slope = (h + t) + near * (e * T(0.39894228040143267794));
+        const T zero(0.0f), one(1.0f);
+        const T a = at_most(magnitude(z), T(14.3f)), v = a * a;  // beyond 14.3 the tail is 0 in fp32
+        const T e = bell<FINE>(v), density = e * T(0.39894228f), q = normal_tail<FINE>(a, e);
+        value = negative_fused(a, q, larger(z, zero));
+        const T rest = negative_fused(a, density, q);  // of the slope, at -a
+        slope = where_less(z, zero, rest, one - rest);
+        if (!FINE) return;
+        T p = fused(T(-7.66467825e-6f), v, T(1.13512653e-4f));  // Phi(z) = 1/2 + z p(z^2)
+        p = fused(p, v, T(-1.18635306e-3f));
+        p = fused(p, v, T(9.97333172e-3f));
+        p = fused(p, v, T(-6.6490361e-2f));
+        p = fused(p, v, T(3.9894228e-1f));
+        value = where_less(a, one, fused(v, p, z * T(0.5f)), value);
+        slope = where_less(a, one, fused(z, p + density, T(0.5f)), slope);
+    }
+    PYOPS_HOST_DEVICE void operator()(double z, double& value, double& slope) const {
+        const double cumulative = 0.5 * erfc(z * -0.70710678118654752440);
+        value = z * cumulative;
+        slope = fabs(z) < 40.0 ? cumulative + z * exp(-0.5 * z * z) * 0.39894228040143267794 : cumulative;
     }
 };
 
 struct GeluTanh {
     template <typename T>
     PYOPS_HOST_DEVICE void operator()(T z, T& value, T& slope) const {
-        const T one(1.0f), k(1.59576912160573071176), near = normal_reach(z), v = near * near;
+        const T one(1.0f), k(1.59576912160573071176), reach(15.0f);  // beyond, s is 0 or 1; z^3 must not overflow
+        const T near = at_most(at_least(z, T(0.0f) - reach), reach), v = near * near;
         const Sigmoid<T> of(near * k * fused(v, T(0.044715), one));
         value = z * of.s;
         slope = of.s + near * (of.s * of.complement) * k * fused(v, T(0.134145), one);
@@ -100,9 +122,9 @@ struct Silu {
 };
 
 // Calls f with the functor of an activation's code.
-template <typename F>
+template <bool FINE, typename F>
 void with_activation(int activation, const F& f) {
-    if (activation == GELU) f(Gelu{});
+    if (activation == GELU) f(Gelu<FINE>{});
     else if (activation == GELU_TANH) f(GeluTanh{});
     else if (activation == RELU) f(Relu{});
     else f(Silu{});

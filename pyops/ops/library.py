@@ -92,8 +92,6 @@ def define(
     library.impl(name, _missing_kernel(name, triton) if extension else reference, "CompositeExplicitAutograd")
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
-    if extension and triton is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(f"pyops::{name}", "CPU"):
-        library.impl(name, reference, "CPU")  # for the time being: until its C++ kernel is written
 
 
 @functools.cache
