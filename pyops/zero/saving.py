@@ -114,7 +114,7 @@ def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[
         return partial(torch.clone, one.detach().reshape(()))
     if stored or isinstance(value, Tensor | Shard | Shards):
         take = each.stretch.find(value, name)
-        return lambda: take().clone()
+        return take if stored else lambda: take().clone()
     return lambda: value
 
 

@@ -1,0 +1,96 @@
+"""Buckets, gathered parts, tiles and copies take as much for a deep model as for a shallow one: allocated bytes, counted."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pyops.optim
+from pyops.zero import ZeroOptimizer
+
+WIDTH = 512  # a layer is large beside what autograd and Python keep for it
+LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
+
+
+class _Info(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out and not got back, of all threads."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Info
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+class Watch(TorchDispatchMode):
+    """The most bytes that were allocated after any operation within."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.most = max(self.most, allocated())
+        return out
+
+
+def _beyond(group: Any, layers: int, stage: int, name: str, offload: str | None, overlap: bool) -> int:
+    """The most bytes, in two steps, beyond parameters, gradients and states."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).bfloat16()
+    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    zero = ZeroOptimizer(
+        net, cls, stage=stage, group=group, bucket_bytes=LAYER, tile_bytes=1 << 16, offload=offload, overlap=overlap,
+        max_grad_norm=1.0, lr=1e-3,
+    )  # fmt: skip
+    x = torch.randn(1, WIDTH).bfloat16()
+
+    def step() -> None:
+        net(x).float().square().mean().backward()
+        zero.step()
+
+    step()
+    step()
+    gc.collect()
+    kept = allocated()
+    of_gradients = zero.memory()["gradients"] if stage > 1 else 0  # those of stage 1 stay, and are in `kept`
+    with Watch() as watch:
+        step()
+        step()
+    return watch.most - kept - of_gradients
+
+
+def _both(rank: int, group: Any, *options: Any) -> tuple[int, int]:
+    _beyond(group, 4, *options)  # what libraries keep
+    return _beyond(group, 4, *options), _beyond(group, 16, *options)
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "name", "place", "overlap"),
+    [
+        (2, 1, "AdamW", None, True),
+        (2, 1, "torch.AdamW", None, True),
+        (2, 2, "AdamW", None, False),
+        (2, 2, "torch.AdamW", None, True),
+        (2, 3, "AdamW", None, True),
+        (2, 3, "torch.AdamW", "disk", True),
+        (2, 2, "torch.AdamW", "cpu", True),
+        (1, 2, "AdamW", "disk", True),
+        (1, 1, "torch.AdamW", "disk", True),
+    ],
+)
+def test_buffers_do_not_grow_with_the_model(world, tmp_path, size, stage, name, place, overlap):
+    offload = {None: None, "cpu": "cpu", "disk": str(tmp_path)}[place]
+    for few, many in world(size).run(_both, stage, name, offload, overlap):
+        assert many - few < LAYER / 2, (few, many)
+        assert many < 8 * LAYER
