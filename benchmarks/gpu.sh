@@ -45,15 +45,17 @@ last() { grep -E "$1" "$OUT/part.txt" | tail -"${2:-1}" | sed 's/^/    /' | tee 
 
 machine() {
   "$PYTHON" - <<'PY'
-import os, platform, sys
+import importlib, importlib.util, os, platform, sys
 import torch
 if os.environ["DEVICE"] == "cpu":
     sys.exit(print(f"machine: a rehearsal on the CPU, torch {torch.__version__}, python {platform.python_version()}"))
 if not torch.cuda.is_available():
     sys.exit("this torch sees no CUDA device (DEVICE=cpu rehearses without one)")
 p = torch.cuda.get_device_properties(0)
+triton = importlib.util.find_spec("triton") is not None and importlib.import_module("triton").__version__
 print(f"machine: {p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB, "
-      f"torch {torch.__version__}, python {platform.python_version()}")
+      f"torch {torch.__version__}, triton {triton or 'is missing: the ops between layers have no kernel'}, "
+      f"python {platform.python_version()}")
 PY
 }
 
@@ -91,8 +93,14 @@ ARCHITECTURE=90-real
 [ "$DEVICE" = cpu ] || ARCHITECTURE=$("$PYTHON" -c 'import torch; print("%d%d-real" % torch.cuda.get_device_capability())')
 export ARCHITECTURE
 part 150 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; exit 1; }
-part 230 "tests on $DEVICE" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests
-tests=$?
+# The kernels first, C++ and Triton alike: on a GPU the same tests run them there. What Triton's interpreter and its compiler can
+# prove without a GPU is left out.
+part 170 "kernels on $DEVICE" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests/ops tests/cuda
+kernels=$?
+last '^(FAILED|ERROR)' 40
+last '(passed|failed|error)'
+part 150 "other tests on $DEVICE" "$PYTHON" -m pytest -p tests.optional_packages -rfE tests --ignore tests/ops --ignore tests/cuda
+tests=$((kernels + $?))
 last '^(FAILED|ERROR)' 40
 last '(passed|failed|error)'
 if command -v compute-sanitizer >/dev/null && [ "$DEVICE" != cpu ]; then
@@ -104,8 +112,9 @@ else
   say "compute-sanitizer is not here: skipped"
 fi
 before=$(cat benchmarks/results/*.jsonl 2>/dev/null | wc -l)
-names=$(cd benchmarks && ls bench_*.py | sed 's/^bench_//; s/[.]py$//' | grep -vx -e kernels -e optim)
-for name in kernels optim $names; do
+first="kernels optim norm activation cross_entropy"
+names=$(cd benchmarks && ls bench_*.py | sed 's/^bench_//; s/[.]py$//' | grep -vxF "$(tr ' ' '\n' <<<"$first")")
+for name in $first $names; do
   part 90 "bench $name" bash -c "bench $name"
   sed 's/^/    /' "$OUT/part.txt" | cut -c1-200 >>"$SUMMARY"
 done
