@@ -86,8 +86,7 @@ void forward(const NormRows& p, int64_t begin, int64_t end, void* scratch) {
     }
 }
 
-// R rows together: the sums of weight and bias are fetched and put back once for them. More than two rows at a time would be more
-// streams from memory than are fetched ahead.
+// R rows together: the sums of weight and bias are fetched and put back once for them.
 template <typename S, typename Out, bool RMS, bool MORE, int R>
 void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::type* dscale, typename Computed<S>::type* dbias) {
     using T = typename Computed<S>::type;
@@ -98,7 +97,7 @@ void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::t
     const S* const dsum = MORE ? static_cast<const S*>(p.dsum) + first * n : nullptr;
     Out* const dx = static_cast<Out*>(p.dx) + first * n;
     RowGradient<T> rows[R];
-    Sums<T, 4 / R> sum_g[R], sum_gd[R];
+    Sums<T, 2> sum_g[R], sum_gd[R];  // in the same order for any R: a row's bits don't depend on its neighbours
     for (int r = 0; r < R; ++r) {
         rows[r].mean = RMS ? T(0) : static_cast<const T*>(p.mean)[first + r];
         rows[r].rstd = static_cast<const T*>(p.rstd)[first + r];
@@ -144,7 +143,10 @@ template <typename S, typename Out, bool RMS, bool MORE>
 void backward(const NormGradient& p, int64_t begin, int64_t end, void* dscale, void* dbias) {
     using T = typename Computed<S>::type;
     int64_t r = begin;
-    for (; r + 2 <= end; r += 2) backward_rows<S, Out, RMS, MORE, 2>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
+    // Short rows one at a time: more of them at once are more streams from memory than are fetched ahead.
+    const bool pairs = p.width * static_cast<int64_t>(sizeof(S)) >= 4096;
+    for (; pairs && r + 2 <= end; r += 2)
+        backward_rows<S, Out, RMS, MORE, 2>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
     for (; r < end; ++r) backward_rows<S, Out, RMS, MORE, 1>(p, r, static_cast<T*>(dscale), static_cast<T*>(dbias));
 }
 
