@@ -188,7 +188,8 @@ lr = 1e-4
 [precision]
 dtype = "bf16"
 [zero]
-stage = 1
+stage = 2
+tile_mib = 8
 [recompute]
 modules = ["blocks.*"]
 [train]
