@@ -30,8 +30,11 @@ def test_bias_dropout_add_and_its_derivative(dtype: torch.dtype):
 
 
 def test_dropout_of_part_of_each_row():
-    x = torch.randn(4, 7, 10)
-    for row, row_stride, offset in ((70, 210, 9), (7, 11, 2), (280, 280, 0), (1000, 5, 3)):
+    """The last case fills its tiles but for the start: one more block of the stream takes part."""
+    small, wide = torch.randn(4, 7, 10), torch.randn(2, 4 * kernels.BLOCKS)
+    for x, row, row_stride, offset in (
+        (small, 70, 210, 9), (small, 7, 11, 2), (small, 280, 280, 0), (small, 1000, 5, 3), (wide, 4 * kernels.BLOCKS, 1500, 3)
+    ):  # fmt: skip
         options = {"p": 0.4, "row": row, "row_stride": row_stride}
         state = torch.tensor([KEYS[1], offset])
         actual, expected = kernels.dropout(x, state, **options), contract.dropout_reference(x, state, **options)
