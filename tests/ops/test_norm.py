@@ -103,6 +103,16 @@ def test_dtypes_may_differ(x: torch.dtype, residual: torch.dtype | None, weight:
     assert all(o.dtype == (x if residual is None else torch.promote_types(x, residual)) for o in outputs)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_what_is_normalised_is_the_sum_as_rounded(dtype: torch.dtype, device: torch.device, isa: str):
+    x, residual = (random(4, 200, dtype=dtype, device=device) for _ in range(2))
+    vectors = [random(200, dtype=F32, device=device) for _ in range(2)]
+    for kind in NORMS:
+        y, s = ours(kind, x, residual, *vectors)
+        assert torch.equal(s, x + residual)
+        assert torch.equal(y, ours(kind, s, None, *vectors)[0])
+
+
 @pytest.mark.parametrize("kind", NORMS)
 def test_gradients_by_finite_differences(kind: str, device: torch.device, isa: str):
     for width in (1, 5, 19):
