@@ -176,10 +176,10 @@ def limited_memory(folder: str, *, limit: int = LIMIT, mib: int = BEYOND) -> Row
 
 TRAINED = """
 [model]
-num_layers = 12
-dim = 1536
-num_heads = 12
-hidden = 6656
+num_layers = 7
+dim = 2048
+num_heads = 16
+hidden = 8448
 sequence_length = 64
 bias = false
 [optimizer]
