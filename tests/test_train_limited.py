@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import subprocess
 import sys
@@ -41,7 +42,11 @@ def train_in_a_process(folder: Path, config: Config, *, resume: bool = False, li
     file = folder / "given.pickle"
     warm_up = config_of(folder, "cpu", name="warm-up", steps=3, stage=1, precision="bf16")
     file.write_bytes(pickle.dumps((warm_up, config, resume, limit)))
-    done = subprocess.run([sys.executable, "-c", CHILD, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    # By default malloc keeps what was freed below a threshold that grows, one heap for each thread: holes, as chance has it.
+    fixed = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=200, env=os.environ | fixed
+    )  # fmt: skip
     return done.stderr if done.returncode else ""
 
 
