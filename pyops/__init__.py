@@ -25,6 +25,7 @@ _ROOMS = frozenset(
         "flat",
         "random",
         "arena",
+        "deferred",
         "optim",
         "comm",
         "offload",

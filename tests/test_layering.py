@@ -4,7 +4,7 @@
 4  models  data
 3  data_parallel  onebit  checkpoint  schedules   strategies; never import each other
 2  optim  comm  offload  precision
-1  mesh  flat  random  arena
+1  mesh  flat  random  arena  deferred
 0  ops                                       the contracts of the kernels; the only importer of torch.ops.pyops
 """
 
@@ -22,7 +22,7 @@ PACKAGE = ROOT / "pyops"
 
 LAYERS = {
     "ops": 0,
-    "mesh": 1, "flat": 1, "random": 1, "arena": 1,
+    "mesh": 1, "flat": 1, "random": 1, "arena": 1, "deferred": 1,
     "optim": 2, "comm": 2, "offload": 2, "precision": 2,
     "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
     "schedules": 3,

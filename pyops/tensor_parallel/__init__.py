@@ -13,7 +13,6 @@
 | dropout.py | dropout by counters |
 | cross_entropy.py, vocabulary.py | the loss of logits cut by vocabulary; a rank's part of it |
 | linear_cross_entropy.py | the last layer and the loss in one, without the logits |
-| weight_gradient.py | the weight gradient of a linear layer, added up in fp32 |
 | initialise.py | parameters drawn by their place in the whole |
 | gradients.py | parts summed over ranks, norm, clipping |
 | parallelize.py, plans.py | an existing transformer, its layers swapped by a plan |
@@ -27,6 +26,7 @@ nothing is communicated.
 
 from __future__ import annotations
 
+from pyops.deferred import accumulate_weight_gradient
 from pyops.tensor_parallel.attention import ParallelAttention
 from pyops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pyops.tensor_parallel.dropout import Dropout, set_dropout
@@ -40,7 +40,6 @@ from pyops.tensor_parallel.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.parallelize import Report, parallelize
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
-from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 from pyops.tensor_parallel.whole import whole_state_dict
 
 __all__ = [

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyops.comm.work import Work
+from pyops.deferred import accumulate_weight_gradient
 from pyops.ops.cross_entropy import check_options, check_targets, cross_entropy_gradient, reduce_losses, row_losses
 from pyops.tensor_parallel.cross_entropy import refuse_together
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.vocabulary import Options, VocabularyPart
-from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 
 __all__ = ["linear_cross_entropy"]
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyops.deferred import is_marked, weight_gradient
 from pyops.tensor_parallel.ranks import Ranks, pad_rows
-from pyops.tensor_parallel.weight_gradient import accumulate_weight_gradient
 
 __all__ = ["Plan", "column_products", "row_product"]
 
@@ -52,8 +52,9 @@ def column_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tenso
     x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence parallelism. The results are
     [..., out], or [ranks * n, out].
     """
-    x, weights, biases = _cast(x, weights, biases)
-    if plan.ranks.size == 1 and not any(hasattr(w, "main_grad") for w in weights):
+    x, *both = _cast(x, *weights, *biases)
+    weights, biases = both[: len(weights)], both[len(weights) :]
+    if plan.ranks.size == 1 and not any(map(is_marked, weights)):
         return tuple(functional.linear(x, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
     return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
 
@@ -64,21 +65,37 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> T
     The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the result this rank's [n, out]
     of the N tokens, padded.
     """
-    x, (weight,), (bias,) = _cast(x, (weight,), (bias,))
-    if plan.ranks.size == 1 and not hasattr(weight, "main_grad"):
+    x, weight, bias = _cast(x, weight, bias)
+    if plan.ranks.size == 1 and not is_marked(weight):
         return functional.linear(x, weight, bias)
     return _Row.apply(plan, x, weight, bias)  # type: ignore[no-any-return]
 
 
-def _cast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
-    """Under autocast everything in its dtype, as torch's own linear does."""
+def _cast(x: Tensor, *parameters: Tensor | None) -> Any:
+    """Under autocast everything in its dtype, as torch's own linear does.
+
+    But parameters that carry a mark, which their copy would not: the Functions cast those.
+    """
+    dtype = _autocast_dtype(x)
+    if dtype is None:
+        return x, *parameters
+    return x.to(dtype), *(p if p is None or is_marked(p) else p.to(dtype) for p in parameters)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weights, biases
-    dtype = torch.get_autocast_dtype(device)
-    if x.dtype == torch.float64:
-        return x, weights, biases
-    return x.to(dtype), [w.to(dtype) for w in weights], [b if b is None else b.to(dtype) for b in biases]
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _to(parameter: Any, dtype: torch.dtype | None) -> Any:
+    return parameter if parameter is None or dtype is None else parameter.to(dtype)
+
+
+def _marked(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Those that carry a mark, for backward: what it unpacks may be an alias without it."""
+    return [p if is_marked(p) else None for p in parameters]
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -98,29 +115,25 @@ def _part_of_sum(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     return a.float() @ b.float()
 
 
-def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
-    """dy^T x in the shape of `weight`; None where it was added to weight.main_grad instead."""
-    assert x is not None
-    main = getattr(weight, "main_grad", None)
-    if main is None:
-        return (dy.t() @ x).view(weight.shape)
-    accumulate_weight_gradient(main.view(-1, main.shape[-1]), dy, x)
-    return None
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _bias_gradient(marked: Tensor | None, weight: Tensor, dy: Tensor) -> Tensor | None:
+    return dy.sum(0).view(weight.shape[:-1]) if marked is None else weight_gradient(marked, dy, None)
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        n, dtype = len(rest) // 2, _autocast_dtype(x)
+        ctx.plan, ctx.shape, ctx.dtype, ctx.marked = plan, x.shape, x.dtype, _marked(rest)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2 : 2 + n]) else None, *rest[:n])
         whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
-        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
-        trained = any(ctx.needs_input_grad[2 : 2 + len(weights)])
-        ctx.save_for_backward(x if trained else None, *weights)
-        return tuple(functional.linear(whole, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
+        cast = [_to(p, dtype) for p in rest]
+        with torch.autocast(x.device.type, enabled=False):
+            pairs = zip(cast[:n], cast[n:], strict=True)
+            return tuple(functional.linear(whole, _matrix(w), _vector(b)) for w, b in pairs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
@@ -131,15 +144,16 @@ class _Column(torch.autograd.Function):
         shared = plan.sequence_parallel
         gathering = plan.ranks.gather(x.contiguous(), async_op=plan.overlap) if shared and any(need_w) else None
         if need_x:
-            dx = _part_of_sum(rows[0], _matrix(weights[0]), plan)
+            dx = _part_of_sum(rows[0], _matrix(weights[0]).to(ctx.dtype), plan)
             for dy, weight in zip(rows[1:], weights[1:], strict=True):
-                dx += _part_of_sum(dy, _matrix(weight), plan)
+                dx += _part_of_sum(dy, _matrix(weight).to(ctx.dtype), plan)
         whole = gathering.wait() if gathering is not None else None if x is None else _rows(x)
         summing = None
         if need_x:
             summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(dx, async_op=plan.overlap)
-        dws = [_weight_gradient(w, dy, whole) if need else None for w, dy, need in zip(weights, rows, need_w, strict=True)]
-        dbs = [dy.sum(0).view(w.shape[:-1]) if need else None for w, dy, need in zip(weights, rows, need_b, strict=True)]
+        given = list(zip(weights, rows, ctx.marked[:n], ctx.marked[n:], need_w, need_b, strict=True))
+        dws = [weight_gradient(w if own is None else own, dy, whole) if need else None for w, dy, own, _, need, _ in given]
+        dbs = [_bias_gradient(own, w, dy) if need else None for w, dy, _, own, _, need in given]
         found = summing.wait().to(ctx.dtype).view(ctx.shape) if summing is not None else None
         return None, found, *dws, *dbs
 
@@ -147,28 +161,30 @@ class _Column(torch.autograd.Function):
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.plan, ctx.shape = plan, x.shape
+        dtype = _autocast_dtype(x)
+        ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
-        part = _part_of_sum(_rows(x), weight.t(), plan)
+        with torch.autocast(x.device.type, enabled=False):
+            part = _part_of_sum(_rows(x), _to(weight, dtype).t(), plan)
         if plan.sequence_parallel:
             padded = pad_rows(part, plan.ranks.rows_each(len(part)) * plan.ranks.size)
             y, shape = plan.ranks.reduce_scatter(padded).wait(), (-1, weight.shape[0])
         else:
             y, shape = plan.ranks.sum_(part).wait(), (*x.shape[:-1], weight.shape[0])
         if bias is not None:
-            y += bias
+            y += _to(bias, dtype)
         return y.to(x.dtype).view(shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        plan = ctx.plan
+        plan, (own, own_bias) = ctx.plan, ctx.marked
         _, need_x, need_w, need_b = ctx.needs_input_grad
         rows = _rows(dy)
         if plan.sequence_parallel:
             rows = plan.ranks.gather(rows.contiguous()).wait()[: ctx.shape[:-1].numel()]
         # From the gathered rows the bias gets its whole gradient on every rank, rounded once.
-        db = rows.sum(0) if need_b else None
-        dx = (rows @ weight).view(ctx.shape) if need_x else None
-        dw = _weight_gradient(weight, rows, _rows(x)) if need_w else None
+        db = _bias_gradient(own_bias, weight, rows) if need_b else None
+        dx = (rows @ weight.to(rows.dtype)).view(ctx.shape) if need_x else None
+        dw = weight_gradient(weight if own is None else own, rows, _rows(x)) if need_w else None
         return None, dx, dw, db

@@ -1,0 +1,360 @@
+"""Weight gradients that are put off: I then W has the bits of B, hooks run once, nothing is kept longer than needed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops import deferred, recompute
+from pyops.deferred import Deferred
+from pyops.models import GPT, GPTConfig
+from pyops.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear
+from tests.tolerance import assert_close_to_reference
+
+
+class Twice(nn.Module):
+    """A layer called twice, a weight tied to another layer's, a norm, a layer without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again, self.norm = nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.tied, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+        self.tied.weight = self.again.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.first(x).relu())
+        x = x + self.norm(self.again(x)).tanh()
+        return self.last(self.tied(x))
+
+
+class Shared(nn.Module):
+    """Two parallel linears, the second one called twice."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sequence_parallel, "std": 0.5}
+        self.up, self.down = (
+            ColumnParallelLinear(6, 8, name="up", **options), RowParallelLinear(8, 6, name="down", **options)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.down(self.up(x).tanh())).tanh())
+
+
+class Embedded(nn.Module):
+    """The output layer's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.inner, self.out = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(self.words(x)).tanh())
+
+
+def batches(width: int = 6, count: int = 3) -> list[Tensor]:
+    return [torch.randn(2, 5, width, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(count)]
+
+
+def whole(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    for x in inputs:
+        model(x).square().sum().backward()
+    return found(model, inputs)
+
+
+def split(model: nn.Module, inputs: list[Tensor], *, together: bool = False) -> list[Tensor]:
+    """I then W for each input, or all I first."""
+    queue, pieces = Deferred(model.parameters()), []
+    for x in inputs:
+        loss = model(x).square().sum()
+        with queue.collecting():
+            loss.backward()
+        pieces += [queue.take()] if together else []
+        if not together:
+            queue.take().accumulate()
+    for each in pieces:
+        each.accumulate()
+    return found(model, inputs)
+
+
+def found(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """All gradients, of which none may be zero."""
+    gradients = [p.main_grad if hasattr(p, "main_grad") and p.grad is None else p.grad for p in model.parameters()]
+    gradients += [x.grad for x in inputs if x.requires_grad]
+    assert all(g is not None and g.abs().max() > 0 for g in gradients)
+    return gradients
+
+
+def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_apart_has_the_bits_of_one_backward(together: bool):
+    for make in (Twice, Shared):
+        plain = make()
+        model = copy.deepcopy(plain)
+        assert deferred.linears(model) == (["first", "again", "tied", "last"] if make is Twice else [])
+        assert_same_bits(split(model, batches(), together=together), whole(plain, batches()))
+
+
+def test_one_take_of_several_backward_passes_adds_them_one_by_one():
+    plain, model = Twice(), Twice()
+    deferred.linears(model)
+    queue, inputs = Deferred(model.parameters()), batches()
+    for x in inputs:
+        with queue.collecting():
+            model(x).square().sum().backward()
+    assert model.last.weight.grad is None
+    assert model.norm.weight.grad is not None  # comes with its input's
+    queue.take().accumulate()
+    assert_same_bits(found(model, inputs), whole(plain, batches()))
+
+
+def test_nothing_is_put_off_outside_collecting():
+    plain, model = Twice(), Twice()
+    deferred.linears(model)
+    queue = Deferred(model.parameters())
+    assert_same_bits(whole(model, batches()), whole(plain, batches()))
+    queue.take().accumulate()
+    assert_same_bits(found(model, []), found(plain, []))
+    queue.release()
+    assert not any(hasattr(p, "deferred") for p in model.parameters())
+
+
+def test_a_weight_shared_with_an_embedding_gets_its_whole_gradient_at_once():
+    plain, model = Embedded(), Embedded()
+    deferred.linears(model)
+    counts: list[Tensor] = []
+    model.words.weight.register_post_accumulate_grad_hook(lambda p: counts.append(p.grad.clone()))
+    words = [torch.randint(7, (4,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    assert_same_bits(split(model, words, together=True), whole(plain, words))
+    assert len(counts) == 3
+    assert torch.equal(counts[-1], plain.words.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["again", "last", "norm"])
+def test_hooks_run_once_with_the_whole_gradient(name: str):
+    def run(step: Callable[[nn.Module, list[Tensor]], object], model: nn.Module) -> list[tuple[str, Tensor]]:
+        seen: list[tuple[str, Tensor]] = []
+        weight = model.get_submodule(name).weight
+        weight.register_hook(lambda g: seen.append(("gradient", g.clone())) or 3 * g)
+        weight.register_hook(lambda g: seen.append(("tripled", g.clone())))
+        handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(("grad", p.grad.clone())))
+        step(model, batches())
+        handle.remove()
+        step(model, batches(count=1))
+        return seen
+
+    plain, model = Twice(), Twice()
+    deferred.linears(model)
+    expected, seen = run(whole, plain), run(split, model)
+    assert [kind for kind, _ in seen] == [kind for kind, _ in expected] == ["gradient", "tripled", "grad"] * 3 + [
+        "gradient", "tripled",
+    ]  # fmt: skip
+    assert_same_bits([g for _, g in seen], [g for _, g in expected])
+
+
+def test_hooks_of_a_weight_shared_with_an_embedding_see_the_sum():
+    plain, model = Embedded(), Embedded()
+    deferred.linears(model)
+    words = [torch.arange(7)]
+    for each in (plain, model):
+        each.words.weight.register_hook(lambda g: g * g)
+    assert_same_bits(split(model, words), whole(plain, words))
+
+
+def test_main_grad_takes_the_pieces():
+    plain, model = Shared(), Shared()
+    for each in (plain, model):
+        for layer in (each.up, each.down):
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+    told: list[Tensor] = []
+    model.up.weight.register_post_accumulate_grad_hook(lambda p: told.append(p.main_grad.clone()))
+    assert_same_bits(split(model, batches()), whole(plain, batches()))
+    assert model.up.weight.grad is None
+    assert len(told) == 3
+    assert torch.equal(told[-1], plain.up.weight.main_grad)
+
+
+def test_main_grad_of_a_recomputed_layer():
+    plain, model = Shared(), Shared()
+    for each in (plain, model):
+        each.up.weight.main_grad = torch.zeros_like(each.up.weight)
+    recompute.apply(model, ["up"])
+    assert_same_bits(whole(model, batches()), whole(plain, batches()))
+    assert model.up.weight.grad is None
+
+
+@pytest.mark.parametrize("make", [Twice, Shared])
+def test_recomputed_layers_put_off_too(make: Callable[[], nn.Module]):
+    plain, model = make(), make()
+    deferred.linears(model)
+    recompute.apply(model, [nn.Linear, nn.LayerNorm] if make is Twice else ["up", "down"])
+    queue = Deferred(model.parameters())
+    inputs = batches(count=1)
+    with queue.collecting():
+        model(inputs[0]).square().sum().backward()
+    assert all(p.grad is None for name, p in model.named_parameters() if "norm" not in name)
+    queue.take().accumulate()
+    assert_same_bits(found(model, inputs), whole(plain, batches(count=1)))
+
+
+def test_sixteen_bits_and_autocast():
+    for make in (Twice, Shared):
+        plain, model, wide = make(), make(), make().double()
+        deferred.linears(model)
+        deferred.linears(plain)
+        Deferred(plain.parameters())
+        reference = whole(wide, [x.detach().double().requires_grad_() for x in batches()])
+        torchs = make()
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = split(model, batches()), whole(plain, batches())
+            unmarked = whole(torchs, batches())
+        assert all(g.dtype == torch.float32 for g in ours)
+        assert_same_bits(ours, theirs)
+        for a, b, c in zip(ours, unmarked, reference, strict=True):
+            assert_close_to_reference(a, b, c, tiny=0.02 * c.abs().max().item())
+
+
+def test_a_gpt_of_which_every_matrix_is_put_off():
+    def make() -> GPT:
+        return GPT(GPTConfig(vocab_size=11, sequence_length=8, num_layers=2, num_heads=2, dim=8))
+
+    plain, model = make(), make()
+    tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(1))
+    queue = Deferred(model.parameters())
+    plain(tokens).square().sum().backward()
+    loss = model(tokens).square().sum()
+    with queue.collecting():
+        loss.backward()
+    put_off = {name for name, p in model.named_parameters() if p.grad is None}
+    assert {n for n, p in model.named_parameters() if "blocks" in n and p.dim() > 1} <= put_off
+    queue.take().accumulate()
+    assert_same_bits([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def on_ranks(rank: int, group: dist.ProcessGroup) -> None:
+    for sequence_parallel in (False, True):
+        plain, model = (Shared(group, sequence_parallel) for _ in range(2))
+        attention, other = (ParallelAttention(8, 2, group=group, std=0.5) for _ in range(2))
+        assert_same_bits(split(attention, batches(8), together=True), whole(other, batches(8)))
+        rows = [x.detach().flatten(0, 1).requires_grad_() for x in batches()]
+        again = [x.detach().clone().requires_grad_() for x in rows]
+        assert_same_bits(split(model, rows, together=True), whole(plain, again))
+
+
+def test_layers_shared_by_ranks(world):
+    world(2).run(on_ranks)
+
+
+def test_kept_tensors_go_as_their_gradients_come():
+    model = Twice()
+    deferred.linears(model)
+    queue = Deferred(model.parameters())
+    (x,) = batches(count=1)
+    hidden: list[Tensor] = []
+    model.first.register_forward_hook(lambda *given: hidden.append(given[-1]))
+    loss = model(x).square().sum()
+    graph, kept = weakref.ref(hidden[0].grad_fn), weakref.ref(hidden[0].untyped_storage())
+    hidden.clear()
+    with queue.collecting():
+        loss.backward()
+    pieces = queue.take()
+    # first and again get x [10, .], three times of 8 inputs and one of 6; dy's are of 8, 8, 8, 8 and 3 columns.
+    assert pieces.nbytes == 4 * 10 * (6 + 3 * 8 + 8 + 4 * 8 + 3)
+    del loss, x
+    gc.collect()
+    assert graph() is None  # what computed the operands is gone
+    pieces.accumulate()
+    assert pieces.nbytes == 0
+    assert kept() is None
+    assert queue.take().nbytes == 0
+
+
+def test_a_backward_that_raises_leaves_nothing_behind():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, dy: Tensor) -> Tensor:  # type: ignore[override]
+            raise ArithmeticError("bad")
+
+    model, calls = Twice(), []
+    deferred.linears(model)
+    queue = Deferred(model.parameters())
+    model.last.weight.register_hook(lambda g: calls.append(g))
+    (x,) = batches(count=1)
+    with pytest.raises(ArithmeticError, match="bad"), queue.collecting():
+        model(Bad.apply(x)).square().sum().backward()
+    queue.take().accumulate()
+    assert model.last.weight.grad is None
+    model(x).square().sum().backward()
+    assert len(calls) == 1
+
+
+def test_a_kept_tensor_that_is_changed_is_refused():
+    model, (x,) = nn.Linear(6, 4), batches(count=1)
+    deferred.linears(model)
+    queue = Deferred(model.parameters())
+    with queue.collecting():
+        model(x).sum().backward()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="changed in place since"):
+        queue.take().accumulate()
+
+
+def test_linears_are_replaced_and_put_back():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(3, 3), Own(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    recompute.apply(model, ["3"])
+    names, own = list(model.state_dict()), model[3].forward
+    assert deferred.linears(model) == ["0", "2"]
+    assert deferred.linears(model) == []
+    assert list(model.state_dict()) == names
+    twin = copy.deepcopy(model)
+    assert twin[0].forward.module is twin[0]
+    assert deferred.remove(model) == ["0", "2"]
+    assert "forward" not in model[0].__dict__
+    assert model[3].forward is own
+
+
+def test_frozen_and_narrow():
+    model = nn.Linear(6, 4)
+    deferred.linears(model)
+    model.weight.requires_grad_(False)
+    queue, (x,) = Deferred(model.parameters()), batches(count=1)
+    with queue.collecting():
+        model(x[0, 0]).square().sum().backward()
+    assert model.bias.grad is None
+    queue.take().accumulate()
+    assert model.weight.grad is None
+    assert model.bias.grad.abs().max() > 0
+    assert x.grad.abs().max() > 0
+
+
+def test_refusals():
+    p = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="computed from others"):
+        Deferred([p * 2])
+    queue = Deferred([p])
+    with queue.collecting(), pytest.raises(RuntimeError, match="collecting already"), queue.collecting():
+        pass
+    assert queue.take().nbytes == 0
