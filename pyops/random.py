@@ -10,17 +10,19 @@ here has state: the same call gives the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyops.ops import random as kernels
 
-__all__ = ["dropout_mask", "key_of", "normal", "uniform"]
+__all__ = ["dropout_mask", "key_of", "normal", "states_of", "uniform", "with_states"]
 
 Offset = int | Sequence[int]
 
@@ -74,6 +76,24 @@ def dropout_mask(
     key = key_of(seed, name)
     _fill(out, offset, global_shape, lambda part, place: kernels.philox_dropout_mask_(part, p=p, key=key, **place))
     return out
+
+
+def states_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """(module, state) of every module in `module` that is given the state of its dropout before each forward (`take_state`)."""
+    return [(each, each.state) for each in module.modules() if hasattr(each, "take_state")]
+
+
+@contextlib.contextmanager
+def with_states(states: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """The modules with these states, for a forward that must draw what an earlier one drew; afterwards as before."""
+    now = [(module, module.state) for module, _ in states]
+    try:
+        for module, state in states:
+            module.state = state
+        yield
+    finally:
+        for module, state in now:
+            module.state = state
 
 
 def _fill(

@@ -75,6 +75,11 @@ class Schedule(Orders):
         ]
         return replace(self, ranks=tuple(orders), options={**self.options, "recompute": mode})
 
+    def forward_only(self) -> Orders:
+        """Its forwards alone, each rank's in the same order: for evaluation."""
+        orders = tuple(tuple(action for action in order if action.kind == "F") for order in self.ranks)
+        return Orders(self.name, self.num_microbatches, orders, self.rank_of)
+
     def live(self, rank: int, *, bytes_of: Sequence[float] | None = None) -> list[float]:
         """After each action of the rank, what its stages keep of micro-batches: 1 for each forward until its last backward.
 

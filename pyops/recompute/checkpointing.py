@@ -10,7 +10,7 @@ else: that is where they are split, moved or put into the arena.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyops import random
 from pyops.recompute.inputs import keeping_of
 
 __all__ = ["checkpoint"]
@@ -69,7 +70,7 @@ def checkpoint(
         for i, tensor in zip(places, inputs, strict=True):
             filled[i] = tensor
         given, named = tree_unflatten(filled, structure)
-        with _set(states):
+        with random.with_states(states):
             return function(*given, **named)
 
     hooks = contextlib.nullcontext() if keeping is None else saved_tensors_hooks(keeping.pack, keeping.unpack)
@@ -78,21 +79,5 @@ def checkpoint(
 
 
 def _states_of(function: Callable[..., Any]) -> list[tuple[nn.Module, Any]]:
-    """What the modules of `function` that are given a state before each forward (`take_state`) have now."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    if not isinstance(owner, nn.Module):
-        return []
-    return [(module, module.state) for module in owner.modules() if hasattr(module, "take_state")]
-
-
-@contextlib.contextmanager
-def _set(states: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """The modules with these states; a later forward's, if it has been given them meanwhile, afterwards."""
-    now = [(module, module.state) for module, _ in states]
-    try:
-        for module, state in states:
-            module.state = state
-        yield
-    finally:
-        for module, state in now:
-            module.state = state
+    return random.states_of(owner) if isinstance(owner, nn.Module) else []

@@ -1,0 +1,172 @@
+"""Runner: one process's part of a schedule, action after action in its order, with a channel to every rank it talks to.
+
+    order      0F0        0F1        0B0                     values of neighbouring stages of this process go by reference,
+    channels   -> 1F0     -> 1F1     <- gradient of 0        all others over the channels, in the order in which they are made
+
+The order was proven free of deadlock when the schedule was made, for channels that hold nothing; here they hold more.
+
+When an action fails, the rank goes on through its order without computing: it takes what the others send, and sends that it
+failed. So the channels are in step again at the end, and the ranks can say to each other what happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyops.pipeline.action import Action
+from pyops.pipeline.channel import FAILED, Incoming, Outgoing
+from pyops.pipeline.orders import Transfer
+from pyops.pipeline.stage import Stage, detached
+
+__all__ = ["Feed", "Runner", "Times"]
+
+Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or transfer
+
+
+@dataclass
+class Feed:
+    """What a step starts with, micro-batch by micro-batch.
+
+    inputs: of the first stage. named: named arguments of the layers. targets: of the last stage. weights: how much each loss
+    counts. scale: of the gradients; None: nothing is differentiated. before(stage, number): called before every forward.
+    """
+
+    inputs: Sequence[Any]
+    named: Sequence[dict[str, Any]]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    scale: float | None
+    before: Callable[[Stage, int], None] | None = None
+
+
+@dataclass
+class Runner:
+    """Runs `actions`, all those of this process, at its `stages`.
+
+    incoming[(stage, kind)]: the channel on which values for that stage come from another process ("F" activations, "B"
+    gradients); outgoing[(stage, kind)]: that by which its values leave. What is not there stays in the process.
+    """
+
+    actions: Sequence[Action]
+    stages: Mapping[int, Stage]
+    last: int
+    incoming: Mapping[tuple[int, str], Incoming] = field(default_factory=dict)
+    outgoing: Mapping[tuple[int, str], Outgoing] = field(default_factory=dict)
+    recomputed: frozenset[tuple[int, int]] = frozenset()
+    on_action: Callable[[Action], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._values: dict[Transfer, Any] = {}
+        self.times: Times | None = None
+        self.error: BaseException | None = None
+        self.failed = False
+        self.where: Action | None = None
+
+    def run(self, feed: Feed | None) -> list[Any]:
+        """What the last stage returned of each micro-batch, if it is here: losses, where there are targets.
+
+        feed: None on a rank that failed before it began.
+        What an action raises is in `error` afterwards, and `failed` says that this rank, or one that it needs, failed.
+        PeerError for a lost rank: the channels are of no use then.
+        """
+        self.error, self.where, self.failed = None, None, feed is None
+        self._values.clear()
+        results: dict[int, Any] = {}
+        for channel in dict.fromkeys(self.incoming.values()):
+            channel.start()
+        for action in self.actions:
+            arrives, leaves = self._transfers(action)
+            given = None if arrives is None else self._take(arrives)
+            begin = time.monotonic()
+            made: Any = FAILED
+            if feed is not None and not self.failed:
+                try:
+                    made = self._compute(action, given, feed, results)
+                    if self.on_action is not None:
+                        self.on_action(action)
+                except (Exception, KeyboardInterrupt) as error:
+                    self._fail(error, action)
+                    made = FAILED
+            if self.times is not None:
+                self.times[action] = (begin, time.monotonic())
+            if leaves is not None:
+                self._give(leaves, made, action)
+        for outgoing in dict.fromkeys(self.outgoing.values()):
+            outgoing.finish()
+        return [results[number] for number in sorted(results)]
+
+    def _transfers(self, action: Action) -> tuple[Transfer | None, Transfer | None]:
+        """What an action waits for, and what it sends."""
+        stage, kind, number = action
+        if kind == "F":
+            before = Transfer("F", stage - 1, stage, number) if stage else None
+            return before, Transfer("F", stage, stage + 1, number) if stage < self.last else None
+        if kind in "BI":
+            after = Transfer("B", stage + 1, stage, number) if stage < self.last else None
+            return after, Transfer("B", stage, stage - 1, number) if stage else None
+        return None, None
+
+    def _compute(self, action: Action, given: Any, feed: Feed, results: dict[int, Any]) -> Any:
+        index, kind, number = action
+        stage = self.stages[index]
+        if kind == "F":
+            x = given if index else feed.inputs[number]
+            target = feed.targets[number] if index == self.last else None
+            if feed.before is not None:
+                feed.before(stage, number)
+            if feed.scale is None:
+                y = stage.call(x, feed.named[number], target)
+            else:
+                y = stage.forward(number, x, feed.named[number], target, recompute=(index, number) in self.recomputed)
+            if index == self.last:
+                results[number] = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y)
+            return y
+        if kind in "BI":
+            if index == self.last:
+                assert feed.scale is not None
+                given = [results[number].new_full((), feed.weights[number] * feed.scale)]
+            return (stage.backward if kind == "B" else stage.inputs)(number, given)
+        if kind == "W":
+            stage.weights(number)
+        elif kind == "R":
+            stage.again(number)
+        return None
+
+    def _fail(self, error: BaseException, action: Action) -> None:
+        self.error, self.where, self.failed = error, action, True
+        for stage in self.stages.values():
+            stage.forget()
+
+    def _take(self, transfer: Transfer) -> Any:
+        channel = self.incoming.get((transfer.target, transfer.kind))
+        if channel is not None:
+            while transfer not in self._values:
+                found, value, made = channel.receive()
+                self._values[found] = value
+                if self.times is not None:
+                    self.times[found] = (made / 1e9, time.monotonic())
+        value = self._values.pop(transfer)
+        if value is FAILED and not self.failed:
+            self.failed = True
+            for stage in self.stages.values():
+                stage.forget()
+        return value
+
+    def _give(self, transfer: Transfer, value: Any, action: Action) -> None:
+        channel = self.outgoing.get((transfer.source, transfer.kind))
+        if channel is None:
+            self._values[transfer] = detached(value) if transfer.kind == "F" and value is not FAILED else value
+        elif value is FAILED:
+            channel.fail()
+        else:
+            try:
+                channel.send(value, what=f"what stage {transfer.source} returned")
+            except (TypeError, ValueError) as error:
+                self._fail(error, action)
+                channel.fail()

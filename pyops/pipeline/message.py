@@ -1,0 +1,128 @@
+"""Message: any value that stages give each other as one run of bytes that tells its own shape; taken apart and put together.
+
+    flags 8 | bytes in all 8 | bytes of the shape 8 | made at, ns 8 | shape, as JSON | tensors, each from a multiple of 64
+
+    x [2, 3] float32                 ["tensor", "float32", [2, 3], true]          true: it wants a gradient
+    (x, {"n": 3, "mask": None})      ["tuple", [[..], ["dict", ["n", "mask"], [["plain", 3], ["plain", null]]]]]
+
+A receiver need not know what comes: shapes may change from one micro-batch to the next. What is received are views of the
+bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HEADER", "Described", "Head", "describe", "restore", "unpack"]
+
+HEADER = struct.Struct("<4q")
+ALIGNMENT = 64
+PLAIN = (bool, int, float, str)
+
+Head = tuple[int, int, int, int]  # flags, payload bytes, shape bytes, nanoseconds
+
+
+class Described:
+    """A value taken apart. shape: JSON, as bytes; tensors: in its order; offsets: where each begins in a message; end."""
+
+    __slots__ = ("end", "offsets", "shape", "tensors")
+
+    def __init__(self, shape: bytes, tensors: list[Tensor]) -> None:
+        self.shape, self.tensors = shape, tensors
+        self.offsets = []
+        at = HEADER.size + len(shape)
+        for tensor in tensors:
+            at = -(-at // ALIGNMENT) * ALIGNMENT
+            self.offsets.append(at)
+            at += tensor.numel() * tensor.element_size()
+        self.end = at
+
+
+def describe(value: Any, *, what: str) -> Described:
+    """Take a value apart. TypeError, which names `what`, for one that can't be sent."""
+    if type(value) is Tensor:  # the usual case, and the fast one
+        return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
+    tensors: list[Tensor] = []
+    return Described(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
+
+
+def restore(shape: bytes, tensors: list[Tensor]) -> Any:
+    """The value of a shape and its tensors; those that want a gradient are made leaves."""
+    return _put_together(_parsed(shape), iter(tensors))
+
+
+def unpack(message: Tensor, head: Head) -> Any:
+    """The value in a message (1-D uint8), whose tensors are views of it."""
+    shape = message[HEADER.size : HEADER.size + head[2]].numpy().tobytes()
+    tensors, at = [], HEADER.size + head[2]
+    for dtype, sizes, numel, nbytes in _tensors_of(shape):
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+        # An empty run of bytes can't be seen as another type where it begins, so those are made anew.
+        tensors.append(message[at : at + nbytes].view(dtype).view(sizes) if numel else torch.empty(sizes, dtype=dtype))
+        at += nbytes
+    return restore(shape, tensors)
+
+
+@lru_cache(maxsize=4096)
+def _shape_of_one(dtype: torch.dtype, sizes: torch.Size, wants: bool) -> bytes:
+    return json.dumps(["tensor", str(dtype).removeprefix("torch."), list(sizes), wants]).encode()
+
+
+def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise TypeError(f"{what} has a tensor of layout {value.layout}, which can't be sent; return a strided one")
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]
+    if value is None or isinstance(value, PLAIN):
+        return ["plain", value]
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return [type(value).__name__, [_take_apart(each, tensors, what) for each in value]]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return ["dict", list(value), [_take_apart(each, tensors, what) for each in value.values()]]
+    raise TypeError(
+        f"{what} has a {type(value).__name__}, which can't be sent to another stage; return tensors, numbers, strings, None, "
+        "or tuples, lists and dicts (with names as keys) of them"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _parsed(shape: bytes) -> Any:
+    return json.loads(shape)
+
+
+@lru_cache(maxsize=4096)
+def _tensors_of(shape: bytes) -> tuple[tuple[torch.dtype, list[int], int, int], ...]:
+    """(dtype, sizes, elements, bytes) of every tensor in a shape."""
+    found: list[tuple[torch.dtype, list[int], int, int]] = []
+
+    def walk(node: Any) -> None:
+        if node[0] == "tensor":
+            dtype, numel = getattr(torch, node[1]), math.prod(node[2])
+            found.append((dtype, node[2], numel, numel * dtype.itemsize))
+        elif node[0] != "plain":
+            for each in node[-1]:
+                walk(each)
+
+    walk(_parsed(shape))
+    return tuple(found)
+
+
+def _put_together(node: Any, tensors: Any) -> Any:
+    kind = node[0]
+    if kind == "tensor":
+        tensor = next(tensors)
+        return tensor.requires_grad_() if node[3] else tensor
+    if kind == "plain":
+        return node[1]
+    several = [_put_together(each, tensors) for each in node[-1]]
+    if kind == "dict":
+        return dict(zip(node[1], several, strict=True))
+    return tuple(several) if kind == "tuple" else several

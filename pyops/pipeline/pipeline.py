@@ -1,0 +1,308 @@
+"""Pipeline: layers cut into stages, each on a rank of a group, and a step that runs a schedule over them.
+
+    layers      embedding | block block | block block | block head          boundaries 0 1 3 5 7
+    stages          0     |      1      |      2      |     3
+    ranks           0            1             2            3                  of `group`; without one, all in this process
+
+    pipeline = Pipeline(layers, schedule=schedule("1f1b", num_stages=4, num_microbatches=16), group=group, loss=cross_entropy)
+    optimizer = AdamW(pipeline.parameters())
+    loss = pipeline.step(tokens, targets);  optimizer.step();  optimizer.zero_grad()
+
+Gradients have the bits of the same micro-batches run one after the other in one process, in the order of the schedule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyops.comm.agreement import agree, gather
+from pyops.comm.collectives import all_reduce
+from pyops.comm.failure import PeerError, lost_peer
+from pyops.pipeline.action import Action
+from pyops.pipeline.balance import balance
+from pyops.pipeline.channel import Incoming, Outgoing
+from pyops.pipeline.execute import Feed, Runner
+from pyops.pipeline.microbatch import cut, portions, rows_of
+from pyops.pipeline.orders import Orders, Transfer
+from pyops.pipeline.schedule import Schedule
+from pyops.pipeline.simulate import Timeline
+from pyops.pipeline.stage import Loss, Stage
+
+__all__ = ["Pipeline"]
+
+TAGS = 0x506970  # the first tag of the first pipeline of a group
+REDUCTIONS = ("mean", "sum")
+
+
+class Pipeline(nn.Module):
+    """`layers` as stages of a pipeline that works as `schedule` says. A module of this rank's layers, named by their number.
+
+    layers: all layers of the model, on every rank; each takes what the one before returns, a tuple as several arguments, and
+        named arguments of `step` that its forward names. Layers of other ranks are neither kept nor called: they may be on the
+        meta device. What goes from stage to stage: tensors, numbers, strings, None, and tuples, lists, dicts of them.
+    group: a process group with as many ranks as the schedule, this one among them, that carries CPU tensors; None: all stages
+        are in this process.
+    loss: (what the last layer returns, target) -> one number; None: the last layer returns it, and takes what it needs as a
+        named argument.
+    boundaries: the first layer of each stage, and the number of layers (see `balance`); by default parameters are balanced.
+    reduction: what `loss` is over its micro-batch: "mean", or "sum". count: (target) -> over how many it is a mean; by default
+        the rows.
+    before: (stage, micro-batch) called before each forward of a `Stage`, such as to key its dropout.
+
+    ValueError, on every rank alike, for a schedule of another number of ranks, boundaries that are none, too few layers, ranks
+    that disagree.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module] | nn.Sequential, *, schedule: Schedule, group: dist.ProcessGroup | None = None,
+        loss: Loss | None = None, boundaries: Sequence[int] | None = None, reduction: str = "mean",
+        count: Callable[[Any], Any] | None = None, before: Callable[[Stage, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        layers = list(layers)
+        self.schedule, self.group, self.reduction, self.count, self.before = schedule, group, reduction, count, before
+        self.loss = loss
+        self.rank = 0 if group is None else dist.get_rank(group)
+        tag, self.boundaries = _agreed(schedule, layers, boundaries, reduction, group)
+        own = range(schedule.num_stages) if group is None else schedule.stages_of(self.rank)
+        last = schedule.num_stages - 1
+        self.stages = {
+            index: Stage(
+                index, layers[self.boundaries[index] : self.boundaries[index + 1]], first=self.boundaries[index],
+                loss=loss if index == last else None,
+            )
+            for index in own
+        }  # fmt: skip
+        for stage in self.stages.values():
+            for i, layer in enumerate(stage.layers):
+                self.add_module(str(stage.first + i), layer)
+            if schedule.splits_backward:
+                stage.defer()
+        self._train = self._runner(schedule, tag)
+        self._evaluate = self._runner(schedule.forward_only(), tag + 4)
+        self._broken, self._steps = "", 0
+        self._recorded: list[Timeline] | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank has the first stage, which takes the batch."""
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank has the last stage, which takes the target."""
+        return self.schedule.num_stages - 1 in self.stages
+
+    def step(self, batch: Any = None, target: Any = None, *, scale: float = 1.0, **named: Any) -> Tensor:
+        """Forward and backward of all micro-batches: gradients are added to `.grad`. The loss of the batch, on every rank.
+
+        batch: what the first layer takes, tensors [N, ...] anywhere in tuples, lists, dicts; a tuple is several arguments; only
+            the rank of the first stage looks at it. target: tensors [N, ...] of `loss`; only the rank of the last stage does.
+        named: of layers that name them, on every rank: tensors [N, ...] are cut like the batch, others go whole.
+        scale: what gradients are multiplied by, such as 1 / steps that are accumulated, or a loss scale; not the loss.
+
+        What goes wrong on one rank is raised on all: no gradient of this step is of use then, but the next step may come.
+        CommunicationError, which names it, for a rank that is lost.
+        """
+        feed, problem = self._feed(batch, target, named, scale=scale)
+        results = self._run(self._train, feed)
+        return self._conclude(self._train, feed, results, problem)
+
+    @torch.no_grad()
+    def forward(self, batch: Any = None, target: Any = None, **named: Any) -> Any:
+        """As `step`, without gradients: the loss, on every rank; without a target what the last layer returns for the batch, on
+        the rank of the last stage, and None on the others. Whether layers train is up to `train()` and `eval()`."""
+        feed, problem = self._feed(batch, target, named, scale=None)
+        results = self._run(self._evaluate, feed)
+        loss = self._conclude(self._evaluate, feed if target is not None else None, results, problem)
+        if target is not None:
+            return loss
+        return joined(results) if self.has_last else None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Timeline]]:
+        """Within, every `step` adds to the list the Timeline of all ranks, in seconds of the host's monotonic clock."""
+        timelines: list[Timeline] = []
+        self._recorded = timelines
+        try:
+            yield timelines
+        finally:
+            self._recorded = None
+
+    def _feed(
+        self, batch: Any, target: Any, named: dict[str, Any], *, scale: float | None
+    ) -> tuple[Feed | None, Exception | None]:
+        """What the step starts with on this rank, or what is wrong with it. scale: None where nothing is differentiated."""
+        several = self.schedule.num_microbatches
+        nothing = [None] * several
+        try:
+            if self.has_first and rows_of(batch) is None:
+                raise ValueError("the rank of the first stage needs a batch of tensors [rows, ...]")
+            if self.has_last and scale is not None and target is None and self.loss is not None:
+                raise ValueError("the rank of the last stage needs the target of the step")
+            rows = next((n for n in map(rows_of, (batch, target, named)) if n is not None), None)
+            inputs = cut(batch, several) if self.has_first else nothing
+            targets = nothing if target is None or not self.has_last else cut(target, several, rows=rows)
+            some = cut(named, several, rows=rows) if named else [{}] * several
+            weights: list[float] = []
+            if self.has_last:
+                counted = targets if target is not None else some if named else inputs
+                weights = [1.0] * several if self.reduction == "sum" else portions(counted, self.count)
+            return Feed(inputs, some, targets, weights, scale, self.before), None
+        except Exception as error:
+            return None, error
+
+    def _run(self, runner: Runner, feed: Feed | None) -> list[Any]:
+        if self._broken:
+            raise RuntimeError(self._broken)
+        runner.times = {} if self._recorded is not None else None
+        try:
+            return runner.run(feed)
+        except PeerError as error:
+            assert self.group is not None
+            self._broken = "a rank of this pipeline was lost in an earlier step; start the ranks anew"
+            raise lost_peer("a step of the pipeline", group=self.group, cause=error, sequence=self._steps) from error
+        except BaseException:
+            self._broken = "an earlier step of this pipeline was interrupted between two ranks; make a new Pipeline"
+            raise
+
+    def _conclude(self, runner: Runner, feed: Feed | None, results: list[Any], problem: Exception | None) -> Tensor:
+        """The loss, on every rank; raises what any rank raised."""
+        self._steps += 1
+        ends = torch.zeros(2, dtype=torch.float64)
+        ends[1] = runner.failed
+        if feed is not None and self.has_last and not runner.failed:
+            ends[0] = sum(float(result) * weight for result, weight in zip(results, feed.weights, strict=True))
+        if self.group is not None and self.schedule.num_ranks > 1:
+            ends = all_reduce(ends, group=self.group)
+        if ends[1]:
+            _raise(problem or runner.error, runner.where, group=self.group)
+        if self._recorded is not None and runner is self._train:
+            self._recorded.append(_timeline(self.schedule, runner, group=self.group))
+        return ends[0].float()
+
+    def _runner(self, orders: Orders, tag: int) -> Runner:
+        """What runs this process's part of `orders`. tag: the first of four that its messages have for themselves."""
+        incoming: dict[tuple[int, str], Incoming] = {}
+        outgoing: dict[tuple[int, str], Outgoing] = {}
+        if self.group is not None:
+            for (source, target, kind), transfers in orders.transfers.items():
+                mark = tag + (2 if kind == "B" else 0)
+                if target == self.rank:
+                    channel = Incoming(self.group, source, tag=mark, transfers=transfers)
+                    incoming |= {(each.target, kind): channel for each in transfers}
+                elif source == self.rank:
+                    sending = Outgoing(self.group, target, tag=mark, length=len(transfers))
+                    outgoing |= {(each.source, kind): sending for each in transfers}
+        if self.group is not None:
+            actions = orders.ranks[self.rank]
+        else:  # each after what it needs
+            several = set(each for _, each in orders)
+            actions = tuple(each for each, _ in self.schedule.order if each in several)
+        again = frozenset((each.stage, each.number) for each in actions if each.kind == "R")
+        return Runner(actions, self.stages, orders.num_stages - 1, incoming, outgoing, again)
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """Micro-batches' results as that of the whole batch: tensors are put together along their first dim."""
+    leaves, structures = zip(*(tree_flatten(result) for result in results), strict=True)
+    several = [
+        torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]
+        for parts in zip(*leaves, strict=True)
+    ]  # fmt: skip
+    return tree_unflatten(several, structures[0])
+
+
+def _agreed(
+    schedule: Schedule, layers: list[nn.Module], boundaries: Sequence[int] | None, reduction: str,
+    group: dist.ProcessGroup | None,
+) -> tuple[int, list[int]]:  # fmt: skip
+    """The first tag of this pipeline's messages, and the boundaries; ValueError on every rank for what is wrong on any."""
+    error: Exception | None = None
+    found: list[int] = []
+    try:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+        if group is not None and dist.get_world_size(group) != schedule.num_ranks:
+            raise ValueError(
+                f"the schedule is of {schedule.num_ranks} ranks, but the group has {dist.get_world_size(group)}; make it with "
+                f"num_stages={dist.get_world_size(group)}"
+            )
+        found = _boundaries(layers, boundaries, schedule.num_stages)
+    except Exception as caught:
+        error = caught
+    agree(error, group=group) if group is not None else _raise_if(error)
+    if group is None:
+        return 0, found
+    card = hashlib.blake2b(f"{schedule.name} {schedule} {found} {reduction}".encode()).hexdigest()
+    cards = gather(card, group=group)
+    if (other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)) is not None:
+        raise ValueError(
+            f"rank {other} made a pipeline of another schedule, other boundaries or another reduction than rank 0; give all "
+            "the same"
+        )
+    first = None
+    if dist.get_rank(group) == 0:
+        first = TAGS + 8 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
+    return next(each for each in gather(first, group=group) if each is not None), found
+
+
+def _boundaries(layers: Sequence[nn.Module], boundaries: Sequence[int] | None, num_stages: int) -> list[int]:
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"layer {i} is a {type(layer).__name__}; give torch.nn.Modules")
+    if boundaries is None:
+        sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+        return balance(sizes, num_stages=num_stages)
+    found = list(boundaries)
+    rising = all(a < b for a, b in itertools.pairwise(found))
+    if len(found) != num_stages + 1 or found[0] != 0 or found[-1] != len(layers) or not rising:
+        raise ValueError(
+            f"boundaries is {found}; expected {num_stages + 1} rising numbers from 0 to {len(layers)}: the first layer of each "
+            f"of the {num_stages} stages, and the number of layers"
+        )
+    return found
+
+
+def _raise_if(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _raise(error: BaseException | None, where: Action | None, *, group: dist.ProcessGroup | None) -> None:
+    """Raise this rank's error, or that of the first rank that has one."""
+    place = "before the first action" if where is None else f"in {where}"
+    card = None if error is None else (type(error), f"{place}: {error}")
+    cards = gather(card, group=group) if group is not None else [card]
+    if error is not None:
+        if hasattr(error, "add_note"):
+            error.add_note(f"({place} of the pipeline's step)")
+        raise error
+    rank, (kind, text) = next((rank, each) for rank, each in enumerate(cards) if each is not None)
+    known = kind if kind in (ValueError, TypeError) else RuntimeError
+    raise known(
+        f"rank {rank} of the pipeline failed {text}"
+        if kind is not KeyboardInterrupt
+        else f"rank {rank} of the pipeline was interrupted"
+    )
+
+
+def _timeline(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:
+    assert runner.times is not None
+    several = gather(runner.times, group=group) if group is not None else [runner.times]
+    times = {what: when for some in several for what, when in some.items()}
+    start = min(begin for begin, _ in times.values())
+    moved = {what: (begin - start, end - start) for what, (begin, end) in times.items()}
+    return Timeline(
+        schedule, {what: moved[what] for what in moved if isinstance(what, Action)},
+        {what: moved[what] for what in moved if isinstance(what, Transfer)},
+    )  # fmt: skip
