@@ -3,14 +3,21 @@
 schedule("1f1b", num_stages=4, num_microbatches=16)     -> Schedule: what each rank computes, in its order
 simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, bubble, peak memory
 Pipeline(layers, schedule=..., group=..., loss=...).step(batch, target)      -> the loss; gradients are in .grad
+profile(layers, inputs)                                  -> Profile: seconds and bytes of each layer, measured
+balance(profile, num_stages=4)                           -> which layers go to which stage; profile.costs(boundaries) -> Costs
 """
 
 from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
+from pyops.pipeline.dapple_planner import plan_dapple
 from pyops.pipeline.draw import draw, text, trace
+from pyops.pipeline.layer_costs import LayerCosts, Profile
 from pyops.pipeline.names import NAMES, custom, schedule
 from pyops.pipeline.orders import Transfer
 from pyops.pipeline.pipeline import Pipeline
+from pyops.pipeline.pipedream_planner import plan_pipedream
+from pyops.pipeline.plan import Plan, PlannedStage
+from pyops.pipeline.profile import profile
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Costs, Timeline, simulate
 
@@ -18,13 +25,20 @@ __all__ = [
     "NAMES",
     "Action",
     "Costs",
+    "LayerCosts",
     "Pipeline",
+    "Plan",
+    "PlannedStage",
+    "Profile",
     "Schedule",
     "Timeline",
     "Transfer",
     "balance",
     "custom",
     "draw",
+    "plan_dapple",
+    "plan_pipedream",
+    "profile",
     "schedule",
     "simulate",
     "text",

@@ -1,0 +1,158 @@
+"""Profile: what each layer of a model takes and keeps; Costs of any cut into stages follow from it.
+
+    layers    0    1    2  |  3    4  |  5         boundaries [0, 3, 5, 6]
+    forward   1    2    1  |  3    2  |  4         -> Costs(forward=[4, 5, 4], ...)
+
+Times add up. Bytes do not: a tensor that two layers of a stage keep, as the output of one and the input of the next, and a
+weight that they share are there once; so a profile knows each layer's storages and parameters by number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pyops.pipeline.simulate import Costs
+
+__all__ = ["LayerCosts", "Profile", "layer_costs"]
+
+Sizes = tuple[tuple[int, int], ...]  # (number of a storage or parameter, its bytes)
+MEASURES = ("time", "parameters", "memory")
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer, of one micro-batch. Seconds: forward; backward, in one; input_gradient and weight_gradient, its two parts when
+    they are computed apart. Bytes: activation, that travels to the next layer; kept, the storages that autograd keeps from
+    forward to backward; taken, those of the layer's input; weights, its parameters. parameters: how many numbers.
+    """
+
+    name: str = ""
+    forward: float = 0.0
+    backward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    activation: int = 0
+    parameters: int = 0
+    kept: Sizes = ()
+    taken: Sizes = ()
+    weights: Sizes = ()
+
+    @property
+    def time(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model in their order; made by `pyops.pipeline.profile`, or by hand. facts: how it was measured."""
+
+    layers: tuple[LayerCosts, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def kept(self, first: int, end: int) -> int:
+        """Bytes that layers first .. end - 1 on one stage keep of a micro-batch, and what they took from the stage before."""
+        kept = [layer.kept for layer in self.layers[first:end]]
+        return _bytes([*kept, self.layers[first].taken] if first else kept)
+
+    def weights(self, first: int, end: int, *, optimizer_bytes: float = 8.0) -> float:
+        """Bytes of the layers' weights and gradients, and optimizer_bytes for each parameter (8: two moments in fp32)."""
+        several = self.layers[first:end]
+        whole, once = sum(_bytes([layer.weights]) for layer in several), _bytes(layer.weights for layer in several)
+        share = once / whole if whole else 0.0  # shared weights are there once
+        return 2.0 * once + optimizer_bytes * share * sum(layer.parameters for layer in several)
+
+    def costs(
+        self, boundaries: Sequence[int], *, split: bool = False, step: float | Sequence[float] = 0.0, latency: float = 0.0,
+        bandwidth: float = math.inf, optimizer_bytes: float = 8.0,
+    ) -> Costs:  # fmt: skip
+        """Costs of the stages [boundaries[s], boundaries[s + 1]), as `balance` gives them.
+
+        split: the schedule computes gradients of inputs and of weights apart (`schedule.splits_backward`); else the two add up
+        to the whole backward. The others: see Costs, and `weights`. ValueError for boundaries that leave layers out.
+        """
+        bounds = list(boundaries)
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(self) or any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"boundaries are {bounds}; expected 0, rising numbers, and last {len(self)}, the number of layers")
+        stages = [self.layers[a:b] for a, b in itertools.pairwise(bounds)]
+        inputs = [sum(layer.input_gradient for layer in stage) for stage in stages]
+        weights = [sum(layer.weight_gradient for layer in stage) for stage in stages]
+        if not split:
+            for s, stage in enumerate(stages):
+                apart, whole = inputs[s] + weights[s], sum(layer.backward for layer in stage)
+                share = inputs[s] / apart if apart else 1.0
+                inputs[s], weights[s] = share * whole, whole - share * whole
+        return Costs(
+            forward=[sum(layer.forward for layer in stage) for stage in stages], input_gradient=inputs, weight_gradient=weights,
+            step=step, latency=latency, bandwidth=bandwidth, activation=[float(stage[-1].activation) for stage in stages],
+            kept=[float(self.kept(a, b)) for a, b in itertools.pairwise(bounds)],
+            kept_input=[float(_bytes([self.layers[a].taken])) if a else 0.0 for a in bounds[:-1]],
+            weights=[self.weights(a, b, optimizer_bytes=optimizer_bytes) for a, b in itertools.pairwise(bounds)],
+        )  # fmt: skip
+
+    def save(self, path: Path | str) -> Path:
+        """Write it as JSON."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"layers": [asdict(layer) for layer in self.layers], "facts": dict(self.facts)}, indent=1))
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        """Read what `save` wrote. ValueError for files that hold something else."""
+        try:
+            found = json.loads(Path(path).read_text())
+            return cls(tuple(map(_layer, found["layers"])), tuple(found["facts"].items()))
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no profile ({error!r}); write one with profile(layers, inputs).save(path)") from error
+
+
+def layer_costs(
+    costs: Sequence[float] | Profile | Sequence[nn.Module], by: str | Callable[..., float] | None = None
+) -> list[float]:
+    """What each layer weighs in a partition.
+
+    costs: numbers, a Profile, or the layers themselves. by: of a Profile "time" (the default), "parameters", "memory" (weights,
+    gradients, Adam's moments and one micro-batch's activations) or a function of LayerCosts; of layers "parameters" (the
+    default) or a function of a module. ValueError for anything else.
+    """
+    if isinstance(costs, Profile):
+        if callable(by):
+            return [float(by(layer)) for layer in costs.layers]
+        if by in (None, "time", "parameters"):
+            return [float(getattr(layer, by or "time")) for layer in costs.layers]
+        if by == "memory":
+            return [costs.kept(i, i + 1) + costs.weights(i, i + 1) for i in range(len(costs))]
+        raise ValueError(f"by is {by!r}; choose one of {', '.join(MEASURES)}, or give a function of a layer's LayerCosts")
+    if all(isinstance(each, nn.Module) for each in costs) and len(costs):
+        modules: list[nn.Module] = list(costs)  # type: ignore[arg-type]
+        if callable(by):
+            return [float(by(module)) for module in modules]
+        if by in (None, "parameters"):
+            return [float(sum(p.numel() for p in module.parameters())) for module in modules]
+        raise ValueError(f"by is {by!r}, which layers don't tell; measure them: balance(profile(layers, inputs), by={by!r})")
+    if by is not None:
+        raise ValueError(f"by is {by!r}, but the costs are numbers; leave it out, or give a Profile or the layers")
+    return [float(each) for each in costs]  # type: ignore[arg-type]
+
+
+def _layer(fields: dict[str, Any]) -> LayerCosts:
+    given: dict[str, Any] = {
+        key: tuple(map(tuple, value)) if isinstance(value, list) else value for key, value in fields.items()
+    }
+    return LayerCosts(**given)
+
+
+def _bytes(sizes: Iterable[Sizes]) -> int:
+    return sum({number: size for several in sizes for number, size in several}.values())
