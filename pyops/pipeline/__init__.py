@@ -14,8 +14,8 @@ from pyops.pipeline.draw import draw, text, trace
 from pyops.pipeline.layer_costs import LayerCosts, Profile
 from pyops.pipeline.names import NAMES, custom, schedule
 from pyops.pipeline.orders import Transfer
-from pyops.pipeline.pipeline import Pipeline
 from pyops.pipeline.pipedream_planner import plan_pipedream
+from pyops.pipeline.pipeline import Pipeline
 from pyops.pipeline.plan import Plan, PlannedStage
 from pyops.pipeline.profile import profile
 from pyops.pipeline.schedule import Schedule
