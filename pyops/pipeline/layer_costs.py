@@ -29,17 +29,20 @@ MEASURES = ("time", "parameters", "memory")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One layer, of one micro-batch. Seconds: forward; backward, in one; input_gradient and weight_gradient, its two parts when
-    they are computed apart. Bytes: activation, that travels to the next layer; kept, the storages that autograd keeps from
-    forward to backward; taken, those of the layer's input; weights, its parameters. parameters: how many numbers.
+    """One layer, of one micro-batch. Seconds: forward; backward, in one; forward_apart, input_gradient and weight_gradient,
+    forward and both parts of backward when these are computed apart. Bytes: activation, that travels to the next layer; kept, the
+    storages that autograd keeps from forward to backward; taken, those of the layer's input; put_off, what is kept from
+    input_gradient to weight_gradient; weights, its parameters. parameters: how many numbers.
     """
 
     name: str = ""
     forward: float = 0.0
     backward: float = 0.0
+    forward_apart: float = 0.0
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
     activation: int = 0
+    put_off: int = 0
     parameters: int = 0
     kept: Sizes = ()
     taken: Sizes = ()
@@ -86,18 +89,21 @@ class Profile:
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(self) or any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(f"boundaries are {bounds}; expected 0, rising numbers, and last {len(self)}, the number of layers")
         stages = [self.layers[a:b] for a, b in itertools.pairwise(bounds)]
-        inputs = [sum(layer.input_gradient for layer in stage) for stage in stages]
-        weights = [sum(layer.weight_gradient for layer in stage) for stage in stages]
+        forward, inputs, weights = (
+            [math.fsum(getattr(layer, part) for layer in stage) for stage in stages]
+            for part in ("forward_apart" if split else "forward", "input_gradient", "weight_gradient")
+        )
         if not split:
             for s, stage in enumerate(stages):
-                apart, whole = inputs[s] + weights[s], sum(layer.backward for layer in stage)
+                apart, whole = inputs[s] + weights[s], math.fsum(layer.backward for layer in stage)
                 share = inputs[s] / apart if apart else 1.0
                 inputs[s], weights[s] = share * whole, whole - share * whole
         return Costs(
-            forward=[sum(layer.forward for layer in stage) for stage in stages], input_gradient=inputs, weight_gradient=weights,
+            forward=forward, input_gradient=inputs, weight_gradient=weights,
             step=step, latency=latency, bandwidth=bandwidth, activation=[float(stage[-1].activation) for stage in stages],
             kept=[float(self.kept(a, b)) for a, b in itertools.pairwise(bounds)],
             kept_input=[float(_bytes([self.layers[a].taken])) if a else 0.0 for a in bounds[:-1]],
+            put_off=[float(sum(layer.put_off for layer in stage)) for stage in stages],
             weights=[self.weights(a, b, optimizer_bytes=optimizer_bytes) for a, b in itertools.pairwise(bounds)],
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ class Costs:
     forward, input_gradient, weight_gradient: of a micro-batch; B takes the last two together, R as long as a forward.
     step: of the optimizer. latency: until what was sent arrives. activation: bytes that travel from a stage to the next, and
     back as a gradient; bandwidth: bytes a second, of each channel. kept: bytes that a micro-batch keeps at a stage between
-    forward and backward; kept_input: where it is recomputed. weights: bytes of a stage's weights, gradients and states.
+    forward and backward; kept_input: where it is recomputed; put_off: between I and W, None if as before. weights: bytes of a
+    stage's weights, gradients and states.
     """
 
     forward: PerStage = 1.0
@@ -41,6 +42,7 @@ class Costs:
     bandwidth: float = math.inf
     kept: PerStage = 1.0
     kept_input: PerStage = 0.0
+    put_off: PerStage | None = None
     weights: PerStage = 0.0
 
     def of(self, what: str, stage: int) -> float:
@@ -116,8 +118,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, duration: Callab
 
 
 def _check(costs: Costs, schedule: Schedule) -> None:
+    parts = ["forward", "input_gradient", "weight_gradient", "step", "activation", "kept", "kept_input", "weights"]
     for stage in range(schedule.num_stages):
-        for what in ("forward", "input_gradient", "weight_gradient", "step", "activation", "kept", "kept_input", "weights"):
+        for what in parts if costs.put_off is None else [*parts, "put_off"]:
             if not costs.of(what, stage) >= 0:
                 raise ValueError(f"costs.{what} of stage {stage} is {costs.of(what, stage)}; it must be 0 or more")
     if not costs.latency >= 0 or not costs.bandwidth > 0:
@@ -131,12 +134,18 @@ def _peak(schedule: Schedule, rank: int, costs: Costs) -> float:
     for action in schedule.ranks[rank]:
         stage, recomputed = action.stage, (action.stage, action.number) in again
         whole, small = costs.of("kept", stage), costs.of("kept_input", stage)
+        put_off = whole if costs.put_off is None else costs.of("put_off", stage)
         if action.kind == "F":
             # A forward that keeps only its input still makes all of its activations, one after the other.
             now += small if recomputed else whole
         elif action.kind == "R":
             now += whole - small
         peak = max(peak, now)
-        if action.ends_activations:
+        if action.kind == "I":
+            now += put_off - whole
+        elif action.kind == "W":
+            now -= put_off
+        elif action.kind == "B":
             now -= whole
+        peak = max(peak, now)
     return peak + sum(costs.of("weights", stage) for stage in schedule.stages_of(rank))

@@ -100,15 +100,18 @@ class Work(torch.autograd.Function):
 
 
 class Takes(nn.Module):
-    """So many seconds of forward, of the input's gradient, and of the weight's, which may be computed apart."""
+    """So many seconds of forward, of the input's gradient, and of the weight's, which can be put off."""
 
     def __init__(self, clock: Clock, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
-        self.seconds, self.clock, self.weight = (forward, inputs, weights), clock, nn.Parameter(torch.zeros(()))
+        self.seconds, self.clock, self.linear = (forward, inputs, weights), clock, nn.Linear(2, 2, bias=False)
+        self.linear.weight.register_post_accumulate_grad_hook(self.weights)
+
+    def weights(self, _: Tensor) -> None:
+        self.clock.now += self.seconds[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        forward, inputs, weights = self.seconds
-        return Work.apply(x, self.clock, forward, inputs) + Work.apply(self.weight, self.clock, 0.0, weights)
+        return self.linear(Work.apply(x, self.clock, *self.seconds[:2]))
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -121,11 +124,13 @@ def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, roun
         clock.now += 512
         return (y - target).sum()
 
-    found = profile(layers, torch.zeros(2, requires_grad=True), loss=loss, target=torch.zeros(2), rounds=rounds)
+    found = profile(layers, torch.zeros(3, 2, requires_grad=True), loss=loss, target=torch.zeros(3, 2), rounds=rounds)
     assert [layer.forward for layer in found.layers] == [1, 8, 64 + 512]
+    assert [layer.forward_apart for layer in found.layers] == [1, 8, 64 + 512]
     assert [layer.backward for layer in found.layers] == [6, 48, 384]
     assert [layer.input_gradient for layer in found.layers] == [2, 16, 128]
     assert [layer.weight_gradient for layer in found.layers] == [4, 32, 256]
+    assert [layer.put_off for layer in found.layers] == [2 * 3 * 2 * 4] * 3  # x and dy of the Linear
 
 
 def test_the_model_is_left_as_it_was():
@@ -145,6 +150,8 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(layers[0].weight.grad, torch.full((4, 4), 7.0))
     assert torch.equal(layers[0].weight.main_grad, torch.full((4, 4), 3.0))
     assert layers[0].bias.grad is None
+    assert "forward" not in layers[0].__dict__
+    assert not hasattr(layers[0].weight, "deferred")
     assert x.grad is None
     assert found.layers[3].activation == 6 * 4 * 4 + 6
 
@@ -156,14 +163,17 @@ class Take(nn.Module):
 
 def test_costs_are_sums_over_stages():
     found = by_hand(
-        forward=[1.0, 2, 3, 4], backward=[2.0, 4, 6, 9], input_gradient=[1.0, 2, 3, 4], weight_gradient=[1.0, 2, 3, 4],
-        activation=[10, 20, 30, 40], kept=[100, 200, 300, 400], weights=[8, 8, 8, 8], parameters=[2, 2, 2, 2],
+        forward=[1.0, 2, 3, 4], backward=[2.0, 4, 6, 9], forward_apart=[1.0, 2, 3, 5], input_gradient=[1.0, 2, 3, 4],
+        weight_gradient=[1.0, 2, 3, 4], activation=[10, 20, 30, 40], kept=[100, 200, 300, 400], put_off=[50, 60, 70, 80],
+        weights=[8, 8, 8, 8], parameters=[2, 2, 2, 2],
     )  # fmt: skip
     costs = found.costs([0, 1, 4], split=True, latency=0.5, bandwidth=2.0)
-    assert (costs.forward, costs.input_gradient, costs.weight_gradient) == ([1, 9], [1, 9], [1, 9])
+    assert (costs.forward, costs.input_gradient, costs.weight_gradient) == ([1, 10], [1, 9], [1, 9])
+    assert costs.put_off == [50, 210]
     assert (costs.activation, costs.kept, costs.weights) == ([10, 40], [100, 900], [32, 96])
     assert (costs.latency, costs.bandwidth) == (0.5, 2.0)
     whole = found.costs([0, 1, 4])
+    assert whole.forward == [1, 9]
     assert [a + b for a, b in zip(whole.input_gradient, whole.weight_gradient, strict=True)] == [2, 19]  # type: ignore[arg-type]
     timeline = simulate(schedule("1f1b", num_stages=2, num_microbatches=4), costs)
     assert timeline.memory == (32 + 2 * 100, 96 + 900)

@@ -289,3 +289,12 @@ def test_every_name_makes_any_size():
             made = make(name, k, m)
             assert custom([" ".join(map(str, order)) for order in made.ranks], rank_of=made.rank_of, weights=made.weights,
                           **{"accumulate": made.options.get("accumulate", 1)}).ranks == made.ranks  # fmt: skip
+
+
+def test_memory_between_the_two_parts_of_a_backward():
+    made = custom(["0F0 0I0 0F1 0I1 0W0 0W1"])
+    assert simulate(made, Costs(kept=10.0)).memory == (20.0,)
+    assert simulate(made, Costs(kept=10.0, put_off=3.0)).memory == (13.0,)
+    assert simulate(made, Costs(kept=10.0, put_off=30.0)).memory == (60.0,)
+    with pytest.raises(ValueError, match=r"costs\.put_off of stage 0 is -1"):
+        simulate(made, Costs(put_off=-1.0))
