@@ -21,7 +21,7 @@ from pyops.comm.failure import CommunicationError, DisagreementError
 from pyops.comm.transport import Transport, exchange_bytes
 from pyops.ops.library import native
 
-__all__ = ["AGREEMENT", "SharedMemory", "Unavailable"]
+__all__ = ["AGREEMENT", "SharedMemory", "Unavailable", "host"]
 
 SPINS_ALONE = 64  # the caller has nothing better to do than to wait
 SPINS_BESIDE_COMPUTE = 8  # spinning would take the processor from the computation that the collective hides behind
@@ -40,7 +40,7 @@ class Unavailable(Exception):
     """These ranks can't share memory; the text says why."""
 
 
-def _host() -> str:
+def host() -> str:
     """The same text for processes that see one another and one /dev/shm."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists() or not os.path.isdir("/dev/shm"):
@@ -60,7 +60,7 @@ class SharedMemory:
         if not problem and self.rank == 0:
             problem = self._open(module, name, create=True)
         try:
-            cards = self._tell(transport, {"host": _host(), "name": name, "problem": problem})
+            cards = self._tell(transport, {"host": host(), "name": name, "problem": problem})
             if any(card["host"] != cards[0]["host"] for card in cards):
                 problem = "the ranks are on several hosts"
             problem = problem or next((card["problem"] for card in cards if card["problem"]), "")

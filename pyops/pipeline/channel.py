@@ -7,6 +7,9 @@ A receive must be posted with its size before anything is known of the message. 
 message at each place of the channel was in the step before: that is posted, and if what is sent is longer, the first message
 only tells its length, and a second one has it all. So shapes may change at any time, and cost one message when they grow.
 
+Where both ranks are on one host, messages that were short the last time go through shared memory (see `Mailboxes`): the group
+takes longer to tell of a message than these take to be copied.
+
 A rank that failed still sends every message it owes, marked as such: the others end the step with it, and can go on afterwards.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,57 +31,68 @@ __all__ = ["FAILED", "Incoming", "Outgoing"]
 
 FAILED, LONGER = 1, 2  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step
+SHORT = 1 << 16  # bytes of messages that go through shared memory where there is some
 AHEAD = 2  # receives that are posted before their time
+SPINS = 64
 
 
 class Outgoing:
-    """The sending side: `length` messages a step to group rank `peer`."""
+    """The sending side: `length` messages a step to group rank `peer`. mailbox: this side's end of one, or None."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, *, tag: int, length: int) -> None:
-        self.group, self.peer, self.tag = group, peer, tag
+    def __init__(self, group: dist.ProcessGroup, peer: int, *, tag: int, length: int, mailbox: Any = None) -> None:
+        self.group, self.peer, self.tag, self.mailbox = group, peer, tag, mailbox
         self.sizes = [SMALLEST] * length
         self.place = 0
         self.bytes_sent = 0
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._unmailed: deque[Tensor] = deque()
 
     def send(self, value: Any, *, what: str) -> None:
         """Start sending; `value` may be changed afterwards. TypeError, which names `what`, for one that can't be sent."""
         described = describe(value, what=what)
-        size = described.end
-        if size <= self.sizes[self.place]:
-            self._put(described, self.sizes[self.place], self.tag)
+        size, room = described.end, self.sizes[self.place]
+        short = self.mailbox is not None and room <= SHORT
+        if size <= (SHORT if short else room):
+            self._start(_packed(described, size if short else room), short=short)
         else:
-            self._start(_header(LONGER, size, self.sizes[self.place]), self.tag)
-            self._put(described, size, self.tag + 1)
-        self.sizes[self.place] = max(size, SMALLEST)
-        self.place += 1
+            self._start(_header(LONGER, size, HEADER.size if short else room), short=short)
+            self._post(_packed(described, size), self.tag + 1)
+        self._next(size)
 
     def fail(self) -> None:
         """Send, at the place of the next message, that there is none."""
-        self._start(_header(FAILED, 0, self.sizes[self.place]), self.tag)
-        self.sizes[self.place] = SMALLEST
-        self.place += 1
+        room = self.sizes[self.place]
+        short = self.mailbox is not None and room <= SHORT
+        self._start(_header(FAILED, 0, HEADER.size if short else room), short=short)
+        self._next(0)
 
     def finish(self) -> None:
         """Wait until everything is on its way to the peer. PeerError."""
+        while not self.flush():
+            time.sleep(5e-5)
         while self._under_way:
             self._wait()
         self.place = 0
 
-    def _put(self, described: Described, size: int, tag: int) -> None:
-        message = torch.empty(size, dtype=torch.uint8)
-        shape = described.shape
-        view = message.numpy().data
-        HEADER.pack_into(view, 0, 0, described.end, len(shape), time.monotonic_ns())
-        view[HEADER.size : HEADER.size + len(shape)] = shape
-        for tensor, at in zip(described.tensors, described.offsets, strict=True):
-            if tensor.numel():
-                nbytes = tensor.numel() * tensor.element_size()
-                message[at : at + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self._start(message, tag)
+    def flush(self) -> bool:
+        """Whether everything is in the mailbox; what had found no room there is tried again."""
+        while self._unmailed and self.mailbox.put(self._unmailed[0].data_ptr(), len(self._unmailed[0])):
+            self._unmailed.popleft()
+        return not self._unmailed
 
-    def _start(self, message: Tensor, tag: int) -> None:
-        self.bytes_sent += message.numel()
+    def _next(self, size: int) -> None:
+        self.sizes[self.place] = max(size, SMALLEST)
+        self.place += 1
+
+    def _start(self, message: Tensor, *, short: bool) -> None:
+        if not short:
+            return self._post(message, self.tag)
+        self.bytes_sent += len(message)
+        if self._unmailed or not self.mailbox.put(message.data_ptr(), len(message)):
+            self._unmailed.append(message)
+
+    def _post(self, message: Tensor, tag: int) -> None:
+        self.bytes_sent += len(message)
         try:
             self._under_way.append((self.group.send([message], self.peer, tag), message))
         except RuntimeError as error:
@@ -95,37 +109,54 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving side: as many messages a step from group rank `peer` as there are `transfers`."""
+    """The receiving side: as many messages a step from group rank `peer` as there are `transfers`.
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, *, tag: int, transfers: Sequence[Any]) -> None:
-        self.group, self.peer, self.tag, self.transfers = group, peer, tag, tuple(transfers)
+    mailbox: this side's end of one, or None. timeout: seconds after which a message there is late. While it waits it calls
+    `flush`, until that says that nothing of this rank's own waits to be sent: a peer may need it before it sends on.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, *, tag: int, transfers: Sequence[Any], mailbox: Any = None,
+        timeout: float = 1800.0, flush: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self.group, self.peer, self.tag, self.mailbox = group, peer, tag, mailbox
+        self.transfers, self.timeout, self.flush = tuple(transfers), timeout, flush
         self.sizes = [SMALLEST] * len(self.transfers)
         self.place = 0
         self.delay_ns = 0  # what every message takes longer than it does, to try out slow links
         self._posted: deque[tuple[Any, Tensor]] = deque()
+        self._ahead = 0  # the first place whose receive may be still to post
 
     def start(self) -> None:
         """Post the first receives of a step."""
-        self.place = 0
-        for size in self.sizes[:AHEAD]:
-            self._posted.append(self._post(size, self.tag))
+        self.place = self._ahead = 0
+        self._look_ahead()
 
     def receive(self) -> tuple[Any, Any, int]:
         """(transfer, value, nanosecond at which it was made) of the next message; the value FAILED of a rank that failed."""
-        message = self._wait(self._posted.popleft())
-        flags, size, _, made = head = HEADER.unpack_from(message.numpy().data)
-        following = self.place + AHEAD
+        short = self.mailbox is not None and self.sizes[self.place] <= SHORT
+        message = self._mailed() if short else self._waited(self._posted.popleft())
+        view = message.numpy().data
+        flags, size, _, made = head = HEADER.unpack_from(view)
         if flags & LONGER:  # comes under a tag of its own, past the receives that are posted
-            message = self._wait(self._post(size, self.tag + 1))
-            flags, size, _, made = head = HEADER.unpack_from(message.numpy().data)
+            message = self._waited(self._post(size, self.tag + 1))
+            view = message.numpy().data
+            flags, size, _, made = head = HEADER.unpack_from(view)
         self.sizes[self.place] = max(size, SMALLEST)
-        if following < len(self.sizes):
-            self._posted.append(self._post(self.sizes[following], self.tag))
         transfer = self.transfers[self.place]
         self.place += 1
+        self._look_ahead()
         if self.delay_ns:
             time.sleep(max(0, made + self.delay_ns - time.monotonic_ns()) / 1e9)
-        return transfer, FAILED if flags & FAILED else unpack(message, head), made
+        return transfer, FAILED if flags & FAILED else unpack(message, view, head), made
+
+    def _look_ahead(self) -> None:
+        end = min(self.place + AHEAD, len(self.sizes))
+        while self._ahead < end:
+            size = self.sizes[self._ahead]
+            if self.mailbox is None or size > SHORT:
+                self._posted.append(self._post(size, self.tag))
+            self._ahead += 1
 
     def _post(self, size: int, tag: int) -> tuple[Any, Tensor]:
         message = torch.empty(size, dtype=torch.uint8)
@@ -134,13 +165,37 @@ class Incoming:
         except RuntimeError as error:
             raise PeerError(self.peer, error) from error
 
-    def _wait(self, posted: tuple[Any, Tensor]) -> Tensor:
+    def _waited(self, posted: tuple[Any, Tensor]) -> Tensor:
         work, message = posted
         try:
+            while not self.flush() and not work.is_completed():
+                time.sleep(5e-5)
             work.wait()
         except RuntimeError as error:
             raise PeerError(self.peer, error) from error
         return message
+
+    def _mailed(self) -> Tensor:
+        end = time.monotonic() + self.timeout
+        while not self.flush() and not self.mailbox.ready() and time.monotonic() < end:
+            time.sleep(5e-5)
+        size = self.mailbox.wait(SPINS, self.timeout)
+        if size < 0:
+            raise PeerError(self.peer, "it died" if size == -2 else f"no sign of it within {self.timeout:g} s")
+        message = torch.empty(size, dtype=torch.uint8)
+        self.mailbox.take(message.data_ptr())
+        return message
+
+
+def _packed(described: Described, room: int) -> Tensor:
+    message = torch.empty(room, dtype=torch.uint8)
+    shape, view = described.shape, message.numpy().data
+    HEADER.pack_into(view, 0, 0, described.end, len(shape), time.monotonic_ns())
+    view[HEADER.size : HEADER.size + len(shape)] = shape
+    for tensor, at in zip(described.tensors, described.offsets, strict=True):
+        if tensor.numel():
+            message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return message
 
 
 def _header(flags: int, size: int, room: int) -> Tensor:

@@ -58,9 +58,9 @@ def restore(shape: bytes, tensors: list[Tensor]) -> Any:
     return _put_together(_parsed(shape), iter(tensors))
 
 
-def unpack(message: Tensor, head: Head) -> Any:
-    """The value in a message (1-D uint8), whose tensors are views of it."""
-    shape = message[HEADER.size : HEADER.size + head[2]].numpy().tobytes()
+def unpack(message: Tensor, view: memoryview, head: Head) -> Any:
+    """The value in a message (1-D uint8, of which `view` is a view), whose tensors are views of it."""
+    shape = bytes(view[HEADER.size : HEADER.size + head[2]])
     tensors, at = [], HEADER.size + head[2]
     for dtype, sizes, numel, nbytes in _tensors_of(shape):
         at = -(-at // ALIGNMENT) * ALIGNMENT

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives import all_reduce
+from pyops.comm.communicator import Communicator
 from pyops.comm.failure import PeerError, lost_peer
 from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
 from pyops.pipeline.channel import Incoming, Outgoing
 from pyops.pipeline.execute import Feed, Runner
+from pyops.pipeline.mailboxes import open_mailboxes
 from pyops.pipeline.microbatch import cut, portions, rows_of
 from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
@@ -195,13 +197,17 @@ class Pipeline(nn.Module):
         incoming: dict[tuple[int, str], Incoming] = {}
         outgoing: dict[tuple[int, str], Outgoing] = {}
         if self.group is not None:
-            for (source, target, kind), transfers in orders.transfers.items():
+            mailboxes = open_mailboxes(orders.transfers, group=self.group)
+            timeout = Communicator.of(self.group).timeout(torch.device("cpu"))
+            for name, transfers in orders.transfers.items():
+                (source, target, kind), mailbox = name, mailboxes.get(name)
                 mark = tag + (2 if kind == "B" else 0)
                 if target == self.rank:
-                    channel = Incoming(self.group, source, tag=mark, transfers=transfers)
+                    channel = Incoming(self.group, source, tag=mark, transfers=transfers, mailbox=mailbox, timeout=timeout,
+                                       flush=lambda: _flushed(outgoing))  # fmt: skip
                     incoming |= {(each.target, kind): channel for each in transfers}
                 elif source == self.rank:
-                    sending = Outgoing(self.group, target, tag=mark, length=len(transfers))
+                    sending = Outgoing(self.group, target, tag=mark, length=len(transfers), mailbox=mailbox)
                     outgoing |= {(each.source, kind): sending for each in transfers}
         if self.group is not None:
             actions = orders.ranks[self.rank]
@@ -210,6 +216,11 @@ class Pipeline(nn.Module):
             actions = tuple(each for each, _ in self.schedule.order if each in several)
         again = frozenset((each.stage, each.number) for each in actions if each.kind == "R")
         return Runner(actions, self.stages, orders.num_stages - 1, incoming, outgoing, again)
+
+
+def _flushed(outgoing: Mapping[Any, Outgoing]) -> bool:
+    # All of them: one that is behind must not keep another from being looked at.
+    return all([channel.flush() for channel in outgoing.values()])
 
 
 def joined(results: Sequence[Any]) -> Any:
