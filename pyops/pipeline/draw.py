@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,22 +88,34 @@ def text(timeline: Timeline, *, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def trace(timeline: Timeline, path: Path | str, *, seconds_per_unit: float = 1.0) -> Path:
-    """Write the timeline as a Chrome trace, which Perfetto and chrome://tracing open: a line for each rank and channel."""
+def trace(timelines: Timeline | Mapping[str, Timeline], path: Path | str, *, seconds_per_unit: float = 1.0) -> Path:
+    """Write the timeline as a Chrome trace, which Perfetto and chrome://tracing open: a line for each rank and channel.
+
+    timelines: one, or several by their names, such as {"simulated": ..., "measured": ...}: they stand one below the other, all
+    beginning at 0. seconds_per_unit: of all of them.
+    """
     events: list[dict[str, Any]] = []
-
-    def add(name: str, process: str, line: str, times: tuple[float, float], **more: Any) -> None:
-        begin, end = (t * seconds_per_unit * 1e6 for t in times)
-        events.append({"name": name, "ph": "X", "pid": process, "tid": line, "ts": begin, "dur": end - begin, "args": more})
-
-    made = timeline.schedule
-    for action, times in timeline.actions.items():
-        add(str(action), "ranks", f"rank {made.rank_of[action.stage]}", times, what=MEANINGS[action.kind], **action._asdict())
-    for transfer, times in timeline.transfers.items():
-        source, target = made.rank_of[transfer.source], made.rank_of[transfer.target]
-        kind = "activations" if transfer.kind == "F" else "gradients"
-        add(str(transfer), "channels", f"{source} to {target}, {kind}", times, **transfer._asdict())
+    several = {"": timelines} if isinstance(timelines, Timeline) else timelines
+    for title, timeline in several.items():
+        events += _events(timeline, f"{title} " if title else "", scale=seconds_per_unit * 1e6)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
+
+
+def _events(timeline: Timeline, title: str, *, scale: float) -> Iterator[dict[str, Any]]:
+    made = timeline.schedule
+    first = min(begin for begin, _ in timeline.actions.values())
+
+    def event(name: str, process: str, line: str, times: tuple[float, float], **more: Any) -> dict[str, Any]:
+        begin, end = ((t - first) * scale for t in times)
+        return {"name": name, "ph": "X", "pid": f"{title}{process}", "tid": line, "ts": begin, "dur": end - begin, "args": more}
+
+    for action, times in timeline.actions.items():
+        rank = f"rank {made.rank_of[action.stage]}"
+        yield event(str(action), "ranks", rank, times, what=MEANINGS[action.kind], **action._asdict())
+    for transfer, times in timeline.transfers.items():
+        source, target = made.rank_of[transfer.source], made.rank_of[transfer.target]
+        kind = "activations" if transfer.kind == "F" else "gradients"
+        yield event(str(transfer), "channels", f"{source} to {target}, {kind}", times, **transfer._asdict())

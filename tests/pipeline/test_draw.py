@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from pyops.pipeline import Costs, custom, draw, schedule, simulate, text, trace
+from pyops.pipeline import Costs, Pipeline, custom, draw, schedule, simulate, text, trace
 
 pytestmark = pytest.mark.cpu_only
 
@@ -54,3 +56,17 @@ def test_a_trace_has_every_action_and_transfer(tmp_path: Path):
     first = next(e for e in events if e["name"] == "1F0")
     assert (first["ts"], first["dur"], first["tid"]) == (1500.0, 1000.0, "rank 1")
     assert {e["tid"] for e in events if e["pid"] == "channels"} == {"0 to 1, activations", "1 to 0, gradients"}
+
+
+def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
+    made = schedule("zb1p", num_stages=2, num_microbatches=3)
+    pipeline = Pipeline([nn.Linear(4, 4) for _ in range(4)], schedule=made, loss=nn.functional.mse_loss)
+    with pipeline.recording() as found:
+        pipeline.step(torch.randn(6, 4), torch.randn(6, 4))
+    path = trace({"simulated": simulate(made), "measured": found[0]}, tmp_path / "t.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    for title in ("simulated", "measured"):
+        ours = [e for e in events if e["pid"] == f"{title} ranks"]
+        assert {e["name"] for e in ours} == {str(action) for _, action in made}
+        assert min(e["ts"] for e in ours) == 0
+        assert all(e["dur"] >= 0 for e in ours)
