@@ -23,7 +23,7 @@ Name = tuple[int, int, str]  # source rank, target rank, kind
 
 
 def open_mailboxes(channels: Iterable[Name], *, group: dist.ProcessGroup) -> dict[Name, Any]:
-    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective: the same channels on every rank."""
+    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective; `channels` are the same on all."""
     rank, module = dist.get_rank(group), native()
     made: dict[Name, Any] = {}
     names: dict[Name, str] = {}

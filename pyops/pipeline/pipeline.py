@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class Pipeline(nn.Module):
                 mark = tag + (2 if kind == "B" else 0)
                 if target == self.rank:
                     channel = Incoming(self.group, source, tag=mark, transfers=transfers, mailbox=mailbox, timeout=timeout,
-                                       flush=lambda: _flushed(outgoing))  # fmt: skip
+                                       flush=partial(_flushed, outgoing))  # fmt: skip
                     incoming |= {(each.target, kind): channel for each in transfers}
                 elif source == self.rank:
                     sending = Outgoing(self.group, target, tag=mark, length=len(transfers), mailbox=mailbox)
