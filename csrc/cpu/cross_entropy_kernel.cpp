@@ -4,37 +4,12 @@
 //
 // Within a tile, sums run in LANES places at once, which are then folded in halves: an order that depends on the columns alone.
 #include "logits.h"
-#include "vector.h"
+#include "storage.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
 
 constexpr int64_t LANES = 64;
-
-inline void load(double& out, const double* p) { out = *p; }
-inline void store(double* p, double a) { *p = a; }
-
-template <typename S>
-struct ComputeOf {
-    using type = float;
-};
-template <>
-struct ComputeOf<double> {
-    using type = double;
-};
-template <typename S>
-using Compute = typename ComputeOf<S>::type;
-
-// Calls f(Lane<V>{}, i) for every V-wide piece of [0, n): registers and then single numbers; for double, single numbers.
-template <typename S, typename F>
-inline __attribute__((always_inline)) void for_each_of(int64_t n, const F& f) {
-    if constexpr (sizeof(Compute<S>) == sizeof(float)) {
-        for_each(n, f);
-    } else {
-        PYOPS_VECTORISE
-        for (int64_t i = 0; i < n; ++i) f(Lane<double>{}, i);
-    }
-}
 
 // Folds f(lanes' values so far, position in the row's tile) over a tile.
 template <typename S, typename T, typename F>
@@ -91,8 +66,8 @@ T tile_sum(const S* z, int64_t n, T shift) {
 }
 
 template <typename S>
-Compute<S> at_column(const S* z, int64_t column) {
-    Compute<S> value;
+Real<S> at_column(const S* z, int64_t column) {
+    Real<S> value;
     load(value, z + column);
     return value;
 }
@@ -126,7 +101,7 @@ void row_statistics(const S* z, const LogitRows& rows, int64_t target, bool with
 
 template <typename S>
 void statistics(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end) {
-    using T = Compute<S>;
+    using T = Real<S>;
     const int64_t width = with_sum ? 4 : 3;
     for (int64_t row = begin; row < end; ++row) {
         T* const result = static_cast<T*>(out) + row * width;
@@ -141,7 +116,7 @@ void statistics(const LogitRows& rows, bool with_sum, void* out, int64_t begin, 
 template <typename S>
 void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima, const void* coefficients, int64_t begin,
               int64_t end) {
-    using T = Compute<S>;
+    using T = Real<S>;
     for (int64_t row = begin; row < end; ++row) {
         const S* const z = static_cast<const S*>(rows.logits) + row * rows.stride;
         S* const result = static_cast<S*>(out) + row * out_stride;
@@ -169,18 +144,14 @@ void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* 
 }  // namespace
 
 void cross_entropy_statistics_kernel(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end) {
-    if (rows.dtype == FP32) statistics<float>(rows, with_sum, out, begin, end);
-    else if (rows.dtype == BF16) statistics<Bf16>(rows, with_sum, out, begin, end);
-    else if (rows.dtype == FP16) statistics<Fp16>(rows, with_sum, out, begin, end);
-    else statistics<double>(rows, with_sum, out, begin, end);
+    with_storage(rows.dtype, [&](auto storage) { statistics<typename decltype(storage)::type>(rows, with_sum, out, begin, end); });
 }
 
 void cross_entropy_gradient_kernel(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima,
                                    const void* coefficients, int64_t begin, int64_t end) {
-    if (rows.dtype == FP32) gradient<float>(rows, out, out_stride, maxima, coefficients, begin, end);
-    else if (rows.dtype == BF16) gradient<Bf16>(rows, out, out_stride, maxima, coefficients, begin, end);
-    else if (rows.dtype == FP16) gradient<Fp16>(rows, out, out_stride, maxima, coefficients, begin, end);
-    else gradient<double>(rows, out, out_stride, maxima, coefficients, begin, end);
+    with_storage(rows.dtype, [&](auto storage) {
+        gradient<typename decltype(storage)::type>(rows, out, out_stride, maxima, coefficients, begin, end);
+    });
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -2,8 +2,8 @@
 #include <memory>
 
 #include "kernels.h"
+#include "layer_tensors.h"
 #include "loop.h"
-#include "table.h"
 
 namespace pyops {
 namespace {
@@ -36,8 +36,6 @@ void check_same_shape(const Tensor& a, const Tensor& b, const char* name, const 
             " where x has ", Shape{a});
 }
 
-Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 torch::headeronly::ScalarType scalar_type(int dtype) {
     using torch::headeronly::ScalarType;
     return dtype == FP64 ? ScalarType::Double : dtype == FP32 ? ScalarType::Float : dtype == BF16 ? ScalarType::BFloat16 : ScalarType::Half;
@@ -45,7 +43,7 @@ torch::headeronly::ScalarType scalar_type(int dtype) {
 
 int64_t size_of(int dtype) { return dtype == FP64 ? 8 : dtype == FP32 ? 4 : 2; }
 
-Tensor like(const Tensor& x, int dtype) { return torch::stable::new_empty(x, x.sizes(), scalar_type(dtype)); }
+Tensor like(const Tensor& x, int dtype) { return in_huge_pages(torch::stable::new_empty(x, x.sizes(), scalar_type(dtype))); }
 
 Tensor statistic(const Tensor& x, bool float64) {
     const auto sizes = x.sizes();

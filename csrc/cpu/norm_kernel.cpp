@@ -68,7 +68,7 @@ const S* operand(T* scratch, const void* base, int64_t start, int64_t n, int dty
 
 template <typename S, typename Out, bool RMS, bool ADD>
 void forward(const NormRows& p, int64_t begin, int64_t end, void* scratch) {
-    using T = typename Computed<S>::type;
+    using T = Real<S>;
     constexpr bool COPIES = sizeof(S) != sizeof(T) || (ADD && std::is_same<Out, StreamedFloat>::value);
     const int64_t n = p.width;
     T* const spare = static_cast<T*>(scratch);
@@ -88,8 +88,8 @@ void forward(const NormRows& p, int64_t begin, int64_t end, void* scratch) {
 
 // R rows together: the sums of weight and bias are fetched and put back once for them.
 template <typename S, typename Out, bool RMS, bool MORE, int R>
-void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::type* dscale, typename Computed<S>::type* dbias) {
-    using T = typename Computed<S>::type;
+void backward_rows(const NormGradient& p, int64_t first, Real<S>* dscale, Real<S>* dbias) {
+    using T = Real<S>;
     const int64_t n = p.width;
     const T* const scale = static_cast<const T*>(p.scale);
     const S* const dy = static_cast<const S*>(p.dy) + first * n;
@@ -141,7 +141,7 @@ void backward_rows(const NormGradient& p, int64_t first, typename Computed<S>::t
 
 template <typename S, typename Out, bool RMS, bool MORE>
 void backward(const NormGradient& p, int64_t begin, int64_t end, void* dscale, void* dbias) {
-    using T = typename Computed<S>::type;
+    using T = Real<S>;
     int64_t r = begin;
     // Short rows one at a time: more of them at once are more streams from memory than are fetched ahead.
     const bool pairs = p.width * static_cast<int64_t>(sizeof(S)) >= 4096;

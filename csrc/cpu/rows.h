@@ -4,7 +4,7 @@
 //   across<T>(n, f)    calls f(Lane<V>{}, i, slot) for every stretch of [0, n): V = Wide<T>, and T for the rest
 //   Sums<T, SLOTS>     a sum over such a sweep: up to four registers side by side, so that one addition need not wait for the last
 #pragma once
-#include "vector.h"
+#include "storage.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -48,8 +48,6 @@ inline void store(Half* p, Floats a) {
     for (int k = 0; k < 4; ++k) store(p + k, static_cast<float>(a.x[k]));
 }
 #endif
-inline void load(double& out, const double* p) { out = *p; }
-inline void store(double* p, double a) { *p = a; }
 
 template <typename T>
 struct Register;
@@ -67,16 +65,6 @@ struct Register<float> {
 };
 template <typename T>
 using Wide = typename Register<T>::type;
-
-// What a dtype in memory is computed in.
-template <typename S>
-struct Computed {
-    using type = float;
-};
-template <>
-struct Computed<double> {
-    using type = double;
-};
 
 template <typename T, typename F>
 inline __attribute__((always_inline)) void across(int64_t n, const F& f) {

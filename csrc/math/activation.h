@@ -74,7 +74,9 @@ struct Gelu {
         const T zero(0.0f), one(1.0f);
         const T a = at_most(magnitude(z), T(14.3f)), v = a * a;  // beyond 14.3 the tail is 0 in fp32
         const T e = bell<FINE>(v), density = e * T(0.39894228f), q = normal_tail<FINE>(a, e);
-        value = negative_fused(a, q, larger(z, zero));
+        // |z|, of a large positive z its bound: -inf Phi(-inf) is nan, as everywhere, and an overflow does not pass for a 0.
+        const T factor = at_least(zero - z, at_most(z, T(14.3f)));
+        value = negative_fused(factor, q, larger(z, zero));
         const T rest = negative_fused(a, density, q);  // of the slope, at -a
         slope = where_less(z, zero, rest, one - rest);
         if (!FINE) return;
@@ -96,7 +98,7 @@ struct Gelu {
 struct GeluTanh {
     template <typename T>
     PYOPS_HOST_DEVICE void operator()(T z, T& value, T& slope) const {
-        const T one(1.0f), k(1.59576912160573071176), reach(15.0f);  // beyond, s is 0 or 1; z^3 must not overflow
+        const T one(1.0f), k(1.59576912160573071176), reach(40.0f);  // beyond, s is 0 or 1; z^3 must not overflow
         const T near = at_most(at_least(z, T(0.0f) - reach), reach), v = near * near;
         const Sigmoid<T> of(near * k * fused(v, T(0.044715), one));
         value = z * of.s;

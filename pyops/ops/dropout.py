@@ -116,7 +116,7 @@ def bias_dropout_add_backward_reference(
     """dx = keep / (1 - p) * dy, [0] when nothing is dropped (it is dy); dbias, dx summed over rows; [0] unless `bias_grad`."""
     n = max(dy.numel(), 1)
     dx = _kept(_wide(dy), state, p, row=n, row_stride=n)
-    dbias = dx.reshape(-1, dy.shape[-1]).sum(0) if bias_grad else dx.new_empty(0)
+    dbias = (dx.flatten(0, -2).sum(0) if dx.dim() > 1 else dx.clone()) if bias_grad else dx.new_empty(0)
     drops = state is not None and p > 0.0
     return dx.to(dy.dtype) if drops else dy.new_empty(0), dbias.to(dy.dtype)
 

@@ -103,6 +103,8 @@ def test_nothing_to_do_is_nothing(device: torch.device):
         y.backward(torch.ones_like(y))
         assert y.shape == x.grad.shape == shape
         assert bias.grad.shape == (shape[-1],)
+        dx, dbias = ops.bias_dropout_add_backward_reference(torch.ones_like(y), state, p=0.5, bias_grad=True)
+        assert (dx.shape, dbias.shape) == (shape, (shape[-1],))
 
 
 def test_the_residuals_gradient_is_not_copied_and_only_the_state_is_saved(device: torch.device):
