@@ -39,6 +39,7 @@ from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
 from pyops.pipeline.stage import Loss, Stage
+from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
 
@@ -60,6 +61,9 @@ class Pipeline(nn.Module):
     reduction: what `loss` is over its micro-batch: "mean", or "sum". count: (target) -> over how many it is a mean; by default
         the rows.
     before: (stage, micro-batch) called before each forward of a `Stage`, such as to key its dropout.
+    tied: groups of names ("0.weight", "5.head.weight") of parameters that are one although no object shows it. Parameters that
+        layers of several stages share are found: over ranks each has a copy, which begins with the values of the first, and a
+        step ends with the sum of the copies' gradients in the `.grad` of each. See `pipeline.tied`.
 
     ValueError, on every rank alike, for a schedule of another number of ranks, boundaries that are none, too few layers, ranks
     that disagree.
@@ -69,6 +73,7 @@ class Pipeline(nn.Module):
         self, layers: Sequence[nn.Module] | nn.Sequential, *, schedule: Schedule, group: dist.ProcessGroup | None = None,
         loss: Loss | None = None, boundaries: Sequence[int] | None = None, reduction: str = "mean",
         count: Callable[[Any], Any] | None = None, before: Callable[[Stage, int], None] | None = None,
+        tied: Sequence[Sequence[str]] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         layers = list(layers)
@@ -90,6 +95,12 @@ class Pipeline(nn.Module):
                 self.add_module(str(stage.first + i), layer)
             if schedule.splits_backward:
                 stage.defer()
+        self.tied = tied_names(layers, self.boundaries, declared=tied, group=group)
+        self._ties = Ties(
+            dict(self.named_parameters(remove_duplicate=False)), self.tied, self.boundaries, schedule, group=group,
+            tag=tag + 12,
+        )  # fmt: skip
+        self._ties.make_equal()
         self._train = self._runner(schedule, tag)
         self._evaluate = self._runner(schedule.forward_only(), tag + 4)
         self._broken, self._steps = "", 0
@@ -131,6 +142,20 @@ class Pipeline(nn.Module):
             return loss
         return joined(results) if self.has_last else None
 
+    def counted(self) -> list[nn.Parameter]:
+        """This rank's parameters but the copies of tied ones that another rank counts: over all ranks, each one once."""
+        return [parameter for parameter in self.parameters() if id(parameter) not in self._ties.elsewhere]
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the gradients of the whole pipeline, a float32 scalar on the CPU; every rank calls it, all get it."""
+        return norm_of(self.counted(), group=self.group)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients such that `grad_norm` is at most `max_norm`, as torch.nn.utils.clip_grad_norm_; what it was."""
+        norm = self.grad_norm()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Timeline]]:
         """Within, every `step` adds to the list the Timeline of all ranks, in seconds of the host's monotonic clock."""
@@ -169,7 +194,12 @@ class Pipeline(nn.Module):
             raise RuntimeError(self._broken)
         runner.times = {} if self._recorded is not None else None
         try:
-            return runner.run(feed)
+            if runner is not self._train:
+                return runner.run(feed)
+            self._ties.begin()
+            results = runner.run(feed)
+            self._ties.sum(failed=runner.failed)
+            return results
         except PeerError as error:
             assert self.group is not None
             self._broken = "a rank of this pipeline was lost in an earlier step; start the ranks anew"
@@ -264,7 +294,7 @@ def _agreed(
         )
     first = None
     if dist.get_rank(group) == 0:
-        first = TAGS + 8 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
+        first = TAGS + 16 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
     return next(each for each in gather(first, group=group) if each is not None), found
 
 
