@@ -1,5 +1,7 @@
 """What `pyops simulate` prints: a schedule's timeline, how much of it is idle, and what each rank keeps.
 
+--profile: with the times and bytes of a model's layers, as `pyops.pipeline.profile(...).save(file)` wrote them.
+
 $ pyops simulate 1f1b --stages 2 --microbatches 3
   0 | 0  1  .  .  0' 0' 2  1' 1' .  2' 2'
   1 | .  0  0' 0' 1  1' 1' 2  2' 2' .  .
@@ -10,9 +12,10 @@ micro-batches kept, rank by rank: 2 1
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
-from pyops.pipeline import NAMES, Costs, draw, schedule, simulate, text, trace
+from pyops.pipeline import NAMES, Costs, Profile, Schedule, Timeline, balance, draw, schedule, simulate, text, trace
 
 __all__ = ["add_arguments", "report"]
 
@@ -30,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("weight-gradient", 1.0, "the gradient of the weights"), ("latency", 0.0, "a transfer's way"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=default, metavar="TIME", help=f"of {meaning} ({default:g})")
+    parser.add_argument("--bandwidth", type=float, default=math.inf, metavar="BYTES", help="a second, of each channel (inf)")
+    parser.add_argument("--profile", metavar="FILE.json", help="the layers, measured: in place of the times above")
+    parser.add_argument(
+        "--by", choices=["time", "parameters", "memory"], default="time", help="how its layers are balanced (time)"
+    )
     parser.add_argument("--draw", metavar="PICTURE", help="an .svg, .png or .pdf to write")
     parser.add_argument("--trace", metavar="FILE.json", help="a trace to write, for Perfetto")
 
@@ -53,20 +61,35 @@ def report(given: argparse.Namespace) -> str:
         options[key] = _value(value)
     made = schedule(given.name, num_stages=given.stages, num_microbatches=given.microbatches, **options)
     made = made.with_recompute(given.recompute)
-    parts = made.num_stages // made.num_ranks  # the times are those of all of a rank's stages
-    timeline = simulate(made, Costs(
-        forward=given.forward / parts, input_gradient=given.input_gradient / parts,
-        weight_gradient=given.weight_gradient / parts, latency=given.latency,
-    ))  # fmt: skip
+    parts = made.num_stages // made.num_ranks
+    timeline, more = _of_profile(made, given) if given.profile else (_of_times(made, given, parts), [])
     kept = " ".join(f"{made.peak(rank) / parts:g}" for rank in range(made.num_ranks))
     lines = [
-        text(timeline),
+        text(timeline, fit=bool(given.profile)),
         f"{made.name}, {made.num_ranks} ranks, {made.num_microbatches} micro-batches: {timeline.makespan:g} long, "
         f"{timeline.bubble:.1%} idle, {timeline.overhead:.1%} longer than without a bubble",
         f"micro-batches kept, rank by rank: {kept}",
+        *more,
     ]
     if given.draw:
         lines.append(f"picture: {draw(timeline, given.draw)}")
     if given.trace:
         lines.append(f"trace: {trace(timeline, given.trace)}")
     return "\n".join(lines)
+
+
+def _of_times(made: Schedule, given: argparse.Namespace, parts: int) -> Timeline:
+    """The times are those of all of a rank's stages."""
+    return simulate(made, Costs(
+        forward=given.forward / parts, input_gradient=given.input_gradient / parts,
+        weight_gradient=given.weight_gradient / parts, latency=given.latency, bandwidth=given.bandwidth,
+    ))  # fmt: skip
+
+
+def _of_profile(made: Schedule, given: argparse.Namespace) -> tuple[Timeline, list[str]]:
+    profile = Profile.load(given.profile)
+    bounds = balance(profile, num_stages=made.num_stages, by=given.by)
+    costs = profile.costs(bounds, split=made.splits_backward, latency=given.latency, bandwidth=given.bandwidth)
+    timeline = simulate(made, costs)
+    sizes = " ".join(f"{size / 2**20:.1f}" for size in timeline.memory)
+    return timeline, [f"layers that stages begin with: {' '.join(map(str, bounds[:-1]))}", f"MiB, rank by rank: {sizes}"]

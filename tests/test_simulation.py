@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyops.cli import main
+from pyops.pipeline import LayerCosts, Profile
 
 pytestmark = pytest.mark.cpu_only
 
@@ -33,6 +34,16 @@ def test_options_and_files(capsys, tmp_path: Path):
     assert trace.stat().st_size > 1000
 
 
+def test_a_profile_is_balanced_and_simulated(capsys, tmp_path: Path):
+    layers = [LayerCosts(forward=f, backward=2 * f, kept=((i, 1 << 20),)) for i, f in enumerate((2.0, 1, 1, 2))]
+    path = Profile(tuple(layers)).save(tmp_path / "p.json")
+    assert main(["simulate", "1f1b", "--stages", "2", "--microbatches", "3", "--profile", str(path), "--latency", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "1f1b, 2 ranks, 3 micro-batches: 38 long" in out
+    assert "layers that stages begin with: 0 2" in out
+    assert "MiB, rank by rank: 4.0 2.0" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -41,6 +52,8 @@ def test_options_and_files(capsys, tmp_path: Path):
         (["gpipe", "--option", "v"], "--option v is no assignment"),
         (["gpipe", "--stages", "0"], "num_stages is 0"),
         (["gpipe", "--forward", "-1"], r"costs.forward of stage 0 is -1"),
+        (["gpipe", "--profile", "none.json"], "none.json"),
+        (["gpipe", "--profile", __file__], "test_simulation.py is no profile"),
         (["gpipe", "--draw", "a.txt"], "give it the ending .svg"),
     ],
 )

@@ -69,14 +69,20 @@ def draw(timeline: Timeline, path: Path | str, *, title: str | None = None) -> P
     return path
 
 
-def text(timeline: Timeline, *, width: int = 120) -> str:
-    """A line for each rank, cut to `width` characters: micro-batches, ' for B and I, " for W, ~ for R, ! for U, . for idle."""
+def text(timeline: Timeline, *, width: int = 120, fit: bool = False) -> str:
+    """A line for each rank, cut to `width` characters: micro-batches, ' for B and I, " for W, ~ for R, ! for U, . for idle.
+
+    fit: the whole timeline in that width, of which a column is a part; else a column is the shortest action.
+    """
     made = timeline.schedule
     marks = {"F": "", "B": "'", "I": "'", "W": '"', "R": "~", "U": "!"}
     first = min(begin for begin, _ in timeline.actions.values())
     unit = min((end - begin for begin, end in timeline.actions.values() if end > begin), default=1.0)
     cell = max(len(str(a.number) + marks[a.kind]) for a in timeline.actions) + 1
-    columns = min(math.ceil(timeline.makespan / unit - 1e-9), max(1, (width - 6) // cell))
+    columns = max(1, (width - 6) // cell)
+    if fit:
+        unit = timeline.makespan / columns or 1.0
+    columns = min(math.ceil(timeline.makespan / unit - 1e-9), columns)
     lines = []
     for rank, order in enumerate(made.ranks):
         cells = ["."] * columns

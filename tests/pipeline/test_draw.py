@@ -70,3 +70,11 @@ def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
         assert {e["name"] for e in ours} == {str(action) for _, action in made}
         assert min(e["ts"] for e in ours) == 0
         assert all(e["dur"] >= 0 for e in ours)
+
+
+def test_text_fits_a_long_timeline():
+    timeline = simulate(schedule("1f1b", num_stages=2, num_microbatches=3), Costs([1.0, 1.0], [0.01, 5.0], [1.0, 5.0]))
+    lines = text(timeline, width=66, fit=True).splitlines()
+    assert max(map(len, lines)) <= 66
+    assert len(lines[1]) > 50
+    assert "2'" in lines[1]
