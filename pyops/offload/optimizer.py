@@ -176,6 +176,7 @@ class Offloaded:
             for each, piece in zip(loaded, pieces, strict=True):
                 self._keep(each, region, self.optimizer.state.get(piece, {}))
                 self._traffic.send(each, piece.detach())
+                piece.grad = None  # the optimizer may remember the piece, and with it the memory that the gradient is a part of
 
     def _add(self, group: Entry, segment: Segment, piece: nn.Parameter) -> None:
         """Put a piece into a tile's group, with what the group has for each parameter."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from pyops import optim
 from pyops.offload import Offloaded
@@ -192,6 +193,21 @@ def test_loss_scale_and_skipped_steps_are_the_optimizers_own(where):
             step()
     assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
     assert float(offloaded.read(params[3])["step"]) == 2
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, torch.optim.AdamW])
+def test_nothing_keeps_gradients_after_a_step(tmp_path, cls):
+    """Nor the large tensor that a small one is a part of: a bucket of gradients, say."""
+    params = parameters()
+    offloaded = Offloaded(cls(params, lr=0.1), str(tmp_path), tile_bytes=1 << 16)
+    for _ in range(2):
+        bucket = torch.ones(sum(p.numel() for p in params))
+        given = dict(zip(params, bucket.split([p.numel() for p in params]), strict=True))
+        offloaded.step(gradients={p: g.view(p.shape) for p, g in given.items()})
+        memory = StorageWeakRef(bucket.untyped_storage())
+        del bucket, given
+        assert memory.expired()
+    assert all(bool(offloaded.read(p)["exp_avg"].abs().max() > 0) for p in params)
 
 
 def test_optimizers_that_look_beyond_an_element_are_refused(tmp_path):
