@@ -4,7 +4,7 @@
                ...},
      "param_groups": [{"lr": 1e-3, ..., "params": ["head.weight", ...]}, ...]}
 
-What a parameter has once (its `step`) is written by the rank that owns its first element.
+What a parameter has once (its `step`) is on every rank, and written by the one that owns its first element.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> di
             found[key] = stretch.shards(value, copy=replica)
         elif hasattr(value, "read"):
             found[key] = stretch.shards_elsewhere(value, copy=replica)
-        elif value is not None and once:
+        elif value is not None:
             single = torch.as_tensor(value).detach()
-            found[key] = Shard(tuple(single.shape), (0,) * single.dim(), single, copy=copy)
+            found[key] = Shard(tuple(single.shape), (0,) * single.dim(), single, copy=copy or not once)
     return found
 
 
