@@ -11,6 +11,7 @@
 | partition.py | who owns what: buckets, chunks, pieces; pure arithmetic |
 | parameters.py | parameters in flat buffers |
 | gradients.py | buckets of gradients, reduce-scattered during backward |
+| precision.py | precision=: the cast of the model, and its loss scale |
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
 | delayed.py | updates on a thread, one step late |
 | told.py | what the ranks tell each other before a step |

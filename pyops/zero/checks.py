@@ -74,9 +74,10 @@ def _listed(params: Iterable[Any]) -> list[Group]:
 
 def param_groups_of(
     model: nn.Module, params: Iterable[Any] | None, optimizer_class: type[torch.optim.Optimizer],
-    optimizer_arguments: Mapping[str, Any], *, offload: str | None = None,
+    optimizer_arguments: Mapping[str, Any], *, offload: str | None = None, dtype: torch.dtype | None = None,
 ) -> list[Group]:  # fmt: skip
-    """The groups of trained parameters, checked; parameters that require no gradient are left out."""
+    """The groups of trained parameters, checked; parameters that require no gradient are left out. dtype: what they will be
+    cast to."""
     who = "ZeroOptimizer"
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
@@ -99,9 +100,9 @@ def param_groups_of(
         if id(tensor) in seen and (tensor.layout != torch.strided or not tensor.is_floating_point()):
             raise ValueError(f"{who}: {name} is {tensor.dtype}, {tensor.layout}; expected a dense floating-point parameter")
     # What the optimizer itself refuses, it refuses here, of stand-ins of one element for each dtype.
-    kinds = [dict.fromkeys((p.dtype, "cpu" if p.is_meta else p.device) for p in group["params"]) for group in groups]
+    kinds = [dict.fromkeys((dtype or p.dtype, "cpu" if p.is_meta else p.device) for p in group["params"]) for group in groups]
     stand_ins = [
-        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) for dtype, device in each]}
+        {**group, "params": [nn.Parameter(torch.zeros(1, dtype=kind, device=device)) for kind, device in each]}
         for group, each in zip(groups, kinds, strict=True)
     ]
     trial = optimizer_class(stand_ins, **optimizer_arguments)

@@ -20,6 +20,7 @@ from pyops.comm.agreement import agree
 from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
+from pyops.precision import LossScale, Precision
 from pyops.zero.agreement import check_same_model, check_same_options
 from pyops.zero.arriving import Arriving
 from pyops.zero.checks import check_arguments, param_groups_of
@@ -30,6 +31,7 @@ from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.memory import kept_bytes
 from pyops.zero.owned import Coming, Owned
+from pyops.zero.precision import numbers_of
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
 from pyops.zero.stored import in_memory
 from pyops.zero.tensor_parallel import TensorParallel
@@ -77,6 +79,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     tp_group: the ranks that share the model's parameters, where pyops.tensor_parallel has cut them; `group` then is of the
     ranks that hold the same parts. Partial gradients are summed over it, norms are of the whole parameters.
 
+    precision: "fp32", "bf16", "fp16" or a pyops.precision.Precision: parameters and buffers are cast, as by model.to(), inputs
+    are the caller's; None: the model as it is. Where it is scaled, call backward() of `optimizer.scale(loss)`: step() unscales,
+    changes nothing on any rank where a gradient of any is not finite, and sets the next scale. loss_scale: a LossScale with
+    other options. A LossScaler, or torch's GradScaler, that is used instead takes its place.
+
     gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see pyops/zero/wire.py.
 
     Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
@@ -97,7 +104,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overlap: bool | str = True, op: str = "mean", units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0,
         initialise: Initialise | None = None, device: torch.device | str | None = None,
         gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
-        secondary_group: dist.ProcessGroup | None = None, **optimizer_arguments: Any,
+        secondary_group: dist.ProcessGroup | None = None, precision: Precision | str | None = None,
+        loss_scale: LossScale | None = None, **optimizer_arguments: Any,
     ) -> None:  # fmt: skip
         error: Exception | None = None
         groups: list[Group] = []
@@ -109,7 +117,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             check_delayed(delayed_update, stage=stage, offload=offload)
             check_wire(stage=stage, gather_codec=gather_codec, reduce_codec=reduce_codec, secondary_group=secondary_group)
             check_initialise(model, initialise)
-            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload)
+            self.numbers = numbers_of(precision, loss_scale, optimizer_class, optimizer_arguments)
+            optimizer_arguments, dtype = self.numbers.arguments, self.numbers.dtype
+            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload, dtype=dtype)
             self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
         except (TypeError, ValueError, OSError) as caught:
             error = caught
@@ -121,16 +131,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
             "overlap": overlap, "max_grad_norm": max_grad_norm, "whole_below": whole_below,
             "optimizer_arguments": optimizer_arguments, "gather_codec": gather_codec, "reduce_codec": reduce_codec,
-            "delayed_update": delayed_update,
+            "delayed_update": delayed_update, "precision": self.numbers.described(),
             "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
         }  # fmt: skip
         check_same_options(options, group=group)
+        self.numbers.cast(model)
         self.wire = wire_of(gather_codec, reduce_codec, secondary_group, group=group)
         self.model, self.stage, self.group, self.max_grad_norm, self.op = model, stage, group, max_grad_norm, op
         self.overlap, self.bucket_bytes = bool(overlap), bucket_bytes
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.communicator = None if alone else Communicator.of(group)
         self.grad_norm: Tensor | None = None
+        self.loss_scale = self.numbers.loss_scale
         comm = self.communicator
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
         folder = None if stage < 3 or offload == "cpu" else offload
@@ -214,6 +226,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------ stepping
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the present scale, `loss_scale.scale`; where there is none, the loss itself."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, with all ranks; returns what `closure` returned, called with grad enabled.
@@ -238,12 +254,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._measures:  # what was told was measured before
                 told = self._tell()
         self.owned.take_gradients(self.gradients, told.unused(self.flats))
-        scale = getattr(self, "grad_scale", None)
+        scale = self.numbers.scale_for(self)
         if self.max_grad_norm is not None:
             self.grad_norm = torch.tensor(told.norm(scale), dtype=torch.float32, device=told.device)
         factor, skip = told.factor(scale=scale, max_grad_norm=self.max_grad_norm)
         self.gathering.release_all()  # what is whole holds the old values
         self._update(factor, skip=skip)
+        self.numbers.stepped(self, skipped=skip)
         self.gradients.clear()
         return loss
 
@@ -285,7 +302,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _measures(self) -> bool:
-        return self.max_grad_norm is not None or getattr(self, "grad_scale", None) is not None
+        return self.max_grad_norm is not None or self.numbers.scale_for(self) is not None
 
     def _sum_over_ranks(self, norms: Tensor) -> Tensor:
         if self.stage:
@@ -304,7 +321,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.delayed.wait()
         replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
         found = collect(self.owned, self.param_groups, self._names, replica=replica)
-        return found if self.delayed is None else found | {"steps": self.delayed.steps}
+        return found | self.numbers.state_dict() | ({} if self.delayed is None else {"steps": self.delayed.steps})
 
     def memory(self) -> dict[str, int]:
         """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
@@ -368,6 +385,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         except Exception as caught:  # also what reading a checkpoint raises
             error = caught
         agree(error, group=self.group)
+        self.numbers.load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self.delayed is not None:
