@@ -12,6 +12,7 @@
 |---|---|
 | checkpointing.py | checkpoint: one call |
 | inputs.py | how the inputs are kept: split over a group, in host memory, in an arena |
+| prefetch.py | Prefetch: inputs fetched while backward is still in the part after theirs |
 | selection.py | apply, remove: every call of chosen modules |
 
 Results and gradients have the same bits as without it. Nothing runs a backward within a backward, so gradient hooks of
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from pyops.arena import Arena
 from pyops.recompute.checkpointing import checkpoint
+from pyops.recompute.prefetch import Prefetch
 from pyops.recompute.selection import apply, remove
 
-__all__ = ["Arena", "apply", "checkpoint", "remove"]
+__all__ = ["Arena", "Prefetch", "apply", "checkpoint", "remove"]

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops import random
 from pyops.recompute.inputs import keeping_of
+from pyops.recompute.prefetch import Prefetch
 
 __all__ = ["checkpoint"]
 
 
 def checkpoint(
     function: Callable[..., Any], *args: Any, partition_group: Any = None, offload: str | None = None, arena: Any = None,
-    **kwargs: Any,
+    prefetch: Prefetch | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`function(*args, **kwargs)`, keeping for backward its inputs instead of what it computed on the way.
 
@@ -40,6 +41,8 @@ def checkpoint(
         whose shapes differ all get pyops.comm's DisagreementError in backward.
     offload: "cpu" keeps CUDA inputs in pinned host memory; inputs in host memory stay where they are.
     arena: a pyops.recompute.Arena in which the copies lie one after the other; RuntimeError when they don't fit.
+    prefetch: a pyops.recompute.Prefetch, the same for the parts of one model: while backward is in one part, the inputs of the
+        part before it are gathered, or copied to the GPU. One part's inputs more are whole at a time.
 
     With one of these three, inputs are copied, and may be changed in place afterwards; without, that is autograd's usual
     RuntimeError in backward. Parameters among the arguments are never copied.
@@ -49,7 +52,8 @@ def checkpoint(
     those of the first time. Modules with running statistics (batch norm) count a batch twice. Python's and NumPy's random
     states are not kept.
 
-    Raises, before the function is called, ValueError for an unknown `offload` or a `partition_group` that this rank is not in;
+    Raises, before the function is called, ValueError for an unknown `offload` or a `partition_group` that this rank is not in,
+    TypeError for an `arena` or a `prefetch` that is none;
     in backward torch.utils.checkpoint.CheckpointError when the second run saves other tensors than the first.
     """
     plain = partition_group is None and offload is None and arena is None
@@ -59,6 +63,7 @@ def checkpoint(
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)]
     tensors = [leaves[i] for i in places]
     keeping = None if plain else keeping_of(partition_group, offload, arena, tensors)
+    _check(prefetch)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     for i in places:
@@ -73,9 +78,15 @@ def checkpoint(
         with random.with_states(states):
             return function(*given, **named)
 
-    hooks = contextlib.nullcontext() if keeping is None else saved_tensors_hooks(keeping.pack, keeping.unpack)
+    inputs = keeping if prefetch is None or keeping is None else prefetch.inputs(keeping)
+    hooks = contextlib.nullcontext() if inputs is None else saved_tensors_hooks(inputs.pack, inputs.unpack)
     with hooks:
         return torch.utils.checkpoint.checkpoint(run, *tensors, use_reentrant=False)
+
+
+def _check(prefetch: Any) -> None:
+    if prefetch is not None and not isinstance(prefetch, Prefetch):
+        raise TypeError(f"prefetch is {prefetch!r}; expected a pyops.recompute.Prefetch, one for the parts of a model, or None")
 
 
 def _states_of(function: Callable[..., Any]) -> list[tuple[nn.Module, Any]]:

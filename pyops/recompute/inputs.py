@@ -15,8 +15,12 @@ from torch import Tensor
 
 from pyops.arena import Arena
 from pyops.comm.collectives import all_gather
+from pyops.comm.work import StreamWork, Work
 
-__all__ = ["Keeping", "keeping_of"]
+__all__ = ["Keeping", "Kept", "keeping_of"]
+
+
+LABEL = "the input of a recomputed part"
 
 
 class Kept(NamedTuple):
@@ -43,7 +47,7 @@ def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What happens to inputs between forward and backward; the hooks of torch.autograd.graph.saved_tensors_hooks.
+    """What happens to inputs between forward and backward; pack and unpack are hooks of torch.autograd.graph.
 
     group: inputs are equal on its ranks, and each keeps a part; None: whole. offload: CUDA tensors go to pinned host memory.
     arena: where the copies lie; None: memory of their own.
@@ -95,8 +99,36 @@ class Keeping:
             if part.device != kept.device:
                 part = part.to(kept.device, non_blocking=True)
             if self.group is not None:
-                part = all_gather(part, group=self.group, length=kept.shape.numel(), label="the input of a recomputed part")
+                part = all_gather(part, group=self.group, length=kept.shape.numel(), label=LABEL)
             return part.as_strided(kept.shape, kept.strides)
+
+    def start(self, kept: Kept) -> Work:
+        """Begin what `unpack` does, beside what is computed meanwhile; `arrived` ends it. With a group: a collective."""
+        with torch.no_grad():
+            part, numel = kept.part, kept.shape.numel()
+            if part.device == kept.device:
+                return Work(part) if self.group is None else _gather(part, self.group, numel)
+            stream = torch.cuda.Stream(kept.device)
+            if kept.ready is not None:
+                stream.wait_event(kept.ready)
+            with torch.cuda.stream(stream):
+                there = part.to(kept.device, non_blocking=True)
+                if self.group is not None:
+                    if "nccl" not in str(dist.get_backend(self.group)):  # which itself waits for this stream
+                        stream.synchronize()
+                    return _gather(there, self.group, numel)
+                return StreamWork(there, stream.record_event())
+
+    @staticmethod
+    def arrived(kept: Kept, work: Work) -> Tensor:
+        """As `unpack`, of what `start` began."""
+        with torch.no_grad():
+            return work.wait().as_strided(kept.shape, kept.strides)
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup, numel: int) -> Work:
+    work: Work = all_gather(part, group=group, length=numel, async_op=True, label=LABEL)
+    return work
 
 
 def keeping_of(partition_group: Any, offload: str | None, arena: Any, tensors: list[Tensor]) -> Keeping | None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from pyops.recompute.checkpointing import checkpoint
 from pyops.recompute.inputs import keeping_of
+from pyops.recompute.prefetch import Prefetch
 
 __all__ = ["apply", "remove"]
 
@@ -35,12 +36,13 @@ class Recomputed:
 
 def apply(
     model: nn.Module, modules: Choice | Iterable[Choice], *, partition_group: Any = None, offload: str | None = None,
-    arena: Any = None,
+    arena: Any = None, prefetch: bool = True,
 ) -> list[str]:  # fmt: skip
     """Recompute every call of the chosen modules of `model`; returns their names.
 
     modules: names as in `model.named_modules()`, with shell wildcards ("blocks.*.mlp"; a wildcard stops at a dot); classes;
-        modules of the model. partition_group, offload, arena: see `checkpoint`.
+        modules of the model. partition_group, offload, arena: see `checkpoint`. prefetch: while backward is in one of them, the
+        inputs of the one before it are fetched; False: each waits for its own.
 
     ValueError, before anything is changed: a choice that no module answers to, a module that is chosen a second time.
     """
@@ -58,6 +60,8 @@ def apply(
     if again:
         raise ValueError(f"these modules are recomputed already: {again}; call recompute.remove(model) first")
     options = {"partition_group": partition_group, "offload": offload, "arena": arena}
+    if prefetch:
+        options["prefetch"] = Prefetch()
     for module in chosen.values():
         module.forward = Recomputed(module, options)
     return list(chosen)
