@@ -85,6 +85,7 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         f"{name} {ms:.0f} ms" for name, ms in row.get("beyond_half_ms", {}).items()
     ),
     "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
+    "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
 
