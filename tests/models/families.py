@@ -12,7 +12,7 @@ from pyops.flat import Placement
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
 from pyops.tensor_parallel import finish_gradients
 
-__all__ = ["FAMILIES", "gradients", "loss_of", "losses", "make"]
+__all__ = ["BATCH", "FAMILIES", "LENGTH", "gradients", "loss_of", "losses", "make"]
 
 BATCH, LENGTH, VOCAB = 3, 5, 13  # 15 tokens, which 2 and 4 ranks don't divide; nor do they the vocabulary
 SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "dim": 8, "hidden": 10, "dropout": 0.1, "attention_dropout": 0.1}
@@ -31,8 +31,13 @@ def make(name: str, *, num_layers: int = 2, **options: Any) -> Any:
     return model(dataclasses.replace(config, num_layers=num_layers), seed=5, **options)
 
 
-def loss_of(model: Any, *, step: int, first_row: int = 0, rows: int = BATCH) -> Tensor:
-    """The loss of rows [first_row, first_row + rows) of a batch of its own, with step's dropout."""
+def loss_of(
+    model: Any, *, step: int, first_row: int = 0, rows: int = BATCH, reduction: str = "mean", through: Any = None
+) -> Tensor:
+    """The loss of rows [first_row, first_row + rows) of a batch of its own, with step's dropout.
+
+    through: called in place of the model's own forward, such as a DataParallel of it.
+    """
     generator = torch.Generator().manual_seed(2)
 
     def tokens(length: int = LENGTH, high: int = VOCAB) -> Tensor:
@@ -40,20 +45,22 @@ def loss_of(model: Any, *, step: int, first_row: int = 0, rows: int = BATCH) -> 
 
     dtype = next(model.parameters()).dtype
     key = {"seed": 9, "step": step, "first_row": first_row}
+    call = model if through is None else through
     if isinstance(model, ViT):
         images = torch.randn(BATCH, 3, 4, 4, generator=generator)[first_row : first_row + rows].to(dtype)
         model.set_dropout(rows, **key)
-        return model.loss(images, tokens(1)[:, 0])
+        return call(images, tokens(1)[:, 0], reduction=reduction)
     given, targets = tokens(), tokens()
     targets = targets.masked_fill(targets % 5 == 0, -100)
     if isinstance(model, T5):
         targets = targets[:, : LENGTH - 1]
         model.set_dropout((rows, LENGTH), (rows, LENGTH - 1), **key)
-        return model.loss(given, targets, mask=given != 3)
+        return call(given, model.shifted(targets), targets, mask=given != 3, reduction=reduction)
     model.set_dropout((rows, LENGTH), **key)
     if isinstance(model, BERT):
-        return model.loss(given, targets, types=tokens(high=2), mask=given != 3, next_B=tokens(1, high=2)[:, 0])
-    return model.loss(given, targets)
+        more = {"types": tokens(high=2), "mask": given != 3, "next_B": tokens(1, high=2)[:, 0]}
+        return call(given, targets, **more, reduction=reduction)
+    return call(given, targets, reduction=reduction)
 
 
 def losses(model: nn.Module, *, steps: int, group: Any = None) -> list[float]:
