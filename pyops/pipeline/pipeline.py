@@ -31,6 +31,7 @@ from pyops.comm.communicator import Communicator
 from pyops.comm.failure import PeerError, lost_peer
 from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
+from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
 from pyops.pipeline.execute import Feed, Runner
 from pyops.pipeline.mailboxes import open_mailboxes
@@ -95,6 +96,7 @@ class Pipeline(nn.Module):
                 self.add_module(str(stage.first + i), layer)
             if schedule.splits_backward:
                 stage.defer()
+        self._statistics = Statistics(self.stages.values())
         self.tied = tied_names(layers, self.boundaries, declared=tied, group=group)
         self._ties = Ties(
             dict(self.named_parameters(remove_duplicate=False)), self.tied, self.boundaries, schedule, group=group,
@@ -128,16 +130,18 @@ class Pipeline(nn.Module):
         CommunicationError, which names it, for a rank that is lost.
         """
         feed, problem = self._feed(batch, target, named, scale=scale)
-        results = self._run(self._train, feed)
-        return self._conclude(self._train, feed, results, problem)
+        with self._statistics.of_one_batch():
+            results = self._run(self._train, feed)
+            return self._conclude(self._train, feed, results, problem)
 
     @torch.no_grad()
     def forward(self, batch: Any = None, target: Any = None, **named: Any) -> Any:
         """As `step`, without gradients: the loss, on every rank; without a target what the last layer returns for the batch, on
         the rank of the last stage, and None on the others. Whether layers train is up to `train()` and `eval()`."""
         feed, problem = self._feed(batch, target, named, scale=None)
-        results = self._run(self._evaluate, feed)
-        loss = self._conclude(self._evaluate, feed if target is not None else None, results, problem)
+        with self._statistics.of_one_batch():
+            results = self._run(self._evaluate, feed)
+            loss = self._conclude(self._evaluate, feed if target is not None else None, results, problem)
         if target is not None:
             return loss
         return joined(results) if self.has_last else None
