@@ -80,8 +80,8 @@ def numbers_of(
         given.setdefault("master_weights", found.master_weights)
     elif not fused and not found.master_weights and found.dtype.itemsize < 4:
         raise ValueError(
-            f"{who}: precision {found.name!r} has no master weights, and {optimizer_class} always has them here, for parameters "
-            "of 16 bits; use an optimizer of pyops.optim, or master_weights=True"
+            f"{who}: precision {found.name!r} has no master weights, and {optimizer_class} always has them here, for "
+            "parameters of 16 bits; use an optimizer of pyops.optim, or master_weights=True"
         )
     scale = (loss_scale if loss_scale is not None else LossScale()) if found.scaled else None
     return Numbers(found, given, scale)
