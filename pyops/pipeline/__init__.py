@@ -20,6 +20,7 @@ from pyops.pipeline.plan import Plan, PlannedStage
 from pyops.pipeline.profile import profile
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Costs, Timeline, simulate
+from pyops.pipeline.stepping import Remedies
 
 __all__ = [
     "NAMES",
@@ -30,6 +31,7 @@ __all__ = [
     "Plan",
     "PlannedStage",
     "Profile",
+    "Remedies",
     "Schedule",
     "Timeline",
     "Transfer",

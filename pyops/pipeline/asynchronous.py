@@ -14,11 +14,13 @@ Yang et al., MLSys 2021, section 3.
 
 from __future__ import annotations
 
+import itertools
+
 from pyops.pipeline.action import Action
 from pyops.pipeline.families import alternate
 from pyops.pipeline.schedule import Schedule
 
-__all__ = ["pipedream", "pipedream_2bw", "pipemare"]
+__all__ = ["pipedream", "pipedream_2bw", "pipemare", "step_groups", "synchronous"]
 
 
 def pipedream(ranks: int, microbatches: int, *, vertical_sync: bool = False) -> Schedule:
@@ -67,3 +69,54 @@ def _continuous(
         orders.append(tuple(order))
     return Schedule(name, microbatches, tuple(orders), tuple(range(ranks)), weights,
                     {"accumulate": accumulate, "warmup": warmup, **(options or {})})  # fmt: skip
+
+
+def step_groups(schedule: Schedule) -> list[tuple[int, ...]]:
+    """The micro-batches whose gradients make each step, in the order in which they come; none where no steps are taken.
+
+    ValueError where stages disagree, or gradients are left that no step takes: a step's gradient is the mean over its
+    micro-batches, which only has a meaning if they are the same ones everywhere.
+    """
+    if not schedule.takes_steps:
+        return []
+    found: list[list[tuple[int, ...]]] = []
+    for stage, rank in enumerate(schedule.rank_of):
+        groups: list[tuple[int, ...]] = []
+        waiting: list[int] = []
+        for action in schedule.ranks[rank]:
+            if action.stage == stage and action.ends_activations:
+                waiting.append(action.number)
+            elif action.stage == stage and action.kind == "U":
+                groups.append(tuple(sorted(waiting)))
+                waiting.clear()
+        if waiting:
+            raise ValueError(
+                f"stage {stage} takes no step after its backward of {', '.join(map(str, waiting))}; end its order with "
+                f"{Action(stage, 'U', len(groups))}"
+            )
+        found.append(groups)
+    for stage, groups in enumerate(found):
+        for step, (ours, theirs) in enumerate(itertools.zip_longest(groups, found[0])):
+            if ours != theirs or not ours:
+                raise ValueError(
+                    f"step {step} is of micro-batches {list(theirs or ())} on stage 0, of {list(ours or ())} on stage {stage}; "
+                    "let all stages take their steps after the same micro-batches, one or more"
+                )
+    return found[0]
+
+
+def synchronous(schedule: Schedule) -> Schedule:
+    """The same steps, of the same micro-batches, with none under way in any: GPipe, one step after the other."""
+    groups = step_groups(schedule)
+    step_of = {number: step for step, group in enumerate(groups) for number in group}
+    orders = []
+    for rank, order in enumerate(schedule.ranks):
+        parts: list[list[Action]] = [[] for _ in groups]
+        stages = schedule.stages_of(rank)
+        for kinds, several in (("F", stages), ("RBIW", stages[::-1]), ("U", stages)):
+            for stage in several:
+                for action in order:
+                    if action.stage == stage and action.kind in kinds:
+                        parts[action.number if kinds == "U" else step_of[action.number]].append(action)
+        orders.append(tuple(itertools.chain(*parts)))
+    return Schedule(f"{schedule.name}, synchronous", schedule.num_microbatches, tuple(orders), schedule.rank_of)

@@ -23,6 +23,7 @@ from pyops.pipeline.action import Action
 from pyops.pipeline.channel import FAILED, Incoming, Outgoing
 from pyops.pipeline.orders import Transfer
 from pyops.pipeline.stage import Stage, detached
+from pyops.pipeline.stepping import Stepping
 
 __all__ = ["Feed", "Runner", "Times"]
 
@@ -34,13 +35,15 @@ class Feed:
     """What a step starts with, micro-batch by micro-batch.
 
     inputs: of the first stage. named: named arguments of the layers. targets: of the last stage. weights: how much each loss
-    counts. scale: of the gradients; None: nothing is differentiated. before(stage, number): called before every forward.
+    counts in the batch's; seeds: how much in the gradients, which differs where a batch makes several steps. scale: of the
+    gradients; None: nothing is differentiated. before(stage, number): called before every forward.
     """
 
     inputs: Sequence[Any]
     named: Sequence[dict[str, Any]]
     targets: Sequence[Any]
     weights: Sequence[float]
+    seeds: Sequence[float]
     scale: float | None
     before: Callable[[Stage, int], None] | None = None
 
@@ -51,6 +54,7 @@ class Runner:
 
     incoming[(stage, kind)]: the channel on which values for that stage come from another process ("F" activations, "B"
     gradients); outgoing[(stage, kind)]: that by which its values leave. What is not there stays in the process.
+    stepping[stage]: what takes the steps of a schedule that has some.
     """
 
     actions: Sequence[Action]
@@ -60,6 +64,7 @@ class Runner:
     outgoing: Mapping[tuple[int, str], Outgoing] = field(default_factory=dict)
     recomputed: frozenset[tuple[int, int]] = frozenset()
     on_action: Callable[[Action], Any] | None = None
+    stepping: Mapping[int, Stepping] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._values: dict[Transfer, Any] = {}
@@ -87,7 +92,7 @@ class Runner:
             made: Any = FAILED
             if feed is not None and not self.failed:
                 try:
-                    made = self._compute(action, given, feed, results)
+                    made = self._take_action(action, given, feed, results)
                     if self.on_action is not None:
                         self.on_action(action)
                 except (Exception, KeyboardInterrupt) as error:
@@ -112,6 +117,15 @@ class Runner:
             return after, Transfer("B", stage, stage - 1, number) if stage else None
         return None, None
 
+    def _take_action(self, action: Action, given: Any, feed: Feed, results: dict[int, Any]) -> Any:
+        if not self.stepping:
+            return self._compute(action, given, feed, results)
+        stepping = self.stepping[action.stage]
+        if action.kind == "U":
+            return stepping.step(action)
+        with stepping.versions.met_by(action):
+            return self._compute(action, given, feed, results)
+
     def _compute(self, action: Action, given: Any, feed: Feed, results: dict[int, Any]) -> Any:
         index, kind, number = action
         stage = self.stages[index]
@@ -130,7 +144,7 @@ class Runner:
         if kind in "BI":
             if index == self.last:
                 assert feed.scale is not None
-                given = [results[number].new_full((), feed.weights[number] * feed.scale)]
+                given = [results[number].new_full((), feed.seeds[number] * feed.scale)]
             return (stage.backward if kind == "B" else stage.inputs)(number, given)
         if kind == "W":
             stage.weights(number)

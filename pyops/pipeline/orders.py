@@ -55,6 +55,11 @@ class Orders:
         """Whether all micro-batches meet one version of the weights."""
         return self.weights == "flush"
 
+    @cached_property
+    def takes_steps(self) -> bool:
+        """Whether optimizer steps are actions of it."""
+        return any(action.kind == "U" for order in self.ranks for action in order)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The rank's stages, in the order of the model."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)

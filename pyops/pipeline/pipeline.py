@@ -40,6 +40,8 @@ from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
 from pyops.pipeline.stage import Loss, Stage
+from pyops.pipeline.stepping import MakeOptimizer, Remedies
+from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
@@ -65,6 +67,8 @@ class Pipeline(nn.Module):
     tied: groups of names ("0.weight", "5.head.weight") of parameters that are one although no object shows it. Parameters that
         layers of several stages share are found: over ranks each has a copy, which begins with the values of the first, and a
         step ends with the sum of the copies' gradients in the `.grad` of each. See `pipeline.tied`.
+    optimizer: (parameters of a stage that want gradients) -> their optimizer; for schedules that take their steps themselves,
+        and only for those; they are in `stream`. remedies: what is done about weights that are stale then.
 
     ValueError, on every rank alike, for a schedule of another number of ranks, boundaries that are none, too few layers, ranks
     that disagree.
@@ -74,7 +78,7 @@ class Pipeline(nn.Module):
         self, layers: Sequence[nn.Module] | nn.Sequential, *, schedule: Schedule, group: dist.ProcessGroup | None = None,
         loss: Loss | None = None, boundaries: Sequence[int] | None = None, reduction: str = "mean",
         count: Callable[[Any], Any] | None = None, before: Callable[[Stage, int], None] | None = None,
-        tied: Sequence[Sequence[str]] = (),
+        tied: Sequence[Sequence[str]] = (), optimizer: MakeOptimizer | None = None, remedies: Remedies | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         layers = list(layers)
@@ -103,8 +107,13 @@ class Pipeline(nn.Module):
             tag=tag + 12,
         )  # fmt: skip
         self._ties.make_equal()
+        self.stream = Stream(
+            schedule, self.stages, optimizer=optimizer, remedies=remedies, tied=self.tied, group=group
+        )  # fmt: skip
         self._train = self._runner(schedule, tag)
         self._evaluate = self._runner(schedule.forward_only(), tag + 4)
+        early = self.stream.synchronous
+        self._early = self._train if early is None else self._runner(early, tag + 8)
         self._broken, self._steps = "", 0
         self._recorded: list[Timeline] | None = None
 
@@ -128,11 +137,19 @@ class Pipeline(nn.Module):
 
         What goes wrong on one rank is raised on all: no gradient of this step is of use then, but the next step may come.
         CommunicationError, which names it, for a rank that is lost.
+
+        With a schedule that takes its steps itself this is a stretch of the stream of micro-batches, with a start and an end:
+        the first ones meet weights that are less old, and the pipeline is empty afterwards. No gradients are left then. After
+        an error each stage has taken the steps that it had come to: load what was saved.
         """
         feed, problem = self._feed(batch, target, named, scale=scale)
+        runner = self._early if self.stream.early else self._train
         with self._statistics.of_one_batch():
-            results = self._run(self._train, feed)
-            return self._conclude(self._train, feed, results, problem)
+            with self.stream.stretch():
+                results = self._run(runner, feed)
+            loss = self._conclude(runner, feed, results, problem)
+        self.stream.calls += 1
+        return loss
 
     @torch.no_grad()
     def forward(self, batch: Any = None, target: Any = None, **named: Any) -> Any:
@@ -186,10 +203,14 @@ class Pipeline(nn.Module):
             targets = nothing if target is None or not self.has_last else cut(target, several, rows=rows)
             some = cut(named, several, rows=rows) if named else [{}] * several
             weights: list[float] = []
+            seeds: list[float] = []
             if self.has_last:
                 counted = targets if target is not None else some if named else inputs
                 weights = [1.0] * several if self.reduction == "sum" else portions(counted, self.count)
-            return Feed(inputs, some, targets, weights, scale, self.before), None
+                seeds = weights
+                if scale is not None and self.stream.groups:
+                    seeds = self.stream.seeds(counted, self.count, scale=scale, reduction=self.reduction)
+            return Feed(inputs, some, targets, weights, seeds, scale, self.before), None
         except Exception as error:
             return None, error
 
@@ -223,8 +244,9 @@ class Pipeline(nn.Module):
             ends = all_reduce(ends, group=self.group)
         if ends[1]:
             _raise(problem or runner.error, runner.where, group=self.group)
-        if self._recorded is not None and runner is self._train:
-            self._recorded.append(_timeline(self.schedule, runner, group=self.group))
+        if self._recorded is not None and runner is not self._evaluate:
+            plan = self.schedule if runner is self._train else self.stream.synchronous
+            self._recorded.append(_timeline(plan or self.schedule, runner, group=self.group))
         return ends[0].float()
 
     def _runner(self, orders: Orders, tag: int) -> Runner:
@@ -248,9 +270,13 @@ class Pipeline(nn.Module):
             actions = orders.ranks[self.rank]
         else:  # each after what it needs
             several = set(each for _, each in orders)
-            actions = tuple(each for each, _ in self.schedule.order if each in several)
+            plan = orders if isinstance(orders, Schedule) else self.schedule
+            actions = tuple(each for each, _ in plan.order if each in several)
         again = frozenset((each.stage, each.number) for each in actions if each.kind == "R")
-        return Runner(actions, self.stages, orders.num_stages - 1, incoming, outgoing, again)
+        return Runner(
+            actions, self.stages, orders.num_stages - 1, incoming, outgoing, again,
+            stepping=self.stream.stepping if isinstance(orders, Schedule) else {},
+        )  # fmt: skip
 
 
 def _flushed(outgoing: Mapping[Any, Outgoing]) -> bool:
@@ -289,7 +315,7 @@ def _agreed(
     agree(error, group=group) if group is not None else _raise_if(error)
     if group is None:
         return 0, found
-    card = hashlib.blake2b(f"{schedule.name} {schedule} {found} {reduction}".encode()).hexdigest()
+    card = hashlib.blake2b(f"{schedule.name} {schedule.weights} {schedule} {found} {reduction}".encode()).hexdigest()
     cards = gather(card, group=group)
     if (other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)) is not None:
         raise ValueError(

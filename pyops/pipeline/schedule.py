@@ -120,7 +120,7 @@ class Schedule(Orders):
         ages: list[int] = []
         waiting: list[Action] = []
         for action in order:
-            if action.kind == "B":
+            if action.ends_activations:
                 waiting.append(action)
             elif action.kind == "U":
                 ages += [action.number - self.version(Action(stage, "F", each.number)) for each in waiting]
