@@ -16,16 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyops.comm.agreement import gather
 from pyops.pipeline.action import Action
 from pyops.pipeline.channel import FAILED, Incoming, Outgoing
 from pyops.pipeline.orders import Transfer
+from pyops.pipeline.schedule import Schedule
+from pyops.pipeline.simulate import Timeline
 from pyops.pipeline.stage import Stage, detached
 from pyops.pipeline.stepping import Stepping
 
-__all__ = ["Feed", "Runner", "Times"]
+__all__ = ["Feed", "Runner", "Times", "timeline_of"]
 
 Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or transfer
 
@@ -184,3 +188,16 @@ class Runner:
             except (TypeError, ValueError) as error:
                 self._fail(error, action)
                 channel.fail()
+
+
+def timeline_of(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:
+    """What all ranks did when in their last run, from its beginning on. A collective."""
+    assert runner.times is not None
+    several = gather(runner.times, group=group) if group is not None else [runner.times]
+    times = {what: when for some in several for what, when in some.items()}
+    start = min(begin for begin, _ in times.values())
+    moved = {what: (begin - start, end - start) for what, (begin, end) in times.items()}
+    return Timeline(
+        schedule, {what: moved[what] for what in moved if isinstance(what, Action)},
+        {what: moved[what] for what in moved if isinstance(what, Transfer)},
+    )  # fmt: skip

@@ -23,7 +23,7 @@ Name = tuple[int, int, str]  # source rank, target rank, kind
 
 
 def open_mailboxes(channels: Iterable[Name], *, group: dist.ProcessGroup) -> dict[Name, Any]:
-    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective; `channels` are the same on all."""
+    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective over the same channels."""
     rank, module = dist.get_rank(group), native()
     made: dict[Name, Any] = {}
     names: dict[Name, str] = {}

@@ -14,8 +14,6 @@ Gradients have the bits of the same micro-batches run one after the other in one
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,18 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import PeerError, lost_peer
-from pyops.pipeline.action import Action
-from pyops.pipeline.balance import balance
+from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
-from pyops.pipeline.execute import Feed, Runner
+from pyops.pipeline.execute import Feed, Runner, timeline_of
 from pyops.pipeline.mailboxes import open_mailboxes
 from pyops.pipeline.microbatch import cut, portions, rows_of
-from pyops.pipeline.orders import Orders, Transfer
+from pyops.pipeline.orders import Orders
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
 from pyops.pipeline.stage import Loss, Stage
@@ -45,9 +41,6 @@ from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
-
-TAGS = 0x506970  # the first tag of the first pipeline of a group
-REDUCTIONS = ("mean", "sum")
 
 
 class Pipeline(nn.Module):
@@ -85,7 +78,7 @@ class Pipeline(nn.Module):
         self.schedule, self.group, self.reduction, self.count, self.before = schedule, group, reduction, count, before
         self.loss = loss
         self.rank = 0 if group is None else dist.get_rank(group)
-        tag, self.boundaries = _agreed(schedule, layers, boundaries, reduction, group)
+        tag, self.boundaries = agreed(schedule, layers, boundaries, reduction, group)
         own = range(schedule.num_stages) if group is None else schedule.stages_of(self.rank)
         last = schedule.num_stages - 1
         self.stages = {
@@ -177,6 +170,10 @@ class Pipeline(nn.Module):
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
+    def incoming_channels(self) -> list[Incoming]:
+        """The channels by which a step's values come from other ranks."""
+        return list(dict.fromkeys(self._train.incoming.values()))
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Timeline]]:
         """Within, every `step` adds to the list the Timeline of all ranks, in seconds of the host's monotonic clock."""
@@ -243,10 +240,10 @@ class Pipeline(nn.Module):
         if self.group is not None and self.schedule.num_ranks > 1:
             ends = all_reduce(ends, group=self.group)
         if ends[1]:
-            _raise(problem or runner.error, runner.where, group=self.group)
+            raise_together(problem or runner.error, runner.where, group=self.group)
         if self._recorded is not None and runner is not self._evaluate:
             plan = self.schedule if runner is self._train else self.stream.synchronous
-            self._recorded.append(_timeline(plan or self.schedule, runner, group=self.group))
+            self._recorded.append(timeline_of(plan or self.schedule, runner, group=self.group))
         return ends[0].float()
 
     def _runner(self, orders: Orders, tag: int) -> Runner:
@@ -292,89 +289,3 @@ def joined(results: Sequence[Any]) -> Any:
         for parts in zip(*leaves, strict=True)
     ]  # fmt: skip
     return tree_unflatten(several, structures[0])
-
-
-def _agreed(
-    schedule: Schedule, layers: list[nn.Module], boundaries: Sequence[int] | None, reduction: str,
-    group: dist.ProcessGroup | None,
-) -> tuple[int, list[int]]:  # fmt: skip
-    """The first tag of this pipeline's messages, and the boundaries; ValueError on every rank for what is wrong on any."""
-    error: Exception | None = None
-    found: list[int] = []
-    try:
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-        if group is not None and dist.get_world_size(group) != schedule.num_ranks:
-            raise ValueError(
-                f"the schedule is of {schedule.num_ranks} ranks, but the group has {dist.get_world_size(group)}; make it with "
-                f"num_stages={dist.get_world_size(group)}"
-            )
-        found = _boundaries(layers, boundaries, schedule.num_stages)
-    except Exception as caught:
-        error = caught
-    agree(error, group=group) if group is not None else _raise_if(error)
-    if group is None:
-        return 0, found
-    card = hashlib.blake2b(f"{schedule.name} {schedule.weights} {schedule} {found} {reduction}".encode()).hexdigest()
-    cards = gather(card, group=group)
-    if (other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)) is not None:
-        raise ValueError(
-            f"rank {other} made a pipeline of another schedule, other boundaries or another reduction than rank 0; give all "
-            "the same"
-        )
-    first = None
-    if dist.get_rank(group) == 0:
-        first = TAGS + 16 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
-    return next(each for each in gather(first, group=group) if each is not None), found
-
-
-def _boundaries(layers: Sequence[nn.Module], boundaries: Sequence[int] | None, num_stages: int) -> list[int]:
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layer {i} is a {type(layer).__name__}; give torch.nn.Modules")
-    if boundaries is None:
-        sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
-        return balance(sizes, num_stages=num_stages)
-    found = list(boundaries)
-    rising = all(a < b for a, b in itertools.pairwise(found))
-    if len(found) != num_stages + 1 or found[0] != 0 or found[-1] != len(layers) or not rising:
-        raise ValueError(
-            f"boundaries is {found}; expected {num_stages + 1} rising numbers from 0 to {len(layers)}: the first layer of each "
-            f"of the {num_stages} stages, and the number of layers"
-        )
-    return found
-
-
-def _raise_if(error: Exception | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _raise(error: BaseException | None, where: Action | None, *, group: dist.ProcessGroup | None) -> None:
-    """Raise this rank's error, or that of the first rank that has one."""
-    place = "before the first action" if where is None else f"in {where}"
-    card = None if error is None else (type(error), f"{place}: {error}")
-    cards = gather(card, group=group) if group is not None else [card]
-    if error is not None:
-        if hasattr(error, "add_note"):
-            error.add_note(f"({place} of the pipeline's step)")
-        raise error
-    rank, (kind, text) = next((rank, each) for rank, each in enumerate(cards) if each is not None)
-    known = kind if kind in (ValueError, TypeError) else RuntimeError
-    raise known(
-        f"rank {rank} of the pipeline failed {text}"
-        if kind is not KeyboardInterrupt
-        else f"rank {rank} of the pipeline was interrupted"
-    )
-
-
-def _timeline(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:
-    assert runner.times is not None
-    several = gather(runner.times, group=group) if group is not None else [runner.times]
-    times = {what: when for some in several for what, when in some.items()}
-    start = min(begin for begin, _ in times.values())
-    moved = {what: (begin - start, end - start) for what, (begin, end) in times.items()}
-    return Timeline(
-        schedule, {what: moved[what] for what in moved if isinstance(what, Action)},
-        {what: moved[what] for what in moved if isinstance(what, Transfer)},
-    )  # fmt: skip
