@@ -84,6 +84,17 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "beyond half of one process": lambda row: ", ".join(
         f"{name} {ms:.0f} ms" for name, ms in row.get("beyond_half_ms", {}).items()
     ),
+    "overhead of a cell": lambda row: ", ".join(
+        f"{name} {us:.0f} us" for name, us in row.get("overhead_us_a_cell", {}).items()
+    ),
+    "forward and backward": lambda row: f"{row['measured_ms'] / 1e3:.3g} s" if "measured_ms" in row else "",
+    "simulated": lambda row: (
+        f"{row['predicted_ms'] / 1e3:.3g} s"
+        if "predicted_ms" in row
+        else f"{row['simulated']:.2f}x"
+        if "simulated" in row
+        else ""
+    ),
     "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
     "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
