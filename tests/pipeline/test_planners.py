@@ -129,7 +129,7 @@ def every_plan(profile: Profile, levels: list[tuple[int, float]]) -> Iterator[tu
         bounds = [0, *itertools.accumulate(sizes)]
         for counts in itertools.product(range(1, devices + 1), repeat=len(sizes)):
             if sum(counts) <= devices:
-                for policies in itertools.product(PLACEMENTS, repeat=len(sizes)):
+                for policies in itertools.product(PLACEMENTS if len(levels) > 1 else PLACEMENTS[:1], repeat=len(sizes)):
                     yield bounds, placed(levels, counts, policies)
 
 
@@ -152,6 +152,25 @@ def test_dapple_equals_brute_force(levels: list[tuple[int, float]], m: int):
         check_plan(plan, found, levels, m)
         best = min(step_time(found, bounds, groups, levels, m) for bounds, groups in every_plan(found, levels))
         assert plan.time == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [11, 17, 211, 595])
+def test_dapple_keeps_every_tail_that_may_be_best(seed: int):
+    """Draws in which a search that keeps one tail too few, or drops a late reduction, ends with a worse plan."""
+    draw = random.Random(seed)
+    count = draw.randint(4, 6)
+    levels = draw.choice([[(4, 20.0)], [(5, 5.0)], [(2, 9.0), (2, 3.0)]])
+    m = draw.choice([1, 2, 4])
+    layers = []
+    for i in range(count):
+        forward, size = draw.choice([0.1, 1.0, 4.0]), draw.choice([0, 5, 60])
+        layers.append(LayerCosts(forward=forward, backward=forward * draw.choice([0.1, 1, 2]), weights=((i, size),),
+                                 activation=draw.choice([0, 1, 4])))  # fmt: skip
+    found = Profile(tuple(layers))
+    plan = plan_dapple(found, levels=levels, num_microbatches=m)
+    check_plan(plan, found, levels, m)
+    best = min(step_time(found, bounds, groups, levels, m) for bounds, groups in every_plan(found, levels))
+    assert plan.time == pytest.approx(best, rel=1e-12)
 
 
 def test_dapple_prefers_what_the_bandwidth_allows():
