@@ -41,6 +41,7 @@ _ROOMS = frozenset(
         "checkpoint",
         "models",
         "data",
+        "parallel",
         "hub",
         "config",
         "train",

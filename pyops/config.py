@@ -8,7 +8,7 @@
     [precision]             # PrecisionConfig
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
-    [parallel]              # ParallelConfig
+    [parallel]              # pyops.parallel.ParallelConfig
     [train]                 # TrainConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
@@ -35,6 +35,7 @@ else:
 from pyops.comm.codec import parse
 from pyops.data import DataConfig
 from pyops.models import GPTConfig
+from pyops.parallel import ParallelConfig
 from pyops.precision import PRECISIONS
 
 __all__ = [
@@ -185,21 +186,6 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How many ranks share a model; the others hold the same and see other sequences.
-
-    tp: neighbouring ranks that cut each layer among them (tensor parallelism), of whose number that of ranks must be a
-    multiple. sequence_parallel: between the layers each of them keeps its share of the tokens only. Neither changes the loss.
-    """
-
-    tp: int = 1
-    sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        _require(self, "1 or more", ("tp",), lambda v: v >= 1)
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
@@ -269,9 +255,12 @@ class Config:
 
     def _check_sharing(self) -> None:
         """What doesn't go with [zero] or [parallel]."""
-        tp, optimizer = self.parallel.tp, self.optimizer.name
-        shared, off = (f"zero.stage is {self.zero.stage}", "0") if self.zero.stage else (f"parallel.tp is {tp}", "1")
-        if not self.zero.stage and tp == 1:
+        tp, pp, optimizer = self.parallel.tp, self.parallel.pp, self.optimizer.name
+        axis = f"parallel.tp is {tp}" if tp > 1 else f"parallel.pp is {pp}"
+        shared, off = (f"zero.stage is {self.zero.stage}", "0") if self.zero.stage else (axis, "1")
+        if pp > 1:
+            self._check_pipeline()
+        if not self.zero.stage and tp == pp == 1:
             return
         if self.optimizer.communicates:
             raise ValueError(f"{shared}, but optimizer.name {optimizer!r} communicates itself: set {off}")
@@ -285,6 +274,22 @@ class Config:
                 "part: set adamw, say, or parallel.tp to 1"
             )
 
+    def _check_pipeline(self) -> None:
+        pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.model.num_layers + 2
+        if self.zero.stage > 1:
+            raise ValueError(
+                f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: gradients of a stage add up whole until its last "
+                "micro-batch; set zero.stage to 1 or 0"
+            )
+        if stages > layers:
+            raise ValueError(
+                f"parallel.pp is {pp}, {stages} stages by schedule {self.parallel.schedule!r}, but the model has {layers} "
+                f"layers (embedding, {self.model.num_layers} blocks, head); set model.num_layers to {stages - 2} or more, or "
+                "fewer stages"
+            )
+        if self.train.compile:
+            raise ValueError(f"train.compile is true, but parallel.pp is {pp}, whose stages are not compiled; set it to false")
+
     @property
     def folder(self) -> Path:
         """Where the run's outputs go."""
@@ -292,13 +297,11 @@ class Config:
 
     def check_ranks(self, num_ranks: int) -> None:
         """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it."""
-        batch, micro, tp = self.train.batch, self.train.micro_batch, self.parallel.tp
-        if num_ranks % tp:
-            raise ConfigError(
-                f"parallel.tp is {tp}, of which {num_ranks} ranks are no multiple; start a multiple of {tp}, such as "
-                f"{max(tp, num_ranks // tp * tp)}, or set parallel.tp to a divisor of {num_ranks}"
-            )
-        num_ranks //= tp  # those that share a model see the same sequences
+        batch, micro = self.train.batch, self.train.micro_batch
+        try:
+            num_ranks = self.parallel.copies(num_ranks)  # those that share a model see the same sequences
+        except ValueError as error:
+            raise ConfigError(f"parallel.{error}") from None
         if batch % num_ranks:
             near = max(num_ranks, round(batch / num_ranks) * num_ranks)
             raise ConfigError(
@@ -311,6 +314,10 @@ class Config:
                 f"train.micro_batch is {micro}, which does not divide a rank's {share} sequences (train.batch "
                 f"{batch} / {num_ranks} ranks); set it to a divisor of {share}, or to 0 for all at once"
             )
+        try:
+            self.parallel.cut(share, micro_batch=micro)
+        except ValueError as error:
+            raise ConfigError(f"parallel.{error}") from None
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:

@@ -1,7 +1,7 @@
 """The house rule that imports point down, executed: a file imports only from lower layers or from its own room.
 
 5  hub  config  train  metrics  display  cli train -> config and cli -> both are the sanctioned exceptions
-4  models  data
+4  models  data  parallel
 3  data_parallel  onebit  checkpoint  schedules   strategies; never import each other
 2  optim  comm  offload  precision
 1  mesh  flat  random  arena  deferred
@@ -26,7 +26,7 @@ LAYERS = {
     "optim": 2, "comm": 2, "offload": 2, "precision": 2,
     "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
     "schedules": 3,
-    "models": 4, "data": 4,
+    "models": 4, "data": 4, "parallel": 4,
     "hub": 5, "simulation": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
 SAME_LAYER_ALLOWED = {

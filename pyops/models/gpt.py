@@ -13,6 +13,7 @@ Letters of tensor names: B batch, T sequence, D model width, H heads, K width of
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -237,6 +238,24 @@ class GPT(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
         return [self.embedding, *self.blocks, self.head]
+
+    def keep_layers(self, numbers: Collection[int]) -> None:
+        """Let go of all `layers()` but these, for a rank that has a part of the model: names stay those of the whole.
+
+        A tied head that stays without the embedding keeps the table as `embedding.token`.
+        """
+        first, last = 0, self.config.num_layers + 1
+        for i in range(self.config.num_layers):
+            if i + 1 not in numbers:
+                del self.blocks._modules[str(i)]
+        if first not in numbers and last in numbers and self.config.tied_head:
+            holder = nn.Module()
+            holder.token = self.embedding.token
+            self.embedding = holder  # type: ignore[assignment]  # in its place, so that the table has its first name
+        elif first not in numbers:
+            del self.embedding
+        if last not in numbers:
+            del self.head
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, gather: bool = True, reduction: str = "mean"

@@ -174,6 +174,10 @@ class Pipeline(nn.Module):
         """The channels by which a step's values come from other ranks."""
         return list(dict.fromkeys(self._train.incoming.values()))
 
+    def on_action(self, call: Callable[[Action], Any] | None) -> None:
+        """Call this after each action of a `step` on this rank, such as to start reducing a stage's gradients."""
+        self._train.on_action = call
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Timeline]]:
         """Within, every `step` adds to the list the Timeline of all ranks, in seconds of the host's monotonic clock."""

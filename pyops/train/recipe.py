@@ -42,11 +42,12 @@ def _codec(config: CommunicationConfig) -> Codec | None:
 
 
 def make_model(config: Config, *, device: torch.device, tp_group: dist.ProcessGroup | None) -> GPT:
-    """The model with its first values; with [zero] on the meta device: `make_zero` gives it memory and values part by part.
+    """The model with its first values; with [zero], or a pipeline, on the meta device: `make_zero` gives it memory and values
+    part by part.
 
     tp_group: the ranks that share its layers. ConfigError for heads that they can't share.
     """
-    later = config.zero.stage > 0
+    later = config.zero.stage > 0 or config.parallel.pp > 1
     try:
         return GPT(
             config.model, group=tp_group, sequence_parallel=config.parallel.sequence_parallel,
@@ -86,8 +87,9 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
 
 
 def make_zero(
-    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None
-) -> ZeroOptimizer:
+    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None, pp_group: dist.ProcessGroup | None,
+) -> ZeroOptimizer:  # fmt: skip
     """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks of `group`; gradients are
     summed."""
     options = config.optimizer
@@ -98,9 +100,9 @@ def make_zero(
         {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0} for key, some in keyed.items()
     ]
     return ZeroOptimizer(
-        model, _class(options), stage=config.zero.stage, group=group, tp_group=tp_group, params=groups, op="sum",
-        overlap=config.zero.overlap, bucket_bytes=int(config.train.bucket_mib * 2**20), max_grad_norm=_max_grad_norm(options),
-        offload=None if config.zero.offload == "none" else config.zero.offload,
+        model, _class(options), stage=config.zero.stage, group=group, tp_group=tp_group, pp_group=pp_group, params=groups,
+        op="sum", overlap=config.zero.overlap, bucket_bytes=int(config.train.bucket_mib * 2**20),
+        max_grad_norm=_max_grad_norm(options), offload=None if config.zero.offload == "none" else config.zero.offload,
         tile_bytes=int(config.zero.tile_mib * 2**20), device=device,
         initialise=lambda module: model.initialize(config.train.seed, only=module), **_arguments(options),
     )  # fmt: skip

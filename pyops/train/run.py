@@ -33,10 +33,11 @@ from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import only_run_in, prepare_folder
 from pyops.train.notes import collected_notes
+from pyops.train.pipelined import Part, Pipelined
 from pyops.train.ranks import StopRequest, joined_ranks
 from pyops.train.recipe import make_loss_scale, make_model, recompute_modules
 from pyops.train.state import read
-from pyops.train.strategy import make_strategy
+from pyops.train.strategy import Zero, make_strategy
 from pyops.train.traffic import Traffic
 
 __all__ = ["Outcome", "Run", "train"]
@@ -78,9 +79,10 @@ class Run:
 
     def __init__(self, config: Config, *, device: torch.device, resume: bool = False) -> None:
         self.config, self.device = config, device
-        world, tp = dist.get_world_size() if dist.is_initialized() else 1, config.parallel.tp
-        self.rank, self.mesh = dist.get_rank() if world > 1 else 0, Mesh(Axes(dp=world // tp, tp=tp), device_type=device.type)
-        groups = {"group": self.mesh.group("dp"), "tp_group": self.mesh.group("tp") if tp > 1 else None}
+        world, parallel = dist.get_world_size() if dist.is_initialized() else 1, config.parallel
+        axes = Axes(pp=parallel.pp, dp=parallel.copies(world), tp=parallel.tp)
+        self.rank, self.mesh = dist.get_rank() if world > 1 else 0, Mesh(axes, device_type=device.type)
+        groups = {f"{axis}_group": self.mesh.group(axis) for axis in ("tp", "pp") if self.mesh.size(axis) > 1}
         num_ranks = self.mesh.size("dp")  # ranks that share a model see the same rows
         model, options = config.model, config.train
         rows = {"sequence_length": model.sequence_length, "rank": self.mesh.rank("dp"), "num_ranks": num_ranks}
@@ -88,11 +90,12 @@ class Run:
         self.corpus = prepare(config.data, vocab_size=model.vocab_size, sequence_length=model.sequence_length)
         self.batches = Batches(self.corpus, global_batch=options.batch, seed=options.seed, **rows)
         self.held_out = validation_rows(self.corpus, num_sequences=options.validation_sequences, **rows)
-        self.micro_batch = options.micro_batch or options.batch // num_ranks
+        share = options.batch // num_ranks
+        self.micro_batch = share // parallel.cut(share, micro_batch=options.micro_batch)
 
         self.precision = PRECISIONS[config.precision.dtype]
         self.loss_scale = make_loss_scale(config.precision)
-        self.model = make_model(config, device=device, tp_group=groups["tp_group"])
+        self.model = make_model(config, device=device, tp_group=groups.get("tp_group"))
         if options.compile:
             self.model.compile()
         if config.recompute.modules:
@@ -101,9 +104,15 @@ class Run:
         self.num_parameters = sum(
             math.prod(whole[name].global_shape if name in whole else p.shape) for name, p in self.model.named_parameters()
         )
-        self.strategy = make_strategy(config, self.model, device=device, **groups)
-        self.optimizer = self.strategy.optimizer
-        self.traffic = Traffic(self.strategy.communicator, numel=self.num_parameters // tp, window=options.log_every)
+        numel, part = self.num_parameters // parallel.tp, None
+        if parallel.pp > 1:
+            part = Part(self.model, plan=parallel.plan(share // self.micro_batch), rank=self.mesh.rank("pp"))
+            numel = sum(p.numel() for p in self.model.parameters())
+        self.strategy = make_strategy(config, self.model, device=device, group=self.mesh.group("dp"), **groups)
+        self.optimizer, self.pipelined = self.strategy.optimizer, None
+        if part is not None and isinstance(self.strategy, Zero):
+            self.pipelined = Pipelined(config, self.model, part, self.strategy.zero, mesh=self.mesh, rows=share)
+        self.traffic = Traffic(self.strategy.communicator, numel=numel, window=options.log_every)
         self.step, self.skipped, self.peak_gib = 0, 0, 0.0
         self.lr_at = lambda step: config.optimizer.lr_at(step, num_steps=options.steps)
 
@@ -124,6 +133,9 @@ class Run:
             f"{self.num_parameters / 1e6:.2f} M parameters on {num_ranks} x {self.device.type}, {self.corpus.train.size:,} "
             f"tokens of {self.corpus.path}; a byte-bigram model reaches {self.corpus.bigram_loss:.3f} nats per byte"
         )
+        sizes = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in ("pp", "dp", "tp") if self.mesh.size(axis) > 1)
+        text += f"\n{sizes}" if num_ranks > 1 else ""
+        text += f"; {self.pipelined.described}" if self.pipelined is not None else ""
         if resumed is not None:
             return f"{text}\nresumed from {resumed}"
         return f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning" if wanted else text
@@ -167,16 +179,7 @@ class Run:
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, bytes, ranks that want to stop
         totals[1] = self.corpus.tokenizer.token_bytes(rows_BT[:, 1:].numpy())
         totals[2] = float(stop)
-        micro_batches = rows_BT.to(self.device).split(self.micro_batch)
-        for i, micro_BT in enumerate(micro_batches):
-            self.model.set_dropout(
-                (micro_BT.shape[0], length), seed=options.seed, step=self.step,
-                first_row=self.batches.first_row + i * self.micro_batch,
-            )  # fmt: skip
-            with nullcontext() if i + 1 == len(micro_batches) else self.strategy.no_sync():
-                nats = self._nats(self.strategy.forward, micro_BT)
-                (nats * (self.loss_scale.scale / (options.batch * length))).backward()
-            totals[0] += nats.detach()
+        totals[0] = self._differentiate(rows_BT.to(self.device), scale=self.loss_scale.scale / (options.batch * length))
         nats_all, bytes_all, stops = self._sum(totals).tolist()
 
         lr = self.lr_at(self.step)
@@ -192,6 +195,23 @@ class Run:
         }  # fmt: skip
         self.step += 1
         return row, stops > 0
+
+    def _differentiate(self, rows_BT: Tensor, *, scale: float) -> Tensor:
+        """Nats of this rank's sequences; their gradients, times `scale`, are reduced, or on their way."""
+        seed, first_row, length = self.config.train.seed, self.batches.first_row, rows_BT.shape[1] - 1
+        if self.pipelined is not None:
+            return self.pipelined.differentiate(rows_BT, scale=scale, step=self.step, first_row=first_row)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        micro_batches = rows_BT.split(self.micro_batch)
+        for i, micro_BT in enumerate(micro_batches):
+            self.model.set_dropout(
+                (micro_BT.shape[0], length), seed=seed, step=self.step, first_row=first_row + i * self.micro_batch
+            )  # fmt: skip
+            with nullcontext() if i + 1 == len(micro_batches) else self.strategy.no_sync():
+                nats = self._nats(self.strategy.forward, micro_BT)
+                (nats * scale).backward()
+            total += nats.detach()
+        return total
 
     def _update(self, *, finite: bool) -> float | None:
         """Step the optimizer, unless the loss or a gradient is not finite; the gradient's norm, None when it is not."""
@@ -227,9 +247,12 @@ class Run:
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         totals[1] = self.corpus.tokenizer.token_bytes(self.held_out[:, 1:].numpy())
-        for rows_BT in self.held_out.split(self.micro_batch):
-            if len(rows_BT):
-                totals[0] += self._nats(self.model, rows_BT.to(self.device))
+        if self.pipelined is not None:
+            totals[0] = self.pipelined.evaluate(self.held_out.to(self.device))
+        else:
+            for rows_BT in self.held_out.split(self.micro_batch):
+                if len(rows_BT):
+                    totals[0] += self._nats(self.model, rows_BT.to(self.device))
         self.model.train()
         nats, num_bytes = self._sum(totals).tolist()
         return nats / num_bytes
@@ -308,7 +331,8 @@ class Run:
             if self.mesh.rank("dp"):
                 return ""  # those that share a model with rank 0 help it
             prompt = self.held_out[0, :64].to(self.device)
-            tokens = sample(self.model, prompt, num_tokens=self.config.train.sample_tokens,
+            model = self.model if self.pipelined is None else self.pipelined.whole()
+            tokens = sample(model, prompt, num_tokens=self.config.train.sample_tokens,
                             context=self.config.model.sequence_length, seed=self.config.train.seed)  # fmt: skip
         return self.corpus.tokenizer.decode(tokens.tolist())
 

@@ -2,7 +2,7 @@
 
     stage   parameters   gradients   states                 made of
     0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers; with
-                                                            [parallel] tp, ZeroOptimizer
+                                                            [parallel] tp or pp, ZeroOptimizer
     1       every rank   every rank  shared out             ZeroOptimizer
     2       every rank   shared out  shared out
     3       shared out   shared out  shared out
@@ -99,10 +99,12 @@ class Zero(Strategy):
 
     def __init__(
         self, config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
-        tp_group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None, pp_group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         self.forward = model
-        self.optimizer = self.zero = make_zero(config, model, device=device, group=group, tp_group=tp_group)
+        self.optimizer = self.zero = make_zero(
+            config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group
+        )  # fmt: skip
         self.communicator = self.zero.communicator
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -140,12 +142,14 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def make_strategy(
-    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None, tp_group: dist.ProcessGroup | None
-) -> Strategy:
+    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None = None, pp_group: dist.ProcessGroup | None = None,
+) -> Strategy:  # fmt: skip
     """The strategy that `config` asks for; it gives a model on the meta device its memory.
 
     group: the ranks that hold the same parts of the model and see other sequences; tp_group: those that share its layers.
+    pp_group: those that have its other layers.
     """
-    if config.zero.stage or config.parallel.tp > 1:
-        return Zero(config, model, device=device, group=group, tp_group=tp_group)
+    if config.zero.stage or config.parallel.tp > 1 or config.parallel.pp > 1:
+        return Zero(config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group)
     return Replicated(config, model, group=group)

@@ -12,7 +12,7 @@ has left. Buckets leave in one order on every rank. Stage 1 keeps the memory of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -186,6 +186,8 @@ class Gradients:
         self._numbers = {(f, i): n for n, (f, i) in enumerate((f, i) for f, flat in enumerate(self.flats)
                                                               for i in range(len(flat.parameters)))}  # fmt: skip
         self.used = bytearray(len(self._numbers))  # since the last clear()
+        self._complete: set[int] = set()  # ids of parameters whose gradients `reduce` was told to be
+        self._leaving: dict[int, GradientBucket] = {}  # buckets that left before the last backward was over
         self._active = False
         self._begin()
         self._hooks = []
@@ -216,6 +218,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.finish_reducing()
         for bucket in self.buckets:
             bucket.clear()
         for flat in self.flats:
@@ -236,6 +239,28 @@ class Gradients:
             )
         self._active = False
 
+    @torch.no_grad()
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start reducing the buckets of these parameters, whose gradients backwards within no_sync() have left whole, and of
+        which no more come before the step; a bucket with others waits for them. On all ranks in the same order."""
+        self._complete |= {id(p) for p in parameters}
+        for place, bucket in enumerate(self.buckets):
+            if place in self._leaving or not all(id(bucket.flat.parameters[i]) in self._complete for i in bucket.members):
+                continue
+            label = f"gradients, bucket {place} of {len(self.buckets)}"
+            bucket.start(self.communicator, op=self.op, async_op=self.overlap, label=label, codec=self.codec)
+            self._leaving[place] = bucket
+            if not self.overlap:
+                bucket.finish()
+
+    @torch.no_grad()
+    def finish_reducing(self) -> None:
+        """Wait for what `reduce` started."""
+        for bucket in self._leaving.values() if self.overlap else ():
+            bucket.finish()
+        self._leaving.clear()
+        self._complete.clear()
+
     def flush(self) -> None:
         """Reduce what backwards within no_sync() left whole, where no backward outside of it came after them."""
         if any(bucket.whole is not None for bucket in self.buckets) and not self._active:
@@ -255,7 +280,7 @@ class Gradients:
 
         def arrived(_: nn.Parameter) -> None:
             self._activate()
-            if self._left[place]:
+            if self._left[place] or place in self._leaving:
                 raise RuntimeError(
                     f"a gradient of {bucket.flat.names[index]} arrived after its bucket {place} had left; if the model uses "
                     "torch.utils.checkpoint, pass use_reentrant=False"

@@ -45,7 +45,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and among whom a layout is made. folder: where stage 3's parameters are between their uses; None: in memory."""
+    """Where and among whom a layout is made. folder: where stage 3's parameters are between their uses; None: in memory. apart:
+    ids of parameters that lie in buffers of their own, in which the ranks of another model own the same parts of them."""
 
     rank: int
     ranks: int
@@ -53,14 +54,16 @@ class Place:
     group: dist.ProcessGroup | None
     initialise: Initialise | None
     folder: str | None = None
+    apart: frozenset[int] = frozenset()
 
 
-def _by_kind(named: Named, device: torch.device) -> dict[tuple[torch.dtype, torch.device], Named]:
+def _by_kind(named: Named, place: Place) -> list[Named]:
     """Parameters of one dtype and device together, in the order in which backward reaches them."""
-    kinds: dict[tuple[torch.dtype, torch.device], Named] = {}
+    kinds: dict[tuple[torch.dtype, torch.device, str], Named] = {}
     for name, p in reversed(named):
-        kinds.setdefault((p.dtype, device if p.is_meta else p.device), []).append((name, p))
-    return kinds
+        key = (p.dtype, place.device if p.is_meta else p.device, name if id(p) in place.apart else "")
+        kinds.setdefault(key, []).append((name, p))
+    return list(kinds.values())
 
 
 def _alone(tensors: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -74,7 +77,7 @@ def lay_out_whole(model: nn.Module, *, trained: set[int], bucket_bytes: int, pla
     """Stages 0 to 2. trained: ids of the parameters that are stepped."""
     fresh = [m for m in model.modules() if on_meta(m)]
     layout = Layout()
-    for named in _by_kind([(n, p) for n, p in model.named_parameters() if id(p) in trained], place.device).values():
+    for named in _by_kind([(n, p) for n, p in model.named_parameters() if id(p) in trained], place):
         layout.flats.append(
             FlatParameters(named, rank=place.rank, ranks=place.ranks, bucket_bytes=bucket_bytes, device=place.device)
         )
@@ -126,7 +129,7 @@ def lay_out_units(
     file = _file(plans, place)
     fresh = {id(m) for m in model.modules() if on_meta(m)}
     layout = Layout()
-    for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], place.device).values():
+    for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], place):
         layout.flats.append(
             FlatParameters(named, rank=place.rank, ranks=place.ranks, bucket_bytes=bucket_bytes, device=place.device)
         )

@@ -8,8 +8,9 @@ Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054: stages 1, 2 and 3 are its P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,11 +30,10 @@ from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
-from pyops.zero.memory import kept_bytes
-from pyops.zero.owned import Coming, Owned
+from pyops.zero.owned import Owned
 from pyops.zero.precision import numbers_of
-from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
-from pyops.zero.stored import in_memory
+from pyops.zero.savable import Savable
+from pyops.zero.stages import Stages, agree_over_stages, check_stages
 from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.told import Told, tell
 from pyops.zero.units import IsUnit
@@ -44,7 +44,7 @@ __all__ = ["ZeroOptimizer"]
 Group = dict[str, Any]
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(Savable):
     """Trains `model` on all ranks of `group`, each with its own part of the batch and 1 / N of the states.
 
     model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
@@ -77,7 +77,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     gives on rank 0.
 
     tp_group: the ranks that share the model's parameters, where pyops.tensor_parallel has cut them; `group` then is of the
-    ranks that hold the same parts. Partial gradients are summed over it, norms are of the whole parameters.
+    ranks that hold the same parts. Partial gradients are summed over it, norms are of the whole parameters. pp_group: the
+    ranks that hold other layers (`model` is of this rank's, named as in the whole); norms, and what is skipped, are of all of
+    them, and the gradient of what several hold is the sum of theirs. Stages 0 and 1 only.
 
     precision: "fp32", "bf16", "fp16" or a pyops.precision.Precision: parameters and buffers are cast, as by model.to(), inputs
     are the caller's; None: the model as it is. Where it is scaled, call backward() of `optimizer.scale(loss)`: step() unscales,
@@ -99,11 +101,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
         group: dist.ProcessGroup | None = None, tp_group: dist.ProcessGroup | None = None,
-        params: Iterable[Any] | None = None, offload: str | None = None, bucket_bytes: int = 25 << 20,
-        tile_bytes: int = 32 << 20, delayed_update: bool | int = False, max_grad_norm: float | None = None,
-        overlap: bool | str = True, op: str = "mean", units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0,
-        initialise: Initialise | None = None, device: torch.device | str | None = None,
-        gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
+        pp_group: dist.ProcessGroup | None = None, params: Iterable[Any] | None = None, offload: str | None = None,
+        bucket_bytes: int = 25 << 20, tile_bytes: int = 32 << 20, delayed_update: bool | int = False,
+        max_grad_norm: float | None = None, overlap: bool | str = True, op: str = "mean",
+        units: IsUnit | Sequence[nn.Module] | None = None, whole_below: int = 0, initialise: Initialise | None = None,
+        device: torch.device | str | None = None, gather_codec: Codec | None = None, reduce_codec: Codec | None = None,
         secondary_group: dist.ProcessGroup | None = None, precision: Precision | str | None = None,
         loss_scale: LossScale | None = None, **optimizer_arguments: Any,
     ) -> None:  # fmt: skip
@@ -121,10 +123,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             optimizer_arguments, dtype = self.numbers.arguments, self.numbers.dtype
             groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload, dtype=dtype)
             self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
+            check_stages(pp_group, group=group, stage=stage)
         except (TypeError, ValueError, OSError) as caught:
             error = caught
-        agree(error, group=group)
+        agree_over_stages(error, pp_group=pp_group, group=group)
         check_same_model(model, group=group)
+        self.stages = Stages.of(model, pp_group=pp_group)
         self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
         self._names = {id(p): name for name, p in model.named_parameters()}
         options = {
@@ -158,6 +162,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
         """Put the parameters where they belong, with rank 0's values, and hooks on them."""
         trained = {id(p) for g in groups for p in g["params"]}
+        if self.stages is not None:
+            place = replace(place, apart=frozenset(self.stages.apart))
         common: Group = {"trained": trained, "bucket_bytes": self.bucket_bytes, "place": place}
         if self.stage < 3:
             layout = lay_out_whole(self.model, **common)
@@ -179,10 +185,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The ordinary optimizer over this rank's pieces."""
         error: Exception | None = None
         late = delayed_update is not False
+        placements = self._placements if self.stages is None else self.stages.place(self._placements, self.model)
         try:
             self.owned = Owned(
                 self.flats, groups, optimizer_class, arguments, offload=offload, tile_bytes=tile_bytes,
-                placements=self._placements, delayed=late, portion_bytes=self.bucket_bytes,
+                placements=placements, delayed=late, portion_bytes=self.bucket_bytes,
             )  # fmt: skip
         except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
             error = caught
@@ -215,6 +222,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return self.gradients.no_sync()
 
+    def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start reducing the gradients that backwards within no_sync() left in these parameters, of which no more come before
+        step(): of a stage of a pipeline, say, while others still compute. On all ranks in the same order."""
+        self.gradients.reduce(parameters)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those that are reduced already. set_to_none makes no difference."""
         self.gradients.clear()
@@ -243,16 +255,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.arriving.wait()
         if self.delayed is not None:
             self.delayed.wait()
+        self.gradients.finish_reducing()
         self.owned.take_gradients(self.gradients, set())
         told = self._tell()
         if told.pending:  # backwards within no_sync() that none outside followed, on some rank
             self.gradients.flush()
             self.owned.take_gradients(self.gradients, set())
             told = self._tell()
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.finish(self.owned.all_pieces(), self.gradients)
-            if self._measures:  # what was told was measured before
-                told = self._tell()
+        axes = [axis for axis in (self.tensor_parallel, self.stages) if axis is not None]
+        for axis in axes:
+            axis.finish(self.owned.all_pieces(), self.gradients)
+        if axes and self._measures:  # what was told was measured before
+            told = self._tell()
         self.owned.take_gradients(self.gradients, told.unused(self.flats))
         scale = self.numbers.scale_for(self)
         if self.max_grad_norm is not None:
@@ -298,6 +312,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return tell(
             self.owned, self.gradients, self.param_groups, communicator=self.communicator, measures=self._measures,
             shared=self.stage > 0, found_inf=getattr(self, "found_inf", None), tensor_parallel=self.tensor_parallel,
+            stages=self.stages,
         )  # fmt: skip
 
     @property
@@ -308,90 +323,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.stage:
             all_reduce(norms, communicator=self.communicator, label="norms of layers")
         return norms
-
-    # ------------------------------------------------------------------------------------------------ saving
-
-    def state_dict(self) -> Group:  # type: ignore[override]
-        """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and names]}.
-
-        Each rank's own part, sharing memory with the states in use, and read from a folder when it is used;
-        `pyops.checkpoint.save` writes all ranks' as one.
-        """
-        if self.delayed is not None:
-            self.delayed.wait()
-        replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
-        found = collect(self.owned, self.param_groups, self._names, replica=replica)
-        return found | self.numbers.state_dict() | ({} if self.delayed is None else {"steps": self.delayed.steps})
-
-    def memory(self) -> dict[str, int]:
-        """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
-        between backward and step. Buckets and blocks on their way come on top."""
-        return kept_bytes(self.model, self.owned, self.gradients)
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Within the block the parameters are whole on every rank: to look at, to save, to load. A collective, at stage 3.
-
-        What is written into them stays: each rank keeps its own part of its own values. Masters of 16-bit parameters are
-        set to them by `refresh_masters`.
-        """
-        self.arriving.wait()
-        self.gathering.pin(True)
-        try:
-            yield
-        finally:
-            self.gathering.pin(False)
-
-    def refresh_masters(self) -> None:
-        """Set every float32 master to its parameter: call it after loading weights into the model."""
-        if self.delayed is not None:
-            self.delayed.wait()
-        self.owned.refresh_masters()
-
-    def model_state_dict(self) -> Group:
-        """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
-        self.arriving.wait()
-        return collect_model(self.model, self.gathering.units, self.communicator, self._placements)
-
-    def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of ranks, or the model's own
-        state_dict(). Whole tensors, or ranges that hold this rank's part. ValueError, on every rank and before anything is
-        changed, for the state of another model. Masters are refreshed: load the optimizer's state afterwards."""
-        error: Exception | None = None
-        fill: list[Callable[[], None]] = []
-        try:
-            fill = distribute_model(self.model, self.gathering.units, state, self._placements)
-        except Exception as caught:  # also what reading a checkpoint raises
-            error = caught
-        agree(error, group=self.group)
-        self.gathering.release_all()
-        self.arriving.wait()
-        with torch.no_grad(), in_memory(regions_of(self.gathering.units)):
-            for each in fill:
-                each()
-        self.refresh_masters()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and bucket size.
-
-        Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before anything is changed, for
-        the state of another model. The options of param groups are taken over, as torch.optim does.
-        """
-        error: Exception | None = None
-        coming: list[Coming] = []
-        try:
-            check_names(self.param_groups, state_dict, self._names)
-            coming = distribute(self.owned, state_dict)
-        except Exception as caught:  # also what reading a checkpoint raises
-            error = caught
-        agree(error, group=self.group)
-        self.numbers.load_state_dict(state_dict)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        if self.delayed is not None:
-            self.delayed.wait()
-            self.delayed.steps = int(state_dict.get("steps", 0))
-        self.owned.load(coming, self.param_groups)
-        if self.delayed is None and self.communicator is not None:
-            self.arriving.start(self.communicator, async_op=self.overlap)  # a state may be ahead of the model it came with
-        self.state = self.owned.optimizer.state

@@ -21,6 +21,7 @@ from pyops.optim.clip import EPSILON
 from pyops.zero.gradients import Gradients
 from pyops.zero.owned import Owned
 from pyops.zero.parameters import FlatParameters
+from pyops.zero.stages import Stages
 from pyops.zero.tensor_parallel import TensorParallel
 
 __all__ = ["Told", "tell"]
@@ -66,7 +67,7 @@ class Told:
 
 def tell(
     owned: Owned, gradients: Gradients, groups: Sequence[Group], *, communicator: Communicator | None, measures: bool,
-    shared: bool, found_inf: Any, tensor_parallel: TensorParallel | None,
+    shared: bool, found_inf: Any, tensor_parallel: TensorParallel | None, stages: Stages | None,
 ) -> Told:  # fmt: skip
     """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options differ.
 
@@ -97,6 +98,10 @@ def tell(
             f"ZeroOptimizer: the ranks would step with different options; on this rank {options}; set the same lr and other "
             "options on every rank"
         )
+    if stages is not None:  # whose ranks have other parameters, in other groups
+        some = told[[PENDING, SQUARES, NONFINITE]]
+        stages.sum(some)
+        sums[PENDING], sums[SQUARES], sums[NONFINITE] = some.tolist()
     return Told(sums, device)
 
 
