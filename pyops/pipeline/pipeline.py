@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import PeerError, lost_peer
+from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
