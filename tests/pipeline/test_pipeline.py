@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, Schedule, custom, schedule
+from pyops.pipeline import Pipeline, Schedule, custom, mailboxes, schedule
 from tests.pipeline.reference import batch, mlp, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -269,3 +270,39 @@ def test_refusals():
         pipeline.step(*batch(3))
     with pytest.raises(ValueError, match="needs the target"):
         pipeline.step(batch(4)[0])
+
+
+def hurried(rank: int, group: Any) -> None:
+    """All forwards at once, of messages that together are many times a mailbox."""
+    x, target = batch(64 * 8, width=64)
+    plan = made("gpipe", 2, 64)
+    ours, theirs = mlp(4, width=64), mlp(4, width=64)
+    pipeline = Pipeline(ours, schedule=plan, group=group, loss=mse)
+    if rank == 1:
+        time.sleep(0.2)
+    for _ in range(2):
+        pipeline.zero_grad()
+        loss = pipeline.step(x, target)
+    expected = sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    named = dict(nn.Sequential(*theirs).named_parameters())
+    assert all(torch.equal(p.grad, named[n].grad) for n, p in pipeline.named_parameters())
+
+
+def test_messages_that_a_mailbox_has_no_room_for_wait_their_turn(world):
+    world(2).run(in_small_mailboxes)
+
+
+def in_small_mailboxes(rank: int, group: Any) -> None:
+    native = mailboxes.native
+    small = type("Native", (), {"Mailbox": staticmethod(lambda name, writes: native().Mailbox(name, writes, 8192))})
+    mailboxes.native = lambda: small
+    try:
+        hurried(rank, group)
+    finally:
+        mailboxes.native = native
+    mailboxes.native = lambda: None  # and without any
+    try:
+        hurried(rank, group)
+    finally:
+        mailboxes.native = native
