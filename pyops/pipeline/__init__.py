@@ -20,6 +20,7 @@ from pyops.pipeline.plan import Plan, PlannedStage
 from pyops.pipeline.profile import profile
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Costs, Timeline, simulate
+from pyops.pipeline.skips import skip, skip_pairs
 from pyops.pipeline.stepping import Remedies
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "profile",
     "schedule",
     "simulate",
+    "skip",
+    "skip_pairs",
     "text",
     "trace",
 ]

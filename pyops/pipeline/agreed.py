@@ -17,6 +17,7 @@ from pyops.comm.agreement import agree, gather
 from pyops.pipeline.action import Action
 from pyops.pipeline.balance import balance
 from pyops.pipeline.schedule import Schedule
+from pyops.pipeline.skips import Edges, edges_of, skip_pairs
 
 __all__ = ["agreed", "raise_together"]
 
@@ -27,10 +28,14 @@ REDUCTIONS = ("mean", "sum")
 def agreed(
     schedule: Schedule, layers: list[nn.Module], boundaries: Sequence[int] | None, reduction: str,
     group: dist.ProcessGroup | None,
-) -> tuple[int, list[int]]:  # fmt: skip
-    """The first tag of this pipeline's messages, and the boundaries; ValueError on every rank for what is wrong on any."""
+) -> tuple[int, list[int], Edges]:  # fmt: skip
+    """The first tag of this pipeline's messages, the boundaries, and what skips stages.
+
+    ValueError on every rank for what is wrong on any.
+    """
     error: Exception | None = None
     found: list[int] = []
+    edges: Edges = {}
     try:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
@@ -40,12 +45,13 @@ def agreed(
                 f"num_stages={dist.get_world_size(group)}"
             )
         found = _boundaries(layers, boundaries, schedule.num_stages)
+        edges = edges_of(skip_pairs(layers), found)
     except Exception as caught:
         error = caught
     agree(error, group=group) if group is not None else _raise_if(error)
     if group is None:
-        return 0, found
-    card = hashlib.blake2b(f"{schedule.name} {schedule.weights} {schedule} {found} {reduction}".encode()).hexdigest()
+        return 0, found, edges
+    card = hashlib.blake2b(f"{schedule.name} {schedule.weights} {schedule} {found} {reduction} {edges}".encode()).hexdigest()
     cards = gather(card, group=group)
     if (other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)) is not None:
         raise ValueError(
@@ -54,8 +60,8 @@ def agreed(
         )
     first = None
     if dist.get_rank(group) == 0:
-        first = TAGS + 16 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
-    return next(each for each in gather(first, group=group) if each is not None), found
+        first = TAGS + 32 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
+    return next(each for each in gather(first, group=group) if each is not None), found, edges
 
 
 def _boundaries(layers: Sequence[nn.Module], boundaries: Sequence[int] | None, num_stages: int) -> list[int]:

@@ -20,6 +20,7 @@ MEANINGS = {
     "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "R": "forward again",
     "U": "optimizer step",
 }  # fmt: skip
+CHANNELS = {"F": "activations", "B": "gradients", "FS": "skips", "BS": "gradients of skips"}
 LARGEST = 4000  # boxes that a picture can still show
 
 
@@ -123,5 +124,5 @@ def _events(timeline: Timeline, title: str, *, scale: float) -> Iterator[dict[st
         yield event(str(action), "ranks", rank, times, what=MEANINGS[action.kind], **action._asdict())
     for transfer, times in timeline.transfers.items():
         source, target = made.rank_of[transfer.source], made.rank_of[transfer.target]
-        kind = "activations" if transfer.kind == "F" else "gradients"
+        kind = CHANNELS[transfer.kind]
         yield event(str(transfer), "channels", f"{source} to {target}, {kind}", times, **transfer._asdict())

@@ -11,6 +11,7 @@ failed. So the channels are in step again at the end, and the ranks can say to e
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +24,16 @@ from torch.utils._pytree import tree_map
 from pyops.comm.agreement import gather
 from pyops.pipeline.action import Action
 from pyops.pipeline.channel import FAILED, Incoming, Outgoing
-from pyops.pipeline.orders import Transfer
+from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
-from pyops.pipeline.stage import Stage, detached
+from pyops.pipeline.skips import Passed
+from pyops.pipeline.stage import Stage, detached, tensors_of
 from pyops.pipeline.stepping import Stepping
 
-__all__ = ["Feed", "Runner", "Times", "timeline_of"]
+__all__ = ["Edge", "Feed", "Runner", "Times", "timeline_of"]
 
+Edge = tuple[str, int, int]  # kind, source stage, target stage
 Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or transfer
 
 
@@ -54,24 +57,34 @@ class Feed:
 
 @dataclass
 class Runner:
-    """Runs `actions`, all those of this process, at its `stages`.
+    """Runs `actions`, all those of `orders` that are this process's, at its `stages`.
 
-    incoming[(stage, kind)]: the channel on which values for that stage come from another process ("F" activations, "B"
-    gradients); outgoing[(stage, kind)]: that by which its values leave. What is not there stays in the process.
+    incoming[transfer.edge]: the channel on which such values come from another process; outgoing: that by which they leave.
+    What is not there stays in the process.
     stepping[stage]: what takes the steps of a schedule that has some.
     """
 
     actions: Sequence[Action]
     stages: Mapping[int, Stage]
-    last: int
-    incoming: Mapping[tuple[int, str], Incoming] = field(default_factory=dict)
-    outgoing: Mapping[tuple[int, str], Outgoing] = field(default_factory=dict)
+    orders: Orders
+    incoming: Mapping[Edge, Incoming] = field(default_factory=dict)
+    outgoing: Mapping[Edge, Outgoing] = field(default_factory=dict)
     recomputed: frozenset[tuple[int, int]] = frozenset()
     on_action: Callable[[Action], Any] | None = None
     stepping: Mapping[int, Stepping] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.last = self.orders.num_stages - 1
+        self._plan = [
+            (
+                action,
+                [(transfer, self.incoming.get(transfer.edge)) for transfer in self.orders.arriving(action)],
+                [(transfer, self.outgoing.get(transfer.edge)) for transfer in self.orders.leaving(action)],
+            )
+            for action in self.actions
+        ]
         self._values: dict[Transfer, Any] = {}
+        self._wanting: dict[tuple[int, int], list[int]] = {}
         self.times: Times | None = None
         self.error: BaseException | None = None
         self.failed = False
@@ -86,14 +99,14 @@ class Runner:
         """
         self.error, self.where, self.failed = None, None, feed is None
         self._values.clear()
+        self._wanting.clear()
         results: dict[int, Any] = {}
         for channel in dict.fromkeys(self.incoming.values()):
             channel.start()
-        for action in self.actions:
-            arrives, leaves = self._transfers(action)
-            given = None if arrives is None else self._take(arrives)
+        for action, arriving, leaving in self._plan:
+            given = [self._take(transfer, channel) for transfer, channel in arriving]
             begin = time.monotonic()
-            made: Any = FAILED
+            made: list[Any] | None = None
             if feed is not None and not self.failed:
                 try:
                     made = self._take_action(action, given, feed, results)
@@ -101,68 +114,73 @@ class Runner:
                         self.on_action(action)
                 except (Exception, KeyboardInterrupt) as error:
                     self._fail(error, action)
-                    made = FAILED
+                    made = None
             if self.times is not None:
                 self.times[action] = (begin, time.monotonic())
-            if leaves is not None:
-                self._give(leaves, made, action)
-        for outgoing in dict.fromkeys(self.outgoing.values()):
-            outgoing.finish()
+            for i, (transfer, outgoing) in enumerate(leaving):
+                self._give(transfer, outgoing, FAILED if made is None else made[i], action)
+        for sending in dict.fromkeys(self.outgoing.values()):
+            sending.finish()
         return [results[number] for number in sorted(results)]
 
-    def _transfers(self, action: Action) -> tuple[Transfer | None, Transfer | None]:
-        """What an action waits for, and what it sends."""
-        stage, kind, number = action
-        if kind == "F":
-            before = Transfer("F", stage - 1, stage, number) if stage else None
-            return before, Transfer("F", stage, stage + 1, number) if stage < self.last else None
-        if kind in "BI":
-            after = Transfer("B", stage + 1, stage, number) if stage < self.last else None
-            return after, Transfer("B", stage, stage - 1, number) if stage else None
-        return None, None
-
-    def _take_action(self, action: Action, given: Any, feed: Feed, results: dict[int, Any]) -> Any:
+    def _take_action(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
         if not self.stepping:
             return self._compute(action, given, feed, results)
         stepping = self.stepping[action.stage]
         if action.kind == "U":
-            return stepping.step(action)
+            stepping.step(action)
+            return []
         with stepping.versions.met_by(action):
             return self._compute(action, given, feed, results)
 
-    def _compute(self, action: Action, given: Any, feed: Feed, results: dict[int, Any]) -> Any:
+    def _compute(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
+        """The values that leave, given those that arrive."""
         index, kind, number = action
         stage = self.stages[index]
         if kind == "F":
-            x = given if index else feed.inputs[number]
-            target = feed.targets[number] if index == self.last else None
-            if feed.before is not None:
-                feed.before(stage, number)
-            if feed.scale is None:
-                y = stage.call(x, feed.named[number], target)
-            else:
-                y = stage.forward(number, x, feed.named[number], target, recompute=(index, number) in self.recomputed)
-            if index == self.last:
-                results[number] = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y)
-            return y
+            return self._forward(index, number, given, feed, results)
         if kind in "BI":
             if index == self.last:
                 assert feed.scale is not None
-                given = [results[number].new_full((), feed.seeds[number] * feed.scale)]
-            return (stage.backward if kind == "B" else stage.inputs)(number, given)
+                gradients: Any = [results[number].new_full((), feed.seeds[number] * feed.scale)]
+            else:
+                gradients = given[0] if len(given) == 1 else [gradient for part in given for gradient in part]
+            found = (stage.backward if kind == "B" else stage.inputs)(number, gradients)
+            several = self._wanting.pop((index, number), None)
+            if several is None:
+                return [found]
+            one_by_one = iter(found)
+            return [list(itertools.islice(one_by_one, count)) for count in several]
         if kind == "W":
             stage.weights(number)
         elif kind == "R":
             stage.again(number)
-        return None
+        return []
+
+    def _forward(self, index: int, number: int, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
+        stage = self.stages[index]
+        x = given[0] if index else feed.inputs[number]
+        if len(given) > 1:
+            x = Passed(x, tuple(given[1:]))
+            if feed.scale is not None:
+                self._wanting[index, number] = [sum(t.requires_grad for t in tensors_of(value)) for value in given]
+        target = feed.targets[number] if index == self.last else None
+        if feed.before is not None:
+            feed.before(stage, number)
+        if feed.scale is None:
+            y = stage.call(x, feed.named[number], target)
+        else:
+            y = stage.forward(number, x, feed.named[number], target, recompute=(index, number) in self.recomputed)
+        if index == self.last:
+            results[number] = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y)
+        return [y.value, *y.skipped] if type(y) is Passed else [y]
 
     def _fail(self, error: BaseException, action: Action) -> None:
         self.error, self.where, self.failed = error, action, True
         for stage in self.stages.values():
             stage.forget()
 
-    def _take(self, transfer: Transfer) -> Any:
-        channel = self.incoming.get((transfer.target, transfer.kind))
+    def _take(self, transfer: Transfer, channel: Incoming | None) -> Any:
         if channel is not None:
             while transfer not in self._values:
                 found, value, made = channel.receive()
@@ -176,10 +194,9 @@ class Runner:
                 stage.forget()
         return value
 
-    def _give(self, transfer: Transfer, value: Any, action: Action) -> None:
-        channel = self.outgoing.get((transfer.source, transfer.kind))
+    def _give(self, transfer: Transfer, channel: Outgoing | None, value: Any, action: Action) -> None:
         if channel is None:
-            self._values[transfer] = detached(value) if transfer.kind == "F" and value is not FAILED else value
+            self._values[transfer] = detached(value) if transfer.kind[0] == "F" and value is not FAILED else value
         elif value is FAILED:
             channel.fail()
         else:

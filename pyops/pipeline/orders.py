@@ -12,17 +12,27 @@ from pyops.pipeline.action import Action
 
 __all__ = ["Orders", "Transfer"]
 
+WHAT = MappingProxyType({"F": "activation", "B": "gradient", "FS": "skip", "BS": "gradient of skip"})
+
 
 class Transfer(NamedTuple):
-    """The activation (kind "F") or the gradient (kind "B") of micro-batch `number` that `source` makes and `target` needs."""
+    """What stage `source` makes of micro-batch `number` and stage `target` needs.
+
+    kind: "F" an activation, "B" its gradient, "FS" what skips the stages between, "BS" its gradient.
+    """
 
     kind: str
     source: int
     target: int
     number: int
 
+    @property
+    def edge(self) -> tuple[str, int, int]:
+        """Kind, source and target: of all micro-batches."""
+        return self[:3]
+
     def __str__(self) -> str:
-        return f"{'activation' if self.kind == 'F' else 'gradient'} {self.source}->{self.target} of {self.number}"
+        return f"{WHAT[self.kind]} {self.source}->{self.target} of {self.number}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Orders:
     rank_of: tuple[int, ...]
     weights: str = "flush"
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    skips: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -74,31 +85,50 @@ class Orders:
     @cached_property
     def transfers(self) -> Mapping[tuple[int, int, str], tuple[Transfer, ...]]:
         """{(source rank, target rank, kind): what travels on that channel, in the order in which it is made}."""
-        last = self.num_stages - 1
         found: dict[tuple[int, int, str], list[Transfer]] = {}
         for rank, action in self:
-            neighbour, kind = None, ""
-            if action.kind == "F" and action.stage < last:
-                neighbour, kind = action.stage + 1, "F"
-            elif action.kind in "BI" and action.stage > 0:
-                neighbour, kind = action.stage - 1, "B"
-            if neighbour is not None and self.rank_of[neighbour] != rank:
-                channel = (rank, self.rank_of[neighbour], kind)
-                found.setdefault(channel, []).append(Transfer(kind, action.stage, neighbour, action.number))
+            for transfer in self.leaving(action):
+                target = self.rank_of[transfer.target]
+                if target != rank:
+                    found.setdefault((rank, target, transfer.kind), []).append(transfer)
         return MappingProxyType({channel: tuple(several) for channel, several in found.items()})
 
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose values this one takes, on whatever rank."""
-        stage, kind, index = action.stage, action.kind, action.number
-        backward = "I" if self.splits_backward else "B"
+    def arriving(self, action: Action) -> list[Transfer]:
+        """The values of other stages that an action takes: that of its neighbour, and those that skip, by their stage."""
+        stage, kind, number = action
         if kind == "F":
-            return (Action(stage - 1, "F", index),) if stage else ()
-        if kind in "BI":
-            after = (Action(stage + 1, backward, index),) if stage + 1 < self.num_stages else ()
-            return (Action(stage, "F", index), *after)
+            found = [Transfer("F", stage - 1, stage, number)] if stage else []
+            found += [Transfer("FS", source, stage, number) for source, target in self.skips if target == stage]
+        elif kind in "BI":
+            found = [Transfer("B", stage + 1, stage, number)] if stage + 1 < self.num_stages else []
+            found += [Transfer("BS", target, stage, number) for source, target in self.skips if source == stage]
+        else:
+            found = []
+        return found
+
+    def leaving(self, action: Action) -> list[Transfer]:
+        """The values that an action makes for other stages: that for its neighbour, and those that skip, by their stage."""
+        stage, kind, number = action
+        if kind == "F":
+            found = [Transfer("F", stage, stage + 1, number)] if stage + 1 < self.num_stages else []
+            found += [Transfer("FS", stage, target, number) for source, target in self.skips if source == stage]
+        elif kind in "BI":
+            found = [Transfer("B", stage, stage - 1, number)] if stage else []
+            found += [Transfer("BS", stage, source, number) for source, target in self.skips if target == stage]
+        else:
+            found = []
+        return found
+
+    def needs(self, action: Action) -> list[Action]:
+        """The actions whose values this one takes, on whatever rank."""
+        stage, kind, index = action
         if kind == "W":
-            return (Action(stage, "I", index),)
-        return (Action(stage, "F", index),) if kind == "R" else ()
+            return [Action(stage, "I", index)]
+        if kind == "R":
+            return [Action(stage, "F", index)]
+        made_by = "F" if kind == "F" else "I" if self.splits_backward else "B"
+        found = [Action(transfer.source, made_by, index) for transfer in self.arriving(action)]
+        return [Action(stage, "F", index), *found] if kind in "BI" else found
 
     def version(self, action: Action) -> int:
         """How many steps the weights have taken that an F, B, I or W meets at its stage, by the rule of `weights`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
-from pyops.pipeline.execute import Feed, Runner, timeline_of
+from pyops.pipeline.execute import Edge, Feed, Runner, timeline_of
 from pyops.pipeline.mailboxes import open_mailboxes
 from pyops.pipeline.microbatch import cut, portions, rows_of
 from pyops.pipeline.orders import Orders
@@ -42,6 +43,8 @@ from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
+
+MARKS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has two tags
 
 
 class Pipeline(nn.Module):
@@ -76,16 +79,17 @@ class Pipeline(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         layers = list(layers)
-        self.schedule, self.group, self.reduction, self.count, self.before = schedule, group, reduction, count, before
+        self.group, self.reduction, self.count, self.before = group, reduction, count, before
         self.loss = loss
         self.rank = 0 if group is None else dist.get_rank(group)
-        tag, self.boundaries = agreed(schedule, layers, boundaries, reduction, group)
+        tag, self.boundaries, edges = agreed(schedule, layers, boundaries, reduction, group)
+        self.schedule = schedule = schedule if schedule.skips == tuple(edges) else schedule.with_skips(edges)
         own = range(schedule.num_stages) if group is None else schedule.stages_of(self.rank)
         last = schedule.num_stages - 1
         self.stages = {
             index: Stage(
                 index, layers[self.boundaries[index] : self.boundaries[index + 1]], first=self.boundaries[index],
-                loss=loss if index == last else None,
+                loss=loss if index == last else None, edges=edges,
             )
             for index in own
         }  # fmt: skip
@@ -98,16 +102,16 @@ class Pipeline(nn.Module):
         self.tied = tied_names(layers, self.boundaries, declared=tied, group=group)
         self._ties = Ties(
             dict(self.named_parameters(remove_duplicate=False)), self.tied, self.boundaries, schedule, group=group,
-            tag=tag + 12,
+            tag=tag + 24,
         )  # fmt: skip
         self._ties.make_equal()
         self.stream = Stream(
             schedule, self.stages, optimizer=optimizer, remedies=remedies, tied=self.tied, group=group
         )  # fmt: skip
         self._train = self._runner(schedule, tag)
-        self._evaluate = self._runner(schedule.forward_only(), tag + 4)
+        self._evaluate = self._runner(schedule.forward_only(), tag + 8)
         early = self.stream.synchronous
-        self._early = self._train if early is None else self._runner(early, tag + 8)
+        self._early = self._train if early is None else self._runner(early, tag + 16)
         self._broken, self._steps = "", 0
         self._recorded: list[Timeline] | None = None
 
@@ -252,22 +256,22 @@ class Pipeline(nn.Module):
         return ends[0].float()
 
     def _runner(self, orders: Orders, tag: int) -> Runner:
-        """What runs this process's part of `orders`. tag: the first of four that its messages have for themselves."""
-        incoming: dict[tuple[int, str], Incoming] = {}
-        outgoing: dict[tuple[int, str], Outgoing] = {}
+        """What runs this process's part of `orders`. tag: the first of eight that its messages have for themselves."""
+        incoming: dict[Edge, Incoming] = {}
+        outgoing: dict[Edge, Outgoing] = {}
         if self.group is not None:
             mailboxes = open_mailboxes(orders.transfers, group=self.group)
             timeout = Communicator.of(self.group).timeout(torch.device("cpu"))
             for name, transfers in orders.transfers.items():
                 (source, target, kind), mailbox = name, mailboxes.get(name)
-                mark = tag + (2 if kind == "B" else 0)
+                mark = tag + MARKS[kind]
                 if target == self.rank:
                     channel = Incoming(self.group, source, tag=mark, transfers=transfers, mailbox=mailbox, timeout=timeout,
                                        flush=partial(_flushed, outgoing))  # fmt: skip
-                    incoming |= {(each.target, kind): channel for each in transfers}
+                    incoming |= {each.edge: channel for each in transfers}
                 elif source == self.rank:
                     sending = Outgoing(self.group, target, tag=mark, length=len(transfers), mailbox=mailbox)
-                    outgoing |= {(each.source, kind): sending for each in transfers}
+                    outgoing |= {each.edge: sending for each in transfers}
         if self.group is not None:
             actions = orders.ranks[self.rank]
         else:  # each after what it needs
@@ -276,7 +280,7 @@ class Pipeline(nn.Module):
             actions = tuple(each for each, _ in plan.order if each in several)
         again = frozenset((each.stage, each.number) for each in actions if each.kind == "R")
         return Runner(
-            actions, self.stages, orders.num_stages - 1, incoming, outgoing, again,
+            actions, self.stages, orders, incoming, outgoing, again,
             stepping=self.stream.stepping if isinstance(orders, Schedule) else {},
         )  # fmt: skip
 

@@ -6,11 +6,12 @@
 
 Values go along: F at a stage needs the activation of the stage before, B (or I) the gradient of the stage after. Between ranks
 they travel on one FIFO channel for each (source, destination, activation or gradient), in the order in which they are made.
+Values that skip stages (`with_skips`) have channels of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +27,8 @@ class Schedule(Orders):
     """The compute order of every rank.
 
     name: of the family, for titles. ranks[r]: what rank r does. rank_of[s]: where stage s is; consecutive stages may share a
-    rank. weights: of pyops.pipeline.validate.WEIGHTS. options: what the family was called with.
+    rank. weights: of pyops.pipeline.validate.WEIGHTS. options: what the family was called with. skips: pairs (stage, later
+    stage), rising, between which values go that the stages between don't see.
 
     Checked when made (see `pyops.pipeline.validate`): ValueError names the action that is wrong, and its neighbours.
     """
@@ -75,10 +77,14 @@ class Schedule(Orders):
         ]
         return replace(self, ranks=tuple(orders), options={**self.options, "recompute": mode})
 
+    def with_skips(self, edges: Iterable[tuple[int, int]]) -> Schedule:
+        """With values that go from a stage to a later one directly, and their gradients back. Those of an edge go together."""
+        return replace(self, skips=tuple(sorted(set(edges))))
+
     def forward_only(self) -> Orders:
         """Its forwards alone, each rank's in the same order: for evaluation."""
         orders = tuple(tuple(action for action in order if action.kind == "F") for order in self.ranks)
-        return Orders(self.name, self.num_microbatches, orders, self.rank_of)
+        return Orders(self.name, self.num_microbatches, orders, self.rank_of, skips=self.skips)
 
     def live(self, rank: int, *, bytes_of: Sequence[float] | None = None) -> list[float]:
         """After each action of the rank, what its stages keep of micro-batches: 1 for each forward until its last backward.

@@ -29,8 +29,8 @@ class Costs:
     forward, input_gradient, weight_gradient: of a micro-batch; B takes the last two together, R as long as a forward.
     step: of the optimizer. latency: until what was sent arrives. activation: bytes that travel from a stage to the next, and
     back as a gradient; bandwidth: bytes a second, of each channel. kept: bytes that a micro-batch keeps at a stage between
-    forward and backward; kept_input: where it is recomputed; put_off: between I and W, None if as before. weights: bytes of a
-    stage's weights, gradients and states.
+    forward and backward; kept_input: where it is recomputed; put_off: between I and W, None if as before. skipped: bytes that
+    travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a stage's weights, gradients and states.
     """
 
     forward: PerStage = 1.0
@@ -43,6 +43,7 @@ class Costs:
     kept: PerStage = 1.0
     kept_input: PerStage = 0.0
     put_off: PerStage | None = None
+    skipped: float | Mapping[tuple[int, int], float] = 0.0
     weights: PerStage = 0.0
 
     def of(self, what: str, stage: int) -> float:
@@ -55,6 +56,13 @@ class Costs:
                 )
             return float(value[stage])
         return float(value)
+
+    def nbytes(self, transfer: Transfer) -> float:
+        """What a transfer moves."""
+        edge = min(transfer.source, transfer.target), max(transfer.source, transfer.target)
+        if transfer.kind in "FB":
+            return self.of("activation", edge[0])
+        return float(self.skipped.get(edge, 0.0) if isinstance(self.skipped, Mapping) else self.skipped)
 
     def duration(self, action: Action) -> float:
         """How long an action takes."""
@@ -111,7 +119,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, duration: Callab
             channel = (schedule.rank_of[node.source], schedule.rank_of[node.target], node.kind)
             made = next(actions[n][1] for n in needs if isinstance(n, Action))
             begin = max(made, free.get(channel, 0.0))
-            free[channel] = begin + costs.of("activation", min(node.source, node.target)) / costs.bandwidth
+            free[channel] = begin + costs.nbytes(node) / costs.bandwidth
             transfers[node] = (begin, free[channel] + costs.latency)
     memory = tuple(_peak(schedule, rank, costs) for rank in range(schedule.num_ranks))
     return Timeline(schedule, actions, transfers, memory)

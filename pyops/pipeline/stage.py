@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pyops import random
 from pyops.deferred import Deferred, linears
+from pyops.pipeline.skips import Edges, Passed, Skips, skips_of
 
-__all__ = ["Stage", "detached"]
+__all__ = ["Stage", "detached", "tensors_of"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -51,10 +52,14 @@ class Stage:
 
     Layers are called one after the other with what the one before returned, a tuple as several arguments; named arguments go
     to those whose forward names them. loss: on the last stage, (what the last layer returned, target) -> a scalar tensor.
+    edges: the names of what skips stages, for each edge of the pipeline. Where this stage has some, x and y are `Passed`.
     """
 
-    def __init__(self, index: int, layers: Sequence[nn.Module], *, first: int, loss: Loss | None = None) -> None:
+    def __init__(
+        self, index: int, layers: Sequence[nn.Module], *, first: int, loss: Loss | None = None, edges: Edges | None = None
+    ) -> None:
         self.index, self.layers, self.first, self.loss = index, list(layers), first, loss
+        self.skips = skips_of(self.layers, index, edges or {})
         self.accepted = [_names(layer) for layer in self.layers]
         self.recomputing = False
         self._graphs: dict[int, Graph] = {}
@@ -83,9 +88,9 @@ class Stage:
         """y of micro-batch `number`; on the last stage its loss. recompute: keep x alone, for `again`."""
         if not recompute:
             y = self.call(x, named, target)
-            self._keep(number, x, y, [t.requires_grad for t in _tensors(y)])
+            self._keep(number, x, y, [t.requires_grad for t in tensors_of(y)])
             return y
-        wants = any(t.requires_grad for t in _tensors(x))
+        wants = any(t.requires_grad for t in tensors_of(x))
         trained = wants or any(p.requires_grad for layer in self.layers for p in layer.parameters())
         dropout = [each for layer in self.layers for each in random.states_of(layer)]
         self._again[number] = Again(x, named, target, dropout, RandomStates(x), trained)
@@ -95,10 +100,38 @@ class Stage:
 
     def call(self, x: Any, named: dict[str, Any], target: Any) -> Any:
         """The layers, and the loss where there is a target."""
+        if self.skips is not None:
+            return self._call_with_skips(self.skips, x, named, target)
         for layer, accepted in zip(self.layers, self.accepted, strict=True):
             some = {name: value for name, value in named.items() if name in accepted} if named else named
             x = layer(*x, **some) if type(x) is tuple else layer(x, **some)
         return self.loss(x, target) if self.loss is not None and target is not None else x
+
+    def _call_with_skips(self, skips: Skips, x: Any, named: dict[str, Any], target: Any) -> Any:
+        held: dict[str, Any] = {}
+        if type(x) is Passed:
+            x, skipped = x
+            for some in skipped:
+                held |= some
+        for i, (layer, accepted) in enumerate(zip(self.layers, self.accepted, strict=True)):
+            some = {name: value for name, value in named.items() if name in accepted}
+            popped = [held.pop(name) for name in skips.pops[i]]
+            x = layer(*(x if type(x) is tuple else (x,)), *popped, **some)
+            if skips.stashes[i]:
+                x = self._stash(i, skips.stashes[i], x, held)
+        if target is not None and self.loss is not None:
+            return self.loss(x, target)
+        return Passed(x, tuple({name: held.pop(name) for name in names} for names in skips.leaving)) if skips.leaving else x
+
+    def _stash(self, i: int, names: Sequence[str], y: Any, held: dict[str, Any]) -> Any:
+        if type(y) is not tuple or len(y) <= len(names):
+            raise TypeError(
+                f"layer {self.first + i} stashes {', '.join(names)}: it must return its result and {len(names)} more, a tuple; "
+                f"it returned a {type(y).__name__}" + (f" of {len(y)}" if type(y) is tuple else "")
+            )
+        rest = y[: -len(names)]
+        held.update(zip(names, y[-len(names) :], strict=True))
+        return rest[0] if len(rest) == 1 else rest
 
     def again(self, number: int) -> None:
         """Forward once more, so that `backward` can follow."""
@@ -109,7 +142,7 @@ class Stage:
                 y = self.call(kept.x, kept.named, kept.target)
         finally:
             self.recomputing = False
-        self._keep(number, kept.x, y, [kept.trained and t.is_floating_point() for t in _tensors(y)])
+        self._keep(number, kept.x, y, [kept.trained and t.is_floating_point() for t in tensors_of(y)])
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the leaves of x, given those of the tensors of y that want one; the weights' are added to `.grad`."""
@@ -135,9 +168,9 @@ class Stage:
         self._put_off.pop(number).accumulate()
 
     def _keep(self, number: int, x: Any, y: Any, wanted: list[bool]) -> None:
-        leaves = [t for t in _tensors(x) if t.requires_grad and t.is_leaf] if self.index else []
+        leaves = [t for t in tensors_of(x) if t.requires_grad and t.is_leaf] if self.index else []
         roots = [
-            get_gradient_edge(t) if t.requires_grad else None for t, wants in zip(_tensors(y), wanted, strict=True) if wants
+            get_gradient_edge(t) if t.requires_grad else None for t, wants in zip(tensors_of(y), wanted, strict=True) if wants
         ]
         self._graphs[number] = Graph(leaves, roots)
 
@@ -146,7 +179,7 @@ class RandomStates:
     """torch's random states as they are now, of the CPU and of the CUDA devices that x is on."""
 
     def __init__(self, x: Any) -> None:
-        self.devices = sorted({t.device.index for t in _tensors(x) if t.is_cuda})
+        self.devices = sorted({t.device.index for t in tensors_of(x) if t.is_cuda})
         self.cpu = torch.get_rng_state()
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
 
@@ -167,7 +200,8 @@ def detached(value: Any) -> Any:
     return tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, value)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a value, in their order."""
     if type(value) is Tensor:  # the usual case
         return [value]
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -37,6 +37,7 @@ def validate(schedule: Orders) -> tuple[tuple[Node, tuple[Node, ...]], ...]:
     strange = [rank for rank in schedule.rank_of if not 0 <= rank < len(schedule.ranks)]
     if strange or set(schedule.rank_of) != set(range(len(schedule.ranks))):
         raise ValueError(f"rank_of is {list(schedule.rank_of)}; each of the {len(schedule.ranks)} ranks must have a stage")
+    _check_skips(schedule)
     _check_complete(schedule)
     _check_order(schedule)
     found = _in_order(schedule)
@@ -48,6 +49,17 @@ def _beside(order: Sequence[Action], place: int) -> str:
     """The neighbours of an action, itself marked."""
     around = [f"[{a}]" if i == place else str(a) for i, a in enumerate(order) if abs(i - place) <= 3]
     return ("... " if place > 3 else "") + " ".join(around) + (" ..." if place + 4 < len(order) else "")
+
+
+def _check_skips(schedule: Orders) -> None:
+    for edge in schedule.skips:
+        source, target = edge
+        if not 0 <= source < target < schedule.num_stages or schedule.skips.count(edge) > 1:
+            raise ValueError(
+                f"skips has {edge}; expected pairs (stage, later stage) of the {schedule.num_stages} stages, each once"
+            )
+    if list(schedule.skips) != sorted(schedule.skips):
+        raise ValueError(f"skips is {schedule.skips}; give the pairs in rising order")
 
 
 def _check_complete(schedule: Orders) -> None:
@@ -105,7 +117,7 @@ def _dependences(schedule: Orders) -> dict[Node, list[Node]]:
     backward = "I" if schedule.splits_backward else "B"
     for channel in schedule.transfers.values():
         for place, transfer in enumerate(channel):
-            kind = "F" if transfer.kind == "F" else backward
+            kind = "F" if transfer.kind[0] == "F" else backward
             before[transfer] = [Action(transfer.source, kind, transfer.number)]
             if place:
                 before[transfer].append(channel[place - 1])
