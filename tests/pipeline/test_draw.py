@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Costs, Pipeline, custom, draw, schedule, simulate, text, trace
+from pyops.pipeline import Costs, Pipeline, Timeline, custom, draw, schedule, simulate, text, trace
 
 pytestmark = pytest.mark.cpu_only
 
@@ -63,7 +63,8 @@ def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
     pipeline = Pipeline([nn.Linear(4, 4) for _ in range(4)], schedule=made, loss=nn.functional.mse_loss)
     with pipeline.recording() as found:
         pipeline.step(torch.randn(6, 4), torch.randn(6, 4))
-    path = trace({"simulated": simulate(made), "measured": found[0]}, tmp_path / "t.json")
+    late = {what: (begin + 5, end + 5) for what, (begin, end) in found[0].actions.items()}
+    path = trace({"simulated": simulate(made), "measured": Timeline(made, late)}, tmp_path / "t.json")
     events = json.loads(path.read_text())["traceEvents"]
     for title in ("simulated", "measured"):
         ours = [e for e in events if e["pid"] == f"{title} ranks"]

@@ -19,9 +19,9 @@ SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zb1p", "interleaved_zb", "zbv")
 
 def layers(several: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH), nn.Tanh()) for _ in range(several)
-    ]
+    inner = 3 * WIDTH
+    # Tanh keeps its output, not its input, which the stage keeps: its gradient arrives there.
+    return [nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)) for _ in range(several)]
 
 
 class Saved:
