@@ -107,6 +107,8 @@ class Schedule(Orders):
 
     def versions_kept(self, stage: int) -> int:
         """The most versions of the stage's weights that are needed at one time, the newest among them."""
+        if self.flushes:
+            return 1
         order = [a for a in self.ranks[self.rank_of[stage]] if a.stage == stage]
         last_use: dict[int, int] = {}
         for place, action in enumerate(order):

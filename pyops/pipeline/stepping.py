@@ -159,9 +159,11 @@ def _made(optimizer: MakeOptimizer, stage: int, named: dict[str, Tensor]) -> Opt
 
 
 def _versions(parameters: list[Tensor], schedule: Schedule, stage: int, remedies: Remedies) -> Versions:
-    if schedule.weights == "newest" and remedies.decay is not None:
+    if schedule.weights == "newest" and remedies.decay is not None and parameters:
         return Corrected(parameters, schedule, stage, decay=remedies.decay)
-    return Versions(parameters) if schedule.weights in ("flush", "newest") else Stashed(parameters, schedule, stage)
+    if schedule.weights in ("flush", "newest") or not parameters:
+        return Versions(parameters)
+    return Stashed(parameters, schedule, stage)
 
 
 def _check_apart(names: list[str], parameters: list[Tensor]) -> None:

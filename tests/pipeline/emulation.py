@@ -5,17 +5,16 @@ Every function of this file says by formula which weights of which stage a micro
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-__all__ = ["Weights", "emulate", "pipedream", "pipemare", "two_versions", "vertical"]
+__all__ = ["emulate", "pipedream", "pipemare", "two_versions", "vertical"]
 
-Weights = dict[str, Tensor]
 Rule = Callable[[int, int], int]  # (step t, stage s) -> the number of the weights that its micro-batches meet
 
 
@@ -42,16 +41,16 @@ def emulate(
     stages = [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(boundaries)]
     masters = [list(stage.parameters()) for stage in stages]
     optimizers = [optimizer(some) if some else None for some in masters]
-    history: list[list[Weights]] = [[_copied(stage)] for stage in stages]
+    history = [[copy.deepcopy(stage)] for stage in stages]
     for t, start in enumerate(range(0, len(xs), accumulate)):
         group = range(start, min(start + accumulate, len(xs)))
         rows = sum(len(xs[m]) for m in group)
         met = [history[s][rule(t, s)] for s in range(len(stages))]
-        leaves = [w.requires_grad_() for weights in met for w in weights.values()]
+        leaves = [p for stage in met for p in stage.parameters()]
         for m in group:
             y = xs[m]
-            for stage, weights in zip(stages, met, strict=True):
-                y = functional_call(stage, weights, (y,))
+            for stage in met:
+                y = stage(y)
             gradients = torch.autograd.grad(loss(y, targets[m]) * (len(xs[m]) / rows), leaves)
             for p, g in zip(itertools.chain(*masters), gradients, strict=True):
                 p.grad = g if p.grad is None else p.grad + g
@@ -59,11 +58,7 @@ def emulate(
             if optimizers[s] is not None:
                 optimizers[s].step()
                 optimizers[s].zero_grad()
-            history[s].append(_copied(stage))
-
-
-def _copied(stage: nn.Module) -> Weights:
-    return {name: p.detach().clone() for name, p in stage.named_parameters()}
+            history[s].append(copy.deepcopy(stage))
 
 
 class TwoWeights(torch.autograd.Function):
