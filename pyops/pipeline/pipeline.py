@@ -63,7 +63,8 @@ class Pipeline(nn.Module):
     before: (stage, micro-batch) called before each forward of a `Stage`, such as to key its dropout.
     tied: groups of names ("0.weight", "5.head.weight") of parameters that are one although no object shows it. Parameters that
         layers of several stages share are found: over ranks each has a copy, which begins with the values of the first, and a
-        step ends with the sum of the copies' gradients in the `.grad` of each. See `pipeline.tied`.
+        step ends with the sum of the copies' gradients in the `.grad` of each. See `pipeline.tied`. None: somebody else sums
+        them, such as ZeroOptimizer(pp_group=group).
     optimizer: (parameters of a stage that want gradients) -> their optimizer; for schedules that take their steps themselves,
         and only for those; they are in `stream`. remedies: what is done about weights that are stale then.
 
@@ -75,7 +76,7 @@ class Pipeline(nn.Module):
         self, layers: Sequence[nn.Module] | nn.Sequential, *, schedule: Schedule, group: dist.ProcessGroup | None = None,
         loss: Loss | None = None, boundaries: Sequence[int] | None = None, reduction: str = "mean",
         count: Callable[[Any], Any] | None = None, before: Callable[[Stage, int], None] | None = None,
-        tied: Sequence[Sequence[str]] = (), optimizer: MakeOptimizer | None = None, remedies: Remedies | None = None,
+        tied: Sequence[Sequence[str]] | None = (), optimizer: MakeOptimizer | None = None, remedies: Remedies | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         layers = list(layers)
@@ -99,7 +100,7 @@ class Pipeline(nn.Module):
             if schedule.splits_backward:
                 stage.defer()
         self._statistics = Statistics(self.stages.values())
-        self.tied = tied_names(layers, self.boundaries, declared=tied, group=group)
+        self.tied = () if tied is None else tied_names(layers, self.boundaries, declared=tied, group=group)
         self._ties = Ties(
             dict(self.named_parameters(remove_duplicate=False)), self.tied, self.boundaries, schedule, group=group,
             tag=tag + 24,

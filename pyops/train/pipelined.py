@@ -40,9 +40,6 @@ class Part:
         self.boundaries = balance(_costs(model.config), num_stages=plan.num_stages)
         self.own = [n for stage in plan.stages_of(rank) for n in range(self.boundaries[stage], self.boundaries[stage + 1])]
         model.keep_layers(self.own)
-        for number in range(len(self.layers)):
-            if number not in self.own:
-                self.layers[number] = nn.Identity()  # holds the place
 
 
 def _costs(config: GPTConfig) -> list[float]:
@@ -70,9 +67,9 @@ class Pipelined:
         self._keys: dict[str, int] = {}
 
     def _pipeline(self, plan: Schedule) -> Pipeline:
-        # The head gives the loss itself, in which whole logits never are.
+        # The head gives the loss itself, in which whole logits never are; the optimizer sums what is tied.
         return Pipeline(self.part.layers, schedule=plan, group=self.group, loss=lambda nats, _: nats, reduction="sum",
-                        boundaries=self.part.boundaries, before=self._before)  # fmt: skip
+                        boundaries=self.part.boundaries, before=self._before, tied=None)  # fmt: skip
 
     @property
     def described(self) -> str:
