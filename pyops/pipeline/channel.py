@@ -10,6 +10,9 @@ only tells its length, and a second one has it all. So shapes may change at any 
 Where both ranks are on one host, messages that were short the last time go through shared memory (see `Mailboxes`): the group
 takes longer to tell of a message than these take to be copied.
 
+Where the two ranks have a group for the tensors of this channel alone (`Direct`, for NCCL), a message holds the shape only, and
+the tensors follow by that group, from device to device; else those of a GPU are copied to the host and back.
+
 A rank that failed still sends every message it owes, marked as such: the others end the step with it, and can go on afterwards.
 """
 
@@ -18,29 +21,38 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.failure import PeerError
-from pyops.pipeline.message import HEADER, Described, describe, unpack
+from pyops.pipeline.message import HEADER, Described, describe, empty_like_described, moved, restore, unpack
 
-__all__ = ["FAILED", "Incoming", "Outgoing"]
+__all__ = ["FAILED", "Direct", "Incoming", "Outgoing"]
 
-FAILED, LONGER = 1, 2  # flags of a message
+FAILED, LONGER, APART = 1, 2, 4  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step
 SHORT = 1 << 16  # bytes of messages that go through shared memory where there is some
 AHEAD = 2  # receives that are posted before their time
 SPINS = 64
 
 
+class Direct(NamedTuple):
+    """How tensors go from device to device: by a group of the channel's two ranks that carries nothing else; the peer in it."""
+
+    group: dist.ProcessGroup
+    peer: int
+
+
 class Outgoing:
     """The sending side: `length` messages a step to group rank `peer`. mailbox: this side's end of one, or None."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, *, tag: int, length: int, mailbox: Any = None) -> None:
-        self.group, self.peer, self.tag, self.mailbox = group, peer, tag, mailbox
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, *, tag: int, length: int, mailbox: Any = None, direct: Direct | None = None
+    ) -> None:
+        self.group, self.peer, self.tag, self.mailbox, self.direct = group, peer, tag, mailbox, direct
         self.sizes = [SMALLEST] * length
         self.place = 0
         self.bytes_sent = 0
@@ -50,13 +62,20 @@ class Outgoing:
     def send(self, value: Any, *, what: str) -> None:
         """Start sending; `value` may be changed afterwards. TypeError, which names `what`, for one that can't be sent."""
         described = describe(value, what=what)
+        tensors = described.tensors
+        if self.direct is not None:
+            described = Described(described.shape, [])
         size, room = described.end, self.sizes[self.place]
         short = self.mailbox is not None and room <= SHORT
         if size <= (SHORT if short else room):
-            self._start(_packed(described, size if short else room), short=short)
+            self._start(self._packed(described, size if short else room), short=short)
         else:
             self._start(_header(LONGER, size, HEADER.size if short else room), short=short)
-            self._post(_packed(described, size), self.tag + 1)
+            self._post(self._packed(described, size), self.tag + 1)
+        if self.direct is not None:
+            for tensor in tensors:
+                if tensor.numel():
+                    self._carry(self.direct.group, tensor.detach().contiguous(), self.direct.peer, self.tag)
         self._next(size)
 
     def fail(self) -> None:
@@ -92,13 +111,27 @@ class Outgoing:
             self._unmailed.append(message)
 
     def _post(self, message: Tensor, tag: int) -> None:
-        self.bytes_sent += len(message)
+        self._carry(self.group, message, self.peer, tag)
+
+    def _carry(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> None:
+        self.bytes_sent += tensor.nbytes
         try:
-            self._under_way.append((self.group.send([message], self.peer, tag), message))
+            self._under_way.append((group.send([tensor], peer, tag), tensor))
         except RuntimeError as error:
             raise PeerError(self.peer, error) from error
         while self._under_way and self._under_way[0][0].is_completed():
             self._wait()
+
+    def _packed(self, described: Described, room: int) -> Tensor:
+        message = torch.empty(room, dtype=torch.uint8)
+        shape, view = described.shape, message.numpy().data
+        flags = 0 if self.direct is None else APART
+        HEADER.pack_into(view, 0, flags, described.end, len(shape), time.monotonic_ns())
+        view[HEADER.size : HEADER.size + len(shape)] = shape
+        for tensor, at in zip(described.tensors, described.offsets, strict=True):
+            if tensor.numel():
+                message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return message
 
     def _wait(self) -> None:
         work, _ = self._under_way.popleft()
@@ -113,13 +146,16 @@ class Incoming:
 
     mailbox: this side's end of one, or None. timeout: seconds after which a message there is late. While it waits it calls
     `flush`, until that says that nothing of this rank's own waits to be sent: a peer may need it before it sends on.
+    device: where the tensors shall be.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, peer: int, *, tag: int, transfers: Sequence[Any], mailbox: Any = None,
-        timeout: float = 1800.0, flush: Callable[[], bool] = lambda: True,
+        timeout: float = 1800.0, flush: Callable[[], bool] = lambda: True, direct: Direct | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        self.group, self.peer, self.tag, self.mailbox = group, peer, tag, mailbox
+        self.group, self.peer, self.tag, self.mailbox, self.direct = group, peer, tag, mailbox, direct
+        self.device = device or torch.device("cpu")
         self.transfers, self.timeout, self.flush = tuple(transfers), timeout, flush
         self.sizes = [SMALLEST] * len(self.transfers)
         self.place = 0
@@ -148,7 +184,24 @@ class Incoming:
         self._look_ahead()
         if self.delay_ns:
             time.sleep(max(0, made + self.delay_ns - time.monotonic_ns()) / 1e9)
-        return transfer, FAILED if flags & FAILED else unpack(message, view, head), made
+        if flags & FAILED:
+            return transfer, FAILED, made
+        if flags & APART:
+            return transfer, self._apart(bytes(view[HEADER.size : HEADER.size + head[2]])), made
+        value = unpack(message, view, head)
+        return transfer, value if self.device.type == "cpu" else moved(value, self.device), made
+
+    def _apart(self, shape: bytes) -> Any:
+        """The value of a message whose tensors come from device to device."""
+        assert self.direct is not None
+        tensors = empty_like_described(shape, self.device)
+        try:
+            works = [self.direct.group.recv([t], self.direct.peer, self.tag) for t in tensors if t.numel()]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerError(self.peer, error) from error
+        return restore(shape, tensors)
 
     def _look_ahead(self) -> None:
         end = min(self.place + AHEAD, len(self.sizes))
@@ -185,17 +238,6 @@ class Incoming:
         message = torch.empty(size, dtype=torch.uint8)
         self.mailbox.take(message.data_ptr())
         return message
-
-
-def _packed(described: Described, room: int) -> Tensor:
-    message = torch.empty(room, dtype=torch.uint8)
-    shape, view = described.shape, message.numpy().data
-    HEADER.pack_into(view, 0, 0, described.end, len(shape), time.monotonic_ns())
-    view[HEADER.size : HEADER.size + len(shape)] = shape
-    for tensor, at in zip(described.tensors, described.offsets, strict=True):
-        if tensor.numel():
-            message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return message
 
 
 def _header(flags: int, size: int, room: int) -> Tensor:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-__all__ = ["HEADER", "Described", "Head", "describe", "restore", "unpack"]
+__all__ = ["HEADER", "Described", "Head", "describe", "empty_like_described", "moved", "restore", "unpack"]
 
 HEADER = struct.Struct("<4q")
 ALIGNMENT = 64
@@ -56,6 +57,16 @@ def describe(value: Any, *, what: str) -> Described:
 def restore(shape: bytes, tensors: list[Tensor]) -> Any:
     """The value of a shape and its tensors; those that want a gradient are made leaves."""
     return _put_together(_parsed(shape), iter(tensors))
+
+
+def empty_like_described(shape: bytes, device: torch.device) -> list[Tensor]:
+    """Tensors as those of a shape, for what is received apart from it."""
+    return [torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes, _, _ in _tensors_of(shape)]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on a device; those that want a gradient are leaves there."""
+    return tree_map(lambda t: t.detach().to(device).requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, value)
 
 
 def unpack(message: Tensor, view: memoryview, head: Head) -> Any:

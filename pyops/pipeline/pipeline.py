@@ -14,9 +14,7 @@ Gradients have the bits of the same micro-batches run one after the other in one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives import all_reduce
-from pyops.comm.communicator import Communicator
 from pyops.comm.failure import PeerError, lost_peer
 from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
 from pyops.pipeline.execute import Edge, Feed, Runner, timeline_of
-from pyops.pipeline.mailboxes import open_mailboxes
+from pyops.pipeline.links import open_channels
 from pyops.pipeline.microbatch import cut, portions, rows_of
 from pyops.pipeline.orders import Orders
 from pyops.pipeline.schedule import Schedule
@@ -43,8 +40,6 @@ from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
-
-MARKS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has two tags
 
 
 class Pipeline(nn.Module):
@@ -115,6 +110,11 @@ class Pipeline(nn.Module):
         self._early = self._train if early is None else self._runner(early, tag + 16)
         self._broken, self._steps = "", 0
         self._recorded: list[Timeline] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of this rank's parameters; the CPU where it has none."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     @property
     def has_first(self) -> bool:
@@ -261,18 +261,7 @@ class Pipeline(nn.Module):
         incoming: dict[Edge, Incoming] = {}
         outgoing: dict[Edge, Outgoing] = {}
         if self.group is not None:
-            mailboxes = open_mailboxes(orders.transfers, group=self.group)
-            timeout = Communicator.of(self.group).timeout(torch.device("cpu"))
-            for name, transfers in orders.transfers.items():
-                (source, target, kind), mailbox = name, mailboxes.get(name)
-                mark = tag + MARKS[kind]
-                if target == self.rank:
-                    channel = Incoming(self.group, source, tag=mark, transfers=transfers, mailbox=mailbox, timeout=timeout,
-                                       flush=partial(_flushed, outgoing))  # fmt: skip
-                    incoming |= {each.edge: channel for each in transfers}
-                elif source == self.rank:
-                    sending = Outgoing(self.group, target, tag=mark, length=len(transfers), mailbox=mailbox)
-                    outgoing |= {each.edge: sending for each in transfers}
+            incoming, outgoing = open_channels(orders, group=self.group, tag=tag, device=self.device)
         if self.group is not None:
             actions = orders.ranks[self.rank]
         else:  # each after what it needs
@@ -284,11 +273,6 @@ class Pipeline(nn.Module):
             actions, self.stages, orders, incoming, outgoing, again,
             stepping=self.stream.stepping if isinstance(orders, Schedule) else {},
         )  # fmt: skip
-
-
-def _flushed(outgoing: Mapping[Any, Outgoing]) -> bool:
-    # All of them: one that is behind must not keep another from being looked at.
-    return all([channel.flush() for channel in outgoing.values()])
 
 
 def joined(results: Sequence[Any]) -> Any:

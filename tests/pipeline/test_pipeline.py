@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, Schedule, custom, mailboxes, schedule
+from pyops.pipeline import Pipeline, Schedule, custom, links, mailboxes, schedule
 from tests.pipeline.reference import batch, mlp, sequential_step
 
 pytestmark = pytest.mark.cpu_only
@@ -306,3 +306,19 @@ def in_small_mailboxes(rank: int, group: Any) -> None:
         hurried(rank, group)
     finally:
         mailboxes.native = native
+
+
+def from_device_to_device(rank: int, group: Any) -> None:
+    directs = links._directs
+    links._directs = lambda channels, *, group, device: links._pairs(channels, group=group, backend="gloo")
+    try:
+        for name in ("1f1b", "zbv"):
+            over_ranks(rank, group, name, 2, 5, "except_last")
+        several(rank, group)
+        assert all(bool(m) == (attempt < 3) for attempt, m in enumerate(wrong_on_one(rank, group)))
+    finally:
+        links._directs = directs
+
+
+def test_tensors_apart_from_their_messages(world):
+    world(2).run(from_device_to_device)
