@@ -10,6 +10,7 @@
 | flat_states.py | one flat fp32 tensor under states of all parameters, and the coordinates that never move |
 | schedule.py | when the first phase ends: a number of steps, or the variance-stability rule |
 | saving.py | state_dict: torch's, and the communication's own part |
+| shards.py | OneBitAdam's phases, for a ZeroOptimizer that shares its states out |
 | two_phases.py | exact steps, the switch, compressed momenta: of OneBitAdam and OneBitLAMB |
 | frozen.py | the step with a variance that no longer changes |
 | exchange.py | one compressed all-reduce with its errors |

@@ -12,6 +12,7 @@ m an element of small v would be moved by scale / sqrt(v).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pyops.comm.codec import Codec
 from pyops.onebit.base import on_all_ranks
 from pyops.onebit.flat_states import Places
 from pyops.onebit.frozen import inverse_roots, step_frozen
+from pyops.onebit.shards import Phases, phases_of
 from pyops.onebit.two_phases import TwoPhases
 from pyops.onebit.uncorrected import step_uncorrected
 from pyops.optim.adam import AdamW
@@ -89,6 +91,15 @@ class OneBitAdam(TwoPhases, AdamW):
             )  # fmt: skip
         self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2)
         self._start()
+
+    @classmethod
+    def over_shards(cls, arguments: Mapping[str, Any]) -> Phases:
+        """Its phases, for a ZeroOptimizer that shares its states out and communicates in its place."""
+        if cls is not OneBitAdam:
+            raise ValueError(
+                f"{cls.__name__} can't be shared out over ranks; OneBitAdam can, or use it with pyops.DataParallel"
+            )
+        return phases_of(cls.__name__, arguments)
 
     def _uncorrected_step(self) -> bool:
         return step_uncorrected(self)

@@ -14,6 +14,7 @@
 | precision.py | precision=: the cast of the model, and its loss scale |
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
 | delayed.py | updates on a thread, one step late |
+| one_bit.py | OneBitAdam at stage 1: a bit per parameter each way after the warm-up |
 | told.py | what the ranks tell each other before a step |
 | saving.py | state by parameter name, as ranges of flattened tensors |
 | units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import gather
+from pyops.comm.agreement import agree, gather
 
-__all__ = ["broadcast", "check_same_model", "check_same_options"]
+__all__ = ["agreed", "broadcast", "check_same_model", "check_same_options"]
+
+T = TypeVar("T")
+
+
+def agreed(make: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """What `make` gives on this rank. A collective: what it raises on any rank, reading a checkpoint, say, is raised on all."""
+    error: Exception | None = None
+    found: list[T] = []
+    try:
+        found.append(make())
+    except Exception as caught:
+        error = caught
+    agree(error, group=group)
+    return found[0]
 
 
 def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:

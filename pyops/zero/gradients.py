@@ -96,6 +96,15 @@ class GradientBucket:
         view.copy_(found)
         parameter.grad = view
 
+    def fill(self) -> None:
+        """Make `whole` this rank's gradient in all its places: what has none counts as zero."""
+        for index in self.members:
+            parameter = self.flat.parameters[index]
+            if index not in self._views or parameter.grad is None:  # dropped by somebody, after a backward within no_sync
+                self.view(index).zero_()
+            elif parameter.grad is not self._views[index]:
+                self._views[index].copy_(parameter.grad)
+
     def start(
         self, communicator: Communicator | None, *, op: str, async_op: bool, label: str, codec: Codec | None = None
     ) -> None:
@@ -104,16 +113,9 @@ class GradientBucket:
             self.whole = self._memory if self._memory is not None else self._allocate()
             if self._memory is not None and self.chunk is not None:
                 self.chunk = self.chunk.clone()
-        for index in self.members:
-            parameter = self.flat.parameters[index]
-            if index not in self._views:
-                self.view(index).zero_()
-            elif parameter.grad is None:  # somebody dropped it after a backward within no_sync
-                self._views[index].zero_()
-            elif parameter.grad is not self._views[index]:
-                self._views[index].copy_(parameter.grad)
-            if index in self._views:
-                parameter.grad = None
+        self.fill()
+        for index in self._views:
+            self.flat.parameters[index].grad = None
         self._views.clear()
         self._before = self.chunk
         own = self.whole[self._own]

@@ -22,14 +22,14 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
     return found
 
 
-def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients) -> dict[str, int]:
-    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory."""
+def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients, more: Iterable[Tensor] = ()) -> dict[str, int]:
+    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those of the pieces."""
     shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
     parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
     states: list[Any] = [value for entries in owned.optimizer.state.values() for value in entries.values()]
     pieces = owned.all_pieces()
     masters = [each.parameter for each in pieces if each.target is not None] + [each.result for each in pieces]
-    kept = _storages([*states, *masters])
+    kept = _storages([*states, *masters, *more])
     of_gradients = sum(bucket.kept_bytes for bucket in gradients.buckets)
     if owned.offloaded is not None:
         kept = {0: owned.offloaded.resident_bytes, **_storages(each.result for each in pieces)}

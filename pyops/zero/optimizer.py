@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree
 from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.precision import LossScale, Precision
-from pyops.zero.agreement import check_same_model, check_same_options
+from pyops.zero.agreement import agreed, check_same_model, check_same_options
 from pyops.zero.arriving import Arriving
 from pyops.zero.checks import check_arguments, param_groups_of
 from pyops.zero.delayed import Delayed, check_delayed
@@ -30,6 +29,7 @@ from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
+from pyops.zero.one_bit import OneBit, phases_over_shards
 from pyops.zero.owned import Owned
 from pyops.zero.precision import numbers_of
 from pyops.zero.savable import Savable
@@ -48,8 +48,8 @@ class ZeroOptimizer(Savable):
     """Trains `model` on all ranks of `group`, each with its own part of the batch and 1 / N of the states.
 
     model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
-    torch.optim, or any that steps each element by itself; LAMB, LARS and Adafactor of pyops too. optimizer_arguments: its
-    arguments.
+    torch.optim, or any that steps each element by itself; LAMB, LARS and Adafactor of pyops too, and at stage 1 OneBitAdam: see
+    pyops/zero/one_bit.py. optimizer_arguments: its arguments.
 
     stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
     offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there, at
@@ -88,15 +88,15 @@ class ZeroOptimizer(Savable):
 
     gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see pyops/zero/wire.py.
 
-    Bytes of parameters, gradients and states for a model of P 16-bit parameters with AdamW on N ranks: 16 P at stage 0,
-    4 P + 12 P / N at stage 1, 2 P + 14 P / N at stage 2, 16 P / N at stage 3. A step sends 2 (N - 1) / N times the model at
-    stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.
+    Bytes for P 16-bit parameters with AdamW on N ranks: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N at stages 0 to 3. A step
+    sends 2 (N - 1) / N times the model at stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.
 
     Raises ValueError or TypeError, on every rank and before anything is changed, for arguments that make no sense, for ranks
     that differ in model or options; in backward and step pyops.comm's errors, which name rank and bucket.
     """
 
     _step_supports_amp_scaling = True
+    grad_norm: Tensor | None
 
     def __init__(
         self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, stage: int,
@@ -112,6 +112,9 @@ class ZeroOptimizer(Savable):
         error: Exception | None = None
         groups: list[Group] = []
         try:
+            wrong = {"offload": offload, "delayed_update": delayed_update, "reduce_codec": reduce_codec, "tp_group": tp_group}
+            given, wrong["pp_group"] = (optimizer_class, optimizer_arguments), pp_group
+            phases, optimizer_class, optimizer_arguments = phases_over_shards(*given, model=model, stage=stage, without=wrong)
             check_arguments(
                 model, optimizer_class, stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=max_grad_norm, op=op,
                 overlap=overlap, group=group, offload=offload, optimizer_arguments=optimizer_arguments,
@@ -119,9 +122,8 @@ class ZeroOptimizer(Savable):
             check_delayed(delayed_update, stage=stage, offload=offload)
             check_wire(stage=stage, gather_codec=gather_codec, reduce_codec=reduce_codec, secondary_group=secondary_group)
             check_initialise(model, initialise)
-            self.numbers = numbers_of(precision, loss_scale, optimizer_class, optimizer_arguments)
-            optimizer_arguments, dtype = self.numbers.arguments, self.numbers.dtype
-            groups = param_groups_of(model, params, optimizer_class, optimizer_arguments, offload=offload, dtype=dtype)
+            numbers = self.numbers = numbers_of(precision, loss_scale, optimizer_class, optimizer_arguments)
+            groups = param_groups_of(model, params, optimizer_class, numbers.arguments, offload=offload, dtype=numbers.dtype)
             self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
             check_stages(pp_group, group=group, stage=stage)
         except (TypeError, ValueError, OSError) as caught:
@@ -134,25 +136,23 @@ class ZeroOptimizer(Savable):
         options = {
             "optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_bytes": bucket_bytes, "op": op,
             "overlap": overlap, "max_grad_norm": max_grad_norm, "whole_below": whole_below,
-            "optimizer_arguments": optimizer_arguments, "gather_codec": gather_codec, "reduce_codec": reduce_codec,
-            "delayed_update": delayed_update, "precision": self.numbers.described(),
+            "optimizer_arguments": numbers.arguments, "gather_codec": gather_codec, "reduce_codec": reduce_codec,
+            "delayed_update": delayed_update, "precision": numbers.described(), "phases": phases and phases.described(),
             "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
         }  # fmt: skip
         check_same_options(options, group=group)
-        self.numbers.cast(model)
+        numbers.cast(model)
         self.wire = wire_of(gather_codec, reduce_codec, secondary_group, group=group)
         self.model, self.stage, self.group, self.max_grad_norm, self.op = model, stage, group, max_grad_norm, op
         self.overlap, self.bucket_bytes = bool(overlap), bucket_bytes
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-        self.communicator = None if alone else Communicator.of(group)
-        self.grad_norm: Tensor | None = None
-        self.loss_scale = self.numbers.loss_scale
-        comm = self.communicator
+        comm = self.communicator = None if alone else Communicator.of(group)
+        self.grad_norm, self.loss_scale = None, numbers.loss_scale
         ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
         folder = None if stage < 3 or offload == "cpu" else offload
         self._lay_out(groups, Place(rank, ranks, device_for(model, device), group, initialise, folder), units, whole_below)
-        self._own(groups, optimizer_class, optimizer_arguments, offload, tile_bytes, delayed_update)
-        self._built = False
+        self._own(groups, optimizer_class, numbers.arguments, offload, tile_bytes, delayed_update)
+        self.one_bit = None if phases is None else OneBit(phases, self.owned, self.gradients, comm, group, op=op)
         super().__init__(groups, self.owned.optimizer.defaults)
         self._built = True
         self.state = self.owned.optimizer.state
@@ -183,17 +183,14 @@ class ZeroOptimizer(Savable):
         tile_bytes: int, delayed_update: bool | int,
     ) -> None:  # fmt: skip
         """The ordinary optimizer over this rank's pieces."""
-        error: Exception | None = None
         late = delayed_update is not False
         placements = self._placements if self.stages is None else self.stages.place(self._placements, self.model)
-        try:
-            self.owned = Owned(
+        self.owned = agreed(  # no room on one rank's disk, say
+            lambda: Owned(
                 self.flats, groups, optimizer_class, arguments, offload=offload, tile_bytes=tile_bytes,
                 placements=placements, delayed=late, portion_bytes=self.bucket_bytes,
-            )  # fmt: skip
-        except (TypeError, ValueError, OSError) as caught:  # no room on one rank's disk, say
-            error = caught
-        agree(error, group=self.group)
+            ), group=self.group,
+        )  # fmt: skip
         for key in ("reduce_norms", "reduce_sums"):
             if self.communicator is not None and hasattr(self.owned.optimizer, key):
                 setattr(self.owned.optimizer, key, self._sum_over_ranks)
@@ -253,6 +250,9 @@ class ZeroOptimizer(Savable):
             with torch.enable_grad():
                 loss = closure()
         self.arriving.wait()
+        if self.one_bit is not None and self.one_bit.compressed:
+            self.one_bit.step(self)
+            return loss
         if self.delayed is not None:
             self.delayed.wait()
         self.gradients.finish_reducing()

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.agreement import agree
 from pyops.comm.communicator import Communicator
 from pyops.flat import Placement
+from pyops.zero.agreement import agreed
 from pyops.zero.arriving import Arriving
 from pyops.zero.delayed import Delayed
 from pyops.zero.gathering import Gathering
 from pyops.zero.gradients import Gradients
 from pyops.zero.memory import kept_bytes
+from pyops.zero.one_bit import OneBit
 from pyops.zero.owned import Coming, Owned
 from pyops.zero.precision import Numbers
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
@@ -44,6 +45,7 @@ class Savable(torch.optim.Optimizer):
     arriving: Arriving
     delayed: Delayed | None
     numbers: Numbers
+    one_bit: OneBit | None
     tensor_parallel: TensorParallel | None
     stages: Stages | None
     _names: dict[int, str]
@@ -59,12 +61,13 @@ class Savable(torch.optim.Optimizer):
             self.delayed.wait()
         replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
         found = collect(self.owned, self.param_groups, self._names, replica=replica)
+        found |= {} if self.one_bit is None else self.one_bit.state_dict()
         return found | self.numbers.state_dict() | ({} if self.delayed is None else {"steps": self.delayed.steps})
 
     def memory(self) -> dict[str, int]:
         """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
         between backward and step. Buckets and blocks on their way come on top."""
-        return kept_bytes(self.model, self.owned, self.gradients)
+        return kept_bytes(self.model, self.owned, self.gradients, [] if self.one_bit is None else self.one_bit.kept())
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -85,6 +88,8 @@ class Savable(torch.optim.Optimizer):
         if self.delayed is not None:
             self.delayed.wait()
         self.owned.refresh_masters()
+        if self.one_bit is not None:
+            self.one_bit.refresh_masters()
 
     def model_state_dict(self) -> Group:
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
@@ -97,14 +102,12 @@ class Savable(torch.optim.Optimizer):
         """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of ranks, or the model's own
         state_dict(). Whole tensors, or ranges that hold this rank's part. ValueError, on every rank and before anything is
         changed, for the state of another model. Masters are refreshed: load the optimizer's state afterwards."""
-        error: Exception | None = None
-        fill: list[Callable[[], None]] = []
-        try:
+
+        def filling() -> list[Callable[[], None]]:
             mine = state if self.stages is None else self.stages.take(state)
-            fill = distribute_model(self.model, self.gathering.units, mine, self._placements)
-        except Exception as caught:  # also what reading a checkpoint raises
-            error = caught
-        agree(error, group=self.group)
+            return distribute_model(self.model, self.gathering.units, mine, self._placements)
+
+        fill = agreed(filling, group=self.group)
         self.gathering.release_all()
         self.arriving.wait()
         with torch.no_grad(), in_memory(regions_of(self.gathering.units)):
@@ -118,14 +121,12 @@ class Savable(torch.optim.Optimizer):
         Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before anything is changed, for
         the state of another model. The options of param groups are taken over, as torch.optim does.
         """
-        error: Exception | None = None
-        coming: list[Coming] = []
-        try:
+
+        def parts() -> list[Coming]:
             check_names(self.param_groups, state_dict, self._names)
-            coming = distribute(self.owned, state_dict)
-        except Exception as caught:  # also what reading a checkpoint raises
-            error = caught
-        agree(error, group=self.group)
+            return distribute(self.owned, state_dict)
+
+        coming = agreed(parts, group=self.group)
         self.numbers.load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -133,6 +134,8 @@ class Savable(torch.optim.Optimizer):
             self.delayed.wait()
             self.delayed.steps = int(state_dict.get("steps", 0))
         self.owned.load(coming, self.param_groups)
+        if self.one_bit is not None:
+            self.one_bit.load_state_dict(state_dict)
         if self.delayed is None and self.communicator is not None:
             self.arriving.start(self.communicator, async_op=self.overlap)  # a state may be ahead of the model it came with
         self.state = self.owned.optimizer.state

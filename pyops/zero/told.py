@@ -68,10 +68,12 @@ class Told:
 def tell(
     owned: Owned, gradients: Gradients, groups: Sequence[Group], *, communicator: Communicator | None, measures: bool,
     shared: bool, found_inf: Any, tensor_parallel: TensorParallel | None, stages: Stages | None,
+    squares: Tensor | None = None,
 ) -> Told:  # fmt: skip
     """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options differ.
 
-    measures: whether gradients are measured. shared: whether each rank measures its own part, or everything.
+    measures: whether gradients are measured. shared: whether each rank measures its own part, or everything. squares: what it
+    has measured already.
     """
     device = owned.flats[0].device
     told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
@@ -80,7 +82,7 @@ def tell(
     told[PENDING] = float(any(bucket.whole is not None for bucket in gradients.buckets))
     told[OPTIONS], told[OPTIONS_SQUARED] = crc, crc * crc
     if measures:
-        told[SQUARES : NONFINITE + 1] = owned.squared_norm(device)
+        told[SQUARES : NONFINITE + 1] = owned.squared_norm(device) if squares is None else squares
         if communicator is not None and not shared:
             told[SQUARES : NONFINITE + 1] /= communicator.size
     if found_inf is not None:

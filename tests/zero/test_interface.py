@@ -156,7 +156,7 @@ def _refused(rank: int, group: Any, case: str) -> tuple[str, bool]:
     elif case == "offloaded adafactor":
         cls, arguments["offload"] = pyops.optim.Adafactor, "cpu"
     elif case == "communicates":
-        cls = __import__("pyops.onebit", fromlist=["OneBitAdam"]).OneBitAdam
+        cls = __import__("pyops.onebit", fromlist=["OneBitLAMB"]).OneBitLAMB
     try:
         ZeroOptimizer(model, cls, group=group, **arguments)
     except (TypeError, ValueError) as error:
