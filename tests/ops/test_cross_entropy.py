@@ -212,6 +212,8 @@ def test_parts_of_a_vocabulary_merge_into_the_whole(dtype: torch.dtype, device: 
     maximum = torch.maximum(found[0][:, 0], found[1][:, 0])
     assert torch.equal(maximum, whole[:, 0])
     kept = y != -100
+    for statistics in (whole, *found):
+        assert statistics[~kept].tolist() == [[0.0, 1.0, 0.0, 0.0]] * 2  # of an ignored row
     total = sum(s[:, 1] * (s[:, 0] - maximum).exp() for s in found)
     torch.testing.assert_close(total[kept], whole[kept, 1])
     assert torch.equal(found[0][:, 2] + found[1][:, 2], whole[:, 2])

@@ -37,6 +37,26 @@ def test_statistics_and_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert actual[0].abs().max() > 0.1
 
 
+def test_a_word_that_is_ignored_and_another_layout_of_the_gradient():
+    """ignore_index is a word of this part, whose row is nan throughout; a row of -inf; the gradient's rows have other gaps."""
+    z = torch.randn(4, 9)
+    z[1], z[2] = torch.nan, -torch.inf
+    y, place = torch.tensor([5, 3, 4, 8]), {"ignore_index": 3, "first_column": 0, "columns": 9}
+    actual, expected = torch.empty(4, 3), torch.empty(4, 3)
+    kernels.cross_entropy_statistics_(actual, z, y, **place)
+    contract.cross_entropy_statistics_reference(expected, z, y, **place)
+    assert actual[1].tolist() == [0.0, 1.0, 0.0]
+    torch.testing.assert_close(actual, expected)
+    out, wanted = torch.full((4, 13), 7.0), torch.empty(4, 9)
+    coefficients = torch.randn(4, 3)
+    kernels.cross_entropy_gradient_(out[:, :9], z, y, actual[:, 0].contiguous(), coefficients, **place)
+    contract.cross_entropy_gradient_reference(wanted, z, y, expected[:, 0].contiguous(), coefficients, **place)
+    torch.testing.assert_close(out[:, :9], wanted)
+    assert wanted.isfinite().all()
+    assert wanted[[0, 2, 3]].abs().min() > 0
+    assert (out[:, 9:] == 7.0).all()
+
+
 def test_extremes():
     """Rows of -inf, with inf, with nan; logits with a large number in common; no columns; no rows."""
     z = torch.randn(5, 40)
