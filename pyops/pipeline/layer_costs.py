@@ -56,10 +56,14 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Profile:
-    """The layers of a model in their order; made by `pyops.pipeline.profile`, or by hand. facts: how it was measured."""
+    """The layers of a model in their order; made by `pyops.pipeline.profile`, or by hand.
+
+    facts: how it was measured. skips: (layer, later layer, bytes) of each value that skips those between.
+    """
 
     layers: tuple[LayerCosts, ...]
     facts: tuple[tuple[str, str], ...] = ()
+    skips: tuple[tuple[int, int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -103,15 +107,26 @@ class Profile:
             step=step, latency=latency, bandwidth=bandwidth, activation=[float(stage[-1].activation) for stage in stages],
             kept=[float(self.kept(a, b)) for a, b in itertools.pairwise(bounds)],
             kept_input=[float(_bytes([self.layers[a].taken])) if a else 0.0 for a in bounds[:-1]],
-            put_off=[float(sum(layer.put_off for layer in stage)) for stage in stages],
+            skipped=self._skipped(bounds), put_off=[float(sum(layer.put_off for layer in stage)) for stage in stages],
             weights=[self.weights(a, b, optimizer_bytes=optimizer_bytes) for a, b in itertools.pairwise(bounds)],
         )  # fmt: skip
+
+    def _skipped(self, bounds: Sequence[int]) -> dict[tuple[int, int], float]:
+        """Bytes along each edge between stages that are no neighbours' activation."""
+        stage_of = [stage for stage, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(a, b)]
+        found: dict[tuple[int, int], float] = {}
+        for first, last, size in self.skips:
+            edge = stage_of[first], stage_of[last]
+            if edge[0] != edge[1]:
+                found[edge] = found.get(edge, 0.0) + size
+        return found
 
     def save(self, path: Path | str) -> Path:
         """Write it as JSON."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"layers": [asdict(layer) for layer in self.layers], "facts": dict(self.facts)}, indent=1))
+        whole = {"layers": [asdict(layer) for layer in self.layers], "facts": dict(self.facts), "skips": self.skips}
+        path.write_text(json.dumps(whole, indent=1))
         return path
 
     @classmethod
@@ -119,7 +134,7 @@ class Profile:
         """Read what `save` wrote. ValueError for files that hold something else."""
         try:
             found = json.loads(Path(path).read_text())
-            return cls(tuple(map(_layer, found["layers"])), tuple(found["facts"].items()))
+            return cls(tuple(map(_layer, found["layers"])), tuple(found["facts"].items()), tuple(map(tuple, found["skips"])))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no profile ({error!r}); write one with profile(layers, inputs).save(path)") from error
 

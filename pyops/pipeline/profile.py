@@ -3,70 +3,80 @@
     round 1   layer 0 forward, layer 1 forward, ... layer 1 backward, layer 0 backward       times: the median of all rounds
     round 2   ...
 
-Layers run in turn, as they do in training, so each finds the caches as it will; the machine's slow moments hit all alike. Each
-is a stage of its own and called as a pipeline calls it: every round once with the backward in one, once with weight gradients
-put off.
+Every layer is a stage of a pipeline in this process, whose one micro-batch goes once with the backward in one, once with weight
+gradients put off. So layers run in turn, as they do in training, each finds the caches as it will, and the machine's slow
+moments hit all alike.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_map
 
-from pyops import deferred
+from pyops.comm.agreement import agree, gather
+from pyops.pipeline.action import Action
 from pyops.pipeline.layer_costs import LayerCosts, Profile, Sizes
-from pyops.pipeline.stage import Stage, detached
+from pyops.pipeline.microbatch import rows_of
+from pyops.pipeline.names import custom
+from pyops.pipeline.pipeline import Pipeline
+from pyops.pipeline.skips import skip_pairs
+from pyops.pipeline.stage import Loss, Stage, tensors_of
 
 __all__ = ["profile"]
 
-PARTS = ("forward", "backward", "forward_apart", "input_gradient", "weight_gradient")
+PARTS = {"forward": (False, "F"), "backward": (False, "B"), "forward_apart": (True, "F"), "input_gradient": (True, "I"),
+         "weight_gradient": (True, "W")}  # fmt: skip
 
 
 def profile(
-    layers: Sequence[nn.Module], inputs: Any, *, loss: Callable[[Any, Any], Tensor] | None = None, target: Any = None,
-    named: Mapping[str, Any] | None = None, rounds: int = 7, warmup: int = 2,
+    layers: Sequence[nn.Module], inputs: Any, *, loss: Loss | None = None, target: Any = None,
+    named: Mapping[str, Any] | None = None, rounds: int = 7, warmup: int = 2, group: dist.ProcessGroup | None = None,
 ) -> Profile:  # fmt: skip
     """What each of `layers`, called one after the other as in a Pipeline, takes and keeps of one micro-batch.
 
-    inputs: one micro-batch: what the first layer is called with, a tuple for several arguments. loss, target: called with the
-        last layer's output; its time counts to the last layer. Without them the output's gradient is ones. named: arguments of
-        the layers that name them. rounds: how many of which the median is taken. warmup: rounds before them.
+    inputs, target, named: of one micro-batch, as in `Pipeline.step`; loss as in Pipeline, its time counts to the last layer.
+        Without a target the gradient of the last layer's output is ones. rounds: how many of which the median is taken. warmup:
+        rounds before them.
+    group: its ranks, each with all layers, measure at the same time, as they will work; all get the mean of their times.
 
-    Runs on the layers' device, with as many threads as torch uses here. Weights, gradients, buffers (batch statistics) and
-    random states are afterwards what they were. Profile before wrapping parameters (data parallel, step in backward): their
-    hooks would run. Bytes kept are those that autograd saves; what a custom function keeps otherwise is not seen.
+    Inputs are constants, whether or not they want a gradient. Runs on the layers' device, with as many threads as torch uses
+    here. Weights, gradients, buffers (batch statistics) and random states are afterwards what they were. Profile before
+    wrapping parameters (data parallel, step in backward): their hooks would run. Bytes kept are those that autograd saves; what
+    a custom function keeps otherwise is not seen.
 
-    ValueError: no layers, no rounds. TypeError: a layer whose output has no tensor.
+    ValueError: no layers, none to train, no rounds, ranks with other layers. TypeError: a layer whose output has no tensor. On
+    every rank.
     """
-    modules = list(layers)
-    if not modules:
-        raise ValueError("there are no layers to profile; give the model's layers in the order in which they are called")
-    if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds is {rounds}, warmup {warmup}; expected 1 or more, and 0 or more")
-    last = len(modules) - 1
-    run = _Run([Stage(i, [layer], first=i, loss=loss if i == last else None) for i, layer in enumerate(modules)],
-               inputs, dict(named or {}), target, _device(modules, inputs))  # fmt: skip
-    with _unchanged(modules, run.device):
-        sizes = run.bytes_of()
-        samples = [run.round() for _ in range(warmup + rounds)][warmup:]
-    numbers = _Numbers()
-    costs = []
-    for i, layer in enumerate(modules):
-        seconds = {part: statistics.median(sample[i][part] for sample in samples) for part in PARTS}
-        parameters = list(layer.parameters())
-        weights = tuple((numbers.of(id(p)), p.numel() * p.element_size()) for p in parameters)
-        fields: dict[str, Any] = {**seconds, **sizes[i], "parameters": sum(p.numel() for p in parameters), "weights": weights}
-        costs.append(LayerCosts(type(layer).__name__, **fields))
-    facts = (("device", str(run.device)), ("threads", str(torch.get_num_threads())), ("rounds", str(rounds)))
-    return Profile(tuple(costs), facts)
+    error: Exception | None = None
+    found = Profile(())
+    if group is not None:
+        gather(None, group=group)  # so that all begin together
+    try:
+        found = _Run(list(layers), inputs, loss, target, dict(named or {})).profile(rounds, warmup)
+    except Exception as caught:
+        error = caught
+    if group is None:
+        if error is not None:
+            raise error
+        return found
+    agree(error, group=group)
+    several = gather(found, group=group)
+    if any([layer.name for layer in each.layers] != [layer.name for layer in found.layers] for each in several):
+        raise ValueError("the ranks have different layers; each must profile the whole model")
+    means = []
+    for i, layer in enumerate(several[0].layers):
+        seconds: dict[str, Any] = {part: statistics.fmean(getattr(each.layers[i], part) for each in several) for part in PARTS}
+        means.append(replace(layer, **seconds))
+    return replace(several[0], layers=tuple(means), facts=(*several[0].facts, ("ranks", str(len(several)))))
 
 
 class _Numbers:
@@ -79,110 +89,139 @@ class _Numbers:
         return self.known.setdefault(key, len(self.known))
 
 
-class _Clock:
-    """Seconds since the last call, all work of the device included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.last = device, 0.0
-        self()
-
-    def __call__(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        before, self.last = self.last, time.perf_counter()
-        return self.last - before
+def _total(y: Any, _: Any) -> Tensor:
+    several = [t.sum() for t in tensors_of(y) if t.requires_grad]
+    return torch.stack(several).sum() if several else torch.zeros(())
 
 
 class _Run:
-    """The stages, and what they are called with."""
+    """The layers, and what they are called with."""
 
-    def __init__(self, stages: list[Stage], inputs: Any, named: dict[str, Any], target: Any, device: torch.device) -> None:
-        self.stages, self.inputs, self.named, self.target, self.device = stages, inputs, named, target, device
-        self.layers = [layer for stage in stages for layer in stage.layers]
+    def __init__(self, layers: list[nn.Module], inputs: Any, loss: Loss | None, target: Any, named: dict[str, Any]) -> None:
+        if not layers:
+            raise ValueError("there are no layers to profile; give the model's layers in the order in which they are called")
+        if not any(p.requires_grad for layer in layers for p in layer.parameters()):
+            raise ValueError("no parameter of the layers wants a gradient: there is nothing to train in a pipeline")
+        self.layers, self.named = layers, named
+        self.inputs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs)
+        self.loss: Loss | None = _total if target is None else loss
+        self.target: Any = torch.zeros(rows_of(inputs) or 1) if target is None else target
+        self.device = next((t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu"))
+        self.skips = sorted(skip_pairs(layers).items())
 
-    def target_of(self, stage: Stage) -> Any:
-        return self.target if stage is self.stages[-1] else None
+    def owned(self) -> Iterator[Tensor]:
+        """Parameters and buffers."""
+        return itertools.chain(*(itertools.chain(layer.parameters(), layer.buffers()) for layer in self.layers))
+
+    def pipeline(self, *, split: bool, before: Callable[[Stage, int], None] | None = None) -> Pipeline:
+        """Each layer a stage."""
+        several = range(len(self.layers))
+        order = [Action(i, "F", 0) for i in several]
+        for i in reversed(several):
+            order += [Action(i, "I", 0), Action(i, "W", 0)] if split else [Action(i, "B", 0)]
+        made = Pipeline(
+            self.layers, schedule=custom([order]), boundaries=[*several, len(self.layers)], loss=self.loss, before=before
+        )
+        if self.device.type == "cuda":
+            made.on_action(lambda _: torch.cuda.synchronize(self.device))
+        return made
+
+    def profile(self, rounds: int, warmup: int) -> Profile:
+        if rounds < 1 or warmup < 0:
+            raise ValueError(f"rounds is {rounds}, warmup {warmup}; expected 1 or more, and 0 or more")
+        with _unchanged(self.layers, self.device):
+            sizes, skipped = self.bytes_of()
+            samples = [self.round() for _ in range(warmup + rounds)][warmup:]
+        numbers = _Numbers()
+        costs = []
+        for i, layer in enumerate(self.layers):
+            seconds = {part: statistics.median(sample[i][part] for sample in samples) for part in PARTS}
+            own = list(layer.parameters())
+            weights = tuple((numbers.of(id(p)), p.numel() * p.element_size()) for p in own)
+            fields: dict[str, Any] = {**seconds, **sizes[i], "parameters": sum(p.numel() for p in own), "weights": weights}
+            costs.append(LayerCosts(type(layer).__name__, **fields))
+        facts = (("device", str(self.device)), ("threads", str(torch.get_num_threads())), ("rounds", str(rounds)))
+        return Profile(tuple(costs), facts, skipped)
 
     def round(self) -> list[dict[str, float]]:
         """Seconds of each part of each layer."""
-        found: list[dict[str, float]] = [{} for _ in self.stages]
-        clock = _Clock(self.device)
-        self.forward(clock, found, "forward")
-        gradients = self.gradients
-        for stage, times in zip(reversed(self.stages), reversed(found), strict=True):
-            clock()
-            gradients = stage.backward(0, gradients)
-            times["backward"] = clock()
-        with _put_off(self.stages):
-            self.forward(clock, found, "forward_apart")
-            gradients = self.gradients
-            for stage, times in zip(reversed(self.stages), reversed(found), strict=True):
-                clock()
-                gradients = stage.inputs(0, gradients)
-                times["input_gradient"] = clock()
-                stage.weights(0)
-                times["weight_gradient"] = clock()
+        found: list[dict[str, float]] = [{} for _ in self.layers]
+        for split in (False, True):
+            with _as_they_were(self.layers):
+                made = self.pipeline(split=split)
+                with made.recording() as timelines:
+                    made.step(self.inputs, self.target, **self.named)
+            for part, (apart, kind) in PARTS.items():
+                for i in range(len(self.layers)) if apart == split else ():
+                    begin, end = timelines[0].actions[Action(i, kind, 0)]
+                    found[i][part] = end - begin
         return found
 
-    def forward(self, clock: _Clock, found: list[dict[str, float]], part: str) -> None:
-        value = self.inputs
-        for stage, times in zip(self.stages, found, strict=True):
-            taken = detached(value)
-            clock()
-            value = stage.forward(0, taken, self.named, self.target_of(stage))
-            times[part] = clock()
-        self.gradients: Any = [torch.ones_like(t) for t in _tensors(value) if t.requires_grad]
+    def bytes_of(self) -> tuple[list[dict[str, Any]], tuple[tuple[int, int, int], ...]]:
+        """Of each layer the storages that autograd saves, those of its input, and the bytes of its output and put off; of each
+        skip its layers and bytes.
 
-    def bytes_of(self) -> list[dict[str, Any]]:
-        """Of each layer the storages that autograd saves, those of its input, and the bytes of its output; bytes put off.
-
-        Nothing is freed until all layers have run, so that an address is one storage.
+        Nothing is freed until all layers have run forward, so that an address is one storage.
         """
-        owned = (itertools.chain(layer.parameters(), layer.buffers()) for layer in self.layers)
-        ours = {_address(t) for t in itertools.chain(_tensors([self.inputs, self.named, self.target]), *owned)}
-        numbers, held = _Numbers(), []
-        found: list[dict[str, Any]] = []
-        value = self.inputs
-        for stage in self.stages:
-            value = detached(value)
-            saved: list[Tensor] = []
+        seen = [_Seen(layer, i) for i, layer in enumerate(self.layers)]
+        now: list[_Seen] = []
+        put_off: dict[int, int] = {}
 
-            def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-                saved.append(tensor)
-                return tensor
+        def look(action: Action) -> None:
+            if action.kind == "I":
+                put_off[action.stage] = made.stages[action.stage]._put_off[0].nbytes
 
-            taken = _sizes(_tensors(value), ours, numbers)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                given = stage.forward(0, value, self.named, self.target_of(stage))
-            outputs = _tensors(given)
-            if not outputs:
-                raise TypeError(
-                    f"layer {stage.index} ({type(stage.layers[0]).__name__}) gave {type(given).__name__}, which has no tensor "
-                    "to send on; let it return a tensor, or a tuple with one"
-                )
-            found.append({"kept": _sizes(saved, ours, numbers), "taken": taken,
-                          "activation": sum(t.numel() * t.element_size() for t in outputs)})  # fmt: skip
-            held.append((value, given, saved))
-            value = given
-        for stage in self.stages:
-            stage.forget()
-        with _put_off(self.stages) as queues:
-            self.forward(_Clock(self.device), [{} for _ in self.stages], "forward")
-            gradients = self.gradients
-            for stage, queue, sizes in zip(reversed(self.stages), reversed(queues), reversed(found), strict=True):
-                with queue.collecting():
-                    gradients = stage.backward(0, gradients)
-                sizes["put_off"] = queue.take().nbytes
-        return found
+        def keep(tensor: Tensor) -> Tensor:
+            if now:
+                now[-1].saved.append(tensor)
+            return tensor
+
+        with _as_they_were(self.layers):
+            made = self.pipeline(split=True, before=lambda stage, _: now.append(seen[stage.index]))
+            made.on_action(look)
+            hooks = [layer.register_forward_hook(one, with_kwargs=True) for layer, one in zip(self.layers, seen, strict=True)]
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    made.step(self.inputs, self.target, **self.named)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        ours = {_address(t) for t in (*tensors_of([self.inputs, self.named, self.target]), *self.owned())}
+        numbers = _Numbers()
+        found = [
+            {"kept": _sizes(one.saved, ours, numbers), "taken": _sizes(one.taken, ours, numbers), "activation": one.activation,
+             "put_off": put_off[i]}
+            for i, one in enumerate(seen)
+        ]  # fmt: skip
+        return found, tuple((a, b, seen[a].stashed[name]) for name, (a, b) in self.skips)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+class _Seen:
+    """A forward hook of a layer: what it took, gave and saved."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        self.index, self.stashes = index, tuple(getattr(layer, "stashes", ()))
+        self.taken: list[Tensor] = []
+        self.saved: list[Tensor] = []
+        self.given: Any = None
+        self.activation = 0
+        self.stashed: dict[str, int] = {}
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
+        self.taken, self.given = tensors_of([args, kwargs]), given
+        if self.stashes:
+            self.stashed = {name: _nbytes(value) for name, value in zip(self.stashes, given[-len(self.stashes) :], strict=True)}
+            given = given[: -len(self.stashes)]
+        if not tensors_of(given):
+            raise TypeError(
+                f"layer {self.index} ({type(layer).__name__}) gave {type(given).__name__}, which has no tensor to send on; let "
+                "it return a tensor, or a tuple with one"
+            )
+        self.activation = _nbytes(given)
 
 
-def _device(modules: Sequence[nn.Module], inputs: Any) -> torch.device:
-    tensors = itertools.chain(*(module.parameters() for module in modules), _tensors(inputs))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+def _nbytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(value))
 
 
 def _address(tensor: Tensor) -> int:
@@ -195,16 +234,13 @@ def _sizes(tensors: Iterable[Tensor], ours: set[int], numbers: _Numbers) -> Size
 
 
 @contextmanager
-def _put_off(stages: Sequence[Stage]) -> Iterator[list[deferred.Deferred]]:
-    """Within, the stages can put weight gradients off; the queues. Afterwards layers and marks are as before."""
-    modules = [module for stage in stages for layer in stage.layers for module in layer.modules()]
-    parameters = [p for stage in stages for layer in stage.layers for p in layer.parameters()]
+def _as_they_were(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """The layers' forwards, and the marks of their parameters, are at the end what they are now."""
+    modules = [module for layer in layers for module in layer.modules()]
     plain = [module for module in modules if "forward" not in module.__dict__]
-    marks = [(p, getattr(p, "deferred", None)) for p in parameters]
-    for stage in stages:
-        stage.defer()
+    marks = [(p, getattr(p, "deferred", None)) for layer in layers for p in layer.parameters()]
     try:
-        yield [deferred.Deferred(p for layer in stage.layers for p in layer.parameters()) for stage in stages]
+        yield
     finally:
         for module in plain:
             module.__dict__.pop("forward", None)

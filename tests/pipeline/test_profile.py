@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyops.pipeline import Costs, LayerCosts, Profile, balance, profile, schedule, simulate
+from pyops.comm.agreement import gather
+from pyops.pipeline import Costs, LayerCosts, Profile, balance, execute, profile, schedule, simulate, skip
 
 pytestmark = pytest.mark.cpu_only
 
@@ -21,6 +22,11 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return x * 2, torch.ones(x.shape[0], dtype=torch.bool)
+
+
+class Shape(nn.Module):
+    def forward(self, x: Tensor) -> str:
+        return str(x.shape)
 
 
 def by_hand(**lists: list[float]) -> Profile:
@@ -82,7 +88,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
@@ -117,7 +123,7 @@ class Takes(nn.Module):
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, rounds: int):
     clock = Clock()
-    monkeypatch.setattr(sys.modules["pyops.pipeline.profile"], "time", clock)
+    monkeypatch.setattr(execute, "time", clock)
     layers = [Takes(clock, 1, 2, 4), Takes(clock, 8, 16, 32), Takes(clock, 64, 128, 256)]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -127,8 +133,8 @@ def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, roun
     found = profile(layers, torch.zeros(3, 2, requires_grad=True), loss=loss, target=torch.zeros(3, 2), rounds=rounds)
     assert [layer.forward for layer in found.layers] == [1, 8, 64 + 512]
     assert [layer.forward_apart for layer in found.layers] == [1, 8, 64 + 512]
-    assert [layer.backward for layer in found.layers] == [6, 48, 384]
-    assert [layer.input_gradient for layer in found.layers] == [2, 16, 128]
+    assert [layer.backward for layer in found.layers] == [4, 48, 384]  # the batch wants no gradient
+    assert [layer.input_gradient for layer in found.layers] == [0, 16, 128]
     assert [layer.weight_gradient for layer in found.layers] == [4, 32, 256]
     assert [layer.put_off for layer in found.layers] == [2 * 3 * 2 * 4] * 3  # x and dy of the Linear
 
@@ -238,14 +244,55 @@ def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(ValueError, match="no layers to profile"):
         profile([], torch.zeros(1))
     with pytest.raises(ValueError, match="rounds is 0"):
-        profile([nn.Tanh()], torch.zeros(1), rounds=0)
-
-    class Shape(nn.Module):
-        def forward(self, x: Tensor) -> str:
-            return str(x.shape)
+        profile([nn.Linear(1, 1)], torch.zeros(1), rounds=0)
 
     with pytest.raises(TypeError, match=r"layer 1 \(Shape\) gave str, which has no tensor to send on"):
-        profile([nn.Tanh(), Shape()], torch.zeros(1))
+        profile([nn.Linear(1, 1), Shape()], torch.zeros(1))
+    with pytest.raises(ValueError, match="nothing to train"):
+        profile([nn.Tanh()], torch.zeros(1))
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x.sum(1)
+
+
+class Up(nn.Module):
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        return x * skipped[:, None]
+
+
+def test_what_skips_stages_is_seen(tmp_path: Path):
+    layers = [nn.Linear(4, 4), skip(Down(), stash="a"), nn.Tanh(), skip(Up(), pop="a")]
+    found = profile(layers, torch.randn(5, 4), rounds=1)
+    assert [layer.activation for layer in found.layers] == [80, 160, 160, 160]
+    assert found.skips == ((1, 3, 20),)
+    assert found.kept(3, 4) == 160 + 20  # x and what was skipped are both factors
+    assert found.costs([0, 1, 2, 3, 4]).skipped == {(1, 3): 20}
+    assert found.costs([0, 1, 4]).skipped == {}
+    assert found.costs([0, 2, 4]).skipped == {(0, 1): 20}
+    assert Profile.load(found.save(tmp_path / "p.json")) == found
+
+
+def at_the_same_time(rank: int, group: Any) -> None:
+    layers = [nn.Linear(4, 4), nn.Tanh()]
+    found = profile(layers, torch.randn(3, 4), rounds=1, group=group)
+    assert len(set(gather(found, group=group))) == 1
+    assert dict(found.facts)["ranks"] == "2"
+    alone = [sys.modules["pyops.pipeline.profile"]._Run(layers, torch.zeros(3, 4), None, None, {}).bytes_of()]
+    assert found.layers[1].kept == alone[0][0][1]["kept"]
+    with pytest.raises(TypeError, match="which has no tensor to send on"):  # on both, though one has it
+        profile([nn.Linear(1, 1), Shape() if rank else nn.Tanh()], torch.zeros(1, 1), group=group)
+    with pytest.raises(ValueError, match="the ranks have different layers"):
+        profile([nn.Linear(1, 1), nn.GELU() if rank else nn.Tanh()], torch.zeros(1, 1), group=group)
+
+
+def test_ranks_measure_together_and_agree(world: Any):
+    world(2).run(at_the_same_time)
 
 
 def test_the_parts_of_every_partition_add_up():
