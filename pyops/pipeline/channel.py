@@ -32,7 +32,7 @@ from pyops.pipeline.message import HEADER, Described, describe, empty_like_descr
 
 __all__ = ["FAILED", "Direct", "Incoming", "Outgoing"]
 
-FAILED, LONGER, APART = 1, 2, 4  # flags of a message
+FAILED, LONGER, APART, GIVEN_UP = 1, 2, 4, 8  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step
 SHORT = 1 << 16  # bytes of messages that go through shared memory where there is some
 AHEAD = 2  # receives that are posted before their time
@@ -70,8 +70,9 @@ class Outgoing:
         if size <= (SHORT if short else room):
             self._start(self._packed(described, size if short else room), short=short)
         else:
+            message = self._packed(described, size)  # before anything is on its way: this may fail
             self._start(_header(LONGER, size, HEADER.size if short else room), short=short)
-            self._post(self._packed(described, size), self.tag + 1)
+            self._post(message, self.tag + 1)
         if self.direct is not None:
             for tensor in tensors:
                 if tensor.numel():
@@ -84,6 +85,12 @@ class Outgoing:
         short = self.mailbox is not None and room <= SHORT
         self._start(_header(FAILED, 0, HEADER.size if short else room), short=short)
         self._next(0)
+
+    def give_up(self) -> None:
+        """Tell a peer that waits at its mailbox that nothing more will come. The group tells the others, by closing."""
+        message = _header(GIVEN_UP, 0, HEADER.size)
+        if self.mailbox is not None:  # which is read to its end first, and what found no room there is not needed any more
+            self.mailbox.put(message.data_ptr(), len(message))
 
     def finish(self) -> None:
         """Wait until everything is on its way to the peer. PeerError."""
@@ -174,6 +181,8 @@ class Incoming:
         message = self._mailed() if short else self._waited(self._posted.popleft())
         view = message.numpy().data
         flags, size, _, made = head = HEADER.unpack_from(view)
+        if flags & GIVEN_UP:
+            raise PeerError(self.peer, "it gave up")
         if flags & LONGER:  # comes under a tag of its own, past the receives that are posted
             message = self._waited(self._post(size, self.tag + 1))
             view = message.numpy().data

@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyops.comm.agreement import gather
+from pyops.comm.failure import PeerError
 from pyops.pipeline.action import Action
 from pyops.pipeline.channel import FAILED, Incoming, Outgoing
+from pyops.pipeline.interrupt import Interrupt
 from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
@@ -85,6 +87,7 @@ class Runner:
         ]
         self._values: dict[Transfer, Any] = {}
         self._wanting: dict[tuple[int, int], list[int]] = {}
+        self.interrupt = Interrupt()
         self.times: Times | None = None
         self.error: BaseException | None = None
         self.failed = False
@@ -109,6 +112,7 @@ class Runner:
             made: list[Any] | None = None
             if feed is not None and not self.failed:
                 try:
+                    self.interrupt.check()
                     made = self._take_action(action, given, feed, results)
                     if self.on_action is not None:
                         self.on_action(action)
@@ -119,9 +123,17 @@ class Runner:
                 self.times[action] = (begin, time.monotonic())
             for i, (transfer, outgoing) in enumerate(leaving):
                 self._give(transfer, outgoing, FAILED if made is None else made[i], action)
+        if self.interrupt.waits and not self.failed and self.actions:
+            self.interrupt.waits = False
+            self._fail(KeyboardInterrupt(), self.actions[-1])
         for sending in dict.fromkeys(self.outgoing.values()):
             sending.finish()
         return [results[number] for number in sorted(results)]
+
+    def give_up(self) -> None:
+        """Tell all ranks that wait for this one that nothing more will come."""
+        for channel in dict.fromkeys(self.outgoing.values()):
+            channel.give_up()
 
     def _take_action(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
         if not self.stepping:
@@ -202,7 +214,9 @@ class Runner:
         else:
             try:
                 channel.send(value, what=f"what stage {transfer.source} returned")
-            except (TypeError, ValueError) as error:
+            except PeerError:
+                raise
+            except Exception as error:
                 self._fail(error, action)
                 channel.fail()
 

@@ -48,7 +48,7 @@ class Described:
 
 def describe(value: Any, *, what: str) -> Described:
     """Take a value apart. TypeError, which names `what`, for one that can't be sent."""
-    if type(value) is Tensor:  # the usual case, and the fast one
+    if type(value) is Tensor and value.layout == torch.strided:  # the usual case, and the fast one
         return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
     tensors: list[Tensor] = []
     return Described(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives import all_reduce
-from pyops.comm.failure import PeerError, lost_peer
+from pyops.comm.failure import CommunicationError, PeerError, lost_peer
 from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
 from pyops.pipeline.channel import Incoming, Outgoing
 from pyops.pipeline.execute import Edge, Feed, Runner, timeline_of
+from pyops.pipeline.interrupt import Interrupt, interrupts_held
 from pyops.pipeline.links import open_channels
 from pyops.pipeline.microbatch import cut, portions, rows_of
 from pyops.pipeline.orders import Orders
@@ -40,6 +41,8 @@ from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
+
+LOST = "a rank of this pipeline was lost in an earlier step; start the ranks anew"
 
 
 class Pipeline(nn.Module):
@@ -134,7 +137,8 @@ class Pipeline(nn.Module):
         named: of layers that name them, on every rank: tensors [N, ...] are cut like the batch, others go whole.
         scale: what gradients are multiplied by, such as 1 / steps that are accumulated, or a loss scale; not the loss.
 
-        What goes wrong on one rank is raised on all: no gradient of this step is of use then, but the next step may come.
+        What goes wrong on one rank, an interrupt too, is raised on all: no gradient of this step is of use then, but the next
+        step may come.
         CommunicationError, which names it, for a rank that is lost.
 
         With a schedule that takes its steps itself this is a stretch of the stream of micro-batches, with a start and an end:
@@ -143,9 +147,9 @@ class Pipeline(nn.Module):
         """
         feed, problem = self._feed(batch, target, named, scale=scale)
         runner = self._early if self.stream.early else self._train
-        with self._statistics.of_one_batch():
+        with interrupts_held() as interrupt, self._statistics.of_one_batch():
             with self.stream.stretch():
-                results = self._run(runner, feed)
+                results = self._run(runner, feed, interrupt)
             loss = self._conclude(runner, feed, results, problem)
         self.stream.calls += 1
         return loss
@@ -155,8 +159,8 @@ class Pipeline(nn.Module):
         """As `step`, without gradients: the loss, on every rank; without a target what the last layer returns for the batch, on
         the rank of the last stage, and None on the others. Whether layers train is up to `train()` and `eval()`."""
         feed, problem = self._feed(batch, target, named, scale=None)
-        with self._statistics.of_one_batch():
-            results = self._run(self._evaluate, feed)
+        with interrupts_held() as interrupt, self._statistics.of_one_batch():
+            results = self._run(self._evaluate, feed, interrupt)
             loss = self._conclude(self._evaluate, feed if target is not None else None, results, problem)
         if target is not None:
             return loss
@@ -221,10 +225,10 @@ class Pipeline(nn.Module):
         except Exception as error:
             return None, error
 
-    def _run(self, runner: Runner, feed: Feed | None) -> list[Any]:
+    def _run(self, runner: Runner, feed: Feed | None, interrupt: Interrupt) -> list[Any]:
         if self._broken:
             raise RuntimeError(self._broken)
-        runner.times = {} if self._recorded is not None else None
+        runner.interrupt, runner.times = interrupt, {} if self._recorded is not None else None
         try:
             if runner is not self._train:
                 return runner.run(feed)
@@ -234,10 +238,12 @@ class Pipeline(nn.Module):
             return results
         except PeerError as error:
             assert self.group is not None
-            self._broken = "a rank of this pipeline was lost in an earlier step; start the ranks anew"
+            self._broken = LOST
+            runner.give_up()
             raise lost_peer("a step of the pipeline", group=self.group, cause=error, sequence=self._steps) from error
         except BaseException:
             self._broken = "an earlier step of this pipeline was interrupted between two ranks; make a new Pipeline"
+            runner.give_up()
             raise
 
     def _conclude(self, runner: Runner, feed: Feed | None, results: list[Any], problem: Exception | None) -> Tensor:
@@ -248,7 +254,11 @@ class Pipeline(nn.Module):
         if feed is not None and self.has_last and not runner.failed:
             ends[0] = sum(float(result) * weight for result, weight in zip(results, feed.weights, strict=True))
         if self.group is not None and self.schedule.num_ranks > 1:
-            ends = all_reduce(ends, group=self.group)
+            try:
+                ends = all_reduce(ends, group=self.group)
+            except CommunicationError:
+                self._broken = LOST
+                raise
         if ends[1]:
             raise_together(problem or runner.error, runner.where, group=self.group)
         if self._recorded is not None and runner is not self._evaluate:
