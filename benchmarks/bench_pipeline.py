@@ -205,11 +205,11 @@ def _gpt(name: str, *, device: torch.device) -> Case:
 
 
 def _predicted(made: Schedule, ours: _Ours, x: Tensor, target: Tensor) -> dict[str, Any]:
-    """Milliseconds of forward and backward of a step: simulated from the layers' own profile, taken while the other rank does
-    the same, and measured; the median of several."""
+    """Milliseconds of forward and backward of a step: simulated from the layers' own profile, taken on both ranks at
+    once, and measured; the median of several."""
     layers = gpt_layers()
     rows = BATCH // MICROBATCHES
-    found = profile(layers, x[:rows], loss=token_loss, target=target[:rows])
+    found = profile(layers, x[:rows], loss=token_loss, target=target[:rows], group=dist.group.WORLD)
     costs = found.costs(ours.pipeline.boundaries, split=made.splits_backward, latency=_seconds_of_a_message(rows))
     simulated = simulate(made, costs).makespan
     with ours.pipeline.recording() as timelines:
