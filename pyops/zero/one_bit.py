@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.comm.agreement import gather
 from pyops.comm.bucket_errors import join_states, part_of_state
 from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_gather, all_reduce
@@ -33,7 +34,7 @@ from pyops.zero.gradients import GradientBucket, Gradients
 from pyops.zero.owned import Owned, OwnedPiece
 from pyops.zero.told import tell
 
-__all__ = ["OneBit", "Warmup", "phases_over_shards"]
+__all__ = ["OneBit", "Warmup", "check_phase", "phases_over_shards"]
 
 WARMUP, COMPRESSED = "warmup", "compressed"
 SLOW = "exp_avg_sq_slow"
@@ -70,6 +71,23 @@ def phases_over_shards(
             raise ValueError(f"{who} sends float32, bfloat16 and float16; {name} is float64, so cast it")
     phases = over_shards(arguments)
     return phases, phases.inner, phases.arguments
+
+
+def check_phase(one_bit: OneBit | None, state: Mapping[str, Any]) -> None:
+    """ValueError for the state of a compressed phase that this optimizer has not, or whose errors are of another codec."""
+    saved = state.get("one_bit", {})
+    if saved.get("phase") != COMPRESSED:
+        return
+    if one_bit is None:
+        raise ValueError(
+            "ZeroOptimizer: the state is of OneBitAdam after its warm-up, whose 'exp_avg' is another quantity; build it with "
+            "OneBitAdam, or begin anew without the state"
+        )
+    if saved["errors"]["codec"] != one_bit.codec.name:
+        raise ValueError(
+            f"ZeroOptimizer: the state's errors were left by codec {saved['errors']['codec']}, this optimizer has "
+            f"{one_bit.codec.name}; build it with the same codec"
+        )
 
 
 class _Shared:
@@ -263,8 +281,9 @@ class OneBit:
         return {"one_bit": {"phase": self.phase, "steps": self.steps, "errors": errors, **self.warmup.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, on any number of ranks; the states of the pieces are loaded already."""
-        steps = max((int(s["step"]) for _, _, s in self._pieces()), default=0)
+        """Go on from `state_dict()`, on any number of ranks, or from AdamW's; the states of the pieces are loaded already."""
+        own = max((int(s["step"]) for _, _, s in self._pieces()), default=0)
+        steps = max(gather(own, group=self.group))  # a rank may have no piece
         saved = state.get("one_bit", {"phase": WARMUP, "steps": steps, "variance_sums": []})
         self.phase, self.steps, self._shared = saved["phase"], int(saved["steps"]), []
         self.warmup.load_state_dict(saved)

@@ -18,7 +18,7 @@ from pyops.zero.delayed import Delayed
 from pyops.zero.gathering import Gathering
 from pyops.zero.gradients import Gradients
 from pyops.zero.memory import kept_bytes
-from pyops.zero.one_bit import OneBit
+from pyops.zero.one_bit import OneBit, check_phase
 from pyops.zero.owned import Coming, Owned
 from pyops.zero.precision import Numbers
 from pyops.zero.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
@@ -124,6 +124,7 @@ class Savable(torch.optim.Optimizer):
 
         def parts() -> list[Coming]:
             check_names(self.param_groups, state_dict, self._names)
+            check_phase(self.one_bit, state_dict)
             return distribute(self.owned, state_dict)
 
         coming = agreed(parts, group=self.group)

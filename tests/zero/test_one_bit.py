@@ -311,3 +311,42 @@ def test_refused(options: dict[str, Any], words: str):
         ZeroOptimizer(Wide(), pyops.optim.OneBitAdam, **given)
     with pytest.raises(ValueError, match="ZeroOneAdam"):
         ZeroOptimizer(Wide(), pyops.optim.ZeroOneAdam, stage=1)
+
+
+def _stepped(cls: Any, steps: int, **options: Any) -> tuple[Wide, ZeroOptimizer]:
+    model = Wide()
+    zero = ZeroOptimizer(model, cls, stage=1, lr=1e-3, **options)
+    for step in range(steps):
+        _wide_loss(model, step, 0, 1).backward()
+        zero.step()
+    return model, zero
+
+
+def test_states_of_other_phases():
+    """A compressed one is nothing for AdamW, or for another codec; AdamW's begins a warm-up where it was."""
+    _, ours = _stepped(pyops.optim.OneBitAdam, 3, warmup_steps=2)
+    _, exact = _stepped(pyops.optim.AdamW, 3, weight_decay=0.0)
+    _, other = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=5, codec=CODEC)
+    for zero, words in ((exact, "OneBitAdam"), (other, "codec")):
+        before = zero.state_dict()
+        with pytest.raises(ValueError, match=words):
+            zero.load_state_dict(ours.state_dict())
+        assert zero.state_dict()["state"].keys() == before["state"].keys()
+    other.load_state_dict(exact.state_dict())
+    assert other.one_bit is not None
+    assert (other.one_bit.steps, other.one_bit.phase) == (3, "warmup")
+
+
+def test_a_scaled_loss_is_unscaled_in_both_phases():
+    _, plain = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0)
+    _, scaled = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0)
+    scaled.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 192, generator=generator).bfloat16()
+        for zero, factor in ((plain, 1.0), (scaled, 1024.0)):
+            (zero.model(x).square().mean() * factor).backward()
+            zero.step()
+        assert plain.grad_norm == scaled.grad_norm
+    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), scaled.model.parameters(), strict=True))
+    assert not torch.equal(plain.model.last.weight, Wide().bfloat16().last.weight)
