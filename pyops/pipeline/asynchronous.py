@@ -15,6 +15,7 @@ Yang et al., MLSys 2021, section 3.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from pyops.pipeline.action import Action
 from pyops.pipeline.families import alternate
@@ -119,4 +120,4 @@ def synchronous(schedule: Schedule) -> Schedule:
                     if action.stage == stage and action.kind in kinds:
                         parts[action.number if kinds == "U" else step_of[action.number]].append(action)
         orders.append(tuple(itertools.chain(*parts)))
-    return Schedule(f"{schedule.name}, synchronous", schedule.num_microbatches, tuple(orders), schedule.rank_of)
+    return replace(schedule, name=f"{schedule.name}, synchronous", ranks=tuple(orders), weights="flush")

@@ -94,8 +94,7 @@ class Stashed(Versions):
         self._switch(version)
         yield
         if version < self._newest and self._until[version] == self._place[action]:
-            self._switch(self._newest)  # so that nothing holds on to the memory
-            del self._memory[version]
+            del self._memory[version]  # the parameters hold on to it until the next action, which makes none before it switches
 
     @contextlib.contextmanager
     def stepping(self, action: Action) -> Iterator[None]:

@@ -36,6 +36,7 @@ def two_versions(stages: int) -> Rule:
 def emulate(
     layers: Sequence[nn.Module], boundaries: Sequence[int], rule: Rule, optimizer: Callable[[list[Tensor]], Any],
     xs: Sequence[Tensor], targets: Sequence[Tensor], *, accumulate: int = 1, loss: Callable[..., Tensor],
+    forward: Callable[[list[nn.Sequential], Tensor], Tensor] = lambda stages, x: nn.Sequential(*stages)(x),
 ) -> None:  # fmt: skip
     """Train `layers` in place, one micro-batch after the other; backward meets the weights of forward."""
     stages = [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(boundaries)]
@@ -48,9 +49,7 @@ def emulate(
         met = [history[s][rule(t, s)] for s in range(len(stages))]
         leaves = [p for stage in met for p in stage.parameters()]
         for m in group:
-            y = xs[m]
-            for stage in met:
-                y = stage(y)
+            y = forward(met, xs[m])
             gradients = torch.autograd.grad(loss(y, targets[m]) * (len(xs[m]) / rows), leaves)
             for p, g in zip(itertools.chain(*masters), gradients, strict=True):
                 p.grad = g if p.grad is None else p.grad + g

@@ -16,6 +16,7 @@ import pyops.optim
 from pyops.pipeline import Action, Pipeline, Remedies, Schedule, custom, schedule
 from tests.pipeline import emulation
 from tests.pipeline.reference import batch, mlp
+from tests.pipeline.test_skips import Plain, unet, without_dropout
 
 pytestmark = pytest.mark.cpu_only
 
@@ -129,13 +130,22 @@ def test_any_layer_meets_the_right_version(rule: str, recompute: str):
 
 def test_autocast_takes_no_copies_of_old_weights():
     x, target, xs, targets = rows_of(8, 32)
-    ours, theirs = mlp(), mlp()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipeline = Pipeline(ours, schedule=made("pipedream", 3, 8), loss=mse, optimizer=OPTIMIZERS["sgd"])
-        pipeline.step(x, target)
+    for name, options, make_rule in RULES.values():
+        ours, theirs = mlp(), mlp()
+        plan = made(name, 3, 8, **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
+            pipeline.step(x, target)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            emulation.emulate(theirs, pipeline.boundaries, make_rule(3), OPTIMIZERS["sgd"], xs, targets,
+                              accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+        assert same(weights_of(ours), weights_of(theirs))
+    again, theirs = mlp(), mlp()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # stepped in place
+        Pipeline(again, schedule=made("pipemare", 1, 8), loss=mse, optimizer=OPTIMIZERS["sgd"]).step(x, target)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        emulation.emulate(theirs, pipeline.boundaries, emulation.pipedream(3), OPTIMIZERS["sgd"], xs, targets, loss=mse)
-    assert same(weights_of(ours), weights_of(theirs))
+        emulation.emulate(theirs, [0, 8], lambda t, s: t, OPTIMIZERS["sgd"], xs, targets, loss=mse)
+    assert same(weights_of(again), weights_of(theirs))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -315,6 +325,24 @@ def test_a_recorded_order_can_be_replayed(name: str):
     (first, losses), (second, again) = found
     assert same(first, second)
     assert losses == again
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_skips_stages_meets_the_same_versions(rule: str):
+    name, options, make_rule = RULES[rule]
+    x, target, xs, targets = rows_of(10, 20)
+    plan = made(name, 3, 10, **options)
+    ours, theirs = without_dropout(unet()), without_dropout(unet())
+    pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(synchronous=1))
+    for each in (lambda t, s: t, make_rule(3)):
+        pipeline.step(x, target)
+        emulation.emulate(
+            theirs, pipeline.boundaries, each, OPTIMIZERS["sgd"], xs, targets, accumulate=plan.options["accumulate"], loss=mse,
+            forward=lambda stages, rows: Plain([layer for stage in stages for layer in stage])(rows),
+        )  # fmt: skip
+        for a, b, began in zip(weights_of(ours), weights_of(theirs), weights_of(unet()), strict=True):
+            assert torch.equal(a, b)
+            assert not torch.equal(a, began)
 
 
 def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
