@@ -1,8 +1,8 @@
 // Cross entropy on tensors: checks, then blocks of rows dealt out to torch's threads in turn, because rows that are ignored cost
 // nothing and often stand together.
 #include "kernels.h"
+#include "layer_tensors.h"
 #include "loop.h"
-#include "table.h"
 
 namespace pyops {
 namespace {
@@ -78,6 +78,7 @@ void cross_entropy_gradient_(const Tensor out, const Tensor logits, const Tensor
     require(out.dim() == 2 && out.size(0) == n && out.size(1) == logits.size(1) && dtype_code(out) == rows.dtype && out.is_cpu() &&
                 (out.size(1) <= 1 || out.stride(1) == 1),
             "pyops::", op, ": out must be like the logits ", Shape{logits}, ", got ", Shape{out});
+    if (out.data_ptr() != logits.data_ptr() && out.is_contiguous()) in_huge_pages(out);
     void* const result = out.data_ptr();
     const void *const m = maxima.data_ptr(), *const c = coefficients.data_ptr();
     const int64_t stride = out.stride(0);
