@@ -43,6 +43,7 @@ _ROOMS = frozenset(
         "data",
         "parallel",
         "hub",
+        "elastic",
         "config",
         "train",
     ]

@@ -1,0 +1,22 @@
+"""Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set free to new replicas.
+
+    norms = meter.take()                         Meter(blocks): gradient norms since the last decision
+    frozen = policy.decide(norms, frozen)        GradientNorm(1 / 5), Bound, PercentileOfChange, Callback
+    agree_on(frozen, group)                      or an error on every rank
+
+After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
+says what is missing.
+"""
+
+from pyops.elastic.meter import Meter
+from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+
+__all__ = [
+    "Bound",
+    "Callback",
+    "GradientNorm",
+    "Meter",
+    "PercentileOfChange",
+    "Policy",
+    "agree_on",
+]

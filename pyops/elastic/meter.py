@@ -1,0 +1,96 @@
+"""Meter: the gradient norm of each layer, averaged over the steps since the last decision.
+
+after backward, each step:  meter.observe()         squares of each layer's gradients, added up on their device
+at a decision:              meter.take(group=...)   sqrt(mean of squares) of each layer; and begins anew
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import gather
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Norms of the gradients of layers, for a policy.
+
+    layers: for each layer a module or its parameters; a rank of a pipeline gives an empty list for those that others hold. Of a
+    parameter counts `main_grad` where it has one that is filled, else `grad`; none counts as zero, as that of a frozen layer.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module | Iterable[Tensor]]) -> None:
+        if not len(layers):
+            raise ValueError("there are no layers to measure; give those that may be frozen, from the lowest")
+        self._layers = [list(each.parameters()) if isinstance(each, nn.Module) else list(each) for each in layers]
+        device = next((p.device for layer in self._layers for p in layer), torch.device("cpu"))
+        self._squares = torch.zeros(len(self._layers), dtype=torch.float64, device=device)
+        self._steps = torch.zeros((), dtype=torch.float64, device=device)
+
+    def observe(self, *, scale: float | Tensor = 1.0) -> None:
+        """Add the gradients that are there now: after backward and reduction, before they are zeroed. Waits for no device.
+
+        scale: what the gradients are multiplied with, such as the loss scale. A step with a gradient that is not finite counts
+        nothing.
+        """
+        squares = torch.stack([self._square(layer) for layer in self._layers])
+        if isinstance(scale, Tensor):
+            scale = scale.to(squares)
+        squares = squares / scale**2
+        sound = torch.isfinite(squares).all()
+        self._squares += torch.where(sound, squares, 0.0)
+        self._steps += sound
+
+    def _square(self, layer: Iterable[Tensor]) -> Tensor:
+        gradients = [g for p in layer if (g := _gradient(p)) is not None]
+        if not gradients:
+            return self._squares.new_zeros(())
+        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+        return torch.stack([norm.to(self._squares) for norm in norms]).square().sum()
+
+    def take(self, *, group: dist.ProcessGroup | None = None, shared: bool = False) -> list[float]:
+        """The norms since the last call, and begin anew.
+
+        shared: layers, or parts of them, are shared out over the ranks of `group` (a pipeline's, tensor parallel ranks'): means
+        of squares are summed over it, in the order of ranks; all of them call it and have the same norms afterwards. A
+        parameter that several of them hold whole must then be given by one alone. ValueError, on every rank alike, if a rank
+        has no step that it measured.
+        """
+        mine = [*self._squares.tolist(), self._steps.item()]
+        all_of = gather(mine, group=group) if shared else [mine]
+        self.reset()
+        if (rank := next((rank for rank, each in enumerate(all_of) if not each[-1]), None)) is not None:
+            whose = f"rank {rank} measured no step" if shared else "no step was measured"
+            raise ValueError(f"{whose} with finite gradients since the last decision; call observe() after backward")
+        means = [[square / each[-1] for square in each[:-1]] for each in all_of]
+        return [math.sqrt(math.fsum(squares)) for squares in zip(*means, strict=True)]
+
+    def reset(self) -> None:
+        """Forget what was observed."""
+        self._squares.zero_()
+        self._steps.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed since the last decision: {"squares": list, "steps": float}."""
+        return {"squares": self._squares.tolist(), "steps": self._steps.item()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. ValueError for another number of layers."""
+        if len(state["squares"]) != len(self._layers):
+            raise ValueError(f"the state is of {len(state['squares'])} layers, but there are {len(self._layers)}")
+        self._squares.copy_(torch.tensor(state["squares"], dtype=torch.float64))
+        self._steps.fill_(state["steps"])
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    if not parameter.requires_grad:
+        return None
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
