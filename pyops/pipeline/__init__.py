@@ -17,6 +17,7 @@ from pyops.pipeline.orders import Transfer
 from pyops.pipeline.pipedream_planner import plan_pipedream
 from pyops.pipeline.pipeline import Pipeline
 from pyops.pipeline.plan import Plan, PlannedStage
+from pyops.pipeline.post_validation import PostValidation
 from pyops.pipeline.profile import profile
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Costs, Timeline, simulate
@@ -31,6 +32,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlannedStage",
+    "PostValidation",
     "Profile",
     "Remedies",
     "Schedule",

@@ -23,7 +23,7 @@ from pyops.comm.failure import PeerError
 from pyops.ops.grad_norm import squared_norm
 from pyops.pipeline.orders import Orders
 
-__all__ = ["Ties", "norm_of", "tied_names"]
+__all__ = ["Ties", "norm_of", "squares_of", "tied_names"]
 
 Names = tuple[str, ...]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -200,6 +200,14 @@ class Ties:
 
 def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
     """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on the CPU, the same on all."""
+    total = squares_of(parameters)
+    if group is not None:
+        all_reduce(total, group=group)
+    return total.sqrt().float()
+
+
+def squares_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of their gradients: a float64 scalar on the CPU."""
     total = torch.zeros((), dtype=torch.float64)
     fast: list[Tensor] = []
     for parameter in parameters:
@@ -212,9 +220,7 @@ def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) ->
             total += gradient.detach().double().square().sum().cpu()
     if fast:
         total += squared_norm(fast)[0]
-    if group is not None:
-        all_reduce(total, group=group)
-    return total.sqrt().float()
+    return total
 
 
 def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:
