@@ -146,7 +146,7 @@ class _Waiting:
         """Another module's share, which autograd is about to add to .grad: ours goes with it, and the hooks run."""
         if gradient is None:
             return None
-        found = self._computed()
+        found = self.computed()
         if found is not None:
             gradient = found + gradient
         for hook in list(self.gradient_hooks.values()):
@@ -156,7 +156,7 @@ class _Waiting:
         return gradient
 
     @torch.no_grad()
-    def _computed(self) -> Tensor | None:
+    def computed(self) -> Tensor | None:
         """The sum in the order in which they came; None where there is nothing, or main_grad has it."""
         total = None
         while self.operands:
@@ -171,14 +171,22 @@ class _Waiting:
         return total
 
     def accumulate(self) -> None:
-        if not self.operands:
-            return
-        gradient = self._computed()
-        if gradient is not None:
-            torch.autograd.backward([self.parameter], [gradient])
-            return
-        for hook in list((self.parameter._post_accumulate_grad_hooks or {}).values()):
-            hook(self.parameter)  # main_grad is complete, which autograd tells so, too
+        if self.operands:
+            with torch.enable_grad():
+                _Kept.apply(self.parameter, self).backward()
+
+
+class _Kept(torch.autograd.Function):
+    """A number whose backward is the gradient that was put off: computed there, it becomes .grad without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, waiting: _Waiting) -> Tensor:
+        ctx.waiting = waiting
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.waiting.computed(), None
 
 
 _Pass = dict[int, _Waiting]

@@ -284,6 +284,23 @@ def test_kept_tensors_go_as_their_gradients_come():
     assert queue.take().nbytes == 0
 
 
+def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch):
+    model, (x,), computed = nn.Linear(6, 4), batches(count=1), []
+
+    def seen(*given: Tensor, inner: Callable[..., Tensor] = deferred._gradient) -> Tensor:
+        gradient = inner(*given)
+        computed.append(gradient.data_ptr())
+        return gradient
+
+    monkeypatch.setattr(deferred, "_gradient", seen)
+    deferred.linears(model)
+    queue = Deferred(model.parameters())
+    with queue.collecting():
+        model(x).square().sum().backward()
+    queue.take().accumulate()
+    assert [p.grad.data_ptr() for p in model.parameters()] == computed
+
+
 def test_a_backward_that_raises_leaves_nothing_behind():
     class Bad(torch.autograd.Function):
         @staticmethod
