@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, custom, schedule
+from pyops.pipeline import Pipeline, Transfer, custom, schedule
 from tests.pipeline.reference import batch, mlp, sequential_step
 from tests.workers import spawn_ranks
 
@@ -41,10 +41,12 @@ def made(group: Any, *, k: int = 2, m: int = 4, name: str = "1f1b", layers: list
     return Pipeline(mlp() if layers is None else layers, schedule=plan, group=group, loss=mse)
 
 
-def does(pipeline: Pipeline, what: Any, at: int) -> None:
-    next(iter(pipeline.stages.values())).layers.append(layer := Does(what, at))
-    next(iter(pipeline.stages.values())).accepted.append(frozenset())
-    assert layer is not None
+def does(pipeline: Pipeline, what: Any, at: int) -> Does:
+    """Another layer at the end of this rank's first stage."""
+    stage, layer = next(iter(pipeline.stages.values())), Does(what, at)
+    stage.layers.append(layer)
+    stage.accepted.append(frozenset())
+    return layer
 
 
 def said(call: Any) -> str:
@@ -71,21 +73,22 @@ def stall() -> None:
     os._exit(7)
 
 
-def dies(rank: int, group: Any, victim: int, stalls: bool) -> tuple[str, str, float]:
+def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[str, str, float]:
     assert right(made(None, k=3))  # what a first step imports must not count as a stall
     pipeline = made(group, k=3)
-    wide = torch.randn(10, 8), torch.randn(10, 8)
-    pipeline.step(*wide)
+    data = torch.randn(rows, 8), torch.randn(rows, 8)
+    pipeline.step(*data)
     if rank == victim:
         does(pipeline, stall if stalls else lambda: os.kill(os.getpid(), signal.SIGKILL), 3)
     begin = time.monotonic()
-    first = said(lambda: pipeline.step(*wide))
-    return first, said(lambda: pipeline.step(*wide)), time.monotonic() - begin
+    first = said(lambda: pipeline.step(*data))
+    return first, said(lambda: pipeline.step(*data)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("victim", "stalls"), [(0, False), (1, False), (2, True)])
-def test_a_rank_that_dies_or_stalls_within_a_step_is_named(victim: int, stalls: bool):
-    outcomes = spawn_ranks(3, dies, victim, stalls, timeout=45.0, group_timeout=5.0)
+@pytest.mark.parametrize(("victim", "stalls", "rows"), [(0, False, 10), (1, False, 12000), (2, True, 10)])
+def test_a_rank_that_dies_or_stalls_within_a_step_is_named(victim: int, stalls: bool, rows: int):
+    """Through mailboxes, and with the messages of 12000 rows by the group."""
+    outcomes = spawn_ranks(3, dies, victim, stalls, rows, timeout=45.0, group_timeout=5.0)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exitcode == (7 if stalls else -signal.SIGKILL)
@@ -106,9 +109,9 @@ def interrupted(rank: int, group: Any) -> list[str]:
     for at in (1, 3, 4):  # in the last forward too, and while others wait
         stage = pipeline.stages[rank]
         layers, accepted = list(stage.layers), list(stage.accepted)
-        if rank == 1:
-            does(pipeline, lambda: os.kill(os.getpid(), signal.SIGINT), at)
+        layer = does(pipeline, lambda: os.kill(os.getpid(), signal.SIGINT), at if rank == 1 else 0)
         messages.append(said(lambda: pipeline.step(*batch(10))))
+        assert rank == 0 or layer.calls == at  # nothing is computed after it
         stage.layers, stage.accepted = layers, accepted
         assert stage.kept == 0
         assert right(pipeline)
@@ -261,14 +264,14 @@ def disturbed(rank: int, group: Any, seeds: int) -> None:
             times = {**timelines[0].actions, **timelines[0].transfers}
             assert len(times) == len(pipeline.schedule.order)
             for node, needs in pipeline.schedule.order:
-                # A transfer begins when its value is put together, within the clock's reading before its action's end.
-                assert all(times[need][0] <= times[node][1] for need in needs)
-                if node in timelines[0].actions:
-                    assert all(times[need][1] <= times[node][0] + 1e-4 for need in needs), (node, needs)
+                for need in needs:
+                    # Of two transfers on a channel the second may begin before the first has arrived.
+                    both = isinstance(node, Transfer) and isinstance(need, Transfer)
+                    assert times[need][0 if both else 1] <= times[node][0] + 1e-6, (node, need)
 
 
 def test_random_delays_leave_every_step_a_linear_extension(world):
-    world(2).run(disturbed, 12)
+    world(2).run(disturbed, 40)
 
 
 def counted_graphs() -> int:
