@@ -81,6 +81,11 @@ class Stepping:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
+    def end(self) -> None:
+        """The stretch is over, or has failed."""
+        self._synchronous = False
+        self.versions.end()
+
     def step(self, action: Action) -> None:
         """The U `action`."""
         if self.optimizer is None:

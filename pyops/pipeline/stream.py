@@ -74,7 +74,7 @@ class Stream:
             yield
         finally:
             for each in self.stepping.values():
-                each.versions.end()
+                each.end()
 
     def seeds(self, counted: Sequence[Any], count: Callable[[Any], Any] | None, *, scale: float, reduction: str) -> list[float]:
         """How much each micro-batch counts in the gradient of its step: its portion of that, or 1 where losses are sums."""

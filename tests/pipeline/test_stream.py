@@ -90,8 +90,13 @@ def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
     assert torch.equal(layers[0][0].weight, newest[5])
     assert [stepping.versions.kept for stepping in pipeline.stream.stepping.values()] == [1] * 3
     newest.extend(newest)  # more than six: nothing stops it
+    again = mlp()
+    nn.Sequential(*again).load_state_dict(nn.Sequential(*layers).state_dict())
+    assert any(p.grad is not None for p in pipeline.parameters())
     pipeline.step(x, target)
     assert all(p.grad is None for p in pipeline.parameters())
+    Pipeline(again, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd).step(x, target)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True))
 
 
 def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
@@ -181,13 +186,39 @@ def test_what_does_not_go_together_is_refused():
             Remedies(**options)
 
 
-def unlike_ranks(rank: int, group: Any) -> str:
+def wrong_ranks(rank: int, group: Any) -> list[str]:
+    plan, (x, target), messages = made("pipedream", 2, 6), batch(12), []
     try:
-        Pipeline(mlp(), schedule=made("pipedream", 2, 4), group=group, loss=mse, optimizer=sgd if rank else None)
+        Pipeline(mlp(), schedule=plan, group=group, loss=mse, optimizer=sgd if rank else None)
     except ValueError as error:
-        return str(error)
-    return ""
+        messages.append(str(error))
+
+    pipeline = Pipeline(mlp(), schedule=plan, group=group, loss=mse, optimizer=sgd)
+    calls: list[int] = []
+
+    def stop(layer: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if rank and len(calls) == 4:
+            raise ArithmeticError("no such number")
+
+    next(iter(pipeline.stages.values())).layers[0].register_forward_pre_hook(stop)
+    try:
+        pipeline.step(x, target)
+    except (ArithmeticError, RuntimeError) as error:
+        messages.append(f"{error} after {len(calls)}")
+    weights = weights_of(list(pipeline.children()))
+    messages.append(str([each.versions.kept for each in pipeline.stream.stepping.values()]))
+    pipeline.step(x, target)
+    moved = all(not torch.equal(a, b) for a, b in zip(weights, weights_of(list(pipeline.children())), strict=True))
+    messages.append(f"moved {moved}")
+    return messages
 
 
-def test_all_ranks_refuse_what_one_refuses(world):
-    assert all("give optimizer=" in message for message in world(2).run(unlike_ranks))
+def test_what_one_rank_refuses_or_fails_in_all_do(world):
+    first, second = world(2).run(wrong_ranks)
+    assert "give optimizer=" in first[0]
+    assert first[0] == second[0]
+    assert "no such number" in first[1]
+    assert "1F3" in first[1]
+    assert "no such number after 4" in second[1]
+    assert first[2:] == second[2:] == ["[1]", "moved True"]
