@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyops.checkpoint import load
-from pyops.config import Config, ConfigError, OptimizerConfig, ZeroConfig
+from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
 from pyops.metrics import read_rows
 from pyops.parallel import ParallelConfig
 from pyops.train import Run, train
@@ -120,6 +120,32 @@ def test_a_run_goes_on_in_another_layout(world, plain, tmp_path, before, after):
     ranks, stage, parallel = after
     world(ranks).run(train_on_rank, cut(ours, "ours", stage=stage, **parallel), True)
     assert same(losses(ours), losses(plain))
+
+
+def test_a_stopped_run_resumes_bit_for_bit(world, plain, tmp_path):
+    options = dataclasses.replace(plain.train, folder=str(tmp_path), steps=10, validate_every=0, sample_tokens=0)
+    straight, broken = (
+        cut(dataclasses.replace(plain, train=options), name, stage=1, pp=2, schedule="zb1p") for name in ("straight", "broken")
+    )
+    world(4).run(train_on_rank, straight)
+    world(4).run(train_and_stop_rank_1, broken)
+    assert len(losses(broken)) < 10
+    world(4).run(train_on_rank, broken, True)
+    assert losses(broken) == losses(straight)
+    assert norms(broken) == norms(straight)
+
+
+def test_fp16_overflows_on_any_stage_and_the_loss_scale_falls(world, tmp_path):
+    scaled = PrecisionConfig("fp16", initial_scale=2.0**20, hysteresis=1, scale_window=9)
+    alone = dataclasses.replace(config_of(tmp_path, "cpu", name="alone", micro_batch=2, sample_tokens=0), precision=scaled)
+    config = cut(alone, "cut", pp=2, schedule="zb1p")
+    train(alone)
+    world(2).run(train_on_rank, config)
+    ours, theirs = (read_rows(c.folder / "metrics.jsonl") for c in (config, alone))
+    assert [row["loss_scale"] for row in ours] == [row["loss_scale"] for row in theirs]
+    assert 2 <= ours[-1]["skipped"] == theirs[-1]["skipped"]
+    assert same(losses(config), losses(alone), within=3e-2)
+    assert losses(config)[-1] < losses(config)[0] - 0.8
 
 
 def reductions(rank: int, group: object, config: Config) -> tuple[list[Any], set[str], dict[str, int]]:

@@ -113,6 +113,7 @@ def test_parameters_states_losses_and_norms_have_the_same_bits(world, name, rank
     assert sum(each[2][0] for each in everyone) < 6 * ranks, "a rank that knew better did not step"
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
 def test_alone_too():
     both(0, None, "zb1p", "adamw")
 
