@@ -3,20 +3,25 @@
     norms = meter.take()                         Meter(blocks): gradient norms since the last decision
     frozen = policy.decide(norms, frozen)        GradientNorm(1 / 5), Bound, PercentileOfChange, Callback
     agree_on(frozen, group)                      or an error on every rank
+    pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
 
 After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
 says what is missing.
 """
 
 from pyops.elastic.meter import Meter
+from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
 
 __all__ = [
     "Bound",
     "Callback",
     "GradientNorm",
+    "Machine",
     "Meter",
+    "Packing",
     "PercentileOfChange",
     "Policy",
     "agree_on",
+    "pack",
 ]

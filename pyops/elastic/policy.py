@@ -73,9 +73,10 @@ class Policy(ABC):
 class Bound(Policy):
     """Freeze the fraction alpha of what is still active, each time: ceil(L (1 - (1 - alpha)^T)) of L layers at decision T.
 
-    The first term of PipeTransformer's rule alone (He et al., 2021), which needs no gradients. The value is carried on unrounded
-    and rounded up when it is told, so that the closed form holds; where it is less than 1 below L, all layers are frozen. alpha is taken as the nearest fraction with a denominator up to 10^6 and reckoned with exactly: 1 / 3 of 12 layers
-    are 4, not 5. If the caller's `frozen` is not what the bound was, the rule goes on from there.
+    The first term of PipeTransformer's rule alone (He et al., 2021), which needs no gradients. The value is carried on
+    unrounded and rounded up when it is told, so that the closed form holds; where it is less than 1 below L, all are frozen.
+    alpha is taken as the nearest fraction with a denominator up to 10^6 and reckoned with exactly: 1 / 3 of 12 layers are 4,
+    not 5. If the caller's `frozen` is not what the bound was, the rule goes on from there.
 
     alpha: more than 0, less than 1; ValueError otherwise.
     """
@@ -130,9 +131,9 @@ class PercentileOfChange(Policy):
     """Freeze the lowest active layers whose gradient norm changed by less than that percentile of all active layers' changes.
 
     The change is |norm - norm before| / norm before, between two decisions, as in AutoFreeze (Liu et al., 2021); percentiles
-    are interpolated linearly. A layer is frozen only if all below it are: nothing happens where the lowest active layer is among
-    those that change most. The first decision has nothing to compare with and freezes none; the largest change is never less
-    than a percentile, so the last active layer stays active.
+    are interpolated linearly. A layer is frozen only if all below it are: nothing happens where the lowest active layer is
+    among those that change most. The first decision has nothing to compare with and freezes none; the largest change is never
+    less than a percentile, so the last active layer stays active.
 
     percent: 0 (freezes nothing) to 100; ValueError otherwise, and when the number of layers changes.
     """
