@@ -96,6 +96,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         else ""
     ),
     "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
+    "MiB, rank by rank": lambda row: ", ".join(f"{size:.1f}" for size in row.get("peak_mib", ())),
+    "simulated MiB": lambda row: ", ".join(f"{size:.1f}" for size in row.get("simulated_mib", ())),
+    "off, in micro-batches": lambda row: ", ".join(f"{size:.2f}" for size in row.get("off_in_micro_batches", ())),
     "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
