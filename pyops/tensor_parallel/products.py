@@ -8,7 +8,8 @@
         y = sum p + b                dx = dy W, dW = dy^T x, db
 
 What stands right of the bar is computed while what stands left of it is on its way: on a thread for CPU tensors, on a CUDA
-stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits.
+stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits. Groups of
+GPUs with symmetric memory fuse large products with their collective instead (see symmetric.py).
 
 A sum over ranks of 16-bit numbers is a sum of roundings, and the error grows with the ranks. By default the parts therefore
 leave the product in fp32, travel so, and are rounded once; "native" sends 16-bit parts, half the bytes.
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyops.comm.work import Work
 from pyops.deferred import is_marked, weight_gradient
+from pyops.tensor_parallel import symmetric
 from pyops.tensor_parallel.ranks import Ranks, pad_rows
 
 __all__ = ["Plan", "column_products", "row_product"]
@@ -44,6 +47,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.reduce not in REDUCE:
             raise ValueError(f"reduce is {self.reduce!r}; choose one of {', '.join(REDUCE)}")
+
+    def sums_as_is(self, x: Tensor) -> bool:
+        """Whether parts of a sum over ranks travel in the dtype of x."""
+        return self.reduce == "native" or x.dtype not in (torch.bfloat16, torch.float16)
 
 
 def column_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan) -> tuple[Tensor, ...]:
@@ -108,7 +115,7 @@ def _vector(bias: Tensor | None) -> Tensor | None:
 
 def _part_of_sum(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
     """a b, in the dtype in which it is summed over ranks. a: [rows, k], b: [k, columns]."""
-    if plan.reduce == "native" or a.dtype not in (torch.bfloat16, torch.float16) or plan.ranks.size == 1:
+    if plan.sums_as_is(a) or plan.ranks.size == 1:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -129,11 +136,14 @@ class _Column(torch.autograd.Function):
         n, dtype = len(rest) // 2, _autocast_dtype(x)
         ctx.plan, ctx.shape, ctx.dtype, ctx.marked = plan, x.shape, x.dtype, _marked(rest)
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2 : 2 + n]) else None, *rest[:n])
-        whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
         cast = [_to(p, dtype) for p in rest]
+        weights, biases = [_matrix(w) for w in cast[:n]], [_vector(b) for b in cast[n:]]
         with torch.autocast(x.device.type, enabled=False):
-            pairs = zip(cast[:n], cast[n:], strict=True)
-            return tuple(functional.linear(whole, _matrix(w), _vector(b)) for w, b in pairs)
+            if plan.sequence_parallel and symmetric.fuses(x, plan.ranks, rows=len(x) * plan.ranks.size):
+                _, products = symmetric.gathered_products(x.contiguous(), [w.t() for w in weights], plan.ranks)
+                return tuple(y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True))
+            whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
+            return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
@@ -143,13 +153,19 @@ class _Column(torch.autograd.Function):
         rows = [_rows(dy) for dy in dys]
         shared = plan.sequence_parallel
         gathering = plan.ranks.gather(x.contiguous(), async_op=plan.overlap) if shared and any(need_w) else None
-        if need_x:
+        fused = need_x and shared and n == 1 and plan.sums_as_is(rows[0])
+        fused = fused and symmetric.fuses(rows[0], plan.ranks, rows=len(rows[0]))
+        if fused:
+            dx = symmetric.scattered_product(rows[0], _matrix(weights[0]).to(ctx.dtype), plan.ranks)
+        elif need_x:
             dx = _part_of_sum(rows[0], _matrix(weights[0]).to(ctx.dtype), plan)
             for dy, weight in zip(rows[1:], weights[1:], strict=True):
                 dx += _part_of_sum(dy, _matrix(weight).to(ctx.dtype), plan)
         whole = gathering.wait() if gathering is not None else None if x is None else _rows(x)
         summing = None
-        if need_x:
+        if fused:
+            summing = Work(dx)
+        elif need_x:
             summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(dx, async_op=plan.overlap)
         given = list(zip(weights, rows, ctx.marked[:n], ctx.marked[n:], need_w, need_b, strict=True))
         dws = [weight_gradient(w if own is None else own, dy, whole) if need else None for w, dy, own, _, need, _ in given]
@@ -164,13 +180,19 @@ class _Row(torch.autograd.Function):
         dtype = _autocast_dtype(x)
         ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
+        rows, ranks = _rows(x), plan.ranks
+        fused = plan.sequence_parallel and plan.sums_as_is(rows) and symmetric.fuses(rows, ranks, rows=len(rows))
+        shape: tuple[int, ...] = (-1, weight.shape[0])
         with torch.autocast(x.device.type, enabled=False):
-            part = _part_of_sum(_rows(x), _to(weight, dtype).t(), plan)
-        if plan.sequence_parallel:
-            padded = pad_rows(part, plan.ranks.rows_each(len(part)) * plan.ranks.size)
-            y, shape = plan.ranks.reduce_scatter(padded).wait(), (-1, weight.shape[0])
-        else:
-            y, shape = plan.ranks.sum_(part).wait(), (*x.shape[:-1], weight.shape[0])
+            matrix = _to(weight, dtype).t()
+            if fused:
+                y = symmetric.scattered_product(rows, matrix, ranks)
+            elif plan.sequence_parallel:
+                part = _part_of_sum(rows, matrix, plan)
+                y = ranks.reduce_scatter(pad_rows(part, ranks.rows_each(len(part)) * ranks.size)).wait()
+            else:
+                y = ranks.sum_(_part_of_sum(rows, matrix, plan)).wait()
+                shape = (*x.shape[:-1], weight.shape[0])
         if bias is not None:
             y += _to(bias, dtype)
         return y.to(x.dtype).view(shape)
@@ -180,11 +202,17 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         plan, (own, own_bias) = ctx.plan, ctx.marked
         _, need_x, need_w, need_b = ctx.needs_input_grad
-        rows = _rows(dy)
+        rows, dx = _rows(dy), None
         if plan.sequence_parallel:
-            rows = plan.ranks.gather(rows.contiguous()).wait()[: ctx.shape[:-1].numel()]
+            tokens = ctx.shape[:-1].numel()
+            if need_x and symmetric.fuses(rows, plan.ranks, rows=len(rows) * plan.ranks.size):
+                rows, (dx,) = symmetric.gathered_products(rows.contiguous(), [weight.to(rows.dtype)], plan.ranks)
+                rows, dx = rows[:tokens], dx[:tokens].view(ctx.shape)
+            else:
+                rows = plan.ranks.gather(rows.contiguous()).wait()[:tokens]
         # From the gathered rows the bias gets its whole gradient on every rank, rounded once.
         db = _bias_gradient(own_bias, weight, rows) if need_b else None
-        dx = (rows @ weight.to(rows.dtype)).view(ctx.shape) if need_x else None
+        if need_x and dx is None:
+            dx = (rows @ weight.to(rows.dtype)).view(ctx.shape)
         dw = weight_gradient(weight if own is None else own, rows, _rows(x)) if need_w else None
         return None, dx, dw, db

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory
 
 from pyops.comm import Communicator
-from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear
+from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear, symmetric
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean
 
 pytestmark = pytest.mark.cpu_only
@@ -144,6 +146,45 @@ def test_overlap_changes_no_bit(world, sp: bool):
     with_, without = (world(2).run(overlapped, sp, overlap) for overlap in (True, False))
     for a, b in zip(with_, without, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def fused(rank: int, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    """`errors` with torch's own stand-ins for its fused kernels, which no CPU has; and how often they were called."""
+    calls = 0
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(*args)
+
+        return call
+
+    op = types.SimpleNamespace(
+        fused_all_gather_matmul=counted(_symmetric_memory._fused_all_gather_matmul_fallback),
+        fused_matmul_reduce_scatter=counted(_symmetric_memory._fused_matmul_reduce_scatter_fallback),
+    )
+    before = symmetric.fuses, symmetric.torch
+    try:
+        symmetric.fuses = lambda x, ranks, *, rows: ranks.size > 1 and rows % ranks.size == 0
+        symmetric.torch = types.SimpleNamespace(ops=types.SimpleNamespace(symm_mem=op))
+        found = errors(rank, group, dtype)
+    finally:
+        symmetric.fuses, symmetric.torch = before
+    return found, calls
+
+
+def test_products_fused_with_their_collective(world):
+    for dtype in (torch.float64, torch.float32):
+        for found, calls in world(2).run(fused, dtype):
+            assert calls > 8
+            for name, (shared, _) in found.items():
+                assert max(shared.values()) <= BOUND[dtype], (name, shared)
+
+
+def test_products_are_fused_on_large_gpu_tensors_alone():
+    ranks = Ranks.of(None)
+    assert not symmetric.fuses(torch.empty(0), ranks, rows=1 << 30)
 
 
 def frozen(rank: int, group: dist.ProcessGroup) -> tuple[int, int, bool]:
