@@ -107,11 +107,16 @@ class Pieces:
         What is kept for a parameter is let go as soon as its gradient is there; afterwards there is nothing left to add. The
         gradients of several backward passes are added one after the other. On CUDA: computed on the current stream, which must
         be behind the one of backward. RuntimeError where a tensor kept was changed in place meanwhile.
+
+        It is one backward pass for each that was put off. DataParallel and ZeroOptimizer reduce gradients when a backward pass
+        ends: run those within collecting() under their no_sync(), and this one, for the last of them, without.
         """
         while self._passes:
-            now = self._passes.pop(0)
-            while now:
-                now.pop(next(iter(now))).accumulate()
+            waiting = [w for w in self._passes.pop(0).values() if w.operands]
+            with torch.enable_grad():  # one backward for all, as those who reduce gradients expect; begins with the last made
+                kept = [_Kept.apply(w.parameter, w) for w in reversed(waiting)]
+            if kept:
+                torch.autograd.backward(kept)
 
 
 class _Waiting:
@@ -169,11 +174,6 @@ class _Waiting:
             found = _gradient(self.parameter, dy, x)
             total = found if total is None or found is None else total.add_(found)
         return total
-
-    def accumulate(self) -> None:
-        if self.operands:
-            with torch.enable_grad():
-                _Kept.apply(self.parameter, self).backward()
 
 
 class _Kept(torch.autograd.Function):

@@ -9,95 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops import deferred, recompute
 from pyops.deferred import Deferred
-from pyops.models import GPT, GPTConfig
-from pyops.tensor_parallel import ColumnParallelLinear, ParallelAttention, RowParallelLinear
-from tests.tolerance import assert_close_to_reference
-
-
-class Twice(nn.Module):
-    """A layer called twice, a weight tied to another layer's, a norm, a layer without bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.again, self.norm = nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8)
-        self.tied, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
-        self.tied.weight = self.again.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.again(self.first(x).relu())
-        x = x + self.norm(self.again(x)).tanh()
-        return self.last(self.tied(x))
-
-
-class Shared(nn.Module):
-    """Two parallel linears, the second one called twice."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        options = {"group": group, "sequence_parallel": sequence_parallel, "std": 0.5}
-        self.up, self.down = (
-            ColumnParallelLinear(6, 8, name="up", **options), RowParallelLinear(8, 6, name="down", **options)
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(self.down(self.up(x).tanh())).tanh())
-
-
-class Embedded(nn.Module):
-    """The output layer's weight is the embedding's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.inner, self.out = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
-        self.out.weight = self.words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inner(self.words(x)).tanh())
-
-
-def batches(width: int = 6, count: int = 3) -> list[Tensor]:
-    return [torch.randn(2, 5, width, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(count)]
-
-
-def whole(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    for x in inputs:
-        model(x).square().sum().backward()
-    return found(model, inputs)
-
-
-def split(model: nn.Module, inputs: list[Tensor], *, together: bool = False) -> list[Tensor]:
-    """I then W for each input, or all I first."""
-    queue, pieces = Deferred(model.parameters()), []
-    for x in inputs:
-        loss = model(x).square().sum()
-        with queue.collecting():
-            loss.backward()
-        pieces += [queue.take()] if together else []
-        if not together:
-            queue.take().accumulate()
-    for each in pieces:
-        each.accumulate()
-    return found(model, inputs)
-
-
-def found(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """All gradients, of which none may be zero."""
-    gradients = [p.main_grad if hasattr(p, "main_grad") and p.grad is None else p.grad for p in model.parameters()]
-    gradients += [x.grad for x in inputs if x.requires_grad]
-    assert all(g is not None and g.abs().max() > 0 for g in gradients)
-    return gradients
-
-
-def assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+from tests.deferred_models import Embedded, Shared, Twice, assert_same_bits, batches, found, split, whole
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -188,78 +104,6 @@ def test_main_grad_takes_the_pieces():
     assert torch.equal(told[-1], plain.up.weight.main_grad)
 
 
-def test_main_grad_of_a_recomputed_layer():
-    plain, model = Shared(), Shared()
-    for each in (plain, model):
-        each.up.weight.main_grad = torch.zeros_like(each.up.weight)
-    recompute.apply(model, ["up"])
-    assert_same_bits(whole(model, batches()), whole(plain, batches()))
-    assert model.up.weight.grad is None
-
-
-@pytest.mark.parametrize("make", [Twice, Shared])
-def test_recomputed_layers_put_off_too(make: Callable[[], nn.Module]):
-    plain, model = make(), make()
-    deferred.linears(model)
-    recompute.apply(model, [nn.Linear, nn.LayerNorm] if make is Twice else ["up", "down"])
-    queue = Deferred(model.parameters())
-    inputs = batches(count=1)
-    with queue.collecting():
-        model(inputs[0]).square().sum().backward()
-    assert all(p.grad is None for name, p in model.named_parameters() if "norm" not in name)
-    queue.take().accumulate()
-    assert_same_bits(found(model, inputs), whole(plain, batches(count=1)))
-
-
-def test_sixteen_bits_and_autocast():
-    for make in (Twice, Shared):
-        plain, model, wide = make(), make(), make().double()
-        deferred.linears(model)
-        deferred.linears(plain)
-        Deferred(plain.parameters())
-        reference = whole(wide, [x.detach().double().requires_grad_() for x in batches()])
-        torchs = make()
-        with torch.autocast("cpu", torch.bfloat16):
-            ours, theirs = split(model, batches()), whole(plain, batches())
-            unmarked = whole(torchs, batches())
-        assert all(g.dtype == torch.float32 for g in ours)
-        assert_same_bits(ours, theirs)
-        for a, b, c in zip(ours, unmarked, reference, strict=True):
-            assert_close_to_reference(a, b, c, tiny=0.02 * c.abs().max().item())
-
-
-def test_a_gpt_of_which_every_matrix_is_put_off():
-    def make() -> GPT:
-        return GPT(GPTConfig(vocab_size=11, sequence_length=8, num_layers=2, num_heads=2, dim=8))
-
-    plain, model = make(), make()
-    tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(1))
-    queue = Deferred(model.parameters())
-    plain(tokens).square().sum().backward()
-    loss = model(tokens).square().sum()
-    with queue.collecting():
-        loss.backward()
-    put_off = {name for name, p in model.named_parameters() if p.grad is None}
-    assert {n for n, p in model.named_parameters() if "blocks" in n and p.dim() > 1} <= put_off
-    queue.take().accumulate()
-    assert_same_bits([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-    assert all(p.grad.abs().max() > 0 for p in model.parameters())
-
-
-def on_ranks(rank: int, group: dist.ProcessGroup) -> None:
-    for sequence_parallel in (False, True):
-        plain, model = (Shared(group, sequence_parallel) for _ in range(2))
-        attention, other = (ParallelAttention(8, 2, group=group, std=0.5) for _ in range(2))
-        assert_same_bits(split(attention, batches(8), together=True), whole(other, batches(8)))
-        rows = [x.detach().flatten(0, 1).requires_grad_() for x in batches()]
-        again = [x.detach().clone().requires_grad_() for x in rows]
-        assert_same_bits(split(model, rows, together=True), whole(plain, again))
-
-
-def test_layers_shared_by_ranks(world):
-    world(2).run(on_ranks)
-
-
 def test_kept_tensors_go_as_their_gradients_come():
     model = Twice()
     deferred.linears(model)
@@ -282,6 +126,21 @@ def test_kept_tensors_go_as_their_gradients_come():
     assert pieces.nbytes == 0
     assert kept() is None
     assert queue.take().nbytes == 0
+
+
+def test_each_parameter_lets_go_what_was_kept_for_it_before_the_next():
+    model, (x,) = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 4)), batches(count=1)
+    deferred.linears(model)
+    queue, left = Deferred(model.parameters()), []
+    with queue.collecting():
+        model(x).square().sum().backward()
+    pieces = queue.take()
+    rows = {name: waiting for each in pieces._passes for waiting in each.values() for name, p in model.named_parameters()
+            if p is waiting.parameter}  # fmt: skip
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, n=name: left.append((n, sum(len(w.operands) for w in rows.values()))))
+    pieces.accumulate()
+    assert left == [("2.weight", 5), ("2.bias", 4), ("1.weight", 3), ("1.bias", 2), ("0.weight", 1), ("0.bias", 0)]
 
 
 def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch):
