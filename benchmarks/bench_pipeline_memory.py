@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -53,7 +52,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 
 def measure_rank(name: str, size: int, recompute: str) -> dict[str, float]:
-    """Of this rank: bytes allocated, simulated, and kept of one micro-batch; seconds of a step."""
+    """Of this rank: bytes allocated, simulated, and kept of one micro-batch."""
     rank, group = dist.get_rank(), dist.group.WORLD
     made = schedule(name, num_stages=size, num_microbatches=MICROBATCHES).with_recompute(recompute)
     generator = torch.Generator().manual_seed(0)
@@ -71,13 +70,10 @@ def measure_rank(name: str, size: int, recompute: str) -> dict[str, float]:
     step()
     step()
     dist.barrier()
-    begin = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - begin
     stages = made.stages_of(rank)
     return {
         "peak": allocated(step), "simulated": timeline.memory[rank] - sum(costs.of("weights", stage) for stage in stages),
-        "one": sum(costs.of("kept", stage) for stage in stages), "seconds": seconds,
+        "one": sum(costs.of("kept", stage) for stage in stages),
     }  # fmt: skip
 
 
@@ -118,7 +114,7 @@ def _rows(options: Any) -> Iterator[Row]:
                 raise AssertionError(f"{names[case]}: ranks take {off} micro-batches' activations more than simulated")
             yield {
                 "bench": "pipeline_memory", "case": names[case], "device": "cpu", "speedup": {}, "max_error": None, "rounds": 1,
-                "us": {"Pipeline": [1e6 * max(rank["seconds"] for rank in ranks)] * 3}, "ranks": size,
+                "us": {}, "ranks": size,
                 "peak_mib": [round(rank["peak"] / 2**20, 2) for rank in ranks],
                 "simulated_mib": [round(rank["simulated"] / 2**20, 2) for rank in ranks],
                 "off_in_micro_batches": [round(each, 2) for each in off],
