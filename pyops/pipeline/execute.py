@@ -106,14 +106,16 @@ class Runner:
         results: dict[int, Any] = {}
         for channel in dict.fromkeys(self.incoming.values()):
             channel.start()
+        act = self._take_action if self.stepping else self._compute
         for action, arriving, leaving in self._plan:
             given = [self._take(transfer, channel) for transfer, channel in arriving]
             begin = time.monotonic()
             made: list[Any] | None = None
             if feed is not None and not self.failed:
                 try:
-                    self.interrupt.check()
-                    made = self._take_action(action, given, feed, results)
+                    if self.interrupt.waits:
+                        self.interrupt.check()
+                    made = act(action, given, feed, results)
                     if self.on_action is not None:
                         self.on_action(action)
                 except (Exception, KeyboardInterrupt) as error:
@@ -136,8 +138,6 @@ class Runner:
             channel.give_up()
 
     def _take_action(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
-        if not self.stepping:
-            return self._compute(action, given, feed, results)
         stepping = self.stepping[action.stage]
         if action.kind == "U":
             stepping.step(action)
@@ -158,7 +158,7 @@ class Runner:
             else:
                 gradients = given[0] if len(given) == 1 else [gradient for part in given for gradient in part]
             found = (stage.backward if kind == "B" else stage.inputs)(number, gradients)
-            several = self._wanting.pop((index, number), None)
+            several = self._wanting.pop((index, number), None) if self._wanting else None
             if several is None:
                 return [found]
             one_by_one = iter(found)
