@@ -3,6 +3,7 @@
     norms = meter.take()                         Meter(blocks): gradient norms since the last decision
     frozen = policy.decide(norms, frozen)        GradientNorm(1 / 5), Bound, PercentileOfChange, Callback
     agree_on(frozen, group)                      or an error on every rank
+    sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
 
 After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
@@ -12,6 +13,7 @@ says what is missing.
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+from pyops.elastic.sampler import Sampler, Share
 
 __all__ = [
     "Bound",
@@ -22,6 +24,8 @@ __all__ = [
     "Packing",
     "PercentileOfChange",
     "Policy",
+    "Sampler",
+    "Share",
     "agree_on",
     "pack",
 ]

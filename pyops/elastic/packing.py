@@ -110,7 +110,8 @@ class _Problem:
     def best(self, stages: int, most: float = math.inf) -> tuple[float, _Candidate]:
         """The fastest, with the time of a step; of equally fast ones that with the fewest micro-batches."""
         timed = [(self._time(each), each) for each in self.candidates(stages, most)]
-        return min(timed, key=lambda pair: (pair[0], pair[1].count))
+        least = min(time for time, _ in timed)
+        return min((pair for pair in timed if pair[0] <= least * (1 + 1e-9)), key=lambda pair: pair[1].count)
 
     def _time(self, found: _Candidate) -> float:
         """Seconds of a step: the pipeline's, and the reduction of each stage's gradients behind its last backward."""

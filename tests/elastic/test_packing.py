@@ -96,11 +96,11 @@ def test_batch_policies():
     assert other.time > 1.5 * one.time
 
 
-def profile_of(count: int, *, kept: int = 100) -> Profile:
-    """Layers of one second, 10 parameters of 4 bytes, that keep so much of a micro-batch."""
+def profile_of(count: int, *, kept: int = 100, first: int = 40) -> Profile:
+    """Layers of one second, 10 parameters of 4 bytes, that keep so much of a micro-batch; the first has weights of so many."""
     return Profile(tuple(
         LayerCosts(forward=1, backward=2, forward_apart=1, input_gradient=1, weight_gradient=1, activation=8, parameters=10,
-                   kept=((2 * i, kept),), weights=((2 * i + 1, 40),))
+                   kept=((2 * i, kept),), weights=((2 * i + 1, 40 if i else first),))
         for i in range(count)
     ))  # fmt: skip
 
@@ -115,7 +115,9 @@ def test_memory_counts_activations_as_the_schedule_keeps_them():
     # Batch 4 on two stages. By time the first would have the frozen layers and the next: 4 40 + 160 + 2 100
     assert (frozen.stages, frozen.replicas) == (2, 2)
     assert frozen.fullest <= start.fullest
-    assert pack(profile_of(8), frozen=7, **four).stages == 1
+    one = pack(profile_of(8), frozen=7, **four)
+    # seven times weights alone; weights, gradients, moments and 2 samples of the last
+    assert (one.stages, one.micro_batches, one.fullest) == (1, 1, 7 * 40 + 160 + 2 * 100)
     assert "more than" in pack(profile_of(8, kept=0), frozen=1, **four).reason
 
 
@@ -135,8 +137,8 @@ def test_gradients_are_reduced_behind_the_last_backward():
     slow = Machine(devices=4, reduce_bandwidth=4.0)
     alone = pack(profile_of(2), frozen=0, stages=2, batch=4).time
     assert pack(profile_of(2), frozen=0, stages=2, batch=4, machine=slow).time == pytest.approx(alone + 10)
-    free = pack(profile_of(2), frozen=1, stages=2, batch=4, ceiling=19.0, lambda_frozen=1.0).time
-    hidden = pack(profile_of(2), frozen=1, stages=2, batch=4, ceiling=19.0, lambda_frozen=1.0, machine=slow)
+    free = pack(profile_of(2, first=80), frozen=1, stages=2, batch=4, ceiling=19.0, lambda_frozen=1.0).time
+    hidden = pack(profile_of(2, first=80), frozen=1, stages=2, batch=4, ceiling=19.0, lambda_frozen=1.0, machine=slow)
     assert hidden.stages == 2
     assert hidden.time == pytest.approx(free + 10), "of the layer that learns alone"
 
@@ -144,6 +146,7 @@ def test_gradients_are_reduced_behind_the_last_backward():
 def test_all_but_the_head_frozen():
     found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=0.0)
     assert (found.stages, found.replicas, found.boundaries) == (1, 4, (0, 9))
+    assert pack(VIT, frozen=25, stages=8, lambda_frozen=0.0).micro_batches == 1, "no faster with more, but for rounding"
     assert "one stage" in found.reason
     # where that does not fit, stages hold frozen layers alone
     found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=1.0)
