@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,19 @@ def test_a_gpt_of_which_every_matrix_is_put_off():
     queue.take().accumulate()
     assert_same_bits([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_a_compiled_model_puts_nothing_off():
+    model = nn.Sequential(Shared(), nn.Linear(6, 4))
+    plain = copy.deepcopy(model)
+    assert deferred.linears(model) == ["1"]
+    queue, inputs = Deferred(model.parameters()), batches(count=1)
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(inputs[0]).square().sum()
+    with queue.collecting():
+        loss.backward()
+    assert queue.take().nbytes == 0
+    for a, b in zip(found(model, inputs), whole(plain, batches(count=1)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def on_ranks(rank: int, group: dist.ProcessGroup) -> None:
