@@ -74,8 +74,8 @@ def stall() -> None:
 
 
 def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[str, str, float]:
-    assert right(made(None, k=3))  # what a first step imports must not count as a stall
-    pipeline = made(group, k=3)
+    assert right(made(None))  # what a first step imports must not count as a stall
+    pipeline = made(group, k=group.size())
     data = torch.randn(rows, 8), torch.randn(rows, 8)
     pipeline.step(*data)
     if rank == victim:
@@ -85,10 +85,10 @@ def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[s
     return first, said(lambda: pipeline.step(*data)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("victim", "stalls", "rows"), [(0, False, 10), (1, False, 12000), (2, True, 10)])
-def test_a_rank_that_dies_or_stalls_within_a_step_is_named(victim: int, stalls: bool, rows: int):
+@pytest.mark.parametrize(("ranks", "victim", "stalls", "rows"), [(3, 0, False, 10), (2, 1, False, 12000), (2, 0, True, 10)])
+def test_a_rank_that_dies_or_stalls_within_a_step_is_named(ranks: int, victim: int, stalls: bool, rows: int):
     """Through mailboxes, and with the messages of 12000 rows by the group."""
-    outcomes = spawn_ranks(3, dies, victim, stalls, rows, timeout=45.0, group_timeout=5.0)
+    outcomes = spawn_ranks(ranks, dies, victim, stalls, rows, timeout=45.0, group_timeout=5.0)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exitcode == (7 if stalls else -signal.SIGKILL)

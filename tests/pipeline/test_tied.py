@@ -170,6 +170,13 @@ def declared(rank: int, group: Any) -> list[str]:
         tied=[("5.weight", "0.weight")],
     )  # fmt: skip
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
+    for rank_that_fails in range(2):
+        words, targets = batch()
+        if rank == rank_that_fails:
+            words, targets = words + WORDS, targets + WORDS
+        with pytest.raises((IndexError, RuntimeError)):
+            pipeline.step(words, targets)
+    pipeline.zero_grad()
     pipeline.step(*batch())
     wanted = expected_gradients(plan, [0, 3, 6], 1)
     assert all(torch.equal(p.grad, wanted[n]) for n, p in pipeline.named_parameters())
