@@ -5,11 +5,13 @@
     agree_on(frozen, group)                      or an error on every rank
     sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
+    forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
 says what is missing.
 """
 
+from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
@@ -18,6 +20,7 @@ from pyops.elastic.sampler import Sampler, Share
 __all__ = [
     "Bound",
     "Callback",
+    "Epoch",
     "GradientNorm",
     "Machine",
     "Meter",
@@ -27,5 +30,6 @@ __all__ = [
     "Sampler",
     "Share",
     "agree_on",
+    "forecast",
     "pack",
 ]

@@ -142,7 +142,7 @@ def pack(
     costs: Profile | Sequence[float], *, frozen: int, stages: int, machine: Machine | None = None, by: str = "parameters",
     lambda_frozen: float | None = 1 / 6, ceiling: float | None = None, batch: int | None = None, profiled: float = 1.0,
     batch_policy: str = "global", schedule: str = "1f1b", together: Iterable[tuple[int, int]] = (),
-    same_stage: Iterable[Sequence[int]] = (), cached: bool = False,
+    same_stage: Iterable[Sequence[int]] = (), cached: bool = False, fewest: int = 1,
 ) -> Packing:  # fmt: skip
     """Halve the number of stages as often as the fullest stage then holds no more than the fullest did at the start.
 
@@ -159,7 +159,7 @@ def pack(
         that the costs are of. The number of micro-batches is a multiple K ... 8K of the stages, up to the batch: that with the
         shortest simulated step of the batch, so that smaller micro-batches are shorter, but for machine.overhead.
     batch_policy: "global": the batch of all replicas together stays; "replica": that of each stays, and the whole grows.
-    schedule: of pyops.pipeline. together, same_stage: as for `balance`.
+    schedule: of pyops.pipeline. together, same_stage: as for `balance`. fewest: not fewer stages than this.
 
     Frozen layers may be cut, and a stage have frozen layers alone; it computes forward only. It comes to that only where fewer
     stages would not fit: with everything but the head frozen and all of it in one stage's reach, one stage is what is left.
@@ -182,13 +182,15 @@ def pack(
     )  # fmt: skip
     if not problem.fits(stages, ceiling):
         raise ValueError(f"{stages} stages don't fit the ceiling of {ceiling:.4g}; take more stages, or a higher ceiling")
-    while stages % 2 == 0 and problem.fits(stages // 2, ceiling):
+    while stages % 2 == 0 and stages // 2 >= fewest and problem.fits(stages // 2, ceiling):
         stages //= 2
     time, found = problem.best(stages, ceiling)
     if stages == 1:
         reason = f"all fits on one stage, which holds {found.fullest:.4g} of at most {ceiling:.4g}"
     elif stages % 2:
         reason = f"{stages} stages can't be halved"
+    elif stages // 2 < fewest:
+        reason = f"{fewest} stages or more are asked for"
     else:
         reason = f"on {stages // 2} stages one would hold more than {ceiling:.4g}"
     if idle := sum(end <= frozen for end in found.boundaries[1:]):

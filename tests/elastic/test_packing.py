@@ -154,6 +154,11 @@ def test_all_but_the_head_frozen():
     assert found.reason.endswith("; 3 of the stages hold frozen layers alone")
 
 
+def test_no_fewer_stages_than_asked_for():
+    found = pack([1.0] * 8, frozen=7, stages=8, batch=8, fewest=3)
+    assert (found.stages, found.reason) == (4, "3 stages or more are asked for; 3 of the stages hold frozen layers alone")
+
+
 def test_an_odd_number_of_stages_is_not_halved():
     found = pack([1.0] * 6, frozen=5, stages=6, batch=6, machine=Machine(devices=12))
     assert (found.stages, found.replicas) == (3, 4)
