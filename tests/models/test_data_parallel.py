@@ -67,7 +67,7 @@ def alone() -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "tp", "stage", "sequence_parallel"),
-    [(4, 2, None, True), (2, 1, 1, False), (4, 2, 2, False), (4, 2, 3, True)],
+    [(4, 2, None, True), (2, 1, 1, False), (2, 1, 2, False), (4, 2, 3, True)],
 )
 def test_loss_curves_are_those_of_one_process(world, alone, ranks, tp, stage, sequence_parallel):
     found = world(ranks).run(curves, tp, stage, sequence_parallel, timeout=180.0)
