@@ -32,11 +32,18 @@ from pyops.pipeline.message import HEADER, Described, describe, empty_like_descr
 
 __all__ = ["FAILED", "Direct", "Incoming", "Outgoing"]
 
-FAILED, LONGER, APART, GIVEN_UP = 1, 2, 4, 8  # flags of a message
+NOTHING, LONGER, APART, GIVEN_UP = 1, 2, 4, 8  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step
 SHORT = 1 << 16  # bytes of messages that go through shared memory where there is some
 AHEAD = 2  # receives that are posted before their time
 SPINS = 64
+
+
+class Failed:
+    """In place of a value: there is none, because a rank failed."""
+
+
+FAILED = Failed()
 
 
 class Direct(NamedTuple):
@@ -83,7 +90,7 @@ class Outgoing:
         """Send, at the place of the next message, that there is none."""
         room = self.sizes[self.place]
         short = self.mailbox is not None and room <= SHORT
-        self._start(_header(FAILED, 0, HEADER.size if short else room), short=short)
+        self._start(_header(NOTHING, 0, HEADER.size if short else room), short=short)
         self._next(0)
 
     def give_up(self) -> None:
@@ -193,7 +200,7 @@ class Incoming:
         self._look_ahead()
         if self.delay_ns:
             time.sleep(max(0, made + self.delay_ns - time.monotonic_ns()) / 1e9)
-        if flags & FAILED:
+        if flags & NOTHING:
             return transfer, FAILED, made
         if flags & APART:
             return transfer, self._apart(bytes(view[HEADER.size : HEADER.size + head[2]])), made

@@ -324,3 +324,29 @@ def made_and_dropped(rank: int, group: Any) -> None:
 
 def test_pipelines_come_and_go(world):
     world(2).run(made_and_dropped)
+
+
+class Number(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return 1
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, factor: Any) -> Any:
+        return self.weight * factor
+
+
+def number(rank: int, group: Any) -> None:
+    plan = schedule("1f1b", num_stages=2, num_microbatches=2)
+    pipeline = Pipeline([Number(), Scale()], schedule=plan, group=group, loss=lambda y, t: (y * 2).sum() + 0 * t.sum())
+    assert float(pipeline.step(torch.ones(2, 1), torch.ones(2, 1))) == 6.0
+
+
+def test_any_number_may_go_from_stage_to_stage(world):
+    """None is taken for the mark of a rank that failed."""
+    world(2).run(number)
+    number(0, None)
