@@ -3,7 +3,7 @@
 schedule("1f1b", num_stages=4, num_microbatches=16)     -> Schedule: what each rank computes, in its order
 simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, bubble, peak memory
 Pipeline(layers, schedule=..., group=..., loss=...).step(batch, target)      -> the loss; gradients are in .grad
-Pipeline(..., optimizer=lambda parameters: SGD(parameters, lr=0.1))      without a flush: "pipedream", "pipedream_2bw", "pipemare"
+Pipeline(..., optimizer=lambda parameters: SGD(parameters, lr=0.1))      steps in the stream: "pipedream", "pipemare", ...
 profile(layers, inputs)                                  -> Profile: seconds and bytes of each layer, measured
 balance(profile, num_stages=4)                           -> which layers go to which stage; profile.costs(boundaries) -> Costs
 """
