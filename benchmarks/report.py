@@ -108,11 +108,12 @@ def table(rows: list[Row]) -> str:
     """One Markdown table: a line per case, a column per rival; columns that no row fills are left out."""
     rivals = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
     extra = {title: cell for title, cell in EXTRA.items() if any(cell(row) for row in rows)}
-    titles = ["case", "time", *extra, *(f"vs {name}" for name in rivals)]
+    timed = ["time"] if any(row["us"] for row in rows) else []
+    titles = ["case", *timed, *extra, *(f"vs {name}" for name in rivals)]
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     for row in rows:
         time = next((duration(ours[1]) for ours in row["us"].values()), "")
-        cells = [row["case"], time, *(cell(row) for cell in extra.values())]
+        cells = [row["case"], *(time for _ in timed), *(cell(row) for cell in extra.values())]
         lines.append("| " + " | ".join([*cells, *(against(row, name) for name in rivals)]) + " |")
     return "\n".join(lines)
 

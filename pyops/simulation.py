@@ -90,6 +90,7 @@ def _of_profile(made: Schedule, given: argparse.Namespace) -> tuple[Timeline, li
     profile = Profile.load(given.profile)
     bounds = balance(profile, num_stages=made.num_stages, by=given.by)
     costs = profile.costs(bounds, split=made.splits_backward, latency=given.latency, bandwidth=given.bandwidth)
-    timeline = simulate(made, costs)
+    assert isinstance(costs.skipped, dict)
+    timeline = simulate(made.with_skips(costs.skipped) if costs.skipped else made, costs)
     sizes = " ".join(f"{size / 2**20:.1f}" for size in timeline.memory)
     return timeline, [f"layers that stages begin with: {' '.join(map(str, bounds[:-1]))}", f"MiB, rank by rank: {sizes}"]

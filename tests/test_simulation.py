@@ -44,6 +44,21 @@ def test_a_profile_is_balanced_and_simulated(capsys, tmp_path: Path):
     assert "MiB, rank by rank: 4.0 2.0" in out
 
 
+def test_what_skips_stages_is_simulated(capsys, tmp_path: Path):
+    layers = tuple(LayerCosts(forward=1, backward=2) for _ in range(3))
+    path, slow = tmp_path / "p.json", tmp_path / "q.json"
+    Profile(layers).save(path)
+    Profile(layers, skips=((0, 2, 20),)).save(slow)
+    lengths = []
+    for file in (path, slow):
+        assert (
+            main(["simulate", "gpipe", "--stages", "3", "--microbatches", "1", "--profile", str(file), "--bandwidth", "2"]) == 0
+        )
+        lengths.append(capsys.readouterr().out)
+    assert "1 micro-batches: 9 long" in lengths[0]
+    assert "1 micro-batches: 26 long" in lengths[1]  # 1, there 10, 1 and 2, back 10, 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
