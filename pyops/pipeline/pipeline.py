@@ -186,7 +186,7 @@ class Pipeline(nn.Module):
 
     def on_action(self, call: Callable[[Action], Any] | None) -> None:
         """Call this after each action of a `step` on this rank, such as to start reducing a stage's gradients."""
-        self._train.on_action = call
+        self._train.on_action = self._early.on_action = call
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Timeline]]:

@@ -162,7 +162,7 @@ def test_a_version_is_kept_as_long_as_it_is_needed_and_no_longer(rule: str):
         for stage, stepping in pipeline.stream.stepping.items():
             most[stage] = max(most[stage], stepping.versions.kept)
 
-    pipeline._train.on_action = look
+    pipeline.on_action(look)
     for _ in range(2):
         pipeline.step(x, target)
         assert most == [plan.versions_kept(stage) for stage in range(k)]
@@ -185,7 +185,7 @@ def test_memory_of_a_version_is_let_go(optimizer: str):
         seen[stage].append(StorageWeakRef(pipeline.stages[stage].layers[0][0].weight.untyped_storage()))
         alive[stage].add(len({each.cdata for each in seen[stage] if not each.expired()}))
 
-    pipeline._train.on_action = look
+    pipeline.on_action(look)
     pipeline.step(*batch(20))
     assert [max(found) for found in alive] == [plan.versions_kept(stage) for stage in range(k)]
 
@@ -223,7 +223,7 @@ def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
         if action.stage == 0 and action.kind == "U" and any(when):
             sizes[when[1]].add_(square.w.detach().square())
 
-    pipeline._train.on_action = look
+    pipeline.on_action(look)
     pipeline.step(x, x)
     growing = sizes[1] > sizes[0]
     assert abs(float(tried[growing].min()) / limit - 1) < 0.002
@@ -268,9 +268,11 @@ def test_the_learning_rate_anneals_to_its_base_value():
     pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies)
     first = pipeline.stream.stepping[0]
     rates: list[float] = []
+    pipeline.on_action(lambda action: rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None)
     pipeline.step(x, target)  # synchronous: nothing is stale
     assert first.steps == 0
-    pipeline._train.on_action = lambda action: rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None
+    assert rates == [1.0] * 12
+    rates.clear()
     assert first.rate == 1 / 6
     pipeline.step(x, target)
     assert rates == [6.0 ** -(1 - min(step / 10, 1.0)) for step in range(1, 13)]

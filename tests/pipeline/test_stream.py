@@ -83,7 +83,7 @@ def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
             raise ArithmeticError("no such number")
 
     layers[0].register_forward_hook(lambda layer, x, y: y.register_hook(stop) and None)
-    pipeline._train.on_action = lambda action: newest.append(layers[0][0].weight.clone()) if str(action)[:2] == "0U" else None
+    pipeline.on_action(lambda action: newest.append(layers[0][0].weight.clone()) if str(action)[:2] == "0U" else None)
     with pytest.raises(ArithmeticError):
         pipeline.step(x, target)
     assert torch.equal(meeting[0], newest[3])
