@@ -5,12 +5,14 @@
     agree_on(frozen, group)                      or an error on every rank
     sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
+    ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
 says what is missing.
 """
 
+from pyops.elastic.cache import ActivationCache
 from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
@@ -18,6 +20,7 @@ from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChan
 from pyops.elastic.sampler import Sampler, Share
 
 __all__ = [
+    "ActivationCache",
     "Bound",
     "Callback",
     "Epoch",
