@@ -8,8 +8,7 @@
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
-After PipeTransformer (He et al., 2021). Here so far are the decisions, which need no ranks; docs/elastic.md
-says what is missing.
+After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
 """
 
 from pyops.elastic.cache import ActivationCache
