@@ -184,6 +184,8 @@ class Runner:
         else:
             y = stage.forward(number, x, feed.named[number], target, recompute=(index, number) in self.recomputed)
         if index == self.last:
+            if feed.scale is not None:
+                _check_loss(y)
             results[number] = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y)
         return [y.value, *y.skipped] if type(y) is Passed else [y]
 
@@ -219,6 +221,14 @@ class Runner:
             except Exception as error:
                 self._fail(error, action)
                 channel.fail()
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.dim():
+        shape = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"the loss is {shape}; it must be a tensor of one number, without dims, such as its mean() or sum()")
+    if not loss.requires_grad:
+        raise ValueError("the loss wants no gradient: it is detached, or no parameter of the model wants one")
 
 
 def timeline_of(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,6 +46,10 @@ class Orders:
     weights: str = "flush"
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     skips: tuple[tuple[int, int], ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles: what follows from the fields is found anew, and a mapping proxy can't be copied.
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"options": dict(self.options)}
 
     @property
     def num_ranks(self) -> int:

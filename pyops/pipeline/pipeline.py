@@ -35,7 +35,7 @@ from pyops.pipeline.microbatch import cut, portions, rows_of
 from pyops.pipeline.orders import Orders
 from pyops.pipeline.schedule import Schedule
 from pyops.pipeline.simulate import Timeline
-from pyops.pipeline.stage import Loss, Stage
+from pyops.pipeline.stage import Loss, Stage, named_arguments
 from pyops.pipeline.stepping import MakeOptimizer, Remedies
 from pyops.pipeline.stream import Stream
 from pyops.pipeline.tied import Ties, norm_of, tied_names
@@ -80,6 +80,7 @@ class Pipeline(nn.Module):
         layers = list(layers)
         self.group, self.reduction, self.count, self.before = group, reduction, count, before
         self.loss = loss
+        self._accepted = frozenset().union(*(named_arguments(layer) for layer in layers if isinstance(layer, nn.Module)))
         self.rank = 0 if group is None else dist.get_rank(group)
         tag, self.boundaries, edges = agreed(schedule, layers, boundaries, reduction, group)
         self.schedule = schedule = schedule if schedule.skips == tuple(edges) else schedule.with_skips(edges)
@@ -209,6 +210,10 @@ class Pipeline(nn.Module):
                 raise ValueError("the rank of the first stage needs a batch of tensors [rows, ...]")
             if self.has_last and scale is not None and target is None and self.loss is not None:
                 raise ValueError("the rank of the last stage needs the target of the step")
+            if strange := sorted(named.keys() - self._accepted):
+                raise ValueError(
+                    f"no layer's forward names {strange[0]!r}; layers name {', '.join(sorted(self._accepted)) or 'nothing'}"
+                )
             rows = next((n for n in map(rows_of, (batch, target, named)) if n is not None), None)
             inputs = cut(batch, several) if self.has_first else nothing
             targets = nothing if target is None or not self.has_last else cut(target, several, rows=rows)

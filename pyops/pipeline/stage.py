@@ -24,7 +24,7 @@ from pyops import random
 from pyops.deferred import Deferred, linears
 from pyops.pipeline.skips import Edges, Passed, Skips, skips_of
 
-__all__ = ["Stage", "detached", "tensors_of"]
+__all__ = ["Stage", "detached", "named_arguments", "tensors_of"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -60,8 +60,9 @@ class Stage:
     ) -> None:
         self.index, self.layers, self.first, self.loss = index, list(layers), first, loss
         self.skips = skips_of(self.layers, index, edges or {})
-        self.accepted = [_names(layer) for layer in self.layers]
+        self.accepted = [named_arguments(layer) for layer in self.layers]
         self.recomputing = False
+        self._works_in_place = any(getattr(m, "inplace", False) is True for layer in self.layers for m in layer.modules())
         self._graphs: dict[int, Graph] = {}
         self._again: dict[int, Again] = {}
         self._put_off: dict[int, Any] = {}
@@ -100,6 +101,8 @@ class Stage:
 
     def call(self, x: Any, named: dict[str, Any], target: Any) -> Any:
         """The layers, and the loss where there is a target."""
+        if self._works_in_place:  # not on what is a leaf, or kept for a second forward, or another stage's as well
+            x = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)
         if self.skips is not None:
             return self._call_with_skips(self.skips, x, named, target)
         for layer, accepted in zip(self.layers, self.accepted, strict=True):
@@ -214,7 +217,7 @@ def _wanting_gradient(value: Any) -> Any:
     return value
 
 
-def _names(layer: nn.Module) -> frozenset[str]:
+def named_arguments(layer: nn.Module) -> frozenset[str]:
     """The named arguments that a layer's forward takes."""
     several = list(inspect.signature(layer.forward).parameters.values())
     return frozenset(p.name for p in several if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
