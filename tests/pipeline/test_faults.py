@@ -140,6 +140,7 @@ def interrupted_at_any_time(rank: int, group: Any) -> int:
         layers, accepted = list(stage.layers), list(stage.accepted)
         if rank == i % 2:
             does(pipeline, start, 1)
+        message = ""
         try:
             message = said(lambda: pipeline.step(*batch(10)))
             if rank == i % 2:  # it may come after the step
