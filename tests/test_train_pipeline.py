@@ -81,7 +81,9 @@ def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path):
 def resaved(rank: int, group: object, config: Config) -> int:
     """Take up the newest checkpoint, and save it again."""
     run = Run(config, device=torch.device("cpu"), resume=True)
-    shutil.rmtree(config.folder / "checkpoints") if rank == 0 else None
+    torch.distributed.barrier()  # all have read it
+    if rank == 0:
+        shutil.rmtree(config.folder / "checkpoints")
     torch.distributed.barrier()
     run.save()
     run.checkpoints.wait()
