@@ -192,11 +192,15 @@ def _gpt(name: str, *, device: torch.device) -> Case:
     made = schedule(name, num_stages=SIZE, num_microbatches=MICROBATCHES)
     ours = _Ours(gpt_layers(), made, token_loss, x, target, steps=True)
     theirs = _Theirs(gpt_layers(), "1f1b", MICROBATCHES, token_loss, x, target, steps=True)
-    worst = _same_losses(ours, theirs)
+    several: dict[str, Any] = {"Pipeline": ours, "torch Schedule1F1B": theirs}
+    if name != "1f1b":
+        plain = schedule("1f1b", num_stages=SIZE, num_microbatches=MICROBATCHES)
+        several["Pipeline, 1f1b"] = _Ours(gpt_layers(), plain, token_loss, x, target, steps=True)
+    worst = _same_losses(*several.values())
     return Case(
         bench="pipeline",
         name=f"GPT step, {name}, {SIZE} ranks, {BATCH} x {LENGTH} tokens, {MICROBATCHES} micro-batches",
-        implementations={"Pipeline": ours, "torch Schedule1F1B": theirs},
+        implementations=several,
         check=lambda: worst,
         device=device,
         targets={"torch Schedule1F1B": 1.1 if name == "zb1p" else 1.0},
