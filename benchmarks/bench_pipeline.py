@@ -28,6 +28,7 @@ from pyops.pipeline.channel import Incoming
 __all__ = ["run"]
 
 SIZE, SLOW = 2, 4  # ranks
+STAGES = 4  # of the pipeline in one process
 BATCH, MICROBATCHES = 8, 4  # of the GPT
 SLEEP = 5e-3  # seconds of a forward that sleeps; input and weight gradients as long
 THEIRS = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
@@ -185,6 +186,51 @@ def _tiny(name: str, microbatches: int, *, device: torch.device) -> Case:
     )  # fmt: skip
 
 
+def _one_process(microbatches: int, *, device: torch.device) -> Case:
+    """Four stages in one process, beside torch's schedule of several stages on a rank."""
+
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Tiny() for _ in range(STAGES)]
+
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(2 * microbatches, 8, generator=generator) for _ in range(2))
+    pipeline = Pipeline(layers(), schedule=schedule("1f1b", num_stages=STAGES, num_microbatches=microbatches),
+                        loss=nn.functional.mse_loss)  # fmt: skip
+    stages: list[Any] = [pipelining.PipelineStage(layer, i, STAGES, device) for i, layer in enumerate(layers())]
+    peer = pipelining.ScheduleInterleaved1F1B(stages, n_microbatches=microbatches, loss_fn=nn.functional.mse_loss)
+
+    def theirs() -> float:
+        losses: list[Tensor] = []
+        peer.step(x, target=target, losses=losses)
+        return float(torch.stack(losses).detach().mean())
+
+    def ours() -> float:
+        return float(pipeline.step(x, target))
+
+    worst = _same_losses(ours, theirs)
+    alone = layers()
+
+    def cells() -> None:
+        for rows, wanted in zip(x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+            leaves, outputs, y = [], [], rows
+            for layer in alone:
+                leaves.append(y.detach().requires_grad_())
+                outputs.append(y := layer(leaves[-1]))
+            (nn.functional.mse_loss(y, wanted) / microbatches).backward()
+            for leaf, output in zip(reversed(leaves[1:]), reversed(outputs[:-1]), strict=True):
+                output.backward(leaf.grad)
+
+    return Case(
+        bench="pipeline",
+        name=f"1f1b, tiny layers, {STAGES} stages in one process, {microbatches} micro-batches",
+        implementations={"Pipeline": ours, "torch pipelining": theirs, "stages alone": cells},
+        check=lambda: worst,
+        device=device,
+        facts={"ranks": 1, "cells": STAGES * microbatches},
+    )
+
+
 def _gpt(name: str, *, device: torch.device) -> Case:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -264,7 +310,9 @@ def _slow(part: float, *, device: torch.device) -> Case:
 
 def _cases(*, device: torch.device, options: Any) -> Iterator[Callable[[], Case]]:
     several: list[tuple[str, Callable[[], Case]]] = []
-    if dist.get_world_size() == SIZE:
+    if dist.get_world_size() == 1:
+        several += [(f"one process {m}", partial(_one_process, m, device=device)) for m in (4, 16)]
+    elif dist.get_world_size() == SIZE:
         several += [(f"tiny {name} {m}", partial(_tiny, name, m, device=device)) for name in ("gpipe", "1f1b") for m in (4, 16)]
         several += [(f"GPT {name}", partial(_gpt, name, device=device)) for name in ("1f1b", "zb1p")]
     else:
@@ -277,9 +325,13 @@ def run(options: Any) -> list[Row]:
     if options.device.type != "cpu":
         print("the pipeline bench runs on CPU ranks only")
         return []
-    rows = [] if options.only and "slow" in options.only else measure_on_ranks(_cases, size=SIZE, options=options)
-    if options.only is None or "slow" in options.only:
-        rows += measure_on_ranks(_cases, size=SLOW, options=options)
+    sizes = {"one": 1, "slow": SLOW}
+    chosen = [size for word, size in sizes.items() if options.only and word in options.only] or [SIZE]
+    rows = [
+        row
+        for size in (chosen if options.only else (1, SIZE, SLOW))
+        for row in measure_on_ranks(_cases, size=size, options=options)
+    ]
     for row in rows:
         if "stages alone" in row["us"]:
             alone = row["us"]["stages alone"][1]
