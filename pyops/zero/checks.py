@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyops.offload import Offloaded
 
-__all__ = ["STAGES", "check_arguments", "param_groups_of"]
+__all__ = ["STAGES", "check_arguments", "check_crossing", "param_groups_of"]
 
 Group = dict[str, Any]
 STAGES = (0, 1, 2, 3)
@@ -109,3 +109,15 @@ def param_groups_of(
     if offload is not None:
         Offloaded(trial, offload).close()
     return groups
+
+
+def check_crossing(name: str, along: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
+    """ValueError where `along`, the argument `name`_group, and the data-parallel group share other ranks than this one."""
+    rank = dist.get_rank()
+    down = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(along)
+    if set(ranks) & set(down) != {rank}:
+        raise ValueError(
+            f"ZeroOptimizer: {name}_group is of ranks {ranks}, group of ranks {down}; they must have only rank {rank} in "
+            f"common: take both from one pyops.mesh.Mesh, group=mesh.group('dp'), {name}_group=mesh.group('{name}')"
+        )

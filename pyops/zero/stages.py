@@ -20,6 +20,7 @@ from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
+from pyops.zero.checks import check_crossing
 from pyops.zero.gradients import Gradients
 from pyops.zero.owned import OwnedPiece
 
@@ -41,14 +42,7 @@ def check_stages(pp_group: dist.ProcessGroup | None, *, group: dist.ProcessGroup
             f"ZeroOptimizer: stage is {stage}, but over the stages of a pipeline gradients add up whole until the last "
             "micro-batch; take stage 0 or 1, or pp_group=None"
         )
-    rank = dist.get_rank()
-    down = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    along = dist.get_process_group_ranks(pp_group)
-    if set(along) & set(down) != {rank}:
-        raise ValueError(
-            f"ZeroOptimizer: pp_group is of ranks {along}, group of ranks {down}; they must have only rank {rank} in "
-            "common: take both from one pyops.mesh.Mesh, group=mesh.group('dp'), pp_group=mesh.group('pp')"
-        )
+    check_crossing("pp", pp_group, group)
 
 
 def agree_over_stages(

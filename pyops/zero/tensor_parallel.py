@@ -17,6 +17,7 @@ from pyops.comm.collectives import all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.flat import Placement
 from pyops.optim.layerwise import LayerwiseOptimizer
+from pyops.zero.checks import check_crossing
 from pyops.zero.gradients import Gradients
 from pyops.zero.owned import OwnedPiece
 
@@ -44,14 +45,7 @@ class TensorParallel:
         return cls(model, tp_group=tp_group, group=group)
 
     def __init__(self, model: nn.Module, *, tp_group: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
-        rank = dist.get_rank()
-        down = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-        along = dist.get_process_group_ranks(tp_group)
-        if set(along) & set(down) != {rank}:
-            raise ValueError(
-                f"ZeroOptimizer: tp_group is of ranks {along}, group of ranks {down}; they must have only rank {rank} in "
-                "common: take both from one pyops.mesh.Mesh, group=mesh.group('dp'), tp_group=mesh.group('tp')"
-            )
+        check_crossing("tp", tp_group, group)
         self.communicator = Communicator.of(tp_group)
         rank, ranks = self.communicator.rank, self.communicator.size
         known = Placement.of(model)
