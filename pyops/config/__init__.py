@@ -1,0 +1,46 @@
+"""A run's configuration: a TOML file, whose sections are the frozen dataclasses of the rooms they configure.
+
+    name = "small"          # outputs go to <train.folder>/<name>/
+    [model]                 # pyops.models.GPTConfig
+    [data]                  # pyops.data.DataConfig
+    [optimizer]             # OptimizerConfig
+    [communication]         # CommunicationConfig
+    [precision]             # PrecisionConfig
+    [zero]                  # ZeroConfig
+    [recompute]             # RecomputeConfig
+    [parallel]              # pyops.parallel.ParallelConfig
+    [train]                 # TrainConfig
+
+`load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
+and the fix; nothing has been started by then.
+"""
+
+from pyops.config.reading import load_config
+from pyops.config.refusal import ConfigError
+from pyops.config.sections import (
+    COMMUNICATING,
+    OPTIMIZERS,
+    CommunicationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+from pyops.config.whole import Config
+from pyops.parallel import ParallelConfig
+
+__all__ = [
+    "COMMUNICATING",
+    "OPTIMIZERS",
+    "CommunicationConfig",
+    "Config",
+    "ConfigError",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RecomputeConfig",
+    "TrainConfig",
+    "ZeroConfig",
+    "load_config",
+]

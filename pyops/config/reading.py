@@ -1,0 +1,94 @@
+"""load_config: a TOML file and its overrides -> Config, or the key that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyops.config.refusal import ConfigError
+from pyops.config.whole import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["load_config"]
+
+
+def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be left out)."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"config {path} can't be read: {error.strerror}; name a TOML file, such as examples/gpt_small.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
+    for override in overrides:
+        _override(tree, override)
+    return _build(Config, tree, prefix="")
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise ConfigError(f"--set {override} is no assignment; write --set section.key=value, such as --set train.steps=10")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override}: {section} is a value, not a section; write --set {section}=value")
+    try:
+        tree[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[last] = text
+
+
+def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
+    """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages."""
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind)]
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            fix = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(prefix + n for n in names)}"
+            raise ConfigError(f"unknown key {prefix}{key} = {value!r}; {fix}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] and its keys below")
+            values[key] = _build(typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}.")
+        else:
+            values[key] = _convert(value, hints[key], key=prefix + key)
+    try:
+        return kind(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
+
+
+def _convert(value: Any, hint: Any, *, key: str) -> Any:
+    """`value` as the field's type; an int will do for a float, nothing else is converted."""
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]')
+        return tuple(value)
+    kinds = typing.get_args(hint) or (hint,)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) not in kinds or (hint is float and not math.isfinite(value)):
+        raise ConfigError(f"{key} is {value!r}; it must be {' or '.join(EXPECTED[kind] for kind in kinds)}")
+    return value

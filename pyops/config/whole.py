@@ -1,0 +1,116 @@
+"""Config: all of a run, and what of its sections does not go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyops.comm.codec import parse
+from pyops.config.refusal import ConfigError
+from pyops.config.sections import (
+    CommunicationConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+from pyops.data import DataConfig
+from pyops.models import GPTConfig
+from pyops.parallel import ParallelConfig
+
+__all__ = ["Config"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of a run."""
+
+    name: str = "run"
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
+        self._check_sharing()
+        if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
+            raise ValueError(
+                f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "
+                f"{self.optimizer.name!r} travel as one flat tensor: set the codec to onebit or int8"
+            )
+
+    def _check_sharing(self) -> None:
+        """What doesn't go with [zero] or [parallel]."""
+        tp, pp, optimizer = self.parallel.tp, self.parallel.pp, self.optimizer.name
+        axis = f"parallel.tp is {tp}" if tp > 1 else f"parallel.pp is {pp}"
+        shared, off = (f"zero.stage is {self.zero.stage}", "0") if self.zero.stage else (axis, "1")
+        if pp > 1:
+            self._check_pipeline()
+        if not self.zero.stage and tp == pp == 1:
+            return
+        if self.optimizer.communicates:
+            raise ValueError(f"{shared}, but optimizer.name {optimizer!r} communicates itself: set {off}")
+        if self.communication.codec != "none":
+            raise ValueError(
+                f'{shared}, which does not take communication.codec {self.communication.codec!r}: set "none", or {off} there'
+            )
+        if tp > 1 and optimizer in ("lamb", "lars", "adafactor"):
+            raise ValueError(
+                f"parallel.tp is {tp}, but optimizer.name {optimizer!r} goes by sums over each layer, of which a rank has a "
+                "part: set adamw, say, or parallel.tp to 1"
+            )
+
+    def _check_pipeline(self) -> None:
+        pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.model.num_layers + 2
+        if self.zero.stage > 1:
+            raise ValueError(
+                f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: gradients of a stage add up whole until its last "
+                "micro-batch; set zero.stage to 1 or 0"
+            )
+        if stages > layers:
+            raise ValueError(
+                f"parallel.pp is {pp}, {stages} stages by schedule {self.parallel.schedule!r}, but the model has {layers} "
+                f"layers (embedding, {self.model.num_layers} blocks, head); set model.num_layers to {stages - 2} or more, or "
+                "fewer stages"
+            )
+        if self.train.compile:
+            raise ValueError(f"train.compile is true, but parallel.pp is {pp}, whose stages are not compiled; set it to false")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's outputs go."""
+        return Path(self.train.folder) / self.name
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it."""
+        batch, micro = self.train.batch, self.train.micro_batch
+        try:
+            num_ranks = self.parallel.copies(num_ranks)  # those that share a model see the same sequences
+        except ValueError as error:
+            raise ConfigError(f"parallel.{error}") from None
+        if batch % num_ranks:
+            near = max(num_ranks, round(batch / num_ranks) * num_ranks)
+            raise ConfigError(
+                f"train.batch is {batch} sequences, which {num_ranks} ranks can't share; set it to a multiple of "
+                f"{num_ranks}, such as {near}"
+            )
+        share = batch // num_ranks
+        if micro and share % micro:
+            raise ConfigError(
+                f"train.micro_batch is {micro}, which does not divide a rank's {share} sequences (train.batch "
+                f"{batch} / {num_ranks} ranks); set it to a divisor of {share}, or to 0 for all at once"
+            )
+        try:
+            self.parallel.cut(share, micro_batch=micro)
+        except ValueError as error:
+            raise ConfigError(f"parallel.{error}") from None
