@@ -30,7 +30,7 @@ LAYERS = {
     "hub": 5, "simulation": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
 }  # fmt: skip
 SAME_LAYER_ALLOWED = {
-    "train": {"config", "metrics", "display"}, "cli": {"train", "config", "hub", "simulation"}, "__main__": {"cli"},
+    "train": {"config", "metrics", "display", "elastic"}, "cli": {"train", "config", "hub", "simulation"}, "__main__": {"cli"},
 }  # fmt: skip
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
 

@@ -9,12 +9,14 @@
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
     [parallel]              # pyops.parallel.ParallelConfig
+    [elastic]               # ElasticConfig
     [train]                 # TrainConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
 and the fix; nothing has been started by then.
 """
 
+from pyops.config.elastic import ElasticConfig
 from pyops.config.reading import load_config
 from pyops.config.refusal import ConfigError
 from pyops.config.sections import (
@@ -36,6 +38,7 @@ __all__ = [
     "CommunicationConfig",
     "Config",
     "ConfigError",
+    "ElasticConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",

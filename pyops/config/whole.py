@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyops.comm.codec import parse
+from pyops.config.elastic import ElasticConfig
 from pyops.config.refusal import ConfigError
 from pyops.config.sections import (
     CommunicationConfig,
@@ -35,6 +36,7 @@ class Config:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class Config:
             raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
+        if self.elastic.on:
+            self._check_elastic()
         self._check_sharing()
         if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
             raise ValueError(
@@ -85,6 +89,28 @@ class Config:
             )
         if self.train.compile:
             raise ValueError(f"train.compile is true, but parallel.pp is {pp}, whose stages are not compiled; set it to false")
+
+    def _check_elastic(self) -> None:
+        """What doesn't go with [elastic]: what a change of layout does not carry over, or can't."""
+        parallel, carried = self.parallel, "which a change of layout does not carry over"
+        stages = f"{parallel.schedule!r}, which has {parallel.num_stages} stages on {parallel.pp} ranks, but ranks are halved"
+        problems = (
+            ("zero.stage", self.zero.stage > 0, f"{self.zero.stage}: it shares out states, {carried}", "0"),
+            ("recompute.offload", self.recompute.offload != "none", f"{self.recompute.offload!r}, {carried}", '"none"'),
+            ("parallel.tp", parallel.tp > 1, f"{parallel.tp}: it cuts layers, {carried}", "1"),
+            ("parallel.schedule", parallel.num_stages != parallel.pp, stages, '"1f1b", and parallel.v to 1'),
+            ("model.tied_head", self.model.tied_head, "true: the head goes on training, but has the weights of the embedding, "
+                                                      "which is frozen", "false"),
+            ("train.compile", self.train.compile, "true: each change of layout would compile anew", "false"),
+            ("optimizer.name", self.optimizer.communicates, f"{self.optimizer.name!r}: it keeps errors, {carried}", '"adamw"'),
+            ("communication.codec", self.communication.codec != "none", f"{self.communication.codec!r}, {carried}", '"none"'),
+        )  # fmt: skip
+        for key, wrong, text, fix in problems:
+            if wrong:
+                raise ValueError(
+                    f"elastic.freeze is {self.elastic.freeze!r}, but {key} is {text}; set {key} to {fix}, or elastic.freeze to "
+                    '"none"'
+                )
 
     @property
     def folder(self) -> Path:

@@ -16,13 +16,30 @@ from torch import nn
 import pyops.optim
 from pyops import recompute
 from pyops.comm.codec import Codec, parse
-from pyops.config import CommunicationConfig, Config, ConfigError, OptimizerConfig, PrecisionConfig, RecomputeConfig
+from pyops.config import (
+    CommunicationConfig,
+    Config,
+    ConfigError,
+    ElasticConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
 from pyops.data_parallel import DataParallel
+from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Policy
 from pyops.models import GPT
 from pyops.precision import PRECISIONS, LossScale
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["make_data_parallel", "make_loss_scale", "make_model", "make_optimizer", "make_zero", "recompute_modules"]
+__all__ = [
+    "make_data_parallel",
+    "make_loss_scale",
+    "make_model",
+    "make_optimizer",
+    "make_policy",
+    "make_zero",
+    "recompute_modules",
+]
 
 CLASSES = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
@@ -123,6 +140,14 @@ def make_loss_scale(options: PrecisionConfig) -> LossScale:
     return LossScale(
         initial=options.initial_scale, window=options.scale_window, hysteresis=options.hysteresis, minimum=options.minimum_scale
     )
+
+
+def make_policy(options: ElasticConfig) -> Policy | None:
+    """What decides which layers are frozen; None freezes none."""
+    if options.freeze == "percentile":
+        return PercentileOfChange(options.percent)
+    kinds = {"gradient_norm": GradientNorm, "bound": Bound}
+    return kinds[options.freeze](options.alpha) if options.on else None
 
 
 def _class(options: OptimizerConfig) -> Any:
