@@ -6,6 +6,8 @@
     sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
+    Layout(ranks, stages, replicas, ...)         which rank holds which layers
+    carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
@@ -13,10 +15,12 @@ After PipeTransformer (He et al., 2021). These are the decisions, and what they 
 
 from pyops.elastic.cache import ActivationCache
 from pyops.elastic.forecast import Epoch, forecast
+from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
 from pyops.elastic.sampler import Sampler, Share
+from pyops.elastic.transition import Move, carry, moves, transition
 
 __all__ = [
     "ActivationCache",
@@ -24,14 +28,19 @@ __all__ = [
     "Callback",
     "Epoch",
     "GradientNorm",
+    "Layout",
     "Machine",
     "Meter",
+    "Move",
     "Packing",
     "PercentileOfChange",
     "Policy",
     "Sampler",
     "Share",
     "agree_on",
+    "carry",
     "forecast",
+    "moves",
     "pack",
+    "transition",
 ]

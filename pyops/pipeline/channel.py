@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.failure import PeerError
-from pyops.pipeline.message import HEADER, Described, describe, empty_like_described, moved, restore, unpack
+from pyops.pipeline.message import HEADER, Described, describe, empty_like_described, moved, pack, restore, unpack
 
 __all__ = ["FAILED", "Direct", "Incoming", "Outgoing"]
 
@@ -137,15 +137,7 @@ class Outgoing:
             self._wait()
 
     def _packed(self, described: Described, room: int) -> Tensor:
-        message = torch.empty(room, dtype=torch.uint8)
-        shape, view = described.shape, message.numpy().data
-        flags = 0 if self.direct is None else APART
-        HEADER.pack_into(view, 0, flags, described.end, len(shape), time.monotonic_ns())
-        view[HEADER.size : HEADER.size + len(shape)] = shape
-        for tensor, at in zip(described.tensors, described.offsets, strict=True):
-            if tensor.numel():
-                message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        return message
+        return pack(described, room=room, flags=0 if self.direct is None else APART)
 
     def _wait(self) -> None:
         work, _ = self._under_way.popleft()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["HEADER", "Described", "Head", "describe", "empty_like_described", "moved", "restore", "unpack"]
+__all__ = ["HEADER", "Described", "Head", "describe", "empty_like_described", "moved", "pack", "restore", "unpack"]
 
 HEADER = struct.Struct("<4q")
 ALIGNMENT = 64
@@ -52,6 +53,18 @@ def describe(value: Any, *, what: str) -> Described:
         return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
     tensors: list[Tensor] = []
     return Described(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
+
+
+def pack(described: Described, *, room: int | None = None, flags: int = 0) -> Tensor:
+    """The message (1-D uint8 on the CPU) of `room` bytes, by default as many as it needs."""
+    message = torch.empty(described.end if room is None else room, dtype=torch.uint8)
+    shape, view = described.shape, message.numpy().data
+    HEADER.pack_into(view, 0, flags, described.end, len(shape), time.monotonic_ns())
+    view[HEADER.size : HEADER.size + len(shape)] = shape
+    for tensor, at in zip(described.tensors, described.offsets, strict=True):
+        if tensor.numel():
+            message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return message
 
 
 def restore(shape: bytes, tensors: list[Tensor]) -> Any:

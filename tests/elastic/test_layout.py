@@ -1,0 +1,59 @@
+"""Layouts: who holds what, and what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyops.elastic import Layout
+
+pytestmark = pytest.mark.cpu_only
+
+
+def test_who_holds_what():
+    layout = Layout(ranks=9, stages=4, replicas=2, boundaries=(0, 3, 5, 6, 8), frozen=2, micro_batches=8)
+    assert [layout.is_active(rank) for rank in range(9)] == [True] * 8 + [False]
+    assert [layout.replica(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.stage(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [list(layout.layers(rank)) for rank in (0, 5, 7, 8)] == [[0, 1, 2], [3, 4], [6, 7], []]
+    assert layout.members(1) == (4, 5, 6, 7)
+    assert layout.line(2) == (2, 6)
+    assert [layout.holders(layer) for layer in (0, 2, 3, 5, 7)] == [(0, 4), (0, 4), (1, 5), (2, 6), (3, 7)]
+    assert (layout.layer_count, layout.active) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"stages": 1.0}, "stages is 1.0"),
+        ({"replicas": True}, "replicas is True"),
+        ({"micro_batches": -1}, "micro_batches is -1"),
+        ({"replicas": 3}, "3 replicas of 2 stages need 6 ranks, but there are 4"),
+        ({"boundaries": (0, 5)}, "expected 3 rising whole numbers"),
+        ({"boundaries": (0, 0, 5)}, "expected 3 rising whole numbers"),
+        ({"boundaries": (1, 2, 5)}, "expected 3 rising whole numbers"),
+        ({"frozen": 5}, "frozen is 5; it must be a whole number from 0 to 4"),
+        ({"frozen": -1}, "frozen is -1"),
+        ({"frozen": 3}, "the frozen prefix is not cut: boundaries.1. must be 3 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_named(change, message):
+    right = {"ranks": 4, "stages": 2, "replicas": 2, "boundaries": (0, 2, 5), "frozen": 2, "micro_batches": 4}
+    assert Layout(**right).boundaries == (0, 2, 5)
+    with pytest.raises(ValueError, match=message):
+        Layout(**(right | change))
+
+
+def test_a_rank_that_is_idle_or_is_none():
+    layout = Layout(ranks=3, stages=2, replicas=1, boundaries=[0, 1, 2])
+    assert layout == Layout(ranks=3, stages=2, replicas=1, boundaries=(0, 1, 2)), "a list is as good"
+    for call, message in (
+        (lambda: layout.stage(2), "rank 2 is idle"),
+        (lambda: layout.replica(2), "rank 2 is idle"),
+        (lambda: layout.layers(3), "there is no rank 3"),
+        (lambda: layout.members(1), "there is no replica 1"),
+        (lambda: layout.line(2), "there is no stage 2"),
+        (lambda: layout.holders(2), "there is no layer 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
