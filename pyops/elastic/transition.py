@@ -85,9 +85,9 @@ def transition(states: Sequence[Mapping[int, State]], old: Layout, new: Layout) 
         raise ValueError(f"there are states of {len(states)} ranks, but {old.ranks} ranks")
     after = [_kept(state, rank, new) for rank, state in enumerate(states)]
     for move in moves(old, new):
-        state = _needed(states[move.source][move.layer], move.layer, new)
+        given = _needed(states[move.source][move.layer], move.layer, new)
         for target in move.targets:
-            after[target][move.layer] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
+            after[target][move.layer] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
     return [dict(sorted(state.items())) for state in after]
 
 
