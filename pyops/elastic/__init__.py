@@ -8,6 +8,7 @@
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
+    Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
@@ -19,6 +20,7 @@ from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler, Share
 from pyops.elastic.transition import Move, carry, moves, transition
 
@@ -35,6 +37,7 @@ __all__ = [
     "Packing",
     "PercentileOfChange",
     "Policy",
+    "Prefix",
     "Sampler",
     "Share",
     "agree_on",

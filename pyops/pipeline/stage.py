@@ -218,6 +218,8 @@ def _wanting_gradient(value: Any) -> Any:
 
 
 def named_arguments(layer: nn.Module) -> frozenset[str]:
-    """The named arguments that a layer's forward takes."""
+    """The named arguments that a layer's forward takes: what its `named_arguments` says, else its signature."""
+    if (own := getattr(layer, "named_arguments", None)) is not None:
+        return frozenset(own)
     several = list(inspect.signature(layer.forward).parameters.values())
     return frozenset(p.name for p in several if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
