@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-OPTIONAL = {"hypothesis", "matplotlib", "rich", "safetensors", "tensorboard", "tokenizers", "tomli", "transformers", "triton"}
+OPTIONAL = {
+    "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
+    "triton",
+}  # fmt: skip
 
 
 def missing(error: BaseException | None) -> str | None:

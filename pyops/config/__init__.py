@@ -11,6 +11,7 @@
     [parallel]              # pyops.parallel.ParallelConfig
     [elastic]               # ElasticConfig
     [train]                 # TrainConfig
+    [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
 `load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
 and the fix; nothing has been started by then.
@@ -29,6 +30,7 @@ from pyops.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
+from pyops.config.task import TaskConfig
 from pyops.config.whole import Config
 from pyops.parallel import ParallelConfig
 
@@ -43,6 +45,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "TaskConfig",
     "TrainConfig",
     "ZeroConfig",
     "load_config",

@@ -16,8 +16,9 @@ from pyops.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
+from pyops.config.task import KINDS, TaskConfig, check_task
 from pyops.data import DataConfig
-from pyops.models import GPTConfig
+from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.parallel import ParallelConfig
 
 __all__ = ["Config"]
@@ -38,12 +39,16 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    vit: ViTConfig = field(default_factory=ViTConfig)
+    bert: BERTConfig = field(default_factory=BERTConfig)
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
+        check_task(self.task, data=self.data, vit=self.vit, bert=self.bert)
         if self.elastic.on:
             self._check_elastic()
         self._check_sharing()
@@ -75,7 +80,7 @@ class Config:
             )
 
     def _check_pipeline(self) -> None:
-        pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.model.num_layers + 2
+        pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.num_blocks + 2
         if self.zero.stage > 1:
             raise ValueError(
                 f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: gradients of a stage add up whole until its last "
@@ -84,8 +89,8 @@ class Config:
         if stages > layers:
             raise ValueError(
                 f"parallel.pp is {pp}, {stages} stages by schedule {self.parallel.schedule!r}, but the model has {layers} "
-                f"layers (embedding, {self.model.num_layers} blocks, head); set model.num_layers to {stages - 2} or more, or "
-                "fewer stages"
+                f"layers (embedding, {self.num_blocks} blocks, head); set {KINDS[self.task.kind]}.num_layers to {stages - 2} "
+                "or more, or fewer stages"
             )
         if self.train.compile:
             raise ValueError(f"train.compile is true, but parallel.pp is {pp}, whose stages are not compiled; set it to false")
@@ -99,8 +104,8 @@ class Config:
             ("recompute.offload", self.recompute.offload != "none", f"{self.recompute.offload!r}, {carried}", '"none"'),
             ("parallel.tp", parallel.tp > 1, f"{parallel.tp}: it cuts layers, {carried}", "1"),
             ("parallel.schedule", parallel.num_stages != parallel.pp, stages, '"1f1b", and parallel.v to 1'),
-            ("model.tied_head", self.model.tied_head, "true: the head goes on training, but has the weights of the embedding, "
-                                                      "which is frozen", "false"),
+            ("model.tied_head", self.task.kind == "text" and self.model.tied_head,
+             "true: the head goes on training, but has the weights of the embedding, which is frozen", "false"),
             ("train.compile", self.train.compile, "true: each change of layout would compile anew", "false"),
             ("optimizer.name", self.optimizer.communicates, f"{self.optimizer.name!r}: it keeps errors, {carried}", '"adamw"'),
             ("communication.codec", self.communication.codec != "none", f"{self.communication.codec!r}, {carried}", '"none"'),
@@ -111,6 +116,12 @@ class Config:
                     f"elastic.freeze is {self.elastic.freeze!r}, but {key} is {text}; set {key} to {fix}, or elastic.freeze to "
                     '"none"'
                 )
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the model that the task is for."""
+        found: int = getattr(self, KINDS[self.task.kind]).num_layers
+        return found
 
     @property
     def folder(self) -> Path:

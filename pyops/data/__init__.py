@@ -10,12 +10,17 @@ batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, ra
 rows = batches.next()                                             # int64 [32 / num_ranks, 257]
 batches.state_dict(), batches.load_state_dict(state)              # the cursor
 corpus.bigram_loss                                                # what a byte-bigram model reaches, nats per byte
+
+load_digits()                                                     # images of scikit-learn, to train on and held out
+prepare_passages(DataConfig(), vocab_size=1024, length=64)        # code, and which family of modules it is from
 """
 
 from pyops.data.batches import Batches, validation_rows
 from pyops.data.bigram import bigram_loss, count_pairs
 from pyops.data.cache import Corpus, prepare
 from pyops.data.corpus import CorpusError, DataConfig, Document, find_documents
+from pyops.data.digits import Digits, load_digits
+from pyops.data.passages import Passages, prepare_passages
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
 __all__ = [
@@ -24,12 +29,16 @@ __all__ = [
     "Corpus",
     "CorpusError",
     "DataConfig",
+    "Digits",
     "Document",
     "PairTokenizer",
+    "Passages",
     "Tokenizer",
     "bigram_loss",
     "count_pairs",
     "find_documents",
+    "load_digits",
     "prepare",
+    "prepare_passages",
     "validation_rows",
 ]

@@ -25,7 +25,7 @@ from pyops.data.bigram import bigram_loss, count_pairs
 from pyops.data.corpus import CorpusError, DataConfig, find_documents, read_documents
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
-__all__ = ["Corpus", "prepare"]
+__all__ = ["Corpus", "build_aside", "prepare"]
 
 FORMAT = 1
 PARTS = ("train", "validation")
@@ -95,11 +95,18 @@ def _build_once(config: DataConfig, vocab_size: int) -> Path:
     folder = Path(config.cache).expanduser() / digest.hexdigest()
     if (folder / "meta.json").exists():
         return folder
+    train_bytes = round(size * (1 - config.validation_fraction))
+    return build_aside(folder, lambda aside: _build(config, texts, aside, train_bytes=train_bytes, vocab_size=vocab_size))
+
+
+def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, which has what `build` wrote into one beside it, or another process at the same time; `build` writes meta.json
+    last. Raises CorpusError where the cache can't be written."""
     aside: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=folder.name + ".", suffix=".tmp", dir=folder.parent))
-        _build(config, texts, aside, train_bytes=round(size * (1 - config.validation_fraction)), vocab_size=vocab_size)
+        build(aside)
         _publish(aside, folder)
     except OSError as error:
         raise CorpusError(

@@ -76,7 +76,7 @@ class Embedding(nn.Module):
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.dropout = layout.dropout(config.dropout, config.dim)
 
-    def forward(self, tokens_BT: Tensor, types_BT: Tensor | None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
         place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         x = self.token(tokens_BT) + self.kind(self.layout.take_index(types_BT))
@@ -152,6 +152,10 @@ class BERT(nn.Module):
         self.next_sentence = layout.linear(config.dim, 2, per_token=False) if config.pooled_head else None
         if seed is not None:
             initialise_model_(self, seed=seed, std=0.02)
+
+    def layers(self) -> list[nn.Module]:
+        """The modules whose composition gives the logits of tokens, in order: embedding, blocks, head."""
+        return [self.embedding, *self.blocks, self.head]
 
     def encode(self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None) -> Tensor:
         """x_BTD of the last block, as a rank holds it."""

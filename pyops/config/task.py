@@ -1,0 +1,67 @@
+"""TaskConfig: what a run learns from numbered samples, and which of the other sections that needs to be how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyops.config.refusal import require
+from pyops.data import DataConfig
+from pyops.models import BERTConfig, ViTConfig
+
+__all__ = ["KINDS", "TaskConfig", "check_task"]
+
+# kind: the section of its model
+KINDS = {"text": "model", "digits": "vit", "turned_digits": "vit", "passages": "bert", "masked_text": "bert"}
+DIGIT_IMAGES = {"image_size": 8, "num_channels": 1}
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is learnt, over how many epochs, and where weights come from.
+
+    kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of digits by [vit], and before
+    that "turned_digits", by how much they were turned and shifted; "passages", which family of modules of the Python standard
+    library a passage is from, by [bert], and before that "masked_text", masked tokens of the library. [data]
+    validation_fraction is held out, of passages by file.
+
+    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: as many steps as
+    train.steps. reach: digits come shifted by up to so many pixels down and to the right, each way: (2 reach + 1)^2 samples.
+    """
+
+    kind: str = "text"
+    pretrained: str = ""
+    epochs: int = 0
+    reach: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, f"one of {', '.join(KINDS)}", ("kind",), lambda v: v in KINDS)
+        require(self, "0 or more", ("epochs",), lambda v: v >= 0)
+        require(self, "0 to 7, less than the side of an image", ("reach",), lambda v: 0 <= v < DIGIT_IMAGES["image_size"])
+
+    @property
+    def labels(self) -> int:
+        """How many there are to choose from; 0: not that kind of task."""
+        if self.kind == "turned_digits":
+            return 4 * (2 * self.reach + 1) ** 2
+        return {"digits": 10}.get(self.kind, 0)
+
+
+def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERTConfig) -> None:
+    """ValueError where the sections don't fit the task."""
+    section = KINDS[task.kind]
+    if section == "vit":
+        for name, wanted in {**DIGIT_IMAGES, "num_labels": task.labels}.items():
+            if (value := getattr(vit, name)) != wanted:
+                raise ValueError(f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}")
+    if section == "bert":
+        wants: dict[str, Any] = {"tied_head": False, "pooled_head": False}
+        if task.kind == "passages":
+            wants = {}
+        for name, wanted in wants.items():
+            if getattr(bert, name) != wanted:
+                raise ValueError(f"bert.{name} is true, but task.kind is {task.kind!r}: set it to false")
+        if data.path != "stdlib":
+            raise ValueError(f'data.path is {data.path!r}, but task.kind is {task.kind!r}: set it to "stdlib"')
+        if bert.vocab_size < 258:
+            raise ValueError(f"bert.vocab_size is {bert.vocab_size}; 256 bytes and 2 special tokens need 258 or more")

@@ -1,0 +1,214 @@
+"""Passages of code from families of modules of the Python standard library: which family is each from?
+
+    asyncio  ----files----> base_events.py streams.py ... | transports.py ...           split by file: no file is in both parts
+                            train                         | held out
+             --passages--> [first] 63 tokens, one after the other; as many of each family
+    the rest of the library, and what is trained on -> text, in the same lengths, without labels, to begin with
+
+Tokens are those of `DataConfig.tokenizer`, and two more: one that stands first, and one in place of those that are masked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops import random
+from pyops.comm.agreement import agree, on_first_rank
+from pyops.data.cache import build_aside
+from pyops.data.corpus import STANDARD_LIBRARY, CorpusError, DataConfig, Document, find_documents, read_documents
+from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
+
+__all__ = ["FAMILIES", "Passages", "Rows", "mask_rows", "prepare_passages"]
+
+FORMAT = 1
+SPECIAL = 2  # the token that stands first, and that of masked places: the vocabulary's last two
+
+# name: files and folders below the library's folder, of every Python from 3.10 on
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "asyncio": ("asyncio/",),
+    "email": ("email/",),
+    "importlib": ("importlib/", "zipimport.py", "pkgutil.py", "runpy.py"),
+    "multiprocessing": ("multiprocessing/", "concurrent/", "subprocess.py"),
+    "text": ("json/", "re.py", "re/", "csv.py", "configparser.py", "textwrap.py", "string.py", "difflib.py", "shlex.py",
+             "tokenize.py", "gettext.py", "argparse.py", "optparse.py"),
+    "unittest": ("unittest/", "doctest.py"),
+    "web": ("http/", "urllib/", "html/", "wsgiref/", "xmlrpc/"),
+    "xml": ("xml/",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """tokens: int64 [n, T]. labels: int64 [n], the number of the family. files: of each row, the number of its file."""
+
+    tokens: Tensor
+    labels: Tensor
+    files: Tensor
+
+
+@dataclass(frozen=True)
+class Passages:
+    """text: int64 [m, T], of all the library but what is held out. first, mask: the two tokens that are no text.
+
+    digest: of the text and the settings; equal digests mean equal tokens.
+    """
+
+    train: Rows
+    held_out: Rows
+    text: Tensor
+    first: int
+    mask: int
+    digest: str
+
+
+def prepare_passages(
+    config: DataConfig, *, vocab_size: int, length: int, group: dist.ProcessGroup | None = None
+) -> Passages:  # fmt: skip
+    """Cut the library into passages of `length` tokens, unless the cache has them. Rank 0 of the group does it, others wait.
+
+    config.path must be "stdlib"; validation_fraction: of each family's bytes, about that part is held out; max_bytes: of the
+    text without labels. vocab_size: with the two special tokens. CorpusError, on every rank alike, for what can't be done.
+    """
+    if config.path != STANDARD_LIBRARY:
+        raise CorpusError(f'data.path is {config.path!r}, but passages are of the Python standard library: set it to "stdlib"')
+    if vocab_size < 256 + SPECIAL:
+        raise CorpusError(
+            f"bert.vocab_size is {vocab_size}; there are 256 bytes and {SPECIAL} special tokens: set {256 + SPECIAL} or more"
+        )
+    if length < 2:
+        raise CorpusError(f"bert.sequence_length is {length}; a passage needs 2 tokens or more, such as 64")
+    folder = on_first_rank(lambda: _build_once(config, vocab_size, length), group=group)
+    passages, error = None, None
+    try:
+        passages = _open(folder, vocab_size)
+    except CorpusError as caught:
+        error = caught
+    agree(error, group=group)
+    assert passages is not None
+    return passages
+
+
+def mask_rows(tokens_BT: Tensor, *, passages: Passages, samples: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """(tokens with some masked, which places): of each row the same number, 15 % of T - 1, at least one; never the first.
+
+    Of these 80 % become the mask, 10 % another token, 10 % stay (Devlin et al., 2019). Drawn by (seed, epoch, sample) alone.
+    """
+    rows, length = tokens_BT.shape
+    count, texts = max(1, round(0.15 * (length - 1))), passages.first
+    drawn = [random.uniform(seed, f"masks.{epoch}", (3 * length,), offset=int(n) * 3 * length) for n in samples.clamp(min=0)]
+    place, kind, other = (torch.stack(drawn) if rows else torch.zeros(0, 3 * length)).view(rows, 3, length).unbind(1)
+    place = place.clone()
+    place[:, 0] = 2.0  # behind all others
+    masked = torch.zeros(rows, length, dtype=torch.bool).scatter_(1, place.argsort(dim=1, stable=True)[:, :count], True)
+    changed = torch.where(kind < 0.8, torch.tensor(passages.mask), (other * texts).long())
+    return torch.where(masked & (kind < 0.9), changed, tokens_BT), masked
+
+
+def _belongs(document: Document, parts: Sequence[str]) -> bool:
+    return any(document.name.startswith(part) if part.endswith("/") else document.name == part for part in parts)
+
+
+def _split(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Files to train on and files held out, which have up to `fraction` of the bytes; the order decides."""
+    room = fraction * sum(d.size for d in documents)
+    train: list[Document] = []
+    held_out: list[Document] = []
+    for document in documents:
+        part = held_out if document.size <= room else train
+        part.append(document)
+        room -= document.size if part is held_out else 0
+    return train, held_out
+
+
+def _build_once(config: DataConfig, vocab_size: int, length: int) -> Path:
+    documents = find_documents(DataConfig(path=STANDARD_LIBRARY))
+    settings = [FORMAT, config.tokenizer, config.validation_fraction, config.max_bytes, vocab_size, length, FAMILIES]
+    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
+    for document in documents:
+        digest.update(f"{document.name}\0{document.size}\0".encode())
+    for text in read_documents(documents):
+        digest.update(text)
+    folder = Path(config.cache).expanduser() / f"passages-{digest.hexdigest()}"
+    if (folder / "meta.json").exists():
+        return folder
+    return build_aside(folder, lambda aside: _build(aside, config, documents, vocab_size=vocab_size, length=length))
+
+
+def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, vocab_size: int, length: int) -> None:
+    parts: dict[str, list[list[Document]]] = {"train": [], "held_out": []}
+    for family, members in FAMILIES.items():
+        own = [d for d in documents if _belongs(d, members)]
+        for part, some in zip(parts, _split(own, config.validation_fraction), strict=True):
+            if not some:
+                raise CorpusError(
+                    f"of the modules of {family} in the standard library, {len(own)} files, none would be in the {part} part: "
+                    "set data.validation_fraction to another part, such as 0.4"
+                )
+            parts[part].append(some)
+    kept_away = {d.name for some in parts["held_out"] for d in some}
+    rest = [d for d in documents if d.name not in kept_away]
+    tokenizer: Tokenizer = ByteTokenizer()
+    if config.tokenizer == "bpe":
+        texts = read_documents(rest, max_bytes=config.max_bytes)
+        tokenizer = trained = PairTokenizer.train(texts, vocab_size=vocab_size - SPECIAL)
+        trained.save(folder / "tokenizer.json")
+    numbers = {d.name: i for i, d in enumerate(documents)}
+    for part, families in parts.items():
+        _write_rows(folder / part, [[(numbers[d.name], _rows(tokenizer, read_documents([d]), length)) for d in some]
+                                    for some in families])  # fmt: skip
+    np.save(folder / "text.npy", _rows(tokenizer, read_documents(rest, max_bytes=config.max_bytes), length))
+    (folder / "meta.json").write_text(json.dumps({"format": FORMAT, "first": vocab_size - 2, "mask": vocab_size - 1}))
+
+
+def _rows(tokenizer: Tokenizer, texts: Iterable[bytes], length: int) -> np.ndarray:
+    """[n, T - 1] tokens of the text, what fills no row left out."""
+    tokens = np.concatenate([tokenizer.encode(text) for text in texts]).astype(np.int32)
+    return tokens[: len(tokens) // (length - 1) * (length - 1)].reshape(-1, length - 1)
+
+
+def _write_rows(stem: Path, families: Sequence[Sequence[tuple[int, np.ndarray]]]) -> None:
+    """tokens [n, T - 1], labels and files [n], of every family as many rows, spread over its files."""
+    each = min(sum(len(rows) for _, rows in files) for files in families)
+    if not each:
+        raise CorpusError(f"a family has no passage in the {stem.name} part; set bert.sequence_length to fewer tokens")
+    tokens, numbers = [], []
+    for files in families:
+        rows = np.concatenate([rows for _, rows in files])
+        number = np.concatenate([np.full(len(rows), number) for number, rows in files])
+        chosen = np.arange(each) * len(rows) // each
+        tokens.append(rows[chosen])
+        numbers.append(number[chosen])
+    np.save(f"{stem}.tokens.npy", np.concatenate(tokens))
+    np.save(f"{stem}.labels.npy", np.repeat(np.arange(len(families)), each))
+    np.save(f"{stem}.files.npy", np.concatenate(numbers))
+
+
+def _open(folder: Path, vocab_size: int) -> Passages:
+    def read(name: str) -> Tensor:
+        return torch.from_numpy(np.load(folder / f"{name}.npy", allow_pickle=False)).long()
+
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        led: Callable[[Tensor], Tensor] = lambda rows: torch.nn.functional.pad(rows, (1, 0), value=meta["first"])  # noqa: E731
+        train, held_out = (
+            Rows(led(read(f"{part}.tokens")), read(f"{part}.labels"), read(f"{part}.files")) for part in ("train", "held_out")
+        )
+        text = led(read("text"))
+        if max(int(rows.max()) for rows in (train.tokens, held_out.tokens, text)) >= vocab_size:
+            raise ValueError(f"it has tokens of {vocab_size} and more")
+        return Passages(train, held_out, text, meta["first"], meta["mask"], folder.name)
+    except FileNotFoundError as error:
+        raise CorpusError(
+            f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew") from None

@@ -1,0 +1,90 @@
+"""BERTClassifier: a BERT whose head chooses one of several labels for the whole sequence, from its first token.
+
+    tokens -> embedding -> block 0 -> ... -> block L-1 -> first token -> tanh(dense) -> output -> logits_BN
+
+(Devlin et al., 2019, section 4.1; the head is the pooler and what stands on it.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.models.bert import BERTConfig, Block, Embedding
+from pyops.models.layout import Layout, Shape
+from pyops.models.vocabulary import IGNORED
+from pyops.tensor_parallel import initialise_model_, set_dropout
+
+__all__ = ["BERTClassifier"]
+
+
+class Head(nn.Module):
+    """x_BTD -> logits_BN of the first token, on every rank."""
+
+    def __init__(self, config: BERTConfig, num_labels: int, *, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.dense = layout.linear(config.dim, config.dim, per_token=False)
+        self.output = layout.linear(config.dim, num_labels, per_token=False)
+
+    def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
+        first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
+        return self.output(torch.tanh(self.dense(first_BD)))
+
+
+class BERTClassifier(nn.Module):
+    """tokens [B, T] int64, T <= sequence_length -> logits [B, num_labels] in the dtype of the parameters.
+
+    `embedding` and `blocks` are named as BERT's, whose weights it takes. tied_head and pooled_head of the config mean nothing
+    here. group, sequence_parallel, seed: as of BERT. ValueError for fewer than two labels, or heads that ranks can't share.
+    """
+
+    def __init__(
+        self, config: BERTConfig, *, num_labels: int, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
+        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if num_labels < 2:
+            raise ValueError(f"num_labels is {num_labels}; there must be 2 or more to choose from")
+        self.config = config
+        layout = Layout(group, sequence_parallel, device, dtype)
+        self.embedding = Embedding(config, layout=layout)
+        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
+        self.head = Head(config, num_labels, layout=layout)
+        if seed is not None:
+            initialise_model_(self, seed=seed, std=0.02)
+
+    def layers(self) -> list[nn.Module]:
+        """The modules whose composition is forward, in order: embedding, blocks, head."""
+        return [self.embedding, *self.blocks, self.head]
+
+    def forward(
+        self, tokens_BT: Tensor, labels_B: Tensor | None = None, *, types: Tensor | None = None, mask: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
+        """Logits; with labels, `loss`. types, mask: [B, T], as of BERT."""
+        shape = (tokens_BT.shape[0], tokens_BT.shape[1])
+        if shape[1] > self.config.sequence_length:
+            raise ValueError(
+                f"a sequence of {shape[1]} tokens is longer than sequence_length = {self.config.sequence_length}; cut it, or "
+                "make the model with a longer one"
+            )
+        x = self.embedding(tokens_BT, types)
+        for block in self.blocks:
+            x = block(x, shape, mask)
+        logits_BN = self.head(x, shape)
+        if labels_B is None:
+            return logits_BN
+        logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
+        return functional.cross_entropy(logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction)
+
+    def loss(self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor) -> Tensor:
+        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
+        return self(tokens_BT, labels_B, reduction=reduction, **inputs)
+
+    def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
+        """Key all dropout for the next forward, as GPT.set_dropout does."""
+        if self.config.dropout or self.config.attention_dropout:
+            set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

@@ -1,0 +1,267 @@
+"""Tasks: what there is to learn, as samples with numbers, whatever the layout that learns it.
+
+task = make_task(config)                                      of [task], [data], and its model's section
+inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; -1: a row that counts nothing
+pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)      with loss=task.loss, reduction="sum"
+task.loss(output, target)                                     the sum over what counts, in nats
+task.score(pipeline(inputs, **named), target)                 right ones, or nats
+
+pretraining   turned_digits   masked_text
+                   |               |          begin_with(model, weights): all but the head's
+task             digits         passages      text
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyops.config import Config, ConfigError
+from pyops.data import Corpus, DataConfig, load_digits, prepare, prepare_passages
+from pyops.data.digits import variants
+from pyops.data.passages import FAMILIES, mask_rows
+from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
+from pyops.models.vocabulary import IGNORED
+from pyops.precision import PRECISIONS
+
+__all__ = ["Batch", "Task", "begin_with", "make_task"]
+
+Batch = tuple[Tensor, Tensor, dict[str, Any]]
+
+
+class Task(ABC):
+    """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of the model between embedding
+    and head. tokens: T, which a row has between them. terms: of the loss, for each row: gradients' scale is
+    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats" for each of its terms.
+    """
+
+    name: str
+    samples: int
+    held_out: int
+    block_count: int
+    tokens: int
+    terms: int = 1
+    metric: str = "accuracy"
+
+    @abstractmethod
+    def model(
+        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:  # fmt: skip
+        """A model with `layers()`: embedding, blocks, head. seed: as of GPT."""
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names that the model's `layers()` have in it."""
+        return ["embedding", *(f"blocks.{i}" for i in range(self.block_count)), "head"]
+
+    def batch(self, samples: Tensor, *, epoch: int = 0, held_out: bool = False) -> Batch:
+        """(inputs of the first layer [n, ...], target [n] or [n, T], named arguments of layers) of samples int64 [n].
+
+        Named tensors [n, ...] are to be cut like the batch, the rest goes whole; `shape` is for the caller to add. Rows of
+        sample -1 have some input, and no target that counts. held_out: numbers are of the held-out samples. ValueError for a
+        number that no sample has.
+        """
+        bound = self.held_out if held_out else self.samples
+        if len(samples) and not -1 <= int(samples.min()) <= int(samples.max()) < bound:
+            what = "held-out samples" if held_out else "samples"
+            raise ValueError(
+                f"samples are numbered {int(samples.min())} to {int(samples.max())}; {self.name} has {bound} {what}: give "
+                f"numbers from 0 to {bound - 1}, or -1 for rows that don't count"
+            )
+        inputs, target = self._rows(samples.clamp(min=0), samples, epoch, held_out)
+        target = self.padding(target, samples)
+        return inputs, target, self._named(target, held_out)
+
+    @abstractmethod
+    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of rows, which are samples, or 0 where that is -1."""
+
+    def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def padding(target: Tensor, samples: Tensor) -> Tensor:
+        """target with nothing that counts in rows of sample -1."""
+        return torch.where((samples < 0).view(-1, *[1] * (target.dim() - 1)), IGNORED, target)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """-ln p(target), summed over what counts. output: of the last layer. Scalar, fp32 (fp64 of an fp64 model)."""
+        output = output if output.dtype == torch.float64 else output.float()
+        return functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """By `metric`: how many of the rows that count are right; or their nats. output: of held-out rows. fp64 scalar."""
+        return ((output.argmax(dim=-1) == target) & (target != IGNORED)).sum().double()
+
+    def augmentation(self, epoch: int) -> int:
+        """A number that tells apart the inputs that a sample has in different epochs; 0 where they are always the same."""
+        return 0
+
+
+class _Nats(Task):
+    """A task whose head gives the loss itself: summed, or of held-out rows one number for each target."""
+
+    metric = "nats"
+
+    def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
+        return {"targets_BT": target, "reduction": "none" if held_out else "sum"}
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.sum()
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.double().sum()
+
+
+class DigitsTask(Task):
+    """Which digit is on the image; or with turned=True, which of its variants the image is."""
+
+    def __init__(self, config: ViTConfig, *, held_out: float, reach: int, turned: bool, dtype: torch.dtype) -> None:
+        self.name = "turned_digits" if turned else "digits"
+        self._config, self._dtype = config, dtype
+        train, kept = load_digits(held_out=held_out)
+        self._train = variants(train.images, turns=4 if turned else 1, reach=reach)
+        self._kept = variants(kept.images, turns=4, reach=reach) if turned else kept.images[:, None]
+        self._labels = (train.labels, kept.labels)
+        self._turned = turned
+        self.samples, self.held_out = self._train.shape[:2].numel(), self._kept.shape[:2].numel()
+        self.block_count, self.tokens = config.num_layers, config.num_tokens
+
+    def model(
+        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:  # fmt: skip
+        return ViT(self._config, seed=seed, device=device, dtype=dtype)
+
+    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        images = self._kept if held_out else self._train
+        image, variant = rows // images.shape[1], rows % images.shape[1]
+        return images[image, variant].to(self._dtype), variant if self._turned else self._labels[held_out][image]
+
+
+class PassagesTask(Task):
+    """Which family of modules of the standard library the passage is from."""
+
+    name = "passages"
+
+    def __init__(self, config: BERTConfig, data: DataConfig, *, group: dist.ProcessGroup | None) -> None:
+        self._config = config
+        passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        self._parts = (passages.train, passages.held_out)
+        self.samples, self.held_out = (len(part.labels) for part in self._parts)
+        self.block_count, self.tokens = config.num_layers, config.sequence_length
+
+    def model(
+        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:  # fmt: skip
+        return BERTClassifier(self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype)
+
+    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        part = self._parts[held_out]
+        return part.tokens[rows], part.labels[rows]
+
+
+class MaskedTask(_Nats):
+    """Masked tokens of the standard library; held out are those of the passages that are, always masked the same."""
+
+    name = "masked_text"
+
+    def __init__(self, config: BERTConfig, data: DataConfig, *, seed: int, group: dist.ProcessGroup | None) -> None:
+        self._config, self._seed = config, seed
+        self._passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        self._texts = (self._passages.text, self._passages.held_out.tokens)
+        self.samples, self.held_out = (len(text) for text in self._texts)
+        self.block_count, self.tokens = config.num_layers, config.sequence_length
+        self.terms = int(
+            mask_rows(self._texts[0][:1], passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
+        )
+
+    def model(
+        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:  # fmt: skip
+        return BERT(self._config, seed=seed, device=device, dtype=dtype)
+
+    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        tokens = self._texts[held_out][rows]
+        seed, epoch = (0, -1) if held_out else (self._seed, epoch)
+        given, masked = mask_rows(tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch)
+        return given, torch.where(masked, tokens, IGNORED)
+
+    def augmentation(self, epoch: int) -> int:
+        return epoch + 1
+
+
+class TextTask(_Nats):
+    """The next token, in every sequence of T of a corpus: sample i is tokens [i T, i T + T]."""
+
+    name = "text"
+
+    def __init__(self, config: GPTConfig, corpus: Corpus, *, most_held_out: int) -> None:
+        self._config, length = config, config.sequence_length
+        self._texts = (corpus.train, corpus.validation)
+        self.samples, available = ((len(text) - 1) // length for text in self._texts)
+        self.held_out = min(most_held_out, available)
+        self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)])
+        self.block_count, self.tokens, self.terms = config.num_layers, length, length
+
+    def model(
+        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:  # fmt: skip
+        return GPT(self._config, seed=seed, device=device, dtype=dtype)
+
+    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        text, length = self._texts[held_out], self.tokens
+        places = (self._places[rows] if held_out else rows).tolist()
+        found = [torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64")) for n in places]
+        whole_BT = torch.stack(found) if found else torch.zeros(0, length + 1, dtype=torch.int64)
+        return whole_BT[:, :-1], whole_BT[:, 1:]
+
+
+def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task:
+    """The task of `config.task`. Rank 0 of the group (None: the default one) builds what is cached, so all ranks call it.
+
+    Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not there.
+    """
+    options, data = config.task, config.data
+    if options.kind in ("digits", "turned_digits"):
+        turned = options.kind == "turned_digits"
+        dtype = PRECISIONS[config.precision.dtype].dtype
+        return DigitsTask(config.vit, held_out=data.validation_fraction, reach=options.reach, turned=turned, dtype=dtype)
+    if options.kind == "passages":
+        return PassagesTask(config.bert, data, group=group)
+    if options.kind == "masked_text":
+        return MaskedTask(config.bert, data, seed=config.train.seed, group=group)
+    if config.model.tied_head:
+        raise ConfigError(
+            "model.tied_head is true: the head's table would be frozen with the embedding; set model.tied_head to false"
+        )
+    length = config.model.sequence_length
+    corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)
+    return TextTask(config.model, corpus, most_held_out=config.train.validation_sequences)
+
+
+@torch.no_grad()
+def begin_with(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Copy weights into the model's embedding and blocks, by name; the head stays as it is. The names that were copied.
+
+    ConfigError, before anything is copied, for a parameter that is not among the weights, or has another shape there.
+    """
+    own = {name: p for name, p in model.named_parameters() if not name.startswith("head.")}
+    for name, parameter in own.items():
+        if name not in weights:
+            raise ConfigError(
+                f"the weights of task.pretrained have no {name}; give a run of the same model, with as many layers"
+            )
+        if (there := tuple(weights[name].shape)) != tuple(parameter.shape):
+            raise ConfigError(
+                f"{name} is {there} in the weights of task.pretrained, but {tuple(parameter.shape)} here; give the model the "
+                "same sizes"
+            )
+    for name, parameter in own.items():
+        parameter.copy_(weights[name])
+    return list(own)

@@ -1,0 +1,284 @@
+"""Tasks: rows by their numbers, padding that counts nothing, parts that share nothing, and scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
+from pyops.data import CorpusError, DataConfig, load_digits
+from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
+from pyops.models import BERTConfig, GPTConfig, ViTConfig
+from pyops.models.vocabulary import IGNORED
+from pyops.pipeline import Pipeline, schedule
+from pyops.train.tasks import Task, begin_with, make_task
+
+pytestmark = pytest.mark.cpu_only
+
+KINDS = ("text", "digits", "turned_digits", "passages", "masked_text")
+ROWS = torch.tensor([3, 0, 7, 5])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The passages are cut once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def config_of(cache: Path, kind: str, **options: object) -> Config:
+    (cache / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
+    sizes = {"num_layers": 3, "num_heads": 2, "dim": 16}
+    path = str(cache / "text.py") if kind == "text" else "stdlib"
+    return Config(
+        task=TaskConfig(kind, reach=0, **options),
+        model=GPTConfig(sequence_length=16, tied_head=False, **sizes),
+        vit=ViTConfig(num_labels=4 if kind == "turned_digits" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
+        bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, **sizes),
+        data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
+        train=TrainConfig(validation_sequences=8),
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def task(request: pytest.FixtureRequest, cache: Path) -> Task:
+    return make_task(config_of(cache, request.param))
+
+
+def output_of(task: Task, model: nn.Module, inputs: Tensor, named: dict) -> Tensor:
+    return one_stage(task, model)(inputs, shape=(len(inputs), task.tokens), **named)
+
+
+def one_stage(task: Task, model: nn.Module, micro_batches: int = 1) -> Pipeline:
+    plan = schedule("gpipe", num_stages=1, num_microbatches=micro_batches)
+    return Pipeline(model.layers(), schedule=plan, loss=task.loss, reduction="sum", tied=None)
+
+
+def test_what_a_task_says_of_itself_is_so(task):
+    model = task.model(seed=0)
+    named = dict(model.named_modules())
+    assert [named[name] for name in task.layer_names] == model.layers()
+    assert len(model.layers()) == task.block_count + 2
+    inputs, target, _ = task.batch(ROWS)
+    assert len(inputs) == len(target) == 4
+    assert (target != IGNORED).flatten(1).sum(dim=1).tolist() == [task.terms] * 4 if task.terms > 1 else target.shape == (4,)
+    assert model.layers()[0](inputs).shape[1] == task.tokens
+
+
+def test_rows_go_by_their_numbers_alone(task, cache):
+    inputs, target, _ = task.batch(ROWS, epoch=2)
+    again = make_task(config_of(cache, task.name))
+    for i, sample in enumerate(ROWS):
+        alone = again.batch(sample[None], epoch=2)
+        assert torch.equal(alone[0][0], inputs[i])
+        assert torch.equal(alone[1][0], target[i])
+    assert not torch.equal(inputs[0], inputs[1])
+    last = task.batch(torch.tensor([task.samples - 1]))
+    assert len(last[0]) == 1
+    assert not torch.equal(task.batch(ROWS, held_out=True)[0], inputs)
+
+
+def test_augmentation_says_whether_epochs_differ(task):
+    first, second = (task.batch(ROWS, epoch=epoch)[0] for epoch in (0, 1))
+    assert (task.augmentation(0) == task.augmentation(1)) == torch.equal(first, second)
+
+
+def test_rows_of_padding_count_nothing(task):
+    model = task.model(seed=1)
+    some = torch.tensor([3, 0, 7, 5, -1, -1])
+    for held_out in (False, True):
+        padded, alone = (task.batch(each, held_out=held_out) for each in (some, some[:4]))
+        outputs = [output_of(task, model, inputs, named) for inputs, _, named in (padded, alone)]
+        found = [task.loss(output, each[1]) for output, each in zip(outputs, (padded, alone), strict=True)]
+        assert len(padded[0]) == 6
+        torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+        scores = [task.score(output, each[1]) for output, each in zip(outputs, (padded, alone), strict=True)]
+        torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
+    nothing = task.batch(torch.tensor([-1, -1]))
+    assert float(task.loss(output_of(task, model, nothing[0], nothing[2]), nothing[1])) == 0.0
+
+
+def test_a_step_in_micro_batches_is_that_of_the_rows(task):
+    inputs, target, named = task.batch(ROWS)
+    found = []
+    for several in (1, 4):
+        model = task.model(seed=1)
+        pipeline = one_stage(task, model, several)
+        loss = pipeline.step(inputs, target, scale=1 / (4 * task.terms), shape=(4 // several, task.tokens), **named)
+        found.append((loss, *(p.grad for p in model.parameters())))
+        assert float(loss) / (4 * task.terms) > 1.0  # nats of one, at the beginning
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert all(float(g.abs().sum()) > 0 for g in found[0][1:] if g is not None)
+
+
+def test_the_score_of_held_out_rows_whatever_the_micro_batches(task):
+    model = task.model(seed=1).eval()
+    inputs, target, named = task.batch(torch.tensor([3, 0, 7, -1]), held_out=True)
+    scores = []
+    for several in (1, 2):
+        output = one_stage(task, model, several)(inputs, shape=(4 // several, task.tokens), **named)
+        scores.append(task.score(output, target))
+        if task.metric == "nats":
+            torch.testing.assert_close(scores[-1].float(), task.loss(output, target))
+    torch.testing.assert_close(scores[0], scores[1])
+
+
+def test_accuracy_counts_right_rows(cache):
+    task = make_task(config_of(cache, "digits"))
+    output = torch.eye(10)[[1, 2, 3, 4]]
+    assert float(task.score(output, torch.tensor([1, 2, 9, IGNORED]))) == 2.0
+
+
+def test_numbers_that_no_sample_has_are_refused(task):
+    for number, held_out, bound in ((task.samples, False, task.samples), (task.held_out, True, task.held_out), (-2, False, "")):
+        with pytest.raises(ValueError, match=f"numbered .*; {task.name} has {bound}"):
+            task.batch(torch.tensor([0, number]), held_out=held_out)
+
+
+def test_digits_are_split_once_and_in_full():
+    train, held_out = load_digits(held_out=0.5)
+    assert (len(train.labels), len(held_out.labels)) == (898, 899)
+    assert (float(train.images.min()), float(train.images.max())) == (-1.0, 1.0)
+    sklearn = pytest.importorskip("sklearn.datasets").load_digits()
+    both = torch.cat([train.images, held_out.images]).flatten(1)
+    assert sorted(map(tuple, ((both + 1) * 8).tolist())) == sorted(map(tuple, sklearn.data.tolist()))
+    assert all(int(count) > 60 for count in held_out.labels.bincount())
+
+
+def test_turned_digits_are_turned_and_shifted(cache):
+    config = config_of(cache, "turned_digits")
+    plain = make_task(config_of(cache, "digits"))
+    config = dataclasses.replace(
+        config, task=TaskConfig("turned_digits", reach=1), vit=dataclasses.replace(config.vit, num_labels=36)
+    )
+    task = make_task(config)
+    assert task.samples == 36 * plain.samples
+    inputs, target, _ = task.batch(torch.arange(36))
+    image = plain.batch(torch.tensor([0]))[0][0, 0]
+    assert target.tolist() == list(range(36))
+    assert torch.equal(inputs[4, 0], image)  # the middle of 3 x 3 shifts
+    assert torch.equal(inputs[5, 0, :, 1:], image[:, :-1])
+    assert torch.equal(inputs[7, 0, 1:], image[:-1])
+    assert bool((inputs[5, 0, :, 0] == -1).all())
+    assert torch.equal(inputs[9 + 4, 0], torch.rot90(image))
+
+
+def test_no_file_is_in_both_parts_of_the_passages(cache):
+    options = config_of(cache, "passages")
+    passages = prepare_passages(options.data, vocab_size=258, length=32)
+    train, held_out = (set(part.files.tolist()) for part in (passages.train, passages.held_out))
+    assert train
+    assert held_out
+    assert not train & held_out
+    for part in (passages.train, passages.held_out):
+        assert part.labels.bincount().tolist() == [len(part.labels) // len(FAMILIES)] * len(FAMILIES)
+        assert bool((part.tokens[:, 0] == 256).all())
+        assert int(part.tokens[:, 1:].max()) < 256
+        for family in range(len(FAMILIES)):
+            assert len(part.files[part.labels == family].unique()) > 1
+    again = prepare_passages(options.data, vocab_size=258, length=32)
+    assert torch.equal(again.train.tokens, passages.train.tokens)
+    assert sum(int(n) for n in passages.text.shape) > 0
+
+
+def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(tmp_path):
+    data = DataConfig(cache=str(tmp_path), validation_fraction=0.4)
+    passages = prepare_passages(data, vocab_size=258, length=129)
+    text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
+    rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::10, 1:].to(torch.uint8)]
+    found = sum(row in text for row in rows)  # a line that many files have, such as one of a licence, may be there
+    assert found < 0.02 * len(rows)
+    own = [bytes(row.tolist()) for row in passages.train.tokens[::10, 1:].to(torch.uint8)]
+    assert sum(row in text for row in own) > 0.95 * len(own)
+
+
+def test_masks_are_those_of_the_sample_and_the_epoch(cache):
+    passages = prepare_passages(config_of(cache, "passages").data, vocab_size=258, length=32)
+    samples = torch.arange(400)
+    tokens = passages.train.tokens[:400]
+    given, masked = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=0)
+    assert masked.sum(dim=1).tolist() == [5] * 400  # 15 % of 31
+    assert not bool(masked[:, 0].any())
+    assert torch.equal(given[~masked], tokens[~masked])
+    parts = [float((given[masked] == value).float().mean()) for value in (passages.mask, tokens[masked])]
+    assert abs(parts[0] - 0.8) < 0.03
+    assert abs(parts[1] - 0.1) < 0.03
+    other = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=1)[1]
+    assert not torch.equal(other, masked)
+    assert torch.equal(mask_rows(tokens[9:10], passages=passages, samples=samples[9:10], seed=3, epoch=0)[1][0], masked[9])
+
+
+@pytest.mark.parametrize(("before", "then"), [("turned_digits", "digits"), ("masked_text", "passages")])
+def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
+    trained = make_task(config_of(cache, before)).model(seed=5)
+    model = make_task(config_of(cache, then)).model(seed=6)
+    head = {name: p.clone() for name, p in model.named_parameters() if name.startswith("head.")}
+    weights = dict(trained.named_parameters())
+    copied = begin_with(model, weights)
+    assert len(copied) + len(head) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, head[name] if name in head else weights[name])
+    with pytest.raises(ConfigError, match=r"have no blocks.2.*weight; give a run of the same model"):
+        begin_with(model, {name: p for name, p in weights.items() if not name.startswith("blocks.2")})
+    with pytest.raises(ConfigError, match=r"is \(3, 3\) in the weights of task.pretrained, but"):
+        begin_with(model, {**weights, copied[0]: torch.zeros(3, 3)})
+
+
+def test_images_have_the_dtype_of_the_model(cache):
+    config = dataclasses.replace(config_of(cache, "digits"), precision=PrecisionConfig("bf16"))
+    task = make_task(config)
+    inputs, target, named = task.batch(ROWS)
+    output = output_of(task, task.model(seed=0, dtype=torch.bfloat16), inputs, named)
+    assert output.dtype == torch.bfloat16
+    assert task.loss(output, target).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("digits", {"vit": {"image_size": 16}}, "vit.image_size is 16, but task.kind is 'digits': set it to 8"),
+        ("digits", {"vit": {"num_labels": 4}}, "vit.num_labels is 4, .* set it to 10"),
+        ("turned_digits", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 4"),
+        ("passages", {"bert": {"vocab_size": 257}}, "bert.vocab_size is 257; .* need 258 or more"),
+        ("masked_text", {"bert": {"tied_head": True}}, "bert.tied_head is true, but .* set it to false"),
+        ("masked_text", {"bert": {"pooled_head": True}}, "bert.pooled_head is true, but .* set it to false"),
+        ("passages", {"data": {"path": "/tmp"}}, 'data.path is .*/tmp.*, but .* set it to "stdlib"'),
+        ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
+        ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
+        ("digits", {"task": {"reach": 8}}, "reach is 8; it must be 0 to 7"),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(cache, kind, change, message):
+    config = config_of(cache, kind)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **to) for name, to in change.items()})
+
+
+def test_a_tied_head_is_refused(cache):
+    config = config_of(cache, "text")
+    with pytest.raises(ConfigError, match=r"model.tied_head is true: .* set model.tied_head to false"):
+        make_task(dataclasses.replace(config, model=dataclasses.replace(config.model, tied_head=True)))
+
+
+def test_a_pipeline_of_a_task_counts_the_blocks_of_its_own_model(cache):
+    config = config_of(cache, "digits")
+    parallel = dataclasses.replace(config.parallel, pp=6)
+    with pytest.raises(ValueError, match=r"3 blocks, head\); set vit.num_layers to 4 or more"):
+        dataclasses.replace(config, parallel=parallel, model=GPTConfig(num_layers=12))
+
+
+def test_a_part_that_leaves_a_family_without_files_is_refused(tmp_path):
+    with pytest.raises(CorpusError, match=r"of the modules of .*none would be in the held_out part: set data.validation_fr"):
+        prepare_passages(DataConfig(cache=str(tmp_path), validation_fraction=1e-6), vocab_size=258, length=32)
+    assert not list(tmp_path.glob("passages-*"))
+
+
+def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(CorpusError, match="pip install scikit-learn"):
+        load_digits()
