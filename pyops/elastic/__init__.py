@@ -9,6 +9,7 @@
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
     Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
+    choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
@@ -17,6 +18,7 @@ After PipeTransformer (He et al., 2021). These are the decisions, and what they 
 from pyops.elastic.cache import ActivationCache
 from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.layout import Layout
+from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
@@ -28,9 +30,12 @@ __all__ = [
     "ActivationCache",
     "Bound",
     "Callback",
+    "Choice",
     "Epoch",
     "GradientNorm",
+    "Grid",
     "Layout",
+    "Limits",
     "Machine",
     "Meter",
     "Move",
@@ -42,6 +47,7 @@ __all__ = [
     "Share",
     "agree_on",
     "carry",
+    "choose",
     "forecast",
     "moves",
     "pack",
