@@ -59,7 +59,7 @@ def run(profile: Profile, model: dict[str, int], alpha: float | None, *, epochs:
     return forecast(
         profile, policy=None if alpha is None else Bound(alpha), epochs=epochs, samples=50_000, blocks=model["blocks"],
         layers_of=lambda n: 1 + 2 * n, stages=8, machine=machine(), batch=model["batch"], batch_policy="replica",
-        cached_from=model["cached_from"] if cache else None, schedule="gpipe", **options,
+        cached_from=model["cached_from"] if cache else None, schedule="gpipe", head=2, **options,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@
     agree_on(frozen, group)                      or an error on every rank
     sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
+    confirm(packing, measure)                    micro-batches by a short trial in place of the simulator's word
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
@@ -16,11 +17,12 @@ After PipeTransformer (He et al., 2021). These are the decisions, and what they 
 """
 
 from pyops.elastic.cache import ActivationCache
+from pyops.elastic.confirm import confirm
 from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.layout import Layout
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
-from pyops.elastic.packing import Machine, Packing, pack
+from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler, Share
@@ -48,7 +50,9 @@ __all__ = [
     "agree_on",
     "carry",
     "choose",
+    "confirm",
     "forecast",
+    "frozen_share",
     "moves",
     "pack",
     "transition",

@@ -8,7 +8,7 @@ Nothing is run or measured. The cost of a change of layout, of evaluation and of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pyops.elastic.packing import Machine, Packing, pack
@@ -38,16 +38,17 @@ def forecast(
     costs, stages, machine, batch, batch_policy, options: as for `pack`. samples: of an epoch. blocks: how many the policy may
         freeze; layers_of(n): how many pipeline layers are frozen with n > 0 of them. norms: recorded, of each epoch's blocks;
         by default such that the gradient rule is as fast as its bound.
-    compress: False: the stages stay as they are. replicate: False: devices set free stay idle. cached_from: with so many blocks
-        frozen or more their output is read from a cache, at no cost.
+    compress: False: as many stages as at the start, if there are layers for them. replicate: False: devices set free stay idle.
+    cached_from: with so many blocks frozen or more their output is read from a cache, at no cost.
 
     ValueError where `pack` raises one, and for norms of fewer epochs.
     """
     if norms is not None and len(norms) < epochs:
         raise ValueError(f"there are norms of {len(norms)} epochs, but {epochs} to forecast")
-    settings: dict[str, Any] = {"stages": stages, "batch": batch, "batch_policy": batch_policy, **options}
-    if settings.get("ceiling") is None:
-        settings["ceiling"] = pack(costs, frozen=0, machine=machine, fewest=stages, **settings).fullest
+    settings: dict[str, Any] = {
+        "stages": stages, "machine": machine, "batch": batch, "batch_policy": batch_policy, "replicate": replicate,
+        "fewest": 1 if compress else stages, **options,
+    }  # fmt: skip
     found: list[Epoch] = []
     known: dict[tuple[int, bool], Packing] = {}
     frozen = 0
@@ -55,14 +56,7 @@ def forecast(
         cached = cached_from is not None and frozen >= cached_from
         if (frozen, cached) not in known:
             layers = layers_of(frozen) if frozen else 0
-            fewest = 1 if compress else stages
-            packing = pack(costs, frozen=layers, machine=machine, cached=cached, fewest=fewest, **settings)
-            if not replicate:  # as many pipelines as at the start, each of fewer devices
-                pipelines = machine.devices // stages
-                fewer = {**settings, "stages": packing.stages}
-                used = replace(machine, devices=pipelines * packing.stages)
-                packing = pack(costs, frozen=layers, machine=used, cached=cached, fewest=packing.stages, **fewer)
-            known[frozen, cached] = packing
+            known[frozen, cached] = pack(costs, frozen=layers, cached=cached, **settings)
         packing = known[frozen, cached]
         whole = batch * (machine.devices // stages if batch_policy == "global" else packing.replicas)
         found.append(Epoch(frozen, packing, cached, samples / whole * packing.time))

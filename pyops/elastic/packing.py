@@ -1,10 +1,11 @@
 """pack: on how few stages the layers fit once the lower ones are frozen, how to cut them, and into how many micro-batches.
 
     frozen 0    | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11 |      4 stages,  2 replicas on 8 devices
-    frozen 8    | 0 1 2 3 4 5 6 7 8 | 9 10 11 |          2 stages,  4 replicas: no stage holds more than the fullest did
+    frozen 8    |(0 1 2 3 4 5 6 7) 8 | 9 10 11 |         2 stages,  4 replicas: no stage holds more than the fullest did
+    frozen 11   |(0 1 2 3 4 5 6 7 8 9 10) 11 |           1 stage,   8 replicas: the head alone learns
 
-PipeTransformer's AutoPipe (He et al., 2021) with an exact partition in place of a greedy one. A pure function: whoever calls it
-with the same numbers, on whatever rank, is answered the same.
+PipeTransformer's AutoPipe (He et al., 2021) with an exact partition in place of a greedy one. What is frozen is one module
+on the first stage. A pure function: whoever calls it with the same numbers, on whatever rank, is answered the same.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyops.pipeline import Costs, LayerCosts, Profile, balance, schedule, simulate
+from pyops.pipeline.balance import places
 
-__all__ = ["Machine", "Packing", "pack"]
+__all__ = ["Machine", "Packing", "frozen_share", "pack"]
 
 POLICIES = ("global", "replica")
 MEASURES = ("parameters", "memory")
@@ -27,7 +29,8 @@ MULTIPLES = (1, 2, 3, 4, 6, 8)  # of the number of stages, that are tried as num
 @dataclass(frozen=True)
 class Packing:
     """What `pack` found. boundaries: stage s holds layers [boundaries[s], boundaries[s + 1]). fullest: what the fullest stage
-    holds, in the unit of the costs. time: of a step, simulated. reason: why not fewer stages, in words."""
+    holds, in the unit of the costs. time: of a step, simulated. reason: why not fewer stages, in words. simulated: (number of
+    micro-batches, time) of all numbers that these boundaries were tried with, the fastest first."""
 
     frozen: int
     stages: int
@@ -37,6 +40,7 @@ class Packing:
     reason: str
     fullest: float
     time: float
+    simulated: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,24 @@ class _Problem:
     profiled: float
     starting: int  # stages
     policy: str
+    replicate: bool
     name: str  # of the schedule
     tied: dict[str, Any]
 
+    @property
+    def places(self) -> int:
+        """The most stages that there are layers for."""
+        return len(places(len(self.profile), **self.tied))
+
+    def replicas(self, stages: int) -> int:
+        """Pipelines of so many stages."""
+        return self.machine.devices // (stages if self.replicate else self.starting)
+
     def candidates(self, stages: int, most: float) -> Iterator[_Candidate]:
         """One for each number of micro-batches with which no stage holds more than that."""
-        batch = self.batch * stages / self.starting if self.policy == "global" else float(self.batch)
+        batch = float(self.batch)
+        if self.policy == "global":
+            batch *= self.replicas(self.starting) / self.replicas(stages)
         counts = [n * stages for n in MULTIPLES if n * stages <= batch] or [max(1, int(batch))]
         if self.by == "parameters":
             bounds = balance(self.held, num_stages=stages, **self.tied)
@@ -105,13 +121,20 @@ class _Problem:
 
     def fits(self, stages: int, most: float = math.inf) -> bool:
         """Whether there is any."""
-        return next(self.candidates(stages, most), None) is not None
+        return stages <= self.places and next(self.candidates(stages, most), None) is not None
 
-    def best(self, stages: int, most: float = math.inf) -> tuple[float, _Candidate]:
-        """The fastest, with the time of a step; of equally fast ones that with the fewest micro-batches."""
+    def best(self, stages: int, most: float = math.inf) -> list[tuple[float, _Candidate]]:
+        """With the time of a step, from the fastest on those of its boundaries; of equally fast ones, the fewest micro-batches
+        come first."""
         timed = [(self._time(each), each) for each in self.candidates(stages, most)]
         least = min(time for time, _ in timed)
-        return min((pair for pair in timed if pair[0] <= least * (1 + 1e-9)), key=lambda pair: pair[1].count)
+        first = min((pair for pair in timed if pair[0] <= least * (1 + 1e-9)), key=lambda pair: pair[1].count)
+        others = [pair for pair in timed if pair[1].boundaries == first[1].boundaries and pair[1] is not first[1]]
+        return [first, *sorted(others, key=lambda pair: (pair[0], pair[1].count))]
+
+    def least(self, stages: int) -> float:
+        """What the fullest holds, where nothing limits it."""
+        return min(found.fullest for found in self.candidates(stages, math.inf))
 
     def _time(self, found: _Candidate) -> float:
         """Seconds of a step: the pipeline's, and the reduction of each stage's gradients behind its last backward."""
@@ -129,7 +152,7 @@ class _Problem:
         ends = [0.0] * found.stages
         for action, (_, end) in simulate(made, costs).actions.items():
             ends[action.stage] = max(ends[action.stage], end)
-        replicas = machine.devices // found.stages
+        replicas = self.replicas(found.stages)
         share = 2.0 * (replicas - 1) / replicas / machine.reduce_bandwidth
         return max(ends[s] + share * self._gradients(a, b) for s, a, b in _stages(found.boundaries))
 
@@ -142,28 +165,33 @@ def pack(
     costs: Profile | Sequence[float], *, frozen: int, stages: int, machine: Machine | None = None, by: str = "parameters",
     lambda_frozen: float | None = 1 / 6, ceiling: float | None = None, batch: int | None = None, profiled: float = 1.0,
     batch_policy: str = "global", schedule: str = "1f1b", together: Iterable[tuple[int, int]] = (),
-    same_stage: Iterable[Sequence[int]] = (), cached: bool = False, fewest: int = 1,
+    same_stage: Iterable[Sequence[int]] = (), cached: bool = False, fewest: int = 1, replicate: bool = True, head: int = 1,
 ) -> Packing:  # fmt: skip
     """Halve the number of stages as often as the fullest stage then holds no more than the fullest did at the start.
 
     costs: of the pipeline's layers, embedding and head included: a Profile, or numbers, which say both what a layer holds and
         what it takes, a third of it in forward. A cut never goes through a layer, so give a residual's layers as one.
-    frozen: how many of the first layers. stages: at the start, with nothing frozen. machine: default: `stages` devices.
+    frozen: how many of the first layers; no cut goes between these, stage 0 has them all. stages: at the start, with nothing
+        frozen. machine: default: `stages` devices.
     by: "parameters": a stage holds its parameters (for numbers: these), and layers are cut so that the fullest holds the least,
         as in the paper. "memory", of a Profile: weights, gradients, Adam's moments, and activations of the micro-batches that
         the schedule keeps; layers are cut so that the slowest stage is the fastest of those that fit.
-    lambda_frozen: what a frozen layer holds, of what it holds when active. None, with by="memory": as the profile says: its
-        weights, no gradients, no activations. Its time is that of its forward, whatever lambda_frozen is; with `cached` none.
-    ceiling: what a stage may hold at most (default: what the fullest holds at the start).
+    lambda_frozen: what a frozen layer holds, of what it holds when active. None, of a Profile: with by="memory" each layer's
+        weights, no gradients, no activations; with by="parameters" `frozen_share(costs)`. Its time is that of its forward,
+        whatever lambda_frozen is; with `cached` none.
+    ceiling: what a stage may hold at most. Default: what the fullest holds at the start; or, where no number of stages fits
+        that, as what is frozen is not cut, the least that the fullest then holds.
     batch: samples a step of one pipeline at the start (default: 8 for each stage), of which `profiled` were in the micro-batch
         that the costs are of. The number of micro-batches is a multiple K ... 8K of the stages, up to the batch: that with the
         shortest simulated step of the batch, so that smaller micro-batches are shorter, but for machine.overhead.
     batch_policy: "global": the batch of all replicas together stays; "replica": that of each stays, and the whole grows.
-    schedule: of pyops.pipeline. together, same_stage: as for `balance`. fewest: not fewer stages than this.
+    schedule: of pyops.pipeline. together, same_stage: as for `balance`. fewest: not fewer stages than this. replicate: False:
+        devices that are set free are no new replicas. head: how many of the last layers are never frozen.
 
-    Frozen layers may be cut, and a stage have frozen layers alone; it computes forward only. It comes to that only where fewer
-    stages would not fit: with everything but the head frozen and all of it in one stage's reach, one stage is what is left.
-    ValueError: all layers frozen, fewer layers than stages, devices that the stages do not divide, nothing that fits a ceiling.
+    An odd number of stages goes to one in place of its half. Where freezing leaves fewer layers than stages there are fewer of
+    these, whatever `fewest` says. With everything but the head frozen there is one, if no ceiling that is given forbids it.
+    ValueError: all layers frozen, fewer layers than stages at the start, devices that the stages do not divide, a ceiling that
+    no number of stages fits.
     """
     machine = machine or Machine(devices=stages)
     batch = 8 * stages if batch is None else batch
@@ -172,31 +200,68 @@ def pack(
     _check(profile, frozen, stages, machine, by, lambda_frozen, batch, profiled, batch_policy, numbers)
     tied = {"together": tuple(together), "same_stage": tuple(tuple(group) for group in same_stage)}
     held = tuple(map(float, costs)) if not isinstance(costs, Profile) else tuple(float(x.parameters) for x in costs.layers)
-    problem = _Problem(profile, by, held, machine, batch, profiled, stages, batch_policy, schedule, tied)
-    if ceiling is None:
-        ceiling = next(problem.candidates(stages, math.inf)).fullest if by == "parameters" else problem.best(stages)[1].fullest
+    start = _Problem(profile, by, held, machine, batch, profiled, stages, batch_policy, replicate, schedule, tied)
+    if lambda_frozen is None and by == "parameters":
+        lambda_frozen = frozen_share(profile)
     share = 1.0 if lambda_frozen is None else lambda_frozen
     problem = replace(
-        problem, profile=_frozen(profile, frozen, lambda_frozen, cached),
+        start, profile=_frozen(profile, frozen, lambda_frozen, cached),
         held=tuple(x * share if i < frozen else x for i, x in enumerate(held)),
+        tied={**tied, "together": (*tied["together"], (0, max(0, frozen - 1)))},
     )  # fmt: skip
-    if not problem.fits(stages, ceiling):
-        raise ValueError(f"{stages} stages don't fit the ceiling of {ceiling:.4g}; take more stages, or a higher ceiling")
-    while stages % 2 == 0 and stages // 2 >= fewest and problem.fits(stages // 2, ceiling):
-        stages //= 2
-    time, found = problem.best(stages, ceiling)
-    if stages == 1:
-        reason = f"all fits on one stage, which holds {found.fullest:.4g} of at most {ceiling:.4g}"
-    elif stages % 2:
-        reason = f"{stages} stages can't be halved"
-    elif stages // 2 < fewest:
+    several = _numbers_of_stages(stages)
+    enough = [n for n in several if fewest <= n <= problem.places] or [n for n in several if n <= problem.places][:1]
+    most, last = math.inf if ceiling is None else ceiling, frozen + head >= len(profile)  # last: the head alone learns
+    if last and ceiling is None and fewest == 1:
+        enough = [1]
+    elif ceiling is None:
+        at_start = start.least(stages) if by == "parameters" else start.best(stages)[0][1].fullest
+        most = max(at_start, min(problem.least(n) for n in enough))
+    fitting = [n for n in enough if problem.fits(n, most)]
+    if not fitting:
+        raise ValueError(
+            f"{' or '.join(map(str, enough))} stage{'s' * (enough != [1])} don't fit the ceiling of {most:.4g}, with {frozen} "
+            "frozen layers on the first; take more stages, or a higher ceiling"
+        )
+    timed = problem.best(fitting[-1], most)
+    time, found = timed[0]
+    return Packing(
+        frozen, found.stages, found.boundaries, found.count, problem.replicas(found.stages),
+        _reason(problem, found, frozen, most, fewest, last), found.fullest, time,
+        tuple((each.count, seconds) for seconds, each in timed),
+    )  # fmt: skip
+
+
+def frozen_share(profile: Profile, *, in_flight: float = 1.0) -> float:
+    """lambda_frozen as it was measured: bytes of all layers when frozen, which are weights, of those when active: weights,
+    gradients, Adam's moments, and what they keep of so many micro-batches for backward."""
+    active = profile.weights(0, len(profile)) + in_flight * profile.kept(0, len(profile))
+    frozen = _frozen(profile, len(profile), None, cached=False)
+    return frozen.weights(0, len(profile)) / active if active else 0.0
+
+
+def _numbers_of_stages(starting: int) -> list[int]:
+    """Halved as often as it goes; an odd number goes to 1."""
+    found = [starting]
+    while found[-1] > 1:
+        found.append(found[-1] // 2 if found[-1] % 2 == 0 else 1)
+    return found
+
+
+def _reason(problem: _Problem, found: _Candidate, frozen: int, most: float, fewest: int, last: bool) -> str:
+    """Why not fewer stages, in words."""
+    stages, following = found.stages, [*_numbers_of_stages(found.stages), 1][1]
+    if last and stages == 1:
+        reason = f"the head alone learns, so one stage has all, which is {found.fullest:.4g}"
+    elif stages == 1:
+        reason = f"all fits on one stage, which holds {found.fullest:.4g} of at most {most:.4g}"
+    elif stages < fewest:
+        reason = f"{fewest} stages or more are asked for, but there are {problem.places} parts, what is frozen being one"
+    elif following < fewest:
         reason = f"{fewest} stages or more are asked for"
     else:
-        reason = f"on {stages // 2} stages one would hold more than {ceiling:.4g}"
-    if idle := sum(end <= frozen for end in found.boundaries[1:]):
-        reason += f"; {idle} of the stages hold{'s' if idle == 1 else ''} frozen layers alone"
-    replicas = machine.devices // stages
-    return Packing(frozen, stages, found.boundaries, found.count, replicas, reason, found.fullest, time)
+        reason = f"on {following} stage{'s' if following > 1 else ''} one would hold more than {most:.4g}"
+    return f"{reason}; the first stage has frozen layers alone" if found.boundaries[1] <= frozen else reason
 
 
 def _stages(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -250,10 +315,8 @@ def _check(
         )
     if by == "memory" and numbers:
         raise ValueError('by="memory" needs to know what layers keep; give a Profile: profile(layers, inputs)')
-    if share is None and by == "parameters":
-        raise ValueError(
-            'lambda_frozen=None is what a profile measured, and goes with by="memory"; give a number, such as 1 / 6'
-        )
+    if share is None and numbers:
+        raise ValueError("lambda_frozen=None is what a profile measured, but the costs are numbers; give one, such as 1 / 6")
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"lambda_frozen is {share!r}; expected a number from 0 to 1")
     if not profiled > 0 or not min(machine.overhead, machine.latency) >= 0 or not machine.reduce_bandwidth > 0:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
 from pyops.elastic import Bound, Machine, pack
+from pyops.elastic.packing import frozen_share
 from pyops.pipeline import LayerCosts, Profile
 
 pytestmark = pytest.mark.cpu_only
@@ -56,18 +58,19 @@ def test_stages_by_epoch():
 def test_equals_trying_every_cut(frozen: int, share: float):
     costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0, 5.0]
 
-    def least(held: list[float], k: int) -> float:
-        cuts = itertools.combinations(range(1, len(held)), k - 1)
-        return min(max(sum(held[a:b]) for a, b in itertools.pairwise([0, *cut, len(held)])) for cut in cuts)
+    def least(held: list[float], k: int, whole: int = 0) -> float:
+        """The fullest of k stages; no cut goes between the first `whole` layers."""
+        cuts = itertools.combinations(range(max(1, whole), len(held)), k - 1)
+        return min((max(sum(held[a:b]) for a, b in itertools.pairwise([0, *cut, len(held)])) for cut in cuts), default=math.inf)
 
     held = [c * share if i < frozen else c for i, c in enumerate(costs)]
-    stages, most = 4, least(costs, 4)
-    while stages > 1 and least(held, stages // 2) <= most:
-        stages //= 2
+    most = max(least(costs, 4), min(least(held, k, frozen) for k in (1, 2, 4)))
+    stages = 1 if frozen == 8 else min(k for k in (1, 2, 4) if least(held, k, frozen) <= most)
     found = pack(costs, frozen=frozen, stages=4, lambda_frozen=share, batch=4)
     assert found.stages == stages
-    assert found.fullest == pytest.approx(least(held, stages))
+    assert found.fullest == pytest.approx(least(held, stages, frozen))
     assert max(sum(held[a:b]) for a, b in itertools.pairwise(found.boundaries)) == pytest.approx(found.fullest)
+    assert not {*range(1, frozen)} & {*found.boundaries}, "what is frozen is not cut"
 
 
 def test_time_by_hand():
@@ -89,11 +92,16 @@ def test_frozen_layers_have_a_forward_or_none():
 
 
 def test_batch_policies():
-    one = pack([3.0, 3.0, 3.0, 3.0], frozen=3, stages=4, batch=16, machine=Machine(devices=8))
-    other = pack([3.0, 3.0, 3.0, 3.0], frozen=3, stages=4, batch=16, machine=Machine(devices=8), batch_policy="replica")
+    four = {"frozen": 2, "stages": 4, "batch": 16, "machine": Machine(devices=8)}
+    one, other = (pack([3.0] * 4, **four, batch_policy=policy) for policy in ("global", "replica"))
     assert (one.stages, one.replicas) == (other.stages, other.replicas) == (2, 4)
     assert other.time == pytest.approx(2 * one.time, rel=0.2)
     assert other.time > 1.5 * one.time
+    # devices that stay idle leave as many replicas, each with the batch it had
+    idle = pack([3.0] * 4, **four, replicate=False)
+    assert (idle.stages, idle.replicas, idle.boundaries) == (2, 2, one.boundaries)
+    assert idle.time == other.time
+    assert pack([3.0] * 4, **four, replicate=False, batch_policy="replica").time == idle.time
 
 
 def profile_of(count: int, *, kept: int = 100, first: int = 40) -> Profile:
@@ -128,7 +136,7 @@ def test_memory_on_fewer_stages_is_cut_where_it_fits():
     assert wide.stages == 1
     assert tight.stages > 1
     assert tight.fullest <= 700
-    with pytest.raises(ValueError, match="4 stages don't fit the ceiling of 300"):
+    with pytest.raises(ValueError, match="4 or 2 or 1 stages don't fit the ceiling of 300, with 0 frozen layers"):
         pack(costs, frozen=0, stages=4, batch=8, by="memory", lambda_frozen=None, ceiling=300.0)
 
 
@@ -144,25 +152,70 @@ def test_gradients_are_reduced_behind_the_last_backward():
 
 
 def test_all_but_the_head_frozen():
-    found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=0.0)
-    assert (found.stages, found.replicas, found.boundaries) == (1, 4, (0, 9))
-    assert pack(VIT, frozen=25, stages=8, lambda_frozen=0.0).micro_batches == 1, "no faster with more, but for rounding"
-    assert "one stage" in found.reason
-    # where that does not fit, stages hold frozen layers alone
-    found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=1.0)
-    assert found.stages == 4
-    assert found.reason.endswith("; 3 of the stages hold frozen layers alone")
+    for share in (0.0, 1 / 6, 1.0):
+        found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=share)
+        assert (found.stages, found.replicas, found.boundaries) == (1, 4, (0, 9))
+        assert found.reason.startswith("the head alone learns, so one stage has all")
+    assert pack(VIT, frozen=25, stages=8, head=2).micro_batches == 1, "no faster with more, but for rounding"
+    assert pack(VIT, frozen=25, stages=8, head=2).stages == 1
+    assert pack(VIT, frozen=25, stages=8, head=1).stages == 2
+    # a ceiling that is given holds all the same: the frozen layers are 72
+    found = pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=1.0, ceiling=72.5)
+    assert (found.stages, found.boundaries) == (2, (0, 8, 9))
+    assert found.reason == "on 1 stage one would hold more than 72.5; the first stage has frozen layers alone"
+    with pytest.raises(ValueError, match="2 or 1 stages don't fit the ceiling of 71, with 8 frozen layers on"):
+        pack([9.0] * 8 + [1.0], frozen=8, stages=4, batch=4, lambda_frozen=1.0, ceiling=71.0)
+
+
+def test_frozen_layers_that_hold_more_than_any_stage_did():
+    # at the start 9 + 9; seven frozen layers hold 21, so that much is allowed, but no more
+    found = pack([9.0] * 9, frozen=7, stages=4, batch=4, lambda_frozen=1 / 3)
+    assert (found.stages, found.boundaries, found.fullest) == (2, (0, 7, 9), pytest.approx(21))
+    assert found.reason == "on 1 stage one would hold more than 27; the first stage has frozen layers alone"
+
+
+def test_the_number_of_stages_at_the_start_may_be_too_many():
+    found = pack(profile_of(4), frozen=2, stages=4, batch=8, by="memory", lambda_frozen=None)
+    # two frozen layers are one part of three; on two stages of 2 samples each the second has 160 + 100, or twice that
+    assert (found.stages, found.replicas) == (2, 2)
+    assert found.fullest == 80 + 160 + 2 * 100
+
+
+@pytest.mark.parametrize(("frozen", "stages"), [(0, 8), (1, 8), (2, 4), (3, 4), (5, 4), (6, 2), (7, 2)])
+def test_fewer_layers_than_stages(frozen, stages):
+    """As many stages as are asked for, or as there are parts for."""
+    found = pack([1.0] * 8, frozen=frozen, stages=8, batch=8, fewest=8)
+    assert (found.stages, found.replicas) == (stages, 8 // stages)
+    if frozen in (2, 5):
+        assert found.reason.startswith(f"8 stages or more are asked for, but there are {9 - frozen} parts")
 
 
 def test_no_fewer_stages_than_asked_for():
-    found = pack([1.0] * 8, frozen=7, stages=8, batch=8, fewest=3)
-    assert (found.stages, found.reason) == (4, "3 stages or more are asked for; 3 of the stages hold frozen layers alone")
+    found = pack([1.0] * 8, frozen=5, stages=8, batch=8, fewest=3)
+    assert (found.stages, found.reason) == (4, "3 stages or more are asked for; the first stage has frozen layers alone")
 
 
-def test_an_odd_number_of_stages_is_not_halved():
-    found = pack([1.0] * 6, frozen=5, stages=6, batch=6, machine=Machine(devices=12))
-    assert (found.stages, found.replicas) == (3, 4)
-    assert found.reason.startswith("3 stages can't be halved")
+def test_an_odd_number_of_stages_goes_to_one():
+    six = {"stages": 6, "batch": 6, "machine": Machine(devices=12)}
+    assert [pack([2.0] * 6, frozen=f, **six, lambda_frozen=0.0).stages for f in range(6)] == [6, 6, 3, 3, 3, 1]
+    assert pack([2.0] * 6, frozen=3, **six, lambda_frozen=0.0).reason == "on 1 stage one would hold more than 2"
+    assert pack([2.0] * 6, frozen=5, **six).replicas == 12
+
+
+def test_what_a_frozen_layer_holds_is_measured():
+    # weights 40 of weights, gradients, moments, and what one micro-batch keeps: 40 + 40 + 80 + 100
+    assert frozen_share(profile_of(4)) == pytest.approx(40 / 260)
+    assert frozen_share(profile_of(4), in_flight=3) == pytest.approx(40 / 460)
+    assert frozen_share(Profile((LayerCosts(), LayerCosts()))) == 0
+    measured = pack(profile_of(8), frozen=4, stages=4, batch=8, lambda_frozen=None)
+    assert measured == pack(profile_of(8), frozen=4, stages=4, batch=8, lambda_frozen=40 / 260)
+    assert measured.fullest == pytest.approx(20 + 4 * 10 * 40 / 260) or measured.stages != 2
+
+
+def test_the_numbers_of_micro_batches_that_were_tried():
+    found = pack([3.0, 3.0], frozen=0, stages=2, batch=4, machine=Machine(devices=2, overhead=1.0))
+    assert found.simulated == ((2, pytest.approx(24.0)), (4, pytest.approx(25.0)))
+    assert found.simulated[0] == (found.micro_batches, found.time)
 
 
 def test_what_must_stay_together():
@@ -179,11 +232,11 @@ def test_what_must_stay_together():
         ({"stages": 8}, "4 layers.* can't fill 8 stages"),
         ({"stages": 3, "machine": Machine(devices=4)}, "4 devices can't be shared out to pipelines of 3 stages"),
         ({"lambda_frozen": 1.5}, "lambda_frozen is 1.5"),
-        ({"lambda_frozen": None}, "lambda_frozen=None is what a profile measured"),
+        ({"lambda_frozen": None}, "lambda_frozen=None is what a profile measured, but the costs are numbers"),
         ({"by": "memory"}, "give a Profile"),
         ({"by": "luck"}, "by is 'luck'"),
         ({"batch": 0}, "batch is 0"),
-        ({"ceiling": 1.0}, "2 stages don't fit the ceiling of 1"),
+        ({"ceiling": 1.0}, "2 or 1 stages don't fit the ceiling of 1"),
     ],
 )
 def test_bad_input(changed, message):
