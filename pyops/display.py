@@ -1,6 +1,7 @@
 """What a person sees of a run: one live line on a terminal, plain lines anywhere else, nothing but on rank 0.
 
 small  ━━━╸━━  validation 2.40  step 120/600  loss 2.31  5,210 tokens/s  0.6 GiB  236 kB sent (31x less than fp32)  0:03:12 left
+digits ━━━╸━━  epoch 3  step 12/60  loss 0.41  frozen 5  2 stages x 2 replicas  812 samples/s, cached  0.4 GiB  0:00:41 left
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Display", "describe", "describe_memory"]
+__all__ = ["Display", "describe", "describe_memory", "describe_transition"]
 
 
 def _time(seconds: float) -> str:
@@ -27,12 +28,20 @@ def _size(nbytes: float) -> str:
 
 
 def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | None) -> str:
-    """One line about a step."""
+    """One line about a step: of what the row has."""
     loss = "not finite" if row.get("loss") is None else f"{row['loss']:.3f}"
-    parts = [f"step {row['step'] + 1}/{num_steps}", f"loss {loss}"]
-    if "validation_loss" in row:
-        parts.append(f"validation {row['validation_loss']:.3f}")
-    parts += [f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['memory_gib']:.2f} GiB"]
+    parts = [f"epoch {row['epoch'] + 1}"] if "epoch" in row else []
+    parts += [f"step {row['step'] + 1}/{num_steps}", f"loss {loss}"]
+    if "accuracy" in row:
+        parts.append(f"accuracy {100 * row['accuracy']:.1f} %")
+    parts += _validation(row)
+    if "frozen" in row:
+        parts.append(f"frozen {row['frozen']}")
+    if "stages" in row:
+        parts.append(_pipelines(row))
+    parts += [f"{row[key]:,.0f} {unit}/s{_cached(row)}" for key, unit in RATES.items() if key in row]
+    if "memory_gib" in row:
+        parts.append(f"{row['memory_gib']:.2f} GiB")
     if "bytes_sent" in row:
         ratio = f" ({row['compression']:.3g}x less than fp32)" if row.get("compression", 1.0) > 1.05 else ""
         parts.append(f"{_size(row['bytes_sent'])} sent{ratio}")
@@ -43,6 +52,36 @@ def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | No
     if seconds_left is not None:
         parts.append(f"{_time(seconds_left)} left")
     return "  ".join(parts)
+
+
+RATES = {"tokens_per_s": "tokens", "samples_per_s": "samples"}
+VALIDATION = ("validation_loss", "validation_accuracy")
+
+
+def _validation(row: Mapping[str, Any]) -> list[str]:
+    """What was measured on held-out data."""
+    parts = [f"validation {row['validation_loss']:.3f}"] if "validation_loss" in row else []
+    return parts + ([f"validation {100 * row['validation_accuracy']:.1f} %"] if "validation_accuracy" in row else [])
+
+
+def _pipelines(row: Mapping[str, Any]) -> str:
+    """As many as there are, each of so many stages."""
+    stages, replicas = row["stages"], row.get("replicas", 1)
+    return f"{stages} stage{'s' * (stages != 1)} x {replicas} replica{'s' * (replicas != 1)}"
+
+
+def _cached(row: Mapping[str, Any]) -> str:
+    """How much of what frozen layers say was read."""
+    share = float(row.get("cached", 0.0))
+    return ", cached" if share >= 1 else f", {100 * share:.0f} % cached" if share > 0 else ""
+
+
+def describe_transition(before: Mapping[str, Any], after: Mapping[str, Any], *, seconds: float, reason: str = "") -> str:
+    """One line about a change of layout. before, after: rows of metrics, or else their "frozen", "stages" and "replicas"."""
+    text = f"frozen {before['frozen']} -> {after['frozen']}, {_pipelines(before)}"
+    if _pipelines(after) != _pipelines(before):
+        text += f" -> {_pipelines(after)}"
+    return f"{text}, in {seconds:.2f} s{f': {reason}' if reason else ''}"
 
 
 def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
@@ -64,18 +103,17 @@ class Display:
             self._progress, self._task = _make_progress(name, num_steps, first_step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a step: on a terminal each, else every `every`-th, and those with a validation loss."""
+        """Show a step: on a terminal each, else every `every`-th, and those that measured on held-out data."""
         if self._quiet:
             return
         done = row["step"] + 1 - self._first
         left = (time.monotonic() - self._started) / done * (self._num_steps - row["step"] - 1)
         if self._progress is not None:
-            if "validation_loss" in row:
-                self._validation = f"validation {row['validation_loss']:.3f}  "
-            text = describe({k: v for k, v in row.items() if k != "validation_loss"}, num_steps=self._num_steps,
-                            seconds_left=left)  # fmt: skip
+            if measured := _validation(row):
+                self._validation = "  ".join([*measured, ""])
+            text = describe({k: v for k, v in row.items() if k not in VALIDATION}, num_steps=self._num_steps, seconds_left=left)
             self._progress.update(self._task, completed=row["step"] + 1, text=self._validation + text)
-        elif (row["step"] + 1) % self._every == 0 or "validation_loss" in row:
+        elif (row["step"] + 1) % self._every == 0 or any(key in row for key in VALIDATION):
             print(describe(row, num_steps=self._num_steps, seconds_left=left), flush=True)
 
     def note(self, text: str) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pyops.display import Display, describe
+from pyops.display import Display, describe, describe_transition
 
 pytestmark = pytest.mark.cpu_only
 
@@ -18,6 +18,48 @@ def test_a_line_says_it_all():
     line = describe({**ROW, "validation_loss": 2.5, "skipped": 2}, num_steps=20, seconds_left=3723.0)
     assert line == "step 10/20  loss 2.346  validation 2.500  12,346 tokens/s  0.50 GiB  2 skipped  1:02:03 left"
     assert "loss not finite" in describe({**ROW, "loss": None}, num_steps=20, seconds_left=None)
+
+
+ELASTIC = {"step": 11, "epoch": 2, "loss": 0.4142, "lr": 1e-3, "grad_norm": 1.0, "samples_per_s": 812.4, "frozen": 5,
+           "stages": 2, "replicas": 2, "micro_batches": 4, "cached": True, "memory_gib": 0.4}  # fmt: skip
+
+
+def test_a_line_of_a_run_that_freezes():
+    line = describe({**ELASTIC, "accuracy": 0.9314}, num_steps=60, seconds_left=41.0)
+    assert line == (
+        "epoch 3  step 12/60  loss 0.414  accuracy 93.1 %  frozen 5  2 stages x 2 replicas  812 samples/s, cached  0.40 GiB  "
+        "0:00:41 left"
+    )
+    last = {
+        **ELASTIC,
+        "stages": 1,
+        "replicas": 4,
+        "cached": 0.8,
+        "validation_accuracy": 0.975,
+        "frozen": 0,
+        "transition_s": 0.3,
+    }
+    line = describe(last, num_steps=60, seconds_left=None)
+    assert "  validation 97.5 %  frozen 0  1 stage x 4 replicas  812 samples/s, 80 % cached  " in line
+    assert "cached" not in describe({**ELASTIC, "cached": False}, num_steps=60, seconds_left=None)
+    assert "validation 0.250" in describe({**ELASTIC, "validation_loss": 0.25}, num_steps=60, seconds_left=None)
+
+
+def test_a_line_of_a_change_of_layout():
+    after = {**ELASTIC, "frozen": 7, "stages": 1, "replicas": 4}
+    assert describe_transition(ELASTIC, after, seconds=0.4249, reason="all fits") == (
+        "frozen 5 -> 7, 2 stages x 2 replicas -> 1 stage x 4 replicas, in 0.42 s: all fits"
+    )
+    assert (
+        describe_transition(ELASTIC, {**ELASTIC, "frozen": 6}, seconds=0.1) == "frozen 5 -> 6, 2 stages x 2 replicas, in 0.10 s"
+    )
+
+
+def test_accuracy_is_shown_when_it_is_measured(capsys):
+    display = Display("run", num_steps=20, every=20)
+    for step in range(5):
+        display.step({**ELASTIC, "step": step, **({"validation_accuracy": 0.5} if step == 3 else {})})
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == ["4/20"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +95,8 @@ def test_other_ranks_are_silent(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_live_line(monkeypatch):
+def shown_of(monkeypatch, rows) -> str:
+    """All that a terminal gets."""
     pytest.importorskip("rich")
 
     class Terminal(io.StringIO):
@@ -65,12 +108,21 @@ def test_a_terminal_gets_a_live_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("TERM", "xterm")
     display = Display("my run", num_steps=20)
-    display.step({**ROW, "validation_loss": 2.5})
-    display.step({**ROW, "step": 10})
+    for row in rows:
+        display.step(row)
     display.note("a [note]")
     display.close()
-    shown = terminal.getvalue()
+    return terminal.getvalue()
+
+
+def test_a_terminal_gets_a_live_line(monkeypatch):
+    shown = shown_of(monkeypatch, [{**ROW, "validation_loss": 2.5}, {**ROW, "step": 10}])
     assert "my run" in shown
     assert "step 11/20" in shown
     assert "validation 2.500" in shown, "it stays until the next one"
     assert "a [note]" in shown
+
+
+def test_a_terminal_keeps_the_accuracy(monkeypatch):
+    shown = shown_of(monkeypatch, [{**ELASTIC, "validation_accuracy": 0.5}, {**ELASTIC, "step": 12}])
+    assert "validation 50.0 %  epoch 3  step 13/20" in shown
