@@ -181,9 +181,15 @@ def test_no_file_is_in_both_parts_of_the_passages(cache):
         assert int(part.tokens[:, 1:].max()) < 256
         for family in range(len(FAMILIES)):
             assert len(part.files[part.labels == family].unique()) > 1
+    fewer = passages.train.fewer(9)
+    assert fewer.labels.bincount().tolist() == [9] * len(FAMILIES)
+    assert set(fewer.files.tolist()) <= train
+    assert {tuple(row) for row in fewer.tokens.tolist()} <= {tuple(row) for row in passages.train.tokens.tolist()}
+    assert len(fewer.files.unique()) > 2 * len(FAMILIES)
+    assert passages.train.fewer(0) is passages.train
     again = prepare_passages(options.data, vocab_size=258, length=32)
     assert torch.equal(again.train.tokens, passages.train.tokens)
-    assert sum(int(n) for n in passages.text.shape) > 0
+    assert len(passages.text) > 1000
 
 
 def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(tmp_path):

@@ -27,16 +27,18 @@ class TaskConfig:
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: as many steps as
     train.steps. reach: digits come shifted by up to so many pixels down and to the right, each way: (2 reach + 1)^2 samples.
+    passages: of each family to train on, spread over its files; 0: all there are.
     """
 
     kind: str = "text"
     pretrained: str = ""
     epochs: int = 0
     reach: int = 0
+    passages: int = 0
 
     def __post_init__(self) -> None:
         require(self, f"one of {', '.join(KINDS)}", ("kind",), lambda v: v in KINDS)
-        require(self, "0 or more", ("epochs",), lambda v: v >= 0)
+        require(self, "0 or more", ("epochs", "passages"), lambda v: v >= 0)
         require(self, "0 to 7, less than the side of an image", ("reach",), lambda v: 0 <= v < DIGIT_IMAGES["image_size"])
 
     @property

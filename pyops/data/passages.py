@@ -54,6 +54,15 @@ class Rows:
     labels: Tensor
     files: Tensor
 
+    def fewer(self, each: int) -> Rows:
+        """So many of each family, spread over them; all, where there are no more, or `each` is 0."""
+        families = len(FAMILIES)
+        there = len(self.labels) // families
+        if not 0 < each < there:
+            return self
+        chosen = (torch.arange(families)[:, None] * there + torch.arange(each) * there // each).flatten()
+        return Rows(self.tokens[chosen], self.labels[chosen], self.files[chosen])
+
 
 @dataclass(frozen=True)
 class Passages:

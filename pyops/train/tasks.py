@@ -97,7 +97,7 @@ class Task(ABC):
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """By `metric`: how many of the rows that count are right; or their nats. output: of held-out rows. fp64 scalar."""
-        return ((output.argmax(dim=-1) == target) & (target != IGNORED)).sum().double()
+        return (output.argmax(dim=-1) == target).sum().double()  # no label is IGNORED
 
     def augmentation(self, epoch: int) -> int:
         """A number that tells apart the inputs that a sample has in different epochs; 0 where they are always the same."""
@@ -149,10 +149,10 @@ class PassagesTask(Task):
 
     name = "passages"
 
-    def __init__(self, config: BERTConfig, data: DataConfig, *, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: BERTConfig, data: DataConfig, *, each: int, group: dist.ProcessGroup | None) -> None:
         self._config = config
         passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
-        self._parts = (passages.train, passages.held_out)
+        self._parts = (passages.train.fewer(each), passages.held_out)
         self.samples, self.held_out = (len(part.labels) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
 
@@ -233,7 +233,7 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
         dtype = PRECISIONS[config.precision.dtype].dtype
         return DigitsTask(config.vit, held_out=data.validation_fraction, reach=options.reach, turned=turned, dtype=dtype)
     if options.kind == "passages":
-        return PassagesTask(config.bert, data, group=group)
+        return PassagesTask(config.bert, data, each=options.passages, group=group)
     if options.kind == "masked_text":
         return MaskedTask(config.bert, data, seed=config.train.seed, group=group)
     if config.model.tied_head:
