@@ -13,12 +13,22 @@ from torch import Tensor, nn
 from pyops.elastic import ActivationCache, Prefix, Sampler
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline.stage import named_arguments
 
 pytestmark = pytest.mark.cpu_only
 
 SAMPLES, TOKENS, DIM = 22, 5, 16
 FROZEN = (1, 2, 2, 4)  # layers, epoch by epoch
 SMALL = {"num_layers": 4, "num_heads": 2, "dim": DIM}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def model_of(kind: str) -> nn.Module:
@@ -108,25 +118,27 @@ def test_what_is_there_is_not_computed_and_what_is_there_less_deep_is_gone_on_fr
 
 
 class Fickle(nn.Module):
-    """Bits that depend on the number of rows; of `place`: with so many rows or more also on the place; `others`: on them."""
+    """Bits that depend on the number of rows; with `place` rows or more on the place, of `some` rows; `others`: on them."""
 
-    def __init__(self, place: int = 1000, others: int = 1000) -> None:
+    def __init__(self, place: int = 1000, others: int = 1000, some: bool = False) -> None:
         super().__init__()
-        self.place, self.others = place, others
+        self.place, self.others, self.some = place, others, some
 
     def forward(self, x: Tensor) -> Tensor:
         n = len(x)
         x = x * (1 + n * 2**-20)
-        x = x + torch.arange(n).view(n, 1) * 2**-18 if n >= self.place else x
+        if n >= self.place:
+            x = x + torch.arange(n).view(n, 1) * 2**-18 * (x[:, :1] > 0 if self.some else 1)
         return x + x.mean(dim=0) * 2**-18 if n >= self.others else x
 
 
 @pytest.mark.parametrize(
     ("layer", "chunk"),
-    [(Fickle(), 8), (Fickle(place=4), 2), (Fickle(others=3), 2), (Fickle(others=2), 1), (Fickle(place=8), 4)],
+    [(Fickle(), 8), (Fickle(place=4), 2), (Fickle(others=3), 2), (Fickle(others=2), 1), (Fickle(place=3, some=True), 2)],
 )
 def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
     x, samples = torch.randn(30, 6), torch.randperm(30)
+    x[0, 0] = -1
     cache = ActivationCache(30, shape=(6,))
     whole, parts = Prefix([layer], chunk=8), Prefix([layer], chunk=8, cache=cache)
     wanted = whole(x)
@@ -141,6 +153,22 @@ def test_what_was_computed_in_other_chunks_is_not_used():
     cache, x, samples = ActivationCache(4, shape=(6,)), torch.randn(4, 6), torch.arange(4)
     Prefix([Fickle()], chunk=4, cache=cache)(x, samples=samples)
     assert torch.equal(Prefix([Fickle()], chunk=2, cache=cache)(x, samples=samples), Prefix([Fickle()], chunk=2)(x))
+
+
+class Nosy(nn.Module):
+    """Looks at what it is given."""
+
+    def forward(self, x: Tensor, shape: tuple[int, int], mask: Tensor, factor: Tensor, other: None = None) -> Tensor:
+        assert (shape, len(x), len(mask), factor.shape) == ((4, 9), 4, 4, (6,))
+        return torch.where(mask, x, 0) * factor
+
+
+def test_named_arguments_go_to_the_layers_that_name_them_by_rows():
+    prefix = Prefix([nn.Identity(), Nosy()], chunk=4)
+    x, mask, factor = torch.randn(7, 6), torch.rand(7, 6) > 0.5, torch.randn(6)
+    found = prefix(x, shape=(7, 9), mask=mask, factor=factor)
+    torch.testing.assert_close(found, torch.where(mask, x, 0) * factor)
+    assert named_arguments(prefix) == {"samples", "input", "x", "shape", "mask", "factor", "other"}
 
 
 def test_the_augmentation_is_part_of_the_key():
