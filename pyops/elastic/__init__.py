@@ -8,6 +8,7 @@
     confirm(packing, measure)                    micro-batches by a short trial in place of the simulator's word
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
+    Active(layout, message=message)              this rank's groups in it; close() leaves nothing behind
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
     Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
     choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
@@ -19,6 +20,7 @@ After PipeTransformer (He et al., 2021). These are the decisions, and what they 
 from pyops.elastic.cache import ActivationCache
 from pyops.elastic.confirm import confirm
 from pyops.elastic.forecast import Epoch, forecast
+from pyops.elastic.groups import Active, message_group
 from pyops.elastic.layout import Layout
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
@@ -30,6 +32,7 @@ from pyops.elastic.transition import Move, carry, moves, transition
 
 __all__ = [
     "ActivationCache",
+    "Active",
     "Bound",
     "Callback",
     "Choice",
@@ -53,6 +56,7 @@ __all__ = [
     "confirm",
     "forecast",
     "frozen_share",
+    "message_group",
     "moves",
     "pack",
     "transition",

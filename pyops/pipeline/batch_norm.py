@@ -56,6 +56,13 @@ class Statistics:
             if known and module.running_mean is not None and (own is None or isinstance(own, _Forward)):
                 module.forward = _Forward(module, self)  # type: ignore[method-assign,arg-type]
 
+    def remove(self) -> None:
+        """Give the layers their own forward again."""
+        for module in (module for stage in self.stages for layer in stage.layers for module in layer.modules()):
+            own = module.__dict__.get("forward")
+            if isinstance(own, _Forward) and own.statistics is self:
+                del module.forward
+
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:
         """What layers are given within is one batch: at the end their running statistics move on by it, unless this raises."""

@@ -137,6 +137,13 @@ class Runner:
         for channel in dict.fromkeys(self.outgoing.values()):
             channel.give_up()
 
+    def close(self) -> None:
+        """Let go of the channels, and of all values."""
+        for stage in self.stages.values():
+            stage.forget()
+        self.incoming, self.outgoing, self._plan, self.on_action = {}, {}, [], None
+        self._values.clear()
+
     def _take_action(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
         stepping = self.stepping[action.stage]
         if action.kind == "U":

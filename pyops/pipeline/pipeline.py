@@ -181,6 +181,21 @@ class Pipeline(nn.Module):
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
+    def close(self) -> None:
+        """Let go of the group, of the channels to other ranks, and of what was put on the layers; these are left as they are.
+
+        No step is possible afterwards. Call it before the group is destroyed, or before the layers go to another pipeline. Not
+        a collective; a second time it does nothing.
+        """
+        self._broken = "this pipeline is closed; make a new one"
+        for runner in (self._train, self._evaluate, self._early):
+            runner.close()
+        for stage in self.stages.values():
+            stage.close()
+        self._statistics.remove()
+        self._ties.close()
+        self.group = None
+
     def incoming_channels(self) -> list[Incoming]:
         """The channels by which a step's values come from other ranks."""
         return list(dict.fromkeys(self._train.incoming.values()))

@@ -85,6 +85,12 @@ class Stage:
         self._again.clear()
         self._put_off.clear()
 
+    def close(self) -> None:
+        """Let go of what is kept, and take off the parameters what puts their gradients off."""
+        self.forget()
+        if self._queue is not None:
+            self._queue.release()
+
     def forward(self, number: int, x: Any, named: dict[str, Any], target: Any, *, recompute: bool = False) -> Any:
         """y of micro-batch `number`; on the last stage its loss. recompute: keep x alone, for `again`."""
         if not recompute:

@@ -105,6 +105,10 @@ class Ties:
         self.elsewhere = {id(tie.parameter) for tie in self.ties if tie.holders[0] != self.rank}
         self._before: list[Tensor | None] = []
 
+    def close(self) -> None:
+        """Let go of the group."""
+        self.group, self.ties = None, []
+
     def make_equal(self) -> None:
         """Give every copy the values of the first. PeerError for a rank that is lost."""
         for parameter, holders in self.ties:

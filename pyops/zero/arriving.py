@@ -38,6 +38,7 @@ class Arriving:
         self._works: dict[Key, Work] = {}
         published = [(f, bucket) for f, flat in enumerate(self.flats) for bucket in flat.published()]
         self._order = list(reversed(published))  # backward's order, backwards
+        self._hooks: list[Any] = []
         if not late:
             return
         bucket_of = {
@@ -54,9 +55,9 @@ class Arriving:
             of_unit = of_root if plan.is_root else list(plan.module.parameters())  # a unit may be called by itself
             keys = {bucket_of[id(p)]: None for p in of_unit if id(p) in bucket_of}
             ordered |= keys
-            plan.module.register_forward_pre_hook(partial(self._wait_for, tuple(keys)))
+            self._hooks.append(plan.module.register_forward_pre_hook(partial(self._wait_for, tuple(keys))))
         self._order = [key for key in ordered if key in set(published)]
-        model.register_state_dict_pre_hook(lambda *_: self.wait())
+        self._hooks.append(model.register_state_dict_pre_hook(lambda *_: self.wait()))
 
     def start(self, communicator: Communicator, *, async_op: bool) -> None:
         """Bring all ranks' chunks together."""
@@ -69,6 +70,12 @@ class Arriving:
         works, self._works = self._works, {}
         for work in works.values():
             work.wait()
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     @torch._disable_dynamo
     def _wait_for(self, keys: tuple[Key, ...], *_: Any) -> None:

@@ -8,6 +8,7 @@ Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054: stages 1, 2 and 3 are its P
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -157,7 +158,7 @@ class ZeroOptimizer(Savable):
         self._built = True
         self.state = self.owned.optimizer.state
         self.arriving = Arriving(model, self.flats, late=overlap == "forward")
-        model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
+        self._hook = model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
 
     def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
         """Put the parameters where they belong, with rank 0's values, and hooks on them."""
@@ -210,6 +211,42 @@ class ZeroOptimizer(Savable):
             )
         super().add_param_group(param_group)
 
+    @torch.no_grad()
+    def close(self) -> None:
+        """Let go of the model and the groups: hooks come off, gradients and states are freed, and every parameter is whole, in
+        memory of its own, also where others that were beside it are frozen later. Take `state_dict()` before.
+
+        No step is possible afterwards. Call it before the groups are destroyed, or before another optimizer takes parameters
+        of the model. At stage 3 a collective; a second time it does nothing.
+        """
+        if "owned" not in self.__dict__:
+            return
+        self.gradients.clear()
+        if self.delayed is not None:
+            self.delayed.wait()
+        with self.whole_parameters():
+            for flat in dict.fromkeys([*self.flats, *(flat for unit in self.gathering.units for flat in unit.flats)]):
+                for parameter in flat.parameters:
+                    parameter.data = parameter.data.clone()
+        for hooks in (self.gradients, self.gathering, self.arriving, self._hook):
+            hooks.remove()
+        if self.owned.offloaded is not None:
+            self.owned.offloaded.close()
+        self.state, self.group, self.communicator = defaultdict(dict), None, None
+        for name in (
+            "owned",
+            "gradients",
+            "gathering",
+            "arriving",
+            "flats",
+            "delayed",
+            "one_bit",
+            "stages",
+            "tensor_parallel",
+            "wire",
+        ):
+            self.__dict__.pop(name)
+
     # ------------------------------------------------------------------------------------------------ gradients
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -245,6 +282,8 @@ class ZeroOptimizer(Savable):
 
         A collective: every rank must call it. DisagreementError, on every rank, for ranks with different options.
         """
+        if "owned" not in self.__dict__:
+            raise RuntimeError("this ZeroOptimizer is closed; make a new one of the model")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,0 +1,90 @@
+"""Groups: the process groups that train in a layout, made when it begins and destroyed when it ends.
+
+    message     0 1 2 3 4        all ranks, idle ones too; made once, outlives every layout
+    pipeline    0 1 | 2 3        the stages of a replica
+    line        0 2 | 1 3        the ranks that hold the same stage
+
+An idle rank waits in a collective of the message group, asleep: for its next decision, say. It learns at once when a rank dies.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pyops.comm.agreement import agree, gather
+from pyops.comm.communicator import Communicator, release
+from pyops.elastic.layout import Layout
+
+__all__ = ["Active", "message_group"]
+
+
+def message_group(*, patience: float = 86400.0) -> dist.ProcessGroup | None:
+    """A new Gloo group of all ranks, for carrying states and for waiting; None where torch.distributed is not running.
+
+    patience: seconds that a rank waits in it for one that comes late, longer than from one decision to the next. A rank that
+    dies is noticed at once; one that only hangs by those that train with it. A collective; destroy it with
+    torch.distributed.destroy_process_group.
+    """
+    if not dist.is_initialized():
+        return None
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+    return made
+
+
+class Active:
+    """This rank's groups in `layout`. A collective: every rank of `message`, those that are idle too.
+
+    message: of all ranks, in their order; None: one process alone. timeout: of the groups' collectives in seconds, by default
+    that of the default group.
+
+    pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of the ranks that hold this
+    rank's stage, by replica; None with one replica, and on an idle rank.
+
+    Each group leaves some hundred bytes in the store by which its ranks found one another, for as long as the store lives.
+
+    ValueError, on every rank alike, for another number of ranks, and for layouts that differ between ranks.
+    """
+
+    pipeline: dist.ProcessGroup | None = None
+    line: dist.ProcessGroup | None = None
+
+    def __init__(self, layout: Layout, *, message: dist.ProcessGroup | None, timeout: float | None = None) -> None:
+        size = 1 if message is None else dist.get_world_size(message)
+        if size != layout.ranks or (message is not None and size != dist.get_world_size()):
+            raise ValueError(f"the layout is of {layout.ranks} ranks, but the message group has {size}; it must have all ranks")
+        if message is None:
+            return
+        layouts = gather(layout, group=message)
+        if (other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)) is not None:
+            raise ValueError(f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all ranks the same")
+        default = Communicator.of(None).timeout(torch.device("cpu"))
+        limit = timedelta(seconds=default if timeout is None else timeout)
+        rank = dist.get_rank(message)
+        error: Exception | None = None
+        try:
+            # Every rank makes all of them in one order: torch numbers them, and a group that only its members make has a name
+            # that may have been another one's before, with addresses that are out of date.
+            for replica in range(layout.replicas if layout.stages > 1 else 0):
+                self.pipeline = self._made(layout.members(replica), rank, limit) or self.pipeline
+            for stage in range(layout.stages if layout.replicas > 1 else 0):
+                self.line = self._made(layout.line(stage), rank, limit) or self.line
+        except RuntimeError as caught:
+            error = caught
+        agree(error, group=message)
+
+    @staticmethod
+    def _made(members: tuple[int, ...], rank: int, limit: timedelta) -> dist.ProcessGroup | None:
+        made: dist.ProcessGroup = dist.new_group(list(members), timeout=limit)
+        return made if rank in members else None
+
+    def close(self) -> None:
+        """Destroy the groups, and let go of the threads and the shared memory that collectives made for them. What else uses
+        them (Pipeline, ZeroOptimizer) is to be closed before. Not a collective; a second time it does nothing."""
+        for group in (self.pipeline, self.line):
+            if group is not None:
+                release(group)
+                dist.destroy_process_group(group)
+        self.pipeline = self.line = None

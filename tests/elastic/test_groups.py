@@ -1,0 +1,155 @@
+"""The groups of a layout: who is in which, and that nothing is left of them when they are closed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops.comm import all_reduce, probe
+from pyops.elastic import Layout
+from pyops.elastic.groups import Active, message_group
+from pyops.optim import AdamW
+from pyops.pipeline import Pipeline, schedule
+from pyops.zero import ZeroOptimizer
+
+pytestmark = pytest.mark.cpu_only
+
+
+def members_body(rank, group, layouts):
+    """Of each layout what the groups say and sum; and that closing twice is no harm."""
+    message = message_group()
+    found = []
+    for layout in layouts:
+        active = Active(layout, message=message)
+        for each in (active.pipeline, active.line):
+            found.append(None if each is None else dist.get_process_group_ranks(each))
+            if each is not None:
+                found.append(int(all_reduce(torch.tensor([10**rank]), group=each)))
+        active.close()
+        active.close()
+        found.append((active.pipeline, active.line))
+    dist.destroy_process_group(message)
+    return found
+
+
+def test_members(world):
+    layouts = [Layout(4, 2, 2, (0, 1, 3)), Layout(4, 1, 3, (0, 3)), Layout(4, 3, 1, (0, 1, 2, 3)), Layout(4, 1, 1, (0, 3))]
+    found = world(4).run(members_body, layouts)
+    none = (None, None)
+    assert found[0] == [[0, 1], 11, [0, 2], 101, none, None, [0, 1, 2], 111, none, [0, 1, 2], 111, None, none, None, None, none]
+    assert found[1] == [
+        [0, 1],
+        11,
+        [1, 3],
+        1010,
+        none,
+        None,
+        [0, 1, 2],
+        111,
+        none,
+        [0, 1, 2],
+        111,
+        None,
+        none,
+        None,
+        None,
+        none,
+    ]
+    assert found[3] == [[2, 3], 1100, [1, 3], 1010, none, None, None, none, None, None, none, None, None, none]
+
+
+def refused_body(rank, group, layouts):
+    with pytest.raises(ValueError, match="rank") as caught:
+        Active(layouts[rank], message=group)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_and_layouts_of_other_ranks(world):
+    other = Layout(2, 2, 1, (0, 1, 4))
+    first, second = world(2).run(refused_body, [Layout(2, 2, 1, (0, 2, 4)), other])
+    assert first == second
+    assert f"rank 0 has {Layout(2, 2, 1, (0, 2, 4))}, but rank 1 {other}" in first
+    (message, _) = world(2).run(refused_body, [Layout(3, 2, 1, (0, 2, 4))] * 2)
+    assert "the layout is of 3 ranks, but the message group has 2" in message
+
+
+def test_one_process_alone():
+    active = Active(Layout(1, 1, 1, (0, 2)), message=message_group())
+    assert (active.pipeline, active.line) == (None, None)
+    active.close()
+
+
+# -------------------------------------------------------------------------------------------------- nothing is left
+
+LAYOUTS = [Layout(4, 4, 1, (0, 2, 3, 4, 6), 0, 4), Layout(4, 2, 2, (0, 3, 6), 1, 4), Layout(4, 1, 4, (0, 6), 2, 2)]
+WARM = 9  # transitions, after which nothing grows
+
+
+def held() -> tuple[int, int, int, int]:
+    """Of this process: open files, threads, pieces of shared memory, MiB of memory."""
+    with open("/proc/self/maps") as file:
+        shared = sum("/dev/shm/" in line for line in file)
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared, resident
+
+
+def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakref.ref]:
+    """A step in a layout, from its groups to their end; what must be gone afterwards. alone: a group of this rank."""
+    active = Active(layout, message=message)
+    pipeline = Pipeline(
+        layers, schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
+        group=active.pipeline, boundaries=layout.boundaries, loss=nn.functional.mse_loss, tied=None,
+    )  # fmt: skip
+    zero = ZeroOptimizer(pipeline, AdamW, stage=0, group=active.line or alone, pp_group=active.pipeline, op="sum", lr=1e-3)
+    x = torch.randn(8, 256)
+    with zero.no_sync():
+        pipeline.step(x, x)
+    before = next(pipeline.parameters()).clone()
+    zero.step()
+    assert not torch.equal(before, next(pipeline.parameters()))
+    found = [
+        weakref.ref(each) for each in (active.pipeline, active.line, pipeline, zero, zero.flats[0].data) if each is not None
+    ]
+    pipeline.close()
+    zero.close()
+    active.close()
+    return found
+
+
+def transitions_body(rank, group, count):
+    message = message_group()
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    layers = [nn.Linear(256, 256) for _ in range(6)]
+    repeats, probe._REPEATS = probe._REPEATS, 1  # the choice of an algorithm is not what is tested
+    gc.disable()
+    found = []
+    try:
+        for number in range(count):
+            gone = train(LAYOUTS[number % 3], layers, message, alone)
+            # What torch imports when the first optimizer is made keeps tracebacks.
+            assert number < 3 or [each() for each in gone] == [None] * len(gone), number
+            if number % 10 == 9:
+                gc.collect()
+            found.append(held())
+    finally:
+        gc.enable()
+        probe._REPEATS = repeats
+        dist.destroy_process_group(message)
+        dist.destroy_process_group(alone)
+    return found
+
+
+def test_nothing_is_left_after_50_transitions(world):
+    for rank, found in enumerate(world(4).run(transitions_body, 50, timeout=120)):
+        files, threads, shared, memory = zip(*found[WARM:], strict=True)
+        assert max(files) == files[0], rank
+        assert max(threads) == threads[0], rank
+        assert max(shared) == shared[0], rank
+        assert max(memory[-10:]) < memory[0] + 48, (rank, memory)
