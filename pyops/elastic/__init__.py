@@ -12,6 +12,7 @@
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
     Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
     choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
+    plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
 After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
@@ -25,6 +26,7 @@ from pyops.elastic.layout import Layout
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, frozen_share, pack
+from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler, Share
@@ -59,5 +61,6 @@ __all__ = [
     "message_group",
     "moves",
     "pack",
+    "plot_elastic",
     "transition",
 ]
