@@ -96,7 +96,7 @@ def plot_elastic(path: Path, rows: Iterable[Row], *, ranks: int, title: str, mos
         _draw_measured(several[3], rows, measured)
     for axes in several:
         for part in parts[1:]:
-            axes.axvline(part.begin, color="0.35", linewidth=0.8, linestyle=(0, (2, 2)))
+            axes.axvline(part.begin, color="0.35", linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     several[-1].set(xlabel="epoch", xlim=(parts[0].begin, parts[-1].end))
