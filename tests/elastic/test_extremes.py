@@ -66,9 +66,7 @@ def test_every_number_of_frozen_layers_has_a_layout(seed: int):
         devices, most = stages * draw.randint(1, 3), stages
         options = {"batch": draw.choice([1, 3, 16]), "lambda_frozen": draw.choice([0.0, 1 / 6, 1.0])}
         for frozen in range(len(costs)):
-            found = pack(
-                costs, frozen=frozen, stages=stages, machine=Machine(devices=devices), batch=batch, lambda_frozen=share
-            )
+            found = pack(costs, frozen=frozen, stages=stages, machine=Machine(devices=devices), **options)
             layout = Layout(devices, found.stages, found.replicas, found.boundaries, found.frozen, found.micro_batches)
             assert layout.active == devices
             assert found.stages <= most
