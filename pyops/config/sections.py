@@ -63,8 +63,8 @@ class OptimizerConfig:
         """Whether the optimizer itself communicates, once its warm-up is over."""
         return self.name in COMMUNICATING
 
-    def lr_at(self, step: int, *, num_steps: int) -> float:
-        """The learning rate of step 0, 1, ..., num_steps - 1."""
+    def lr_at(self, step: float, *, num_steps: int) -> float:
+        """The learning rate of step 0, 1, ..., num_steps - 1, or of what lies between two."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)

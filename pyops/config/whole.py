@@ -124,6 +124,11 @@ class Config:
         return found
 
     @property
+    def over_samples(self) -> bool:
+        """Whether the run goes over numbered samples, epoch by epoch: every task does but text, and text with [elastic]."""
+        return self.task.kind != "text" or self.elastic.on
+
+    @property
     def folder(self) -> Path:
         """Where the run's outputs go."""
         return Path(self.train.folder) / self.name
@@ -135,6 +140,8 @@ class Config:
             num_ranks = self.parallel.copies(num_ranks)  # those that share a model see the same sequences
         except ValueError as error:
             raise ConfigError(f"parallel.{error}") from None
+        if self.over_samples:  # shares may be uneven
+            return
         if batch % num_ranks:
             near = max(num_ranks, round(batch / num_ranks) * num_ranks)
             raise ConfigError(

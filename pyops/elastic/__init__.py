@@ -15,11 +15,16 @@
     plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
-After PipeTransformer (He et al., 2021). These are the decisions, and what they need; nothing here changes the layout of a run.
+After PipeTransformer (He et al., 2021). `Elastic` puts all of it together:
+
+    elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
+    for share in elastic.shares(): elastic.step(*rows_of(share.samples), share=share, lr=...)
+    change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
 """
 
 from pyops.elastic.cache import ActivationCache
 from pyops.elastic.confirm import confirm
+from pyops.elastic.elastic import Change, Elastic, Step
 from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.groups import Active, message_group
 from pyops.elastic.layout import Layout
@@ -28,6 +33,7 @@ from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+from pyops.elastic.portion import Portion
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler, Share
 from pyops.elastic.transition import Move, carry, moves, transition
@@ -37,7 +43,9 @@ __all__ = [
     "Active",
     "Bound",
     "Callback",
+    "Change",
     "Choice",
+    "Elastic",
     "Epoch",
     "GradientNorm",
     "Grid",
@@ -49,9 +57,11 @@ __all__ = [
     "Packing",
     "PercentileOfChange",
     "Policy",
+    "Portion",
     "Prefix",
     "Sampler",
     "Share",
+    "Step",
     "agree_on",
     "carry",
     "choose",

@@ -7,7 +7,8 @@ Files: `run` (the run itself; reads the way the data goes), `recipe` (data paral
 """
 
 from pyops.train.lr_range import lr_range_test
+from pyops.train.outcome import Outcome
 from pyops.train.ranks import StopRequest
-from pyops.train.run import Outcome, Run, train
+from pyops.train.run import Run, train
 
 __all__ = ["Outcome", "Run", "StopRequest", "lr_range_test", "train"]

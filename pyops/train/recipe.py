@@ -7,6 +7,7 @@ onebit_adam     warm-up: the same; then DataParallel is silent, and the optimize
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "make_data_parallel",
     "make_loss_scale",
     "make_model",
+    "make_named_optimizer",
     "make_optimizer",
     "make_policy",
     "make_zero",
@@ -140,6 +142,20 @@ def make_loss_scale(options: PrecisionConfig) -> LossScale:
     return LossScale(
         initial=options.initial_scale, window=options.scale_window, hysteresis=options.hysteresis, minimum=options.minimum_scale
     )
+
+
+def make_named_optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer of these parameters alone. The caller clips their gradients, and zeroes them."""
+    keyed: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in named:
+        keyed.setdefault(_weight_decay_group(name, parameter), []).append(parameter)
+    groups = [
+        {"params": some, "weight_decay": config.optimizer.weight_decay if key == "decayed" else 0.0}
+        for key, some in keyed.items()
+    ]
+    arguments = {**_arguments(config.optimizer), "master_weights": PRECISIONS[config.precision.dtype].master_weights}
+    made: torch.optim.Optimizer = _class(config.optimizer)(groups, **arguments)
+    return made
 
 
 def make_policy(options: ElasticConfig) -> Policy | None:

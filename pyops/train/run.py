@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,16 @@ from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import only_run_in, prepare_folder
 from pyops.train.notes import collected_notes
+from pyops.train.outcome import Outcome
 from pyops.train.pipelined import Part, Pipelined
 from pyops.train.ranks import StopRequest, joined_ranks
 from pyops.train.recipe import make_loss_scale, make_model, recompute_modules
 from pyops.train.state import read
 from pyops.train.strategy import Zero, make_strategy
+from pyops.train.task_run import TaskRun
 from pyops.train.traffic import Traffic
 
-__all__ = ["Outcome", "Run", "train"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. Losses in nats per byte; stopped_by: the signal, 0 when all steps were done."""
-
-    steps: int
-    validation_loss: float | None
-    bigram_loss: float
-    skipped: int
-    stopped_by: int = 0
+__all__ = ["Run", "train"]
 
 
 def train(config: Config, *, resume: bool = False) -> Outcome:
@@ -63,7 +54,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     """
     config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
     with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
-        run = Run(config, device=device, resume=resume)
+        run: Run | TaskRun = (TaskRun if config.over_samples else Run)(config, device=device, resume=resume)
         notes.show(run.display.note)
         try:
             with StopRequest() as request:
@@ -308,7 +299,7 @@ class Run:
             return outcome
         self.log.close()
         folder = self.config.folder
-        if plot_losses(folder / "loss.png", rows, bigram_loss=outcome.bigram_loss, title=self.config.name):
+        if plot_losses(folder / "loss.png", rows, bigram_loss=self.corpus.bigram_loss, title=self.config.name):
             self.display.note(f"loss curve: {folder / 'loss.png'}")
         if stopped_by:
             name = signal.Signals(stopped_by).name
@@ -320,8 +311,8 @@ class Run:
         skipped = f", {self.skipped} steps skipped (loss or gradient not finite)" if self.skipped else ""
         loss = "none" if outcome.validation_loss is None else f"{outcome.validation_loss:.3f}"
         self.display.note(
-            f"validation loss {loss} nats per byte, a byte-bigram model {outcome.bigram_loss:.3f}; {self.step} steps{skipped}, "
-            f"peak memory {max(self.peak_gib, peak_memory_gib(self.device)):.2f} GiB per process"
+            f"validation loss {loss} nats per byte, a byte-bigram model {self.corpus.bigram_loss:.3f}; "
+            f"{self.step} steps{skipped}, peak memory {max(self.peak_gib, peak_memory_gib(self.device)):.2f} GiB per process"
         )
         return outcome
 

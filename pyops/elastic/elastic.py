@@ -1,0 +1,391 @@
+"""Elastic: training on all ranks, in a layout that follows what is frozen.
+
+    for share in elastic.shares():                              this rank's part of each batch; nothing on idle ranks
+        inputs, targets = rows_of(share.samples)                samples of number -1 are padding: their rows must count nothing
+        elastic.step(inputs, targets, share=share, lr=...)
+    change = elastic.decide()                                   freezes, packs, moves, and says so; None where nothing changed
+
+    blocks frozen    0               5                     9
+    4 ranks          | 0 | 1 | 2 | 3 |  0 1 | 0 1 |        0 | 0 | 0 | 0       stages of a rank; replicas begin with 0
+
+After PipeTransformer (He et al., 2021). Nothing is lost in a change: weights, the optimizer's states of active layers, the
+place in the data and all counters are those of a run whose layout does not change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import agree, gather
+from pyops.elastic.cache import ActivationCache
+from pyops.elastic.checks import check_run
+from pyops.elastic.groups import Active, message_group
+from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
+from pyops.elastic.layout import Layout
+from pyops.elastic.meter import Meter
+from pyops.elastic.packing import Machine, Packing, pack
+from pyops.elastic.policy import Policy, agree_on
+from pyops.elastic.portion import Portion, portion_of
+from pyops.elastic.prefix import Prefix
+from pyops.elastic.sampler import Sampler
+from pyops.elastic.saving import saved, states_of
+from pyops.elastic.transition import State, carry
+from pyops.elastic.worker import MakeOptimizer, Worker
+
+__all__ = ["Change", "Elastic", "Step"]
+
+Before = Callable[[Sequence[str], Sequence[nn.Module], Portion, int], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan where it was not finite, and
+    nothing changed. flagged: some rank had set its flag."""
+
+    loss: float
+    grad_norm: float
+    flagged: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a decision changed. seconds: from the decision until training can go on, the slowest rank's. reason: why not fewer
+    stages."""
+
+    frozen: int  # blocks
+    before: Layout
+    after: Layout
+    seconds: float
+    reason: str
+
+
+class Elastic:
+    """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process where it does not.
+
+    layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on all ranks. Those on the meta
+        device get memory where they are needed, and their first values from `initialise(name, layer)`; others bring theirs. A
+        parameter of two layers (a tied head) is an error: a frozen one can't learn.
+    optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
+        of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
+    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. stages: of each replica at the start; the ranks
+        must be a multiple. policy: what decides; None: nothing is ever frozen. every: steps between decisions; 0: an epoch.
+    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`.
+    terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
+    compress, replicate: False: the stages stay as they are; ranks set free stay idle.
+    before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
+    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once.
+
+    ValueError, on every rank alike, for what does not fit.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], *, optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor], samples: int,
+        batch: int, seed: int, terms: int = 1, stages: int = 1, policy: Policy | None = None, every: int = 0,
+        device: torch.device | str = "cpu", schedule: str = "1f1b", costs: Any = None,
+        packing: Mapping[str, Any] | None = None, compress: bool = True, replicate: bool = True,
+        batch_policy: str = "global", lr_rule: str = "linear", max_grad_norm: float | None = None,
+        initialise: Initialise | None = None, before: Before | None = None, idle_timeout: float = 86400.0,
+    ) -> None:  # fmt: skip
+        self.layers, self.device, self.policy, self.every = dict(layers), torch.device(device), policy, every
+        alone = not dist.is_initialized()
+        self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+        self._loss, self._make_optimizer, self._before, self._initialise = loss, optimizer, before, initialise
+        self._schedule, self._compress, self._replicate = schedule, compress, replicate
+        self.max_grad_norm, self.batch_policy, self._terms = max_grad_norm, batch_policy, terms
+        self.stages, self._batch = stages, batch
+        self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
+        self._portion: Portion | None = None
+        self._cache: ActivationCache | None = None
+        error: Exception | None = None
+        try:
+            check_run(self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule)
+            self._replicas = self.ranks // stages
+            self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
+            self._options: dict[str, Any] = dict(packing or {})
+            first = self._pack(0)
+            each = batch if batch_policy == "global" else max(1, batch // self._replicas)
+            self.sampler = Sampler(
+                samples, batch=each, seed=seed, replicas=self._replicas, batch_policy=batch_policy, lr_rule=lr_rule
+            )  # fmt: skip
+        except (TypeError, ValueError) as caught:
+            error = caught
+        agree(error)
+        self.message = message_group(patience=idle_timeout)
+        self._worker: Worker | None = None
+        self._enter(self._layout(first), {})
+
+    # ------------------------------------------------------------------------------------------------ layouts
+
+    @property
+    def blocks(self) -> int:
+        """How many layers can be frozen."""
+        return len(self.layers) - 2
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank has work in the present layout."""
+        return self.layout.is_active(self.rank)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether this rank reads what its frozen layers say."""
+        return self._cache is not None
+
+    def _pack(self, layers: int) -> Packing:
+        fewest = 1 if self._compress and layers else self.stages
+        batch = -(-self._batch // self._replicas)
+        return pack(
+            self._costs, frozen=layers, stages=self.stages, machine=self._options.get("machine", Machine(devices=self.ranks)),
+            batch=batch, batch_policy=self.batch_policy, schedule=self._schedule, fewest=fewest,
+            replicate=self._replicate,
+            **{key: value for key, value in self._options.items() if key != "machine"},
+        )  # fmt: skip
+
+    def _layout(self, packing: Packing) -> Layout:
+        replicas = self.ranks // packing.stages if self._replicate else self._replicas
+        return Layout(
+            ranks=self.ranks, stages=packing.stages, replicas=replicas, boundaries=packing.boundaries, frozen=packing.frozen,
+            micro_batches=packing.micro_batches,
+        )  # fmt: skip
+
+    def _enter(self, layout: Layout, states: Mapping[int, State]) -> None:
+        """Begin with a layout. states: of layers that come from elsewhere, or go on; none at the start."""
+        self.layout = layout
+        error: Exception | None = None
+        try:
+            self._hold(states)
+        except Exception as caught:
+            error = caught
+        agree(error, group=self.message)
+        self._groups = Active(layout, message=self.message)
+        if self.is_active:
+            self.sampler.resize(rank=layout.replica(self.rank), replicas=layout.replicas)
+            self._worker = Worker(
+                layout, self.rank, layers=self.layers, prefix=self._prefix(), groups=self._groups, states=states,
+                make_optimizer=self._make_optimizer, loss=self._loss, schedule_name=self._schedule, before=self._key,
+            )  # fmt: skip
+            names = list(self.layers)[1:-1]
+            held = [self.layers[name].parameters() if is_held(self.layers[name]) else [] for name in names]
+            self._meter = Meter([list(parameters) for parameters in held])
+        else:
+            self.sampler.resize(rank=0, replicas=layout.replicas)
+
+    def _hold(self, states: Mapping[int, State]) -> None:
+        """Memory and values for the layers of this rank, and for no others."""
+        own = self.layout.layers(self.rank) if self.is_active else range(0)
+        for number, (name, layer) in enumerate(self.layers.items()):
+            if number not in own:
+                let_go(layer)
+            elif not is_held(layer):
+                coming = states.get(number)
+                cut = len(name) + 1
+                take(
+                    layer, None if coming is None else {key[cut:]: value for key, value in coming["parameters"].items()},
+                    device=self.device,
+                )  # fmt: skip
+                if coming is None and self._initialise is not None:
+                    self._initialise(name, layer)
+            if number in own and number < self.layout.frozen:
+                freeze(layer)
+
+    def _prefix(self) -> nn.Module | None:
+        if not self.layout.frozen:
+            return None
+        return Prefix(list(self.layers.values())[: self.layout.frozen])
+
+    def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
+        if self._before is not None and self._portion is not None:
+            self._before(names, layers, self._portion, number)
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def shares(self) -> Iterator[Portion]:
+        """This replica's part of each batch until the next decision. An idle rank's are skipped."""
+        for _ in range(self._until_decision()):
+            share = self.sampler.next()
+            portion = self._portion_of(share.samples, batch=share.batch, epoch=share.epoch)
+            self.steps += 1
+            if self.is_active:
+                yield portion
+
+    def _until_decision(self) -> int:
+        sampler = self.sampler
+        left = sampler.samples - sampler.position if sampler.position < sampler.samples else sampler.samples
+        batches = -(-left // sampler.global_batch)
+        return min(batches, self.every - self._since) if self.every else batches
+
+    def _portion_of(self, samples: Tensor, *, batch: int, epoch: int) -> Portion:
+        layout = self.layout
+        replica = layout.replica(self.rank) if self.is_active else 0
+        most = -(-self.sampler.global_batch // layout.replicas)
+        return portion_of(
+            samples, most=most, micro_batches=layout.micro_batches, first_row=batch * replica // layout.replicas, batch=batch,
+            epoch=epoch, step=self.steps,
+        )  # fmt: skip
+
+    def step(self, inputs: Any, target: Any, *, share: Portion, lr: float, flag: bool = False, **named: Any) -> Step:
+        """One step with this rank's part of a batch; every active rank calls it.
+
+        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. flag: of this rank; the Step says whether
+        any set it, such as one that was asked to stop.
+        """
+        assert self._worker is not None
+        self._portion = share
+        if self.layout.frozen:
+            named["samples"] = share.samples
+        count = share.batch * self._terms
+        loss = self._worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
+        self._meter.observe()
+        norm = self._worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
+        self._portion = None
+        self._since += 1
+        return Step(loss / count, norm, self._worker.flagged)
+
+    def evaluate(
+        self, count: int, rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
+        *, score: Callable[[Any, Any], Tensor],
+    ) -> float:  # fmt: skip
+        """The sum of score(what the last layer returns, target) over `count` held-out samples, shared out over the replicas; on
+        every rank, which all call it.
+
+        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments.
+        """
+        total = 0.0
+        if self._worker is not None:
+            pipeline, replica, replicas = self._worker.pipeline, self.layout.replica(self.rank), self.layout.replicas
+            pipeline.eval()
+            mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas)
+            size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
+            for some in mine.split(size) if len(mine) else ():
+                portion = self._portion_of(some, batch=count, epoch=0)
+                inputs, target, named = rows_of(portion)
+                output = pipeline(inputs, **named)
+                if pipeline.has_last:
+                    total += float(score(output, target))
+            pipeline.train()
+        return sum(gather(total, group=self.message))
+
+    def any_of(self, flag: bool) -> bool:
+        """Whether it is set on any rank, idle ones too; all call it."""
+        return any(gather(flag, group=self.message))
+
+    # ------------------------------------------------------------------------------------------------ decisions
+
+    def decide(self) -> Change | None:
+        """Ask the policy, and go over to the layout that follows. A collective of all ranks, idle ones too.
+
+        ValueError on every rank for policies that disagree.
+        """
+        self._since = 0
+        if self.policy is None or self.frozen == self.blocks:
+            return None
+        frozen = agree_on(self.policy.decide(self._norms(), self.frozen), self.message)
+        if frozen == self.frozen:
+            return None
+        started = time.perf_counter()
+        before, packing = self.layout, self._pack(frozen + 1)
+        self.frozen = frozen
+        after = self._layout(packing)
+        states = self.states()
+        self._leave()
+        self._enter(after, carry(states, before, after, group=self.message, device=self.device))
+        seconds = max(gather(time.perf_counter() - started, group=self.message))
+        return Change(frozen, before, after, seconds, packing.reason)
+
+    def _norms(self) -> list[float]:
+        """Of each block's gradients since the last decision, on every rank, idle ones too."""
+        norms: list[float] | None = None
+        error: Exception | None = None
+        if self._worker is not None:
+            try:
+                norms = self._meter.take(group=self._groups.pipeline, shared=self._groups.pipeline is not None)
+            except ValueError as caught:
+                error = caught
+        agree(error, group=self.message)
+        return next(each for each in gather(norms, group=self.message) if each is not None)
+
+    def states(self) -> dict[int, State]:
+        """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's layers: those in use. A
+        frozen layer has no slots."""
+        if self._worker is None:
+            return {}
+        found: dict[int, State] = {}
+        for number, (name, layer) in enumerate(self.layers.items()):
+            if number < self.layout.frozen and is_held(layer):
+                values = {f"{name}.{key}": tensor for key, tensor in values_of(layer).items()}
+                found[number] = {"parameters": values, "slots": {}}
+        return found | self._worker.states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
+        it. A collective."""
+        writes = self.is_active and self.layout.replica(self.rank) == 0
+        run = {
+            "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),
+            "policy": None if self.policy is None else self.policy.state_dict(),
+            "meter": self._told(self._meter.state_dict() if self._worker is not None else None),
+        }  # fmt: skip
+        return {**saved(self.states(), writes=writes), "elastic": run}
+
+    def _told(self, meter: dict[str, Any] | None) -> dict[str, Any]:
+        """Of all stages together."""
+        several = [each for each in gather(meter, group=self.message) if each is not None][: self.layout.stages]
+        squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
+        return {"squares": squares, "steps": several[0]["steps"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A collective.
+
+        ValueError, on every rank alike, for the state of another model, other data or another policy.
+        """
+        run = state["elastic"]
+        if not 0 <= run["frozen"] <= self.blocks:
+            raise ValueError(
+                f"the state has {run['frozen']} frozen blocks, but there are {self.blocks}; it is of another model"
+            )
+        if (run["policy"] is None) != (self.policy is None):
+            raise ValueError("one of the state and this run has a policy, and the other none; give the policy that was saved")
+        if self.policy is not None:
+            self.policy.load_state_dict(run["policy"])
+        self.sampler.load_state_dict(run["sampler"])
+        self._leave()
+        self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]
+        layout = self._layout(self._pack(self.frozen + 1 if self.frozen else 0))
+        own = layout.layers(self.rank) if layout.is_active(self.rank) else range(0)
+        error: Exception | None = None
+        states: dict[int, State] = {}
+        try:
+            states = states_of(state, names=list(self.layers), numbers=own)
+        except Exception as caught:
+            error = caught
+        agree(error, group=self.message)
+        for layer in self.layers.values():
+            let_go(layer)
+        self._enter(layout, states)
+        if self._worker is not None:
+            held = [is_held(self.layers[name]) for name in list(self.layers)[1:-1]]
+            mine = [square if here else 0.0 for square, here in zip(run["meter"]["squares"], held, strict=True)]
+            self._meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+        self._groups.close()
+
+    def close(self) -> None:
+        """Let go of groups and memory; every rank calls it at the end."""
+        self._leave()
+        if self.message is not None:
+            dist.destroy_process_group(self.message)
+
+
+def _numel(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters())

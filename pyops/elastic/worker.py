@@ -1,0 +1,166 @@
+"""Worker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over the replicas, its optimizer.
+
+    replica 0   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        pipeline: along the row
+    replica 1   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        line: down the column
+
+It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by layer and name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyops.comm.collectives import all_reduce
+from pyops.elastic.groups import Active
+from pyops.elastic.holding import values_of
+from pyops.elastic.layout import Layout
+from pyops.elastic.transition import State
+from pyops.flat import FlatBuffer
+from pyops.ops.grad_norm import squared_norm
+from pyops.pipeline import Pipeline, schedule
+from pyops.pipeline.stage import Stage
+
+__all__ = ["MakeOptimizer", "Worker"]
+
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+class Worker:
+    """This rank's part in `layout`.
+
+    layers: all of the model, by name, in order; those of this rank have memory and values. prefix: the frozen ones as one
+        module, None where none is frozen. states: what `states` of an earlier worker gave, or empty.
+    loss: (what the last layer returns, target) -> the sum over rows. before: (names of a stage's layers, layers, micro-batch)
+        before each forward of active layers.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, *, layers: Mapping[str, nn.Module], prefix: nn.Module | None, groups: Active,
+        states: Mapping[int, State], make_optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor],
+        schedule_name: str, before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
+    ) -> None:  # fmt: skip
+        self.layout, self.groups, self._names = layout, groups, list(layers)
+        self._layers, self._before, self.flagged = list(layers.values()), before, False
+        frozen = layout.frozen
+        whole = self._layers if prefix is None else [prefix, *self._layers[frozen:]]
+        shift = max(0, frozen - 1)
+        self._shift = shift
+        plan = schedule(schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches)
+        self.own = [n for n in layout.layers(rank) if n >= frozen]
+        for number in self.own:
+            self._layers[number].requires_grad_(True).train()
+        self.buffers = self._flat()
+        self.pipeline = Pipeline(
+            whole, schedule=plan, group=groups.pipeline, loss=loss, reduction="sum", tied=None, before=self._key,
+            boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
+        )  # fmt: skip
+        named = [(name, parameter) for buffer in self.buffers for name, parameter in _named(buffer)]
+        self.optimizer = make_optimizer(named) if named else None
+        if self.optimizer is not None:
+            self._load_slots(states)
+
+    def _flat(self) -> list[FlatBuffer]:
+        """Parameters and gradients of this rank's active layers, one buffer for each dtype."""
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for number in self.own:
+            for name, parameter in self._layers[number].named_parameters():
+                parameter.grad = None
+                by_dtype.setdefault(parameter.dtype, []).append((f"{self._names[number]}.{name}", parameter))
+        return [FlatBuffer(some) for some in by_dtype.values()]
+
+    def _key(self, stage: Stage, number: int) -> None:
+        first = 1 if stage.first == 0 and self.layout.frozen else 0  # the prefix drops nothing
+        begin = stage.first + first + self._shift
+        self._before(self._names[begin : begin + len(stage.layers) - first], stage.layers[first:], number)
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    def differentiate(self, inputs: Any, target: Any, *, scale: float, flag: bool = False, **named: Any) -> float:
+        """The loss, summed over the batch of all replicas, on each rank; gradients are summed over them, times `scale`.
+
+        flag: of this rank; `flagged` says after `step` whether it was set on any.
+        """
+        for buffer in self.buffers:
+            buffer.zero_grad()
+        told = torch.stack(
+            [self.pipeline.step(inputs, target, scale=scale, **named).double(), torch.tensor(float(flag)).double()]
+        )
+        if self.groups.line is not None:
+            for buffer in self.buffers:
+                all_reduce(buffer.grad, group=self.groups.line, label="gradients of a stage over the replicas")
+            all_reduce(told, group=self.groups.line, label="the loss over the replicas")
+        loss, flags = told.tolist()
+        self.flagged = bool(flags)
+        return loss
+
+    def step(self, *, lr: float, max_grad_norm: float | None) -> float:
+        """One optimizer step with these gradients; their norm over all stages. Nothing changes where that is not finite."""
+        told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64)
+        for buffer in self.buffers:
+            told[0] += squared_norm([buffer.grad])[0].to("cpu")
+        if self.groups.pipeline is not None:
+            all_reduce(told, group=self.groups.pipeline, label="the squared norm over the stages")
+        squares, flags = told.tolist()
+        self.flagged = bool(flags)
+        norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
+        if self.optimizer is None or not math.isfinite(norm):
+            return norm
+        if max_grad_norm is not None and norm > max_grad_norm:
+            for buffer in self.buffers:
+                buffer.grad.mul_(max_grad_norm / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return norm
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def states(self) -> dict[int, State]:
+        """{layer: {"parameters", "slots"}} of this rank's active layers, by names in the model: the tensors in use."""
+        slots = self._slots()
+        found: dict[int, State] = {}
+        for number in self.own:
+            prefix = self._names[number]
+            parameters = {f"{prefix}.{name}": tensor for name, tensor in values_of(self._layers[number]).items()}
+            found[number] = {"parameters": parameters, "slots": {name: slots[name] for name in parameters if name in slots}}
+        return found
+
+    def _slots(self) -> dict[str, dict[str, Any]]:
+        if self.optimizer is None:
+            return {}
+        saved = self.optimizer.state_dict()
+        names = self._names_by_index()
+        return {names[index]: dict(slots) for index, slots in saved["state"].items()}
+
+    def _load_slots(self, states: Mapping[int, State]) -> None:
+        slots = {name: each for number in self.own if number in states for name, each in states[number]["slots"].items()}
+        if not slots:
+            return
+        assert self.optimizer is not None
+        names = self._names_by_index()
+        state = {index: slots[name] for index, name in names.items() if name in slots}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def _names_by_index(self) -> dict[int, str]:
+        """By the numbers that torch.optim gives parameters in a state_dict."""
+        assert self.optimizer is not None
+        known = {id(parameter): name for buffer in self.buffers for name, parameter in _named(buffer)}
+        everyone = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {index: known[id(parameter)] for index, parameter in enumerate(everyone)}
+
+    def close(self) -> None:
+        """Let go of the pipeline and of gradients. The layers keep their values."""
+        for number in self.own:
+            for parameter in self._layers[number].parameters():
+                parameter.grad = None
+        getattr(self.pipeline, "close", int)()
+
+
+def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
+    # From the first layer to the last, as in the model; a buffer has them the other way round.
+    return list(zip(buffer.names, buffer.parameters, strict=True))[::-1]

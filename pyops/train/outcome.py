@@ -1,0 +1,20 @@
+"""Outcome: how a run ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses in nats per byte of text, or per term of a task's loss; accuracy: of held-out samples, where that is the score.
+    stopped_by: the signal, 0 when all steps were done."""
+
+    steps: int
+    validation_loss: float | None
+    bigram_loss: float | None
+    skipped: int
+    stopped_by: int = 0
+    accuracy: float | None = None

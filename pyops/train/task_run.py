@@ -1,0 +1,298 @@
+"""A run over numbered samples: a task, epochs of it, and a layout that follows what is frozen.
+
+    one epoch:   shares of the batches -> Elastic.step -> metrics;  held-out samples;  Elastic.decide;  checkpoint
+
+`pyops train` takes this way for every task but text, and for text with [elastic] freeze.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops.checkpoint import CheckpointError, Checkpoints, load
+from pyops.comm.agreement import on_first_rank
+from pyops.config import Config, ConfigError
+from pyops.config.task import KINDS
+from pyops.display import Display, describe_transition
+from pyops.elastic import Elastic, Portion
+from pyops.metrics import MetricsLog, peak_memory_gib
+from pyops.precision import PRECISIONS
+from pyops.tensor_parallel import set_dropout
+from pyops.train.folder import prepare_folder
+from pyops.train.outcome import Outcome
+from pyops.train.ranks import StopRequest
+from pyops.train.recipe import make_named_optimizer, make_policy
+from pyops.train.state import read
+from pyops.train.tasks import begin_with, make_task
+
+__all__ = ["TaskRun"]
+
+
+class TaskRun:
+    """Everything of a run over samples. ConfigError, on every rank alike, for what the user can put right."""
+
+    def __init__(self, config: Config, *, device: torch.device, resume: bool = False) -> None:
+        _check(config)
+        self.config, self.device, options = config, device, config.train
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.task = make_task(config)
+        self.precision = PRECISIONS[config.precision.dtype]
+        model = self.task.model(seed=options.seed, device=device, dtype=self.precision.dtype)
+        if config.task.pretrained:
+            begin_with(model, _weights(Path(config.task.pretrained)))
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        elastic, policy = config.elastic, make_policy(config.elastic)
+        layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
+        try:
+            self.elastic = Elastic(
+                layers, optimizer=partial(make_named_optimizer, config), loss=self.task.loss, samples=self.task.samples,
+                batch=options.batch, seed=options.seed, stages=config.parallel.pp, policy=policy, every=elastic.every,
+                device=device, schedule=config.parallel.schedule, compress=elastic.compress, replicate=elastic.replicate,
+                batch_policy=elastic.batch_policy, lr_rule=elastic.lr_rule, terms=self.task.terms, before=self._key_dropout,
+                max_grad_norm=config.optimizer.max_grad_norm or None,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
+        del model
+        self.per_epoch = -(-self.task.samples // options.batch)
+        self.epochs = config.task.epochs or -(-options.steps // self.per_epoch)
+        self.epoch, self.skipped, self.score = 0, 0, math.nan
+
+        on_first_rank(lambda: prepare_folder(config, resume=resume))
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
+        latest = on_first_rank(self.checkpoints.latest) if resume else None
+        if latest is not None:
+            self.restore(latest)
+        self.log = MetricsLog(config.folder, first_step=self.elastic.steps) if self.rank == 0 else None
+        self.display = Display(
+            config.name, num_steps=self.epochs * self.per_epoch, first_step=self.elastic.steps, every=options.log_every,
+            quiet=self.rank != 0,
+        )  # fmt: skip
+        self.display.note(self._introduction(resumed=latest, wanted=resume))
+
+    def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
+        task, layout = self.task, self.elastic.layout
+        layers = f"{layout.replicas} x {layout.stages} stages, {layout.micro_batches} micro-batches"
+        text = (
+            f"{task.name}: {self.num_parameters / 1e6:.2f} M parameters on {layout.ranks} x {self.device.type}, "
+            f"{task.samples:,} samples, {task.held_out:,} held out; {self.epochs} epochs of {self.per_epoch} steps\n{layers}"
+        )
+        if resumed is not None:
+            return f"{text}\nresumed from {resumed}"
+        return f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning" if wanted else text
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    @property
+    def done(self) -> float:
+        """Epochs behind us, with the part of this one."""
+        sampler = self.elastic.sampler
+        return sampler.epoch + sampler.position / sampler.samples
+
+    def loop(self, request: StopRequest) -> bool:
+        """All epochs that are left; True when a signal to any rank ended them early."""
+        while self.done < self.epochs:
+            row: dict[str, Any] | None = None
+            broken = False
+            for share in self.elastic.shares():
+                if row is not None:
+                    self._tell(row)
+                row, broken = self.train_step(share, stop=bool(request.number))
+                if broken:
+                    break
+            broken, asked = self.elastic.any_of(broken), self.elastic.any_of(bool(request.number))
+            ends = {} if broken else self._conclude(row)
+            if row is not None:
+                self._tell({**row, **ends})
+            over = self.elastic.sampler.position == self.elastic.sampler.samples
+            if over or broken or asked:
+                self.save()
+            if broken or (asked and self.done < self.epochs):
+                return True
+        return False
+
+    def _conclude(self, row: dict[str, Any] | None) -> dict[str, Any]:
+        """At a decision: how well the held-out samples are known, at the end of an epoch, and what was changed."""
+        ends: dict[str, Any] = {}
+        if self.elastic.sampler.position == self.elastic.sampler.samples:
+            self.score = self.validate()
+            ends["validation_accuracy" if self.task.metric == "accuracy" else "validation_loss"] = self.score
+        change = self.elastic.decide() if self.done < self.epochs else None
+        if change is not None:
+            ends["transition_s"] = change.seconds
+            if row is not None:
+                text = describe_transition(row, self._described(), seconds=change.seconds, reason=change.reason)
+                self.display.note(text)
+        return ends
+
+    def _described(self) -> dict[str, Any]:
+        layout = self.elastic.layout
+        return {
+            "frozen": self.elastic.frozen, "stages": layout.stages, "replicas": layout.replicas,
+            "micro_batches": layout.micro_batches,
+        }  # fmt: skip
+
+    def train_step(self, share: Portion, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
+        """One optimizer step; its row of metrics, and whether any rank wants to stop."""
+        started = time.perf_counter()
+        inputs, target, named = self._rows(share, epoch=share.epoch)
+        lr = self.lr
+        found = self.elastic.step(inputs, target, share=share, lr=lr, flag=stop, **named)
+        finite = math.isfinite(found.grad_norm)
+        self.skipped += not finite
+        row = {
+            "step": share.step, "epoch": share.epoch, "loss": found.loss if math.isfinite(found.loss) else None, "lr": lr,
+            "grad_norm": found.grad_norm if finite else None, "samples_per_s": share.batch / (time.perf_counter() - started),
+            **self._described(), "cached": self.elastic.is_cached, "skipped": self.skipped,
+            "memory_gib": peak_memory_gib(self.device), "time": time.time(),
+        }  # fmt: skip
+        return row, found.flagged
+
+    @property
+    def lr(self) -> float:
+        """Of the step whose samples were just taken: a function of the samples that were seen, whatever the batches."""
+        sampler, batch = self.elastic.sampler, self.config.train.batch
+        before = max(0, sampler.position - sampler.global_batch)
+        step = sampler.epoch * self.per_epoch + before / batch
+        return sampler.lr_factor * self.config.optimizer.lr_at(step, num_steps=self.epochs * self.per_epoch)
+
+    def _rows(self, share: Portion, *, epoch: int = 0, held_out: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+        inputs, target, named = self.task.batch(share.samples, epoch=epoch, held_out=held_out)
+        named["shape"] = (share.micro_rows, self.task.tokens)
+        moved = {key: value.to(self.device) if isinstance(value, torch.Tensor) else value for key, value in named.items()}
+        return inputs.to(self.device), target.to(self.device), moved
+
+    def _key_dropout(self, names: Sequence[str], layers: Sequence[nn.Module], share: Portion, number: int) -> None:
+        model = getattr(self.config, KINDS[self.config.task.kind])
+        if model.dropout or model.attention_dropout:
+            for name, layer in zip(names, layers, strict=True):
+                set_dropout(
+                    layer, seed=self.config.train.seed, step=share.step, shape=(share.micro_rows, self.task.tokens),
+                    first_row=share.first_row + number * share.micro_rows, prefix=f"{name}.",
+                )  # fmt: skip
+
+    def validate(self) -> float:
+        """The share of held-out samples that are known, or nats for each term of their loss; on every rank."""
+        total = self.elastic.evaluate(
+            self.task.held_out, lambda share: self._rows(share, held_out=True), score=self.task.score
+        )  # fmt: skip
+        terms = 1 if self.task.metric == "accuracy" else self.task.terms
+        return total / (self.task.held_out * terms)
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        self.display.step(row)
+        if self.log is None:
+            return
+        written = any(key.startswith("validation") for key in row) or row["step"] % self.config.train.log_every == 0
+        self.log.write(row, tensorboard=written)
+        for problem in self.log.take_problems():
+            self.display.note(problem)
+
+    # ------------------------------------------------------------------------------------------------ states
+
+    def save(self) -> Path:
+        """Write a checkpoint of the steps done so far."""
+        state = {
+            **self.elastic.state_dict(), "step": self.elastic.steps, "skipped": self.skipped, "score": self.score,
+            "task": asdict(self.config.task), "precision": self.precision.name, "optimizer_name": self.config.optimizer.name,
+            "model_config": asdict(getattr(self.config, KINDS[self.config.task.kind])),
+        }  # fmt: skip
+        return self.checkpoints.save(self.elastic.steps, state, own={"torch": torch.get_rng_state()})
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint, on any number of ranks. ConfigError when it is of another model or task."""
+        state, own = load(path, lazy=True, compare=True)
+        section = KINDS[self.config.task.kind]
+        now = {f"{section}.{key}": value for key, value in asdict(getattr(self.config, section)).items()}
+        now |= {"task.kind": self.config.task.kind, "precision.dtype": self.precision.name}
+        now |= {"optimizer.name": self.config.optimizer.name}
+        before = {f"{section}.{key}": value for key, value in state["model_config"].items()}
+        before |= {"task.kind": state["task"]["kind"], "precision.dtype": state["precision"]}
+        before |= {"optimizer.name": state["optimizer_name"]}
+        for key, value in now.items():
+            if before.get(key, value) != value:
+                raise ConfigError(f"{key} is {value!r}, but checkpoint {path} was made with {before[key]!r}; set it to that, "
+                                  "or give this run another name")  # fmt: skip
+        try:
+            self.elastic.load_state_dict(state)
+        except ValueError as error:
+            raise ConfigError(f"checkpoint {path} does not fit this configuration: {error}") from None
+        self.skipped, self.score = state["skipped"], state["score"]
+        if own is not None:
+            torch.set_rng_state(read(own)["torch"])
+
+    def finish(self, *, stopped_by: int = 0) -> Outcome:
+        """Draw the run, and say how it went."""
+        self.display.close()
+        self.checkpoints.wait()
+        self.elastic.close()
+        accuracy = self.task.metric == "accuracy"
+        score = None if math.isnan(self.score) else self.score
+        loss, right = (None, score) if accuracy else (score, None)
+        outcome = Outcome(self.elastic.steps, loss, None, self.skipped, stopped_by, accuracy=right)
+        if self.log is None:
+            return outcome
+        self.log.close()
+        if stopped_by:
+            name = signal.Signals(stopped_by).name
+            self.display.note(f"stopped by {name} after step {self.elastic.steps}; continue with --resume")
+            return outcome
+        what = "no score" if score is None else f"accuracy {score:.2%}" if accuracy else f"{score:.4f} nats"
+        self.display.note(
+            f"{what} on {self.task.held_out:,} held-out samples; {self.elastic.steps} steps, {self.skipped} skipped"
+        )
+        return outcome
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    found: list[nn.Module] = model.layers()
+    return found
+
+
+def _check(config: Config) -> None:
+    """ConfigError for what a run over samples has not."""
+    kind, parallel = config.task.kind, config.parallel
+    problems: tuple[tuple[str, Any, Any], ...] = (
+        ("zero.stage", config.zero.stage, 0), ("parallel.tp", parallel.tp, 1),
+        ("parallel.micro_batches", parallel.micro_batches, 0), ("parallel.recompute", parallel.recompute, "never"),
+        ("train.compile", config.train.compile, False), ("train.micro_batch", config.train.micro_batch, 0),
+        ("recompute.modules", config.recompute.modules, ()), ("communication.codec", config.communication.codec, "none"),
+    )  # fmt: skip
+    for key, value, wanted in problems:
+        if value != wanted:
+            raise ConfigError(
+                f"{key} is {value!r}, which task.kind {kind!r} with numbered samples has not; set it to {wanted!r}"
+            )
+    if parallel.schedule not in ("1f1b", "gpipe"):
+        raise ConfigError(f"parallel.schedule is {parallel.schedule!r}; with task.kind {kind!r} set it to 1f1b or gpipe")
+    if config.optimizer.communicates:
+        raise ConfigError(f"optimizer.name is {config.optimizer.name!r}, which communicates; with task.kind {kind!r} set adamw")
+    if PRECISIONS[config.precision.dtype].scaled:
+        raise ConfigError(f"precision.dtype is {config.precision.dtype!r}; with task.kind {kind!r} set fp32 or bf16")
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The model of a run's newest checkpoint."""
+    latest = Checkpoints(folder / "checkpoints").latest()
+    if latest is None:
+        raise ConfigError(
+            f"task.pretrained is {str(folder)!r}, where no checkpoint is in {folder / 'checkpoints'}; name the folder of a run "
+            'that was trained before, or set it to ""'
+        )
+    try:
+        state, _ = load(latest, compare=True)
+    except CheckpointError as error:
+        raise ConfigError(f"task.pretrained: {error}") from None
+    weights: dict[str, torch.Tensor] = state["model"]
+    return weights

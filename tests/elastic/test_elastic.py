@@ -1,0 +1,103 @@
+"""Elastic runs equal plain ones: losses, weights, the optimizer's states, whatever the ranks and their layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.elastic import Bound, Elastic, GradientNorm, Policy
+from tests.elastic import networks
+
+pytestmark = pytest.mark.cpu_only
+
+BLOCKS, EPOCHS, BATCH = 6, 5, 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+Run = tuple[list[float], dict[str, Any], dict[str, Any], list[tuple[int, int, int]], list[Any], float]
+
+
+def make_policy(name: str) -> Policy:
+    return GradientNorm(1 / 3) if name == "norm" else Bound(1 / 3)
+
+
+def elastic_run(rank: int, group: Any, stages: int, policy: str, options: dict[str, Any]) -> Run:
+    elastic = Elastic(
+        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=BATCH,
+        seed=5, stages=stages, policy=make_policy(policy), max_grad_norm=0.5, **options,
+    )  # fmt: skip
+    losses, layouts, changes = [], [], []
+    for _ in range(EPOCHS):
+        layouts.append((elastic.frozen, elastic.layout.stages, elastic.layout.replicas))
+        for share in elastic.shares():
+            x, y = networks.rows(share.samples)
+            losses.append(elastic.step(x, y, share=share, lr=networks.lr_of(share.step)).loss)
+        if (change := elastic.decide()) is not None:
+            changes.append(change)
+    found = elastic.evaluate(
+        networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right
+    )  # fmt: skip
+    states = elastic.states()
+    weights = {name: t.clone() for each in states.values() for name, t in each["parameters"].items()}
+    slots = {name: dict(slots) for each in states.values() for name, slots in each["slots"].items()}
+    elastic.close()
+    return losses, weights, slots, layouts, changes, found
+
+
+def check_equal(runs: list[Run], policy: str, *, tolerance: float = 1e-6) -> None:
+    losses, weights, slots, depths = networks.plain(BLOCKS, epochs=EPOCHS, batch=BATCH, policy=make_policy(policy))
+    seen_weights, seen_slots = set(), set()
+    for theirs in runs:
+        assert [frozen for frozen, _, _ in theirs[3]] == depths
+        if len(theirs[0]) == len(losses):
+            torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(losses), rtol=tolerance, atol=tolerance)
+        for name, value in theirs[1].items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=tolerance)
+            seen_weights.add(name)
+        for name, state in theirs[2].items():
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                torch.testing.assert_close(
+                    torch.as_tensor(state[key]).float(), torch.as_tensor(slots[name][key]).float(), rtol=0, atol=tolerance
+                )  # fmt: skip
+            seen_slots.add(name)
+    assert seen_weights == set(weights)
+    assert seen_slots == set(slots)
+    assert losses[-1] != losses[0]
+
+
+@pytest.mark.parametrize("policy", ["bound", "norm"])
+def test_one_process_equals_a_plain_run(policy):
+    run = elastic_run(0, None, 1, policy, {})
+    check_equal([run], policy)
+    assert len(run[4]) > 2
+
+
+@pytest.mark.parametrize(("ranks", "stages", "policy"), [(4, 4, "bound"), (4, 2, "norm"), (2, 2, "bound"), (3, 1, "norm")])
+def test_ranks_that_change_their_layout_equal_a_plain_run(world, ranks, stages, policy):
+    runs = world(ranks).run(elastic_run, stages, policy, {})
+    check_equal(runs, policy)
+    layouts = runs[0][3]
+    assert layouts[0] == (0, stages, ranks // stages)
+    if stages > 1:
+        assert layouts[-1][1:] == (1, ranks)
+    assert len({run[5] for run in runs}) == 1  # what all ranks are told of the held-out rows
+
+
+def test_idle_ranks_and_kept_stages_change_no_result(world):
+    for options in ({"compress": False}, {"replicate": False}):
+        runs = world(4).run(elastic_run, 4, "bound", options)
+        check_equal(runs, "bound")
+        layouts = runs[0][3]
+        # With 5 of 6 blocks frozen there are too few layers for 4 stages.
+        kept = [(4, 1)] * 4 + [(2, 2)]
+        assert [layout[1:] for layout in layouts] == kept if "compress" in options else layouts[-1][1:] == (1, 1)
