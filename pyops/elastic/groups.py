@@ -58,11 +58,7 @@ class Active:
         if message is None:
             return
         layouts = gather(layout, group=message)
-<<<<<<< HEAD
         if (other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)) is not None:
-=======
-        if (other := next((rank for rank, each in enumerate(layouts) if each != layout), None)) is not None:
->>>>>>> 2a172f6 (Elastic: training in a layout that follows what is frozen; pyops train runs tasks over samples)
             raise ValueError(f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all ranks the same")
         default = Communicator.of(None).timeout(torch.device("cpu"))
         limit = timedelta(seconds=default if timeout is None else timeout)

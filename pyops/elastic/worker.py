@@ -158,7 +158,7 @@ class Worker:
         for number in self.own:
             for parameter in self._layers[number].parameters():
                 parameter.grad = None
-        getattr(self.pipeline, "close", int)()
+        self.pipeline.close()
 
 
 def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
