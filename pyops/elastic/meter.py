@@ -22,31 +22,53 @@ __all__ = ["Meter"]
 class Meter:
     """Norms of the gradients of layers, for a policy.
 
-    layers: for each layer a module or its parameters; a rank of a pipeline gives an empty list for those that others hold. Of a
-    parameter counts `main_grad` where it has one that is filled, else `grad`; none counts as zero, as that of a frozen layer.
+    layers: for each layer a module, its parameters, or their names; a rank of a pipeline gives an empty list for those that
+    others hold. Of a parameter counts `main_grad` where it has one that is filled, else `grad`; none counts as zero, as that of
+    a frozen layer. With names, `observe` is given the squares: `ZeroOptimizer.gradient_squares()` tells them, which leaves no
+    gradient on the parameters.
     """
 
-    def __init__(self, layers: Sequence[nn.Module | Iterable[Tensor]]) -> None:
+    def __init__(self, layers: Sequence[nn.Module | Iterable[Tensor] | Iterable[str]]) -> None:
         if not len(layers):
             raise ValueError("there are no layers to measure; give those that may be frozen, from the lowest")
-        self._layers = [list(each.parameters()) if isinstance(each, nn.Module) else list(each) for each in layers]
-        device = next((p.device for layer in self._layers for p in layer), torch.device("cpu"))
+        self._layers: list[list[Any]] = [
+            list(each.parameters()) if isinstance(each, nn.Module) else list(each) for each in layers
+        ]  # fmt: skip
+        self._named = any(isinstance(p, str) for layer in self._layers for p in layer)
+        device = next((p.device for layer in self._layers for p in layer if isinstance(p, Tensor)), torch.device("cpu"))
         self._squares = torch.zeros(len(self._layers), dtype=torch.float64, device=device)
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
 
-    def observe(self, *, scale: float | Tensor = 1.0) -> None:
+    def observe(self, squares: Mapping[str, Tensor] | None = None, *, scale: float | Tensor = 1.0) -> None:
         """Add the gradients that are there now: after backward and reduction, before they are zeroed. Waits for no device.
 
-        scale: what the gradients are multiplied with, such as the loss scale. A step with a gradient that is not finite counts
-        nothing.
+        squares: by name, where the layers are names; a name that is not there counts as zero. scale: what the gradients are
+        multiplied with, such as the loss scale. A step with a gradient that is not finite counts nothing. ValueError for layers
+        of names without squares, or of parameters with them, and for squares of none of the names.
         """
-        squares = torch.stack([self._square(layer) for layer in self._layers])
+        if squares is not None or self._named:
+            found = self._squares_of(squares)
+        else:
+            found = torch.stack([self._square(layer) for layer in self._layers])
         if isinstance(scale, Tensor):
-            scale = scale.to(squares)
-        squares = squares / scale**2
-        sound = torch.isfinite(squares).all()
-        self._squares += torch.where(sound, squares, 0.0)
+            scale = scale.to(found)
+        found = found / scale**2
+        sound = torch.isfinite(found).all()
+        self._squares += torch.where(sound, found, 0.0)
         self._steps += sound
+
+    def _squares_of(self, named: Mapping[str, Tensor] | None) -> Tensor:
+        """Each layer's, of those that are told by name."""
+        names = [name for layer in self._layers for name in layer]
+        if named is None or (names and not self._named):
+            have = "names of parameters, so observe() needs their squares" if named is None else "parameters, not names"
+            raise ValueError(f"the layers were given as {have}; Meter([names of layer 0, ...]) goes with observe(squares)")
+        if names and not any(name in named for name in names):
+            raise ValueError(f"there are squares of {', '.join(named) or 'nothing'}, but the layers have {names[0]}, ...")
+        if named and (device := next(iter(named.values())).device) != self._squares.device:
+            self._squares, self._steps = self._squares.to(device), self._steps.to(device)
+        nothing = self._squares.new_zeros(())
+        return torch.stack([sum((named[name] for name in layer if name in named), nothing) for layer in self._layers])
 
     def _square(self, layer: Iterable[Tensor]) -> Tensor:
         gradients = [g for p in layer if (g := _gradient(p)) is not None]

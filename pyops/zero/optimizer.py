@@ -34,6 +34,7 @@ from pyops.zero.one_bit import OneBit, phases_over_shards
 from pyops.zero.owned import Owned
 from pyops.zero.precision import numbers_of
 from pyops.zero.savable import Savable
+from pyops.zero.squares import squares_by_name
 from pyops.zero.stages import Stages, agree_over_stages, check_stages
 from pyops.zero.tensor_parallel import TensorParallel
 from pyops.zero.told import Told, tell
@@ -270,6 +271,19 @@ class ZeroOptimizer(Savable):
         for numbers that are not finite, such as a loss scaler; each element is on one rank (at stage 0 on every one)."""
         return [bucket.chunk for bucket in self.gradients.buckets if bucket.chunk is not None]
 
+    @torch.no_grad()
+    def gradient_squares(self) -> dict[str, Tensor]:
+        """{name of a parameter: the sum of squares of its gradient, float64, no dims}, between backward and step: of the
+        reduced gradients, on all ranks of `group` alike, as they are: loss scale and all; 0 where there is none. A collective.
+
+        With pp_group: of this rank's parameters; of what several stages hold, of this one's part. ValueError with tp_group, and
+        for gradients that are compressed to 1 bit.
+        """
+        if self.tensor_parallel is not None or (self.one_bit is not None and self.one_bit.compressed):
+            raise ValueError("gradient_squares() adds up neither what tensor-parallel ranks share nor gradients of 1 bit")
+        self._settle()
+        return squares_by_name(self.owned, self.flats, self.communicator if self.stage else None)
+
     # ------------------------------------------------------------------------------------------------ stepping
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -294,13 +308,7 @@ class ZeroOptimizer(Savable):
             return loss
         if self.delayed is not None:
             self.delayed.wait()
-        self.gradients.finish_reducing()
-        self.owned.take_gradients(self.gradients, set())
-        told = self._tell()
-        if told.pending:  # backwards within no_sync() that none outside followed, on some rank
-            self.gradients.flush()
-            self.owned.take_gradients(self.gradients, set())
-            told = self._tell()
+        told = self._settle()
         axes = [axis for axis in (self.tensor_parallel, self.stages) if axis is not None]
         for axis in axes:
             axis.finish(self.owned.all_pieces(), self.gradients)
@@ -316,6 +324,17 @@ class ZeroOptimizer(Savable):
         self.numbers.stepped(self, skipped=skip)
         self.gradients.clear()
         return loss
+
+    def _settle(self) -> Told:
+        """All gradients reduced, and this rank's parts of them given to its pieces."""
+        self.gradients.finish_reducing()
+        self.owned.take_gradients(self.gradients, set())
+        told = self._tell()
+        if told.pending:  # backwards within no_sync() that none outside followed, on some rank
+            self.gradients.flush()
+            self.owned.take_gradients(self.gradients, set())
+            told = self._tell()
+        return told
 
     def _update(self, factor: Tensor | None, *, skip: bool) -> None:
         late = self.delayed is not None and self.delayed.active

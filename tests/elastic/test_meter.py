@@ -124,3 +124,26 @@ def test_layers_of_a_pipelines_ranks(world):
     for found, wanted, message in world(2).run(_shared):
         assert found == pytest.approx(wanted, rel=1e-12)
         assert message.startswith("rank 1 measured no step")
+
+
+def test_squares_by_name():
+    names = [["a.weight", "a.bias"], ["b.weight"], []]
+    meter = Meter(names)
+    three, four, one = (torch.tensor(x, dtype=torch.float64) for x in (9.0, 16.0, 4.0))
+    meter.observe({"a.weight": three, "a.bias": four, "b.weight": one, "head": one}, scale=2.0)
+    assert meter.take() == [2.5, 1.0, 0.0]
+    meter.observe({"b.weight": one})
+    assert meter.take() == [0.0, 2.0, 0.0], "a is frozen"
+
+
+def test_names_go_with_squares_and_parameters_without():
+    one = torch.ones((), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"names of parameters, so observe\(\) needs their squares"):
+        Meter([["a"]]).observe()
+    with pytest.raises(ValueError, match="parameters, not names"):
+        Meter(list(layers_of())).observe({"a": one})
+    with pytest.raises(ValueError, match="squares of b, but the layers have a"):
+        Meter([["a"]]).observe({"b": one})
+    meter = Meter([[], []])
+    meter.observe({"elsewhere": one})
+    assert meter.take() == [0.0, 0.0], "a rank of a pipeline that holds no block"

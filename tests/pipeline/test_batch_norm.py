@@ -142,3 +142,20 @@ def over_ranks(rank: int, group: Any) -> None:
 
 def test_over_ranks(world):
     world(2).run(over_ranks)
+
+
+def test_a_closed_pipeline_leaves_the_layers_as_they_were():
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)]
+    pipeline = Pipeline(layers, schedule=schedule("gpipe", num_stages=1, num_microbatches=2), loss=nn.functional.mse_loss)
+    x = torch.randn(8, 4)
+    pipeline.step(x, x)
+    assert "forward" in vars(layers[1])
+    pipeline.close()
+    pipeline.close()
+    assert "forward" not in vars(layers[1])
+    with pytest.raises(RuntimeError, match="this pipeline is closed; make a new one"):
+        pipeline.step(x, x)
+    with pytest.raises(RuntimeError, match="this pipeline is closed; make a new one"):
+        pipeline(x)
+    again = Pipeline(layers, schedule=schedule("gpipe", num_stages=1, num_microbatches=2), loss=nn.functional.mse_loss)
+    assert torch.isfinite(again.step(x, x))
