@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
-from pyops.data import CorpusError, DataConfig, load_digits
+from pyops.data import CorpusError, DataConfig, load_digits, prepare
 from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
@@ -138,6 +138,28 @@ def test_numbers_that_no_sample_has_are_refused(task):
     for number, held_out, bound in ((task.samples, False, task.samples), (task.held_out, True, task.held_out), (-2, False, "")):
         with pytest.raises(ValueError, match=f"numbered .*; {task.name} has {bound}"):
             task.batch(torch.tensor([0, number]), held_out=held_out)
+
+
+def test_held_out_rows_are_those_of_the_held_out_part(cache):
+    digits = make_task(config_of(cache, "digits"))
+    kept = load_digits(held_out=0.4)[1]
+    inputs, target, _ = digits.batch(torch.arange(digits.held_out), held_out=True)
+    assert torch.equal(inputs, kept.images)
+    assert torch.equal(target, kept.labels)
+    config = config_of(cache, "text")
+    corpus = prepare(config.data, sequence_length=16)
+    rows = make_task(config).batch(torch.arange(8), held_out=True)[0]
+    assert bytes(rows[0].tolist()) == corpus.validation[:16].tobytes()
+    assert all(bytes(row.tolist()) in corpus.validation.tobytes() for row in rows)
+    assert len({tuple(row) for row in rows.tolist()}) > 3  # the text repeats itself
+
+
+def test_a_passage_is_judged_from_its_first_token(cache):
+    model = make_task(config_of(cache, "passages")).model(seed=3)
+    x = torch.randn(2, 32, 16, requires_grad=True)
+    model.head(x).sum().backward()
+    assert float(x.grad[:, 0].abs().sum()) > 0
+    assert float(x.grad[:, 1:].abs().sum()) == 0
 
 
 def test_digits_are_split_once_and_in_full():
