@@ -22,7 +22,7 @@ After PipeTransformer (He et al., 2021). `Elastic` puts all of it together:
     change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
 """
 
-from pyops.elastic.cache import ActivationCache
+from pyops.elastic.cache import ActivationCache, open_cache
 from pyops.elastic.confirm import confirm
 from pyops.elastic.elastic import Change, Elastic, Step
 from pyops.elastic.forecast import Epoch, forecast
@@ -70,6 +70,7 @@ __all__ = [
     "frozen_share",
     "message_group",
     "moves",
+    "open_cache",
     "pack",
     "plot_elastic",
     "transition",

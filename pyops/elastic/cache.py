@@ -9,11 +9,14 @@ ended. A sample's values are valid for the (depth, augmentation seed) of its tag
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
+from pyops.elastic.disk import DiskTier, page_multiple
 
-__all__ = ["ActivationCache"]
+__all__ = ["ActivationCache", "open_cache"]
+
+logger = logging.getLogger("pyops")
 
 HEADER = 4096  # bytes; begins with a token that says whose memory it is
 
@@ -31,35 +37,49 @@ class ActivationCache:
     """Activations of `samples` samples, each of `shape` and `dtype`, keyed by (sample, depth, seed).
 
     stored: the dtype in memory (default: dtype), such as torch.bfloat16: half the bytes, rounded. budget: bytes at most; the
-        samples beyond are never kept. group: the processes of one host that share it; each of them makes it. None: this process
-        alone.
+        samples beyond go to the disk, or are never kept. disk: a folder, for a file that takes them; disk_budget: its bytes at
+        most. group: the processes of one host that share it; each of them makes it. None: this process alone.
 
     What a process puts others may get after the next collective of theirs; two must not put the same sample at one time, which
     a sampler that gives each sample to one replica takes care of. A process that dies in a put leaves its samples without a
-    value.
+    value. A disk that fails later is given up, said once: memory goes on.
 
     ValueError for sizes that make no sense and a budget below one sample; MemoryError when there is not so much memory; OSError
-    when a process can't open it (another host, no /proc): on every rank alike, so that all can go on without it.
+    when a process can't open it (another host, no /proc), and when the disk has not so much room: on every rank alike, so that
+    all can go on without it, as `open_cache` does.
     """
 
     def __init__(
         self, samples: int, *, shape: Sequence[int], dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None,
-        budget: int | None = None, group: dist.ProcessGroup | None = None,
+        budget: int | None = None, group: dist.ProcessGroup | None = None, disk: str | None = None,
+        disk_budget: int | None = None,
     ) -> None:  # fmt: skip
         self.samples, self.shape, self.dtype, self.stored = samples, tuple(shape), dtype, stored or dtype
         each = math.prod(self.shape) * self.stored.itemsize
         if samples < 1 or each < 1:
             raise ValueError(f"{samples} samples of shape {self.shape} need no cache; expected 1 or more of both")
         self.capacity = samples if budget is None else min(samples, (budget - HEADER) // (each + 16))
-        if self.capacity < 1:
+        on_disk = 0
+        if disk is not None and budget is not None and self.capacity < samples:  # of those on disk the tags are in memory
+            on_disk = samples if disk_budget is None else disk_budget // page_multiple(each)
+            self.capacity = min(samples, max(0, (budget - HEADER - 16 * on_disk) // (each + 16)))
+            on_disk = min(on_disk, samples - self.capacity)
+        self.room = self.capacity + on_disk  # samples that are kept
+        if self.room < 1:
             raise ValueError(f"a budget of {budget} bytes holds no sample of {each}; give {HEADER + each + 16} or more")
-        tags = HEADER + 16 * self.capacity
+        tags = HEADER + 16 * self.room
         begin = -(-tags // HEADER) * HEADER
         self.nbytes = begin + each * self.capacity
         self._map = _shared(self.nbytes, group) if group is not None else _alone(self.nbytes)
-        self._tags = np.frombuffer(self._map, dtype=np.int64, count=2 * self.capacity, offset=HEADER).reshape(-1, 2)
-        flat = torch.frombuffer(self._map, dtype=self.stored, count=each // self.stored.itemsize * self.capacity, offset=begin)
+        self._tags = np.frombuffer(self._map, dtype=np.int64, count=2 * self.room, offset=HEADER).reshape(-1, 2)
+        flat = torch.empty(0, dtype=self.stored)
+        if self.capacity:
+            count = each // self.stored.itemsize * self.capacity
+            flat = torch.frombuffer(self._map, dtype=self.stored, count=count, offset=begin)
         self._values = flat.view(self.capacity, *self.shape)
+        self._disk: DiskTier | None = None
+        if disk is not None and on_disk:
+            self._disk = DiskTier(disk, records=on_disk, shape=shape, dtype=self.stored, group=group)
 
     def put(self, samples: Tensor, values: Tensor, *, depth: int, seed: int = 0) -> int:
         """Keep values [n, *shape] of samples [n], in place of what was there of them; how many were kept.
@@ -71,26 +91,55 @@ class ActivationCache:
         if values.dtype != self.dtype:
             raise ValueError(f"values are {values.dtype}, but the cache is of {self.dtype}; make it with dtype={values.dtype}")
         mine = self._checked(samples, depth)
-        fits = mine < self.capacity
-        kept = mine[fits]
-        places = kept.numpy()
-        self._tags[places, 0] = 0
-        self._values[kept] = values.detach()[fits.to(values.device)].to("cpu", self.stored)
-        self._tags[places, 1] = seed
-        self._tags[places, 0] = depth + 1
-        return len(kept)
+        fits, beyond = mine < self.capacity, (mine >= self.capacity) & (mine < self.room)
+        self._tags[mine[fits | beyond].numpy(), 0] = 0
+        self._values[mine[fits]] = values.detach()[fits.to(values.device)].to("cpu", self.stored)
+        self._mark(mine[fits], depth, seed)
+        if self._disk is None or not bool(beyond.any()):
+            return int(fits.sum())
+        try:
+            self._disk.put(mine[beyond] - self.capacity, values.detach()[beyond.to(values.device)].to("cpu", self.stored))
+        except OSError as error:
+            self._give_up(error)
+            return int(fits.sum())
+        self._mark(mine[beyond], depth, seed)
+        return int((fits | beyond).sum())
 
     def get(self, samples: Tensor, *, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """(values [m, *shape], found [n] of bool): of the m samples that are there, in their order."""
         mine = self._checked(samples, depth)
         found = self.depths(mine, seed=seed) == depth
-        return self._values[mine[found]].to(self.dtype), found
+        there = mine[found]
+        beyond = there >= self.capacity
+        if self._disk is None or not bool(beyond.any()):
+            return self._values[there].to(self.dtype), found
+        try:
+            read = self._disk.get(there[beyond] - self.capacity, [(depth, seed)] * int(beyond.sum()))
+        except OSError as error:
+            self._give_up(error)
+            return self.get(samples, depth=depth, seed=seed)
+        values = read.new_empty(len(there), *self.shape)
+        values[beyond] = read
+        values[~beyond] = self._values[there[~beyond]]
+        return values.to(self.dtype), found
+
+    def prefetch(self, samples: Tensor, *, seed: int = 0) -> None:
+        """Begin to read from the disk what is there of samples [n], for the `get`s of the next batch but one at the latest."""
+        if self._disk is None:
+            return
+        mine = self._checked(samples, 0)
+        depths = self.depths(mine, seed=seed)
+        beyond = (mine >= self.capacity) & (depths >= 0)
+        try:
+            self._disk.ahead(mine[beyond] - self.capacity, [(depth, seed) for depth in depths[beyond].tolist()])
+        except OSError as error:
+            self._give_up(error)
 
     def depths(self, samples: Tensor, *, seed: int = 0) -> Tensor:
         """At which depth each sample [n] is there with that seed, -1 where it is not: from which to go on to a deeper one."""
         mine = self._checked(samples, 0)
         found = torch.full_like(mine, -1)
-        fits = mine < self.capacity
+        fits = mine < self.room
         tags = torch.from_numpy(self._tags[mine[fits].numpy()])
         found[fits] = torch.where(tags[:, 1] == seed, tags[:, 0] - 1, -1)
         return found
@@ -98,6 +147,25 @@ class ActivationCache:
     def clear(self) -> None:
         """Forget everything."""
         self._tags[:, 0] = 0
+
+    def close(self) -> None:
+        """Let go of it in this process. It keeps and finds nothing from then on; memory goes when nobody has it."""
+        self.room = self.capacity = 0
+        self._tags, self._values = self._tags[:0].copy(), torch.empty(0, *self.shape, dtype=self.stored)
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
+        with contextlib.suppress(BufferError):  # somebody still looks at it
+            self._map.close()
+
+    def _mark(self, places: Tensor, depth: int, seed: int) -> None:
+        """These are there: last of all, so that what ends a put in the middle leaves none."""
+        self._tags[places.numpy(), 1] = seed
+        self._tags[places.numpy(), 0] = depth + 1
+
+    def _give_up(self, error: OSError) -> None:
+        self.room, self._disk = self.capacity, None
+        logger.warning("the cache's file is not used any more, and training goes on without it: %s", error)
 
     def _checked(self, samples: Tensor, depth: int) -> Tensor:
         if depth < 0:
@@ -108,10 +176,34 @@ class ActivationCache:
         return mine
 
 
+def open_cache(
+    samples: int, *, budget: int | None = None, group: dist.ProcessGroup | None = None, disk: str | None = None, **options: Any
+) -> ActivationCache | None:
+    """An ActivationCache, or None on every rank where there is no memory for it, said once: training goes on without.
+
+    budget: None: half of the memory that is free on the first rank. disk: where there is no room for the file, memory alone.
+    """
+    first = group is None or dist.get_rank(group) == 0
+    if budget is None:
+        budget = gather(_free() // 2, group=group)[0] if group is not None else _free() // 2
+    for folder in dict.fromkeys((disk, None)):
+        try:
+            return ActivationCache(samples, budget=budget, group=group, disk=folder, **options)
+        except (OSError, MemoryError) as error:
+            what = "on disk " if folder is not None else ""
+            if first:
+                logger.warning("frozen layers have no cache %sin this run, which goes on without it: %s", what, error)
+    return None
+
+
+def _free() -> int:
+    with open("/proc/meminfo") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+
+
 def _make(nbytes: int) -> int:
     """A file without a name, all of whose bytes are there."""
-    with open("/proc/meminfo") as file:
-        free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    free = _free()
     if nbytes > free:
         raise MemoryError(f"a cache of {nbytes} bytes does not fit: {free} are free; give it a budget, or store 16 bits")
     file_number = os.memfd_create("pyops-activations", os.MFD_CLOEXEC)

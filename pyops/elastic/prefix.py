@@ -107,6 +107,12 @@ class Prefix(nn.Module):
             out = torch.zeros_like(self._computed(batch, torch.zeros(rows, dtype=torch.int64)))
         return out
 
+    def prefetch(self, samples: Tensor) -> None:
+        """Begin to read what is on disk of samples [n] int64, those of the next batch, while this one is computed."""
+        if self.cache is not None:
+            samples = samples.to("cpu", torch.int64)
+            self.cache.prefetch(samples[samples >= 0], seed=self.key)
+
     def _found(self, samples: Tensor | None, rows: int) -> list[tuple[int, Tensor]]:
         """(depth, which rows) of those that begin with what is there at that depth, 0: with the inputs; none of padding."""
         if samples is None:
