@@ -35,6 +35,7 @@ from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
 from pyops.elastic.portion import Portion
 from pyops.elastic.prefix import Prefix
+from pyops.elastic.reading import Times, measure, reading_pays
 from pyops.elastic.sampler import Sampler, Share
 from pyops.elastic.transition import Move, carry, moves, transition
 
@@ -62,16 +63,19 @@ __all__ = [
     "Sampler",
     "Share",
     "Step",
+    "Times",
     "agree_on",
     "carry",
     "choose",
     "confirm",
     "forecast",
     "frozen_share",
+    "measure",
     "message_group",
     "moves",
     "open_cache",
     "pack",
     "plot_elastic",
+    "reading_pays",
     "transition",
 ]

@@ -41,8 +41,9 @@ class Prefix(nn.Module):
         reading or keeping fails for want of memory or disk, or of a disk, it ends by itself, said once.
     chunk: rows that are computed at a time. At the first forward it is halved until a sample's bits are found to depend neither
         on its place nor on the others, at the latest at 1.
-    stored: a dtype to which the output is rounded, and back; that of the cache by default. The run is then one with rounded
-        features, read or not, and rounded entries are not gone on from: a deeper prefix computes its own from the inputs.
+    stored: a dtype to which the output of each layer is rounded, and back; that of the cache by default. A cache of 16 bits is
+        then of a run whose frozen layers are rounded: the bits are no longer those without it, but still the same whether they
+        are read, gone on from or computed, now or after a restart.
 
     seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0 where there is none.
     ValueError for no layers, a chunk below 1 and a cache that rounds otherwise than `stored`.
@@ -62,7 +63,6 @@ class Prefix(nn.Module):
             raise ValueError(f"stored is {stored}, but the cache keeps {cache.stored}; give one of them")
         self.cache, self.chunk, self.seed = cache, chunk, 0
         self.stored = cache.stored if cache is not None else stored
-        self._rounds = self.stored is not None and (cache is None or cache.stored != cache.dtype)
         self._names = [named_arguments(layer) for layer in self.layers]
         self.named_arguments = frozenset({"samples"}).union(*self._names)  # for Pipeline
         self._verified = chunk == 1
@@ -121,7 +121,7 @@ class Prefix(nn.Module):
         depths = torch.where(samples < 0, -1, 0)
         if self.cache is not None:
             there = self.cache.depths(samples[samples >= 0], seed=self.key)
-            usable = there == self.depth if self._rounds else (there > 0) & (there <= self.depth)
+            usable = (there > 0) & (there <= self.depth)
             depths[samples >= 0] = torch.where(usable, there, 0)
         return [(depth, (depths == depth).nonzero().flatten()) for depth in depths.unique().tolist() if depth >= 0]
 
@@ -133,8 +133,6 @@ class Prefix(nn.Module):
         if x is not None and depth == self.depth:
             return x
         values = self._computed(batch, places, x, depth if x is not None else 0)
-        if self._rounds:
-            values = values.to(self.stored).to(values.dtype)
         self._keep(samples, places, values)
         return values
 
@@ -145,7 +143,7 @@ class Prefix(nn.Module):
         try:
             values, found = self.cache.get(samples.to("cpu", torch.int64)[places], depth=depth, seed=self.key)
         except (OSError, MemoryError) as error:
-            self._give_up(error)
+            self.give_up(error)
             return None
         return values if bool(found.all()) else None
 
@@ -155,9 +153,10 @@ class Prefix(nn.Module):
         try:
             self.cache.put(samples.to("cpu", torch.int64)[places], values, depth=self.depth, seed=self.key)
         except (OSError, MemoryError) as error:
-            self._give_up(error)
+            self.give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Go on without the cache, and say why."""
         self.cache = None
         logger.warning("the cache of frozen layers is off, and training goes on without it: %s", error)
 
@@ -175,9 +174,14 @@ class Prefix(nn.Module):
         for layer, names in zip(self.layers[depth:], self._names[depth:], strict=True):
             some = {name: value for name, value in named.items() if name in names}
             x = layer(*x, **some) if type(x) is tuple else layer(x, **some)
+            if self.stored is not None:
+                x = tree_map(self._rounded, x)
         if not isinstance(x, Tensor):
             raise TypeError(f"the last frozen layer returned a {type(x).__name__}; freeze up to one that returns one tensor")
         return x
+
+    def _rounded(self, x: Any) -> Any:
+        return x.to(self.stored).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def _verify(self, batch: Batch) -> None:
         """Smaller chunks, until one sample's bits are the same at every place, and every sample's whoever the others are."""

@@ -211,9 +211,12 @@ def test_16_bits_are_a_run_with_rounded_features():
         samples = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
         exact = called(Prefix(layers[:depth]), "vit", samples)
         found = called(reading, "vit", samples, micro_batches=3)
-        assert torch.equal(found, exact.bfloat16().float())
         assert torch.equal(found, called(rounding, "vit", samples))
         assert not torch.equal(found, exact)
+        assert torch.equal(found, found.bfloat16().float())
+        torch.testing.assert_close(found, exact, rtol=0, atol=float(exact.abs().max()) * depth * 2**-8)
+        if depth == 1:
+            assert torch.equal(found, exact.bfloat16().float())
     assert (cache.depths(samples, seed=reading.key) == depth).sum() == 15
 
 
