@@ -62,7 +62,7 @@ def test_every_number_of_frozen_layers_has_a_layout(seed: int):
     draw = random.Random(seed)
     for _ in range(8):
         costs = [draw.choice([0.5, 1.0, 2.0, 3.0, 9.0]) for _ in range(draw.randint(2, 12))]
-        stages = draw.choice([k for k in (1, 2, 3, 4, 6, 8) if k <= len(costs)])
+        stages = draw.choice([k for k in (1, 2, 3, 4, 5, 6, 7, 8) if k <= len(costs)])
         devices, most = stages * draw.randint(1, 3), stages
         options = {"batch": draw.choice([1, 3, 16]), "lambda_frozen": draw.choice([0.0, 1 / 6, 1.0])}
         for frozen in range(len(costs)):

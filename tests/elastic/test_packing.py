@@ -218,6 +218,18 @@ def test_the_numbers_of_micro_batches_that_were_tried():
     assert found.simulated[0] == (found.micro_batches, found.time)
 
 
+def test_numbers_that_need_other_cuts_were_not_tried():
+    # larger micro-batches leave the first stage room for two layers alone
+    layers = [(3, 10), (1, 300), (2, 300), (3, 100), (2, 300), (1, 10), (3, 10)]
+    costs = Profile(tuple(
+        LayerCosts(forward=forward, backward=2, input_gradient=1, weight_gradient=1, parameters=10, kept=((2 * i, kept),),
+                   weights=((2 * i + 1, 40),))
+        for i, (forward, kept) in enumerate(layers)
+    ))  # fmt: skip
+    found = pack(costs, frozen=0, stages=2, batch=16, by="memory", ceiling=2000.0, fewest=2)
+    assert (found.boundaries, found.simulated) == ((0, 3, 7), ((16, found.time),))
+
+
 def test_what_must_stay_together():
     found = pack([1.0] * 8, frozen=0, stages=4, batch=4, together=[(1, 3)])
     assert not {2, 3} & set(found.boundaries)

@@ -28,6 +28,7 @@ def test_an_epoch_is_as_wide_as_any_other():
     # the last one has just begun, a resumed run begins anywhere, and epochs need not have as many steps
     assert places(rows[:5]) == [0.25, 0.5, 0.75, 1.0, 1.25]
     assert places([{"epoch": 7}, {"epoch": 7}, {"epoch": 8}]) == [7.5, 8.0, 8.5]
+    assert places([{"epoch": e} for e in (0, 0, 0, 0, 1, 1, 2)]) == [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.25]
     assert places([]) == []
 
 
