@@ -38,6 +38,7 @@ from pyops.elastic.sampler import Sampler
 from pyops.elastic.saving import saved, states_of
 from pyops.elastic.transition import State, carry
 from pyops.elastic.worker import MakeOptimizer, Worker
+from pyops.pipeline import Profile
 
 __all__ = ["Change", "Elastic", "Step"]
 
@@ -76,7 +77,8 @@ class Elastic:
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
     samples, batch, seed: see `Sampler`; batch is of all replicas at the start. stages: of each replica at the start; the ranks
         must be a multiple. policy: what decides; None: nothing is ever frozen. every: steps between decisions; 0: an epoch.
-    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`.
+    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
+        default a micro-batch costs a stage as much as one sample more.
     terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
     compress, replicate: False: the stages stay as they are; ranks set free stay idle.
     before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
@@ -108,7 +110,7 @@ class Elastic:
             check_run(self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule)
             self._replicas = self.ranks // stages
             self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
-            self._options: dict[str, Any] = dict(packing or {})
+            self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
             first = self._pack(0)
             each = batch if batch_policy == "global" else max(1, batch // self._replicas)
             self.sampler = Sampler(
@@ -138,14 +140,18 @@ class Elastic:
         """Whether this rank reads what its frozen layers say."""
         return self._cache is not None
 
+    def _machine(self) -> Machine:
+        """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's seconds say what that is."""
+        if isinstance(self._costs, Profile):
+            return Machine(devices=self.ranks)
+        return Machine(devices=self.ranks, overhead=sum(self._costs) / 3 / self.stages)
+
     def _pack(self, layers: int) -> Packing:
         fewest = 1 if self._compress and layers else self.stages
         batch = -(-self._batch // self._replicas)
         return pack(
-            self._costs, frozen=layers, stages=self.stages, machine=self._options.get("machine", Machine(devices=self.ranks)),
-            batch=batch, batch_policy=self.batch_policy, schedule=self._schedule, fewest=fewest,
-            replicate=self._replicate,
-            **{key: value for key, value in self._options.items() if key != "machine"},
+            self._costs, frozen=layers, stages=self.stages, batch=batch, batch_policy=self.batch_policy, fewest=fewest,
+            schedule=self._schedule, replicate=self._replicate, **self._options,
         )  # fmt: skip
 
     def _layout(self, packing: Packing) -> Layout:
