@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
-from pyops.elastic.cache import ActivationCache
+from pyops.elastic.caching import CacheOptions, Caching
+from pyops.elastic.change import Change
 from pyops.elastic.checks import check_run
 from pyops.elastic.groups import Active, message_group
 from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
@@ -32,7 +32,7 @@ from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Policy, agree_on
-from pyops.elastic.portion import Portion, portion_of
+from pyops.elastic.portion import Portion, Step, portion_of
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler
 from pyops.elastic.saving import saved, states_of
@@ -40,31 +40,9 @@ from pyops.elastic.transition import State, carry
 from pyops.elastic.worker import MakeOptimizer, Worker
 from pyops.pipeline import Profile
 
-__all__ = ["Change", "Elastic", "Step"]
+__all__ = ["Elastic"]
 
 Before = Callable[[Sequence[str], Sequence[nn.Module], Portion, int], None]
-
-
-@dataclass(frozen=True)
-class Step:
-    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan where it was not finite, and
-    nothing changed. flagged: some rank had set its flag."""
-
-    loss: float
-    grad_norm: float
-    flagged: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a decision changed. seconds: from the decision until training can go on, the slowest rank's. reason: why not fewer
-    stages."""
-
-    frozen: int  # blocks
-    before: Layout
-    after: Layout
-    seconds: float
-    reason: str
 
 
 class Elastic:
@@ -75,13 +53,16 @@ class Elastic:
         parameter of two layers (a tied head) is an error: a frozen one can't learn.
     optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
-    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. stages: of each replica at the start; the ranks
+    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate`, for the cache.
+        stages: of each replica at the start; the ranks
         must be a multiple. policy: what decides; None: nothing is ever frozen. every: steps between decisions; 0: an epoch.
     costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
         default a micro-batch costs a stage as much as one sample more.
     terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
     compress, replicate: False: the stages stay as they are; ranks set free stay idle.
     before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
+    cache: whether, and where, what frozen layers say to each sample is kept (default: not). chunk: rows that these compute at a
+        time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`.
     idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once.
 
     ValueError, on every rank alike, for what does not fit.
@@ -89,11 +70,12 @@ class Elastic:
 
     def __init__(
         self, layers: Mapping[str, nn.Module], *, optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor], samples: int,
-        batch: int, seed: int, terms: int = 1, stages: int = 1, policy: Policy | None = None, every: int = 0,
+        batch: int, seed: int, held_out: int = 0, terms: int = 1, stages: int = 1, policy: Policy | None = None, every: int = 0,
         device: torch.device | str = "cpu", schedule: str = "1f1b", costs: Any = None,
         packing: Mapping[str, Any] | None = None, compress: bool = True, replicate: bool = True,
         batch_policy: str = "global", lr_rule: str = "linear", max_grad_norm: float | None = None,
-        initialise: Initialise | None = None, before: Before | None = None, idle_timeout: float = 86400.0,
+        initialise: Initialise | None = None, before: Before | None = None, cache: CacheOptions | None = None, chunk: int = 4,
+        idle_timeout: float = 86400.0,
     ) -> None:  # fmt: skip
         self.layers, self.device, self.policy, self.every = dict(layers), torch.device(device), policy, every
         alone = not dist.is_initialized()
@@ -104,7 +86,7 @@ class Elastic:
         self.stages, self._batch = stages, batch
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
         self._portion: Portion | None = None
-        self._cache: ActivationCache | None = None
+        self._held_out, self._chunk, self.is_cached = held_out, chunk, False  # whether what frozen layers say is read
         error: Exception | None = None
         try:
             check_run(self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule)
@@ -120,6 +102,7 @@ class Elastic:
             error = caught
         agree(error)
         self.message = message_group(patience=idle_timeout)
+        self._caching = Caching(cache or CacheOptions(), samples=samples, held_out=held_out, message=self.message)
         self._worker: Worker | None = None
         self._enter(self._layout(first), {})
 
@@ -134,11 +117,6 @@ class Elastic:
     def is_active(self) -> bool:
         """Whether this rank has work in the present layout."""
         return self.layout.is_active(self.rank)
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether this rank reads what its frozen layers say."""
-        return self._cache is not None
 
     def _machine(self) -> Machine:
         """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's seconds say what that is."""
@@ -171,10 +149,13 @@ class Elastic:
             error = caught
         agree(error, group=self.message)
         self._groups = Active(layout, message=self.message)
+        prefix, replica = self._prefix(), layout.replica(self.rank) if self.is_active else 0
+        has_prefix = prefix is not None and self.is_active and layout.stage(self.rank) == 0
+        self.is_cached = bool(layout.frozen) and self._caching.attach(prefix if has_prefix else None, replica=replica)
         if self.is_active:
             self.sampler.resize(rank=layout.replica(self.rank), replicas=layout.replicas)
             self._worker = Worker(
-                layout, self.rank, layers=self.layers, prefix=self._prefix(), groups=self._groups, states=states,
+                layout, self.rank, layers=self.layers, prefix=prefix, groups=self._groups, states=states,
                 make_optimizer=self._make_optimizer, loss=self._loss, schedule_name=self._schedule, before=self._key,
             )  # fmt: skip
             names = list(self.layers)[1:-1]
@@ -201,10 +182,11 @@ class Elastic:
             if number in own and number < self.layout.frozen:
                 freeze(layer)
 
-    def _prefix(self) -> nn.Module | None:
+    def _prefix(self) -> Prefix | None:
+        """The frozen layers as one; on ranks that have them not, to say which arguments they take."""
         if not self.layout.frozen:
             return None
-        return Prefix(list(self.layers.values())[: self.layout.frozen])
+        return Prefix(list(self.layers.values())[: self.layout.frozen], chunk=self._chunk, stored=self._caching.options.stored)
 
     def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
         if self._before is not None and self._portion is not None:
@@ -236,16 +218,20 @@ class Elastic:
             epoch=epoch, step=self.steps,
         )  # fmt: skip
 
-    def step(self, inputs: Any, target: Any, *, share: Portion, lr: float, flag: bool = False, **named: Any) -> Step:
+    def step(
+        self, inputs: Any, target: Any, *, share: Portion, lr: float, flag: bool = False, augmentation: int = 0, **named: Any
+    ) -> Step:  # fmt: skip
         """One step with this rank's part of a batch; every active rank calls it.
 
         inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. flag: of this rank; the Step says whether
-        any set it, such as one that was asked to stop.
+        any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
+        at different times, 0 where they are always the same: what is kept of one is not read for another.
         """
         assert self._worker is not None
         self._portion = share
         if self.layout.frozen:
             named["samples"] = share.samples
+            self._worker.augment(augmentation)
         count = share.batch * self._terms
         loss = self._worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
         self._meter.observe()
@@ -272,6 +258,9 @@ class Elastic:
             for some in mine.split(size) if len(mine) else ():
                 portion = self._portion_of(some, batch=count, epoch=0)
                 inputs, target, named = rows_of(portion)
+                if self.is_cached and count == self._held_out:
+                    numbers = portion.samples
+                    named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + self.sampler.samples)}
                 output = pipeline(inputs, **named)
                 if pipeline.has_last:
                     total += float(score(output, target))
@@ -389,6 +378,7 @@ class Elastic:
     def close(self) -> None:
         """Let go of groups and memory; every rank calls it at the end."""
         self._leave()
+        self._caching.close()
         if self.message is not None:
             dist.destroy_process_group(self.message)
 

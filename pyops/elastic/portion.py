@@ -1,4 +1,4 @@
-"""Portion: a replica's part of a batch, filled up so that each step has as many rows, in micro-batches of one size.
+"""Portion: a replica's part of a batch, filled up so that each step has as many rows, in micro-batches of one size; and Step.
 
 share of 5 samples, 4 micro-batches      7 2 | 9 0 | 4 - | - -        -: sample -1, a row that counts nothing
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Portion", "portion_of"]
+__all__ = ["Portion", "Step", "portion_of"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,16 @@ class Portion:
     epoch: int
     step: int
     micro_rows: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan where it was not finite, and
+    nothing changed. flagged: some rank had set its flag."""
+
+    loss: float
+    grad_norm: float
+    flagged: bool = False
 
 
 def portion_of(

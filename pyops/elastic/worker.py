@@ -19,6 +19,7 @@ from pyops.comm.collectives import all_reduce
 from pyops.elastic.groups import Active
 from pyops.elastic.holding import values_of
 from pyops.elastic.layout import Layout
+from pyops.elastic.prefix import Prefix
 from pyops.elastic.transition import State
 from pyops.flat import FlatBuffer
 from pyops.ops.grad_norm import squared_norm
@@ -40,7 +41,7 @@ class Worker:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, *, layers: Mapping[str, nn.Module], prefix: nn.Module | None, groups: Active,
+        self, layout: Layout, rank: int, *, layers: Mapping[str, nn.Module], prefix: Prefix | None, groups: Active,
         states: Mapping[int, State], make_optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor],
         schedule_name: str, before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
     ) -> None:  # fmt: skip
@@ -49,7 +50,7 @@ class Worker:
         frozen = layout.frozen
         whole = self._layers if prefix is None else [prefix, *self._layers[frozen:]]
         shift = max(0, frozen - 1)
-        self._shift = shift
+        self._shift, self._prefix = shift, prefix
         plan = schedule(schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches)
         self.own = [n for n in layout.layers(rank) if n >= frozen]
         for number in self.own:
@@ -77,6 +78,11 @@ class Worker:
         first = 1 if stage.first == 0 and self.layout.frozen else 0  # the prefix drops nothing
         begin = stage.first + first + self._shift
         self._before(self._names[begin : begin + len(stage.layers) - first], stage.layers[first:], number)
+
+    def augment(self, seed: int) -> None:
+        """Which of a sample's inputs come next: what is kept of others is not read."""
+        if self._prefix is not None:
+            self._prefix.seed = seed
 
     # ------------------------------------------------------------------------------------------------ a step
 

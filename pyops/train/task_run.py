@@ -25,7 +25,7 @@ from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
 from pyops.display import Display, describe_transition
-from pyops.elastic import Elastic, Portion
+from pyops.elastic import CacheOptions, Elastic, Portion, plot_elastic
 from pyops.metrics import MetricsLog, peak_memory_gib
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
@@ -57,10 +57,10 @@ class TaskRun:
         try:
             self.elastic = Elastic(
                 layers, optimizer=partial(make_named_optimizer, config), loss=self.task.loss, samples=self.task.samples,
-                batch=options.batch, seed=options.seed, stages=config.parallel.pp, policy=policy, every=elastic.every,
+                held_out=self.task.held_out, batch=options.batch, seed=options.seed, stages=config.parallel.pp, policy=policy, every=elastic.every,
                 device=device, schedule=config.parallel.schedule, compress=elastic.compress, replicate=elastic.replicate,
                 batch_policy=elastic.batch_policy, lr_rule=elastic.lr_rule, terms=self.task.terms, before=self._key_dropout,
-                max_grad_norm=config.optimizer.max_grad_norm or None,
+                max_grad_norm=config.optimizer.max_grad_norm or None, cache=self._cache_options(),
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
@@ -80,6 +80,23 @@ class TaskRun:
             quiet=self.rank != 0,
         )  # fmt: skip
         self.display.note(self._introduction(resumed=latest, wanted=resume))
+
+    def _cache_options(self) -> CacheOptions:
+        options = self.config.elastic
+        changing = self.task.augmentation(0) != self.task.augmentation(1)
+        if changing and options.cache == "on":
+            raise ConfigError(
+                f"elastic.cache is 'on', but task.kind {self.task.name!r} has other inputs in each epoch; set it to 'off'"
+            )
+
+        def example(samples: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+            inputs, _, named = self._rows(Portion(samples, 0, len(samples), 0, 0, len(samples)))
+            return inputs, named
+
+        return CacheOptions(
+            "off" if changing or not options.on else options.cache, example,
+            budget=int(options.cache_gib * 2**30) or None, stored=torch.bfloat16 if options.cache_dtype == "bf16" else None,
+        )  # fmt: skip
 
     def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
         task, layout = self.task, self.elastic.layout
@@ -112,9 +129,10 @@ class TaskRun:
                 if broken:
                     break
             broken, asked = self.elastic.any_of(broken), self.elastic.any_of(bool(request.number))
-            ends = {} if broken else self._conclude(row)
-            if row is not None:
-                self._tell({**row, **ends})
+            if not broken:
+                self._conclude(row)
+            elif row is not None:
+                self._tell(row)
             over = self.elastic.sampler.position == self.elastic.sampler.samples
             if over or broken or asked:
                 self.save()
@@ -122,8 +140,9 @@ class TaskRun:
                 return True
         return False
 
-    def _conclude(self, row: dict[str, Any] | None) -> dict[str, Any]:
-        """At a decision: how well the held-out samples are known, at the end of an epoch, and what was changed."""
+    def _conclude(self, row: dict[str, Any] | None) -> None:
+        """At a decision: how well the held-out samples are known, at the end of an epoch, and what was changed. row: of the
+        last step; None on a rank that had none."""
         ends: dict[str, Any] = {}
         if self.elastic.sampler.position == self.elastic.sampler.samples:
             self.score = self.validate()
@@ -131,10 +150,11 @@ class TaskRun:
         change = self.elastic.decide() if self.done < self.epochs else None
         if change is not None:
             ends["transition_s"] = change.seconds
-            if row is not None:
+        if row is not None:
+            self._tell({**row, **ends})
+            if change is not None:
                 text = describe_transition(row, self._described(), seconds=change.seconds, reason=change.reason)
                 self.display.note(text)
-        return ends
 
     def _described(self) -> dict[str, Any]:
         layout = self.elastic.layout
@@ -148,7 +168,8 @@ class TaskRun:
         started = time.perf_counter()
         inputs, target, named = self._rows(share, epoch=share.epoch)
         lr = self.lr
-        found = self.elastic.step(inputs, target, share=share, lr=lr, flag=stop, **named)
+        found = self.elastic.step(inputs, target, share=share, lr=lr, flag=stop,
+                                  augmentation=self.task.augmentation(share.epoch), **named)  # fmt: skip
         finite = math.isfinite(found.grad_norm)
         self.skipped += not finite
         row = {
@@ -248,6 +269,10 @@ class TaskRun:
             name = signal.Signals(stopped_by).name
             self.display.note(f"stopped by {name} after step {self.elastic.steps}; continue with --resume")
             return outcome
+        picture = self.config.folder / "run.png"
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if plot_elastic(picture, self.log.rows, ranks=ranks, title=self.config.name, most=self.elastic.blocks):
+            self.display.note(f"picture of the run: {picture}")
         what = "no score" if score is None else f"accuracy {score:.2%}" if accuracy else f"{score:.4f} nats"
         self.display.note(
             f"{what} on {self.task.held_out:,} held-out samples; {self.elastic.steps} steps, {self.skipped} skipped"
