@@ -23,8 +23,10 @@ After PipeTransformer (He et al., 2021). `Elastic` puts all of it together:
 """
 
 from pyops.elastic.cache import ActivationCache, open_cache
+from pyops.elastic.caching import CacheOptions
+from pyops.elastic.change import Change
 from pyops.elastic.confirm import confirm
-from pyops.elastic.elastic import Change, Elastic, Step
+from pyops.elastic.elastic import Elastic
 from pyops.elastic.forecast import Epoch, forecast
 from pyops.elastic.groups import Active, message_group
 from pyops.elastic.layout import Layout
@@ -33,7 +35,7 @@ from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
-from pyops.elastic.portion import Portion
+from pyops.elastic.portion import Portion, Step
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.reading import Times, measure, reading_pays
 from pyops.elastic.sampler import Sampler, Share
@@ -43,6 +45,7 @@ __all__ = [
     "ActivationCache",
     "Active",
     "Bound",
+    "CacheOptions",
     "Callback",
     "Change",
     "Choice",

@@ -57,8 +57,8 @@ class TaskRun:
         try:
             self.elastic = Elastic(
                 layers, optimizer=partial(make_named_optimizer, config), loss=self.task.loss, samples=self.task.samples,
-                held_out=self.task.held_out, batch=options.batch, seed=options.seed, stages=config.parallel.pp, policy=policy, every=elastic.every,
-                device=device, schedule=config.parallel.schedule, compress=elastic.compress, replicate=elastic.replicate,
+                held_out=self.task.held_out, batch=options.batch, seed=options.seed, stages=config.parallel.pp,
+                policy=policy, every=elastic.every, device=device, schedule=config.parallel.schedule, compress=elastic.compress, replicate=elastic.replicate,
                 batch_policy=elastic.batch_policy, lr_rule=elastic.lr_rule, terms=self.task.terms, before=self._key_dropout,
                 max_grad_norm=config.optimizer.max_grad_norm or None, cache=self._cache_options(),
             )  # fmt: skip

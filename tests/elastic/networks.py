@@ -12,7 +12,7 @@ from torch.nn import functional
 from pyops.elastic import Policy, Sampler
 from pyops.optim import AdamW
 
-SAMPLES, HELD_OUT, WIDTH, LABELS, IGNORED = 50, 23, 12, 5, -100
+SAMPLES, HELD_OUT, WIDTH, LABELS, IGNORED = 27, 13, 12, 5, -100
 
 
 class Block(nn.Module):
