@@ -42,12 +42,14 @@ class ParallelConfig:
     v: int = 1
     micro_batches: int = 0
     recompute: str = "never"
+    adapt: bool = False
+    memory_gib: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("dp", "micro_batches"):
+        for name in ("dp", "micro_batches", "memory_gib"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
@@ -57,6 +59,8 @@ class ParallelConfig:
             raise ValueError(
                 f"v is {self.v}, but schedule {self.schedule!r} has no such option; set it to {' or '.join(SEVERAL)}"
             )
+        if self.memory_gib and not self.adapt:
+            raise ValueError(f"memory_gib is {self.memory_gib:g}, which only adapt looks at; set adapt to true, or this to 0")
         if self.pp == 1:
             for name, usual in (("micro_batches", 0), ("recompute", "never")):
                 if getattr(self, name) != usual:
@@ -80,7 +84,7 @@ class ParallelConfig:
             divisor = f"set {'parallel.tp' if self.pp == 1 else 'them'} to {'a divisor' if self.pp == 1 else 'divisors'}"
             raise ValueError(
                 f"{name} is {each}, of which {num_ranks} ranks are no multiple; start a multiple of {ranks}, such as {near}, "
-                f"or {divisor} of {num_ranks}"
+                f"or {divisor} of {num_ranks}, or parallel.adapt to true"
             )
         found = num_ranks // ranks
         if self.dp and self.dp != found:

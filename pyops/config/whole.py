@@ -134,7 +134,10 @@ class Config:
         return Path(self.train.folder) / self.name
 
     def check_ranks(self, num_ranks: int) -> None:
-        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it."""
+        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it. With
+        parallel.adapt that is seen to when a layout is chosen for them."""
+        if self.parallel.adapt:
+            return
         batch, micro = self.train.batch, self.train.micro_batch
         try:
             num_ranks = self.parallel.copies(num_ranks)  # those that share a model see the same sequences
@@ -146,7 +149,7 @@ class Config:
             near = max(num_ranks, round(batch / num_ranks) * num_ranks)
             raise ConfigError(
                 f"train.batch is {batch} sequences, which {num_ranks} ranks can't share; set it to a multiple of "
-                f"{num_ranks}, such as {near}"
+                f"{num_ranks}, such as {near}, or parallel.adapt to true, and some ranks wait"
             )
         share = batch // num_ranks
         if micro and share % micro:

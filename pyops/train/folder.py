@@ -1,4 +1,5 @@
-"""The folder of a run: one run at a time writes to it, and an earlier one is moved aside."""
+"""The folder of a run: one run at a time writes to it, and an earlier one is moved aside, but when torchrun starts the same
+run again: that goes on."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from pyops.comm.agreement import on_first_rank
+from pyops.comm.agreement import gather, on_first_rank
 from pyops.config import Config, ConfigError
 
-__all__ = ["only_run_in", "prepare_folder"]
+__all__ = ["continues", "finished", "only_run_in", "prepare_folder"]
+
+MARK = ".launch"
+UNNAMED = "none"  # torchrun's id of a run that was given none
 
 
 @contextmanager
@@ -44,7 +48,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(config: Config, *, resume: bool) -> None:
-    """Make the folder of the run, note the configuration in it; without `resume` an earlier run there is moved aside."""
+    """Make the folder of the run, note the configuration and torchrun's id in it; without `resume` an earlier run there is
+    moved aside."""
     folder = config.folder
     try:
         if not resume and (folder / "metrics.jsonl").exists():
@@ -54,5 +59,32 @@ def prepare_folder(config: Config, *, resume: bool) -> None:
             folder.rename(aside)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(asdict(config), indent=2))
+        finished(folder)
+        if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+            (folder / MARK).write_text(name)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder") from None
+
+
+def continues(folder: Path) -> bool:
+    """Whether it is this torchrun's run that lies in `folder`, so that its processes were started again. A collective.
+
+    How often an agent of torchrun has restarted doesn't say it: that differs between agents, and is 0 for a new one. The id
+    of the run does; where it has none, at least one agent has to have restarted.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    restarts = max(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
+    found = on_first_rank(lambda: _read(folder / MARK))
+    return name is not None and found == name and (name != UNNAMED or restarts > 0)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def finished(folder: Path) -> None:
+    """All steps are done: the same command begins anew. For the first rank."""
+    (folder / MARK).unlink(missing_ok=True)

@@ -9,15 +9,13 @@ loss   ..........
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch.distributed as dist
 
 from pyops.config import Config, ConfigError
 from pyops.schedules import LRRangeTest, steepest
 from pyops.train.folder import only_run_in
+from pyops.train.membership import adapted, started_ranks
 from pyops.train.notes import collected_notes
 from pyops.train.ranks import joined_ranks
 from pyops.train.run import Run
@@ -36,7 +34,7 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
     least, most, steps = _parse(sweep)
     name = f"{config.name}-lr-range"
     config = dataclasses.replace(config, name=name, train=dataclasses.replace(config.train, steps=steps))
-    config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
+    config, _ = adapted(config, started_ranks(), idle=False)
     with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
         run = Run(config, device=device)
         notes.show(run.display.note)

@@ -24,7 +24,7 @@ from pyops.pipeline.stage import Stage
 from pyops.tensor_parallel import set_dropout
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["Part", "Pipelined"]
+__all__ = ["Part", "Pipelined", "layer_costs"]
 
 
 class Part:
@@ -37,12 +37,12 @@ class Part:
         self.plan, self.rank = plan, rank
         self.layers = model.layers()
         self.names = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers)), "head"]
-        self.boundaries = balance(_costs(model.config), num_stages=plan.num_stages)
+        self.boundaries = balance(layer_costs(model.config), num_stages=plan.num_stages)
         self.own = [n for stage in plan.stages_of(rank) for n in range(self.boundaries[stage], self.boundaries[stage + 1])]
         model.keep_layers(self.own)
 
 
-def _costs(config: GPTConfig) -> list[float]:
+def layer_costs(config: GPTConfig) -> list[float]:
     """Of each layer, in products of a token: looking up an embedding takes none."""
     kv = 2 * config.kv_heads * config.head_width
     attention = config.dim * (2 * config.num_heads * config.head_width + kv) + config.sequence_length * config.dim

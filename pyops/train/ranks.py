@@ -12,37 +12,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from pyops.config import ConfigError, TrainConfig
+from pyops.train.meeting import Meeting
 
-__all__ = ["StopRequest", "joined_ranks"]
+__all__ = ["StopRequest", "joined_ranks", "stand_by"]
 
 
 @contextmanager
-def joined_ranks(config: TrainConfig) -> Iterator[torch.device]:
-    """Join the ranks that torchrun started, if any; this rank's device."""
+def joined_ranks(
+    config: TrainConfig, *, active: int | None = None, request: StopRequest | None = None
+) -> Iterator[torch.device]:  # fmt: skip
+    """Join the ranks that torchrun started, if any; this rank's device.
+
+    active: how many of them, the first ones, form the process group (default: all); the others call `stand_by`, which returns
+    when these have ended, with the signal that `request` then holds.
+    """
     kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'")
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    start = "RANK" in os.environ and not dist.is_initialized()
-    if start:
-        _join("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    meeting = None
+    if "RANK" in os.environ and not dist.is_initialized():
+        meeting = Meeting()
+        size = meeting.size if active is None else active
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size)
     with _deterministic() if kind == "cuda" and config.deterministic else nullcontext():
         yield device
-    if start:  # not after an error: another rank may not come here
+    if meeting is not None:  # not after an error: another rank may not come here
         dist.destroy_process_group()
+        if meeting.rank == 0:
+            meeting.end(range(size, meeting.size), request.number if request is not None else 0)
 
 
-def _join(backend: str) -> None:
-    """As init_process_group. But torchrun keeps its store through a restart, with the addresses of the ranks that died, and
-    who is early would call there: each attempt has a part of the store for itself."""
-    store, rank, size = next(iter(rendezvous("env://")))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(backend, store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=size)
+def stand_by() -> int:
+    """Wait, without work, until the ranks that have some have ended: the signal that ended them, or 0."""
+    return Meeting().until_over()
 
 
 @contextmanager

@@ -31,11 +31,12 @@ from pyops.mesh import Axes, Mesh
 from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import sample
 from pyops.precision import PRECISIONS
-from pyops.train.folder import only_run_in, prepare_folder
+from pyops.train.folder import continues, finished, only_run_in, prepare_folder
+from pyops.train.membership import adapted, started_ranks
 from pyops.train.notes import collected_notes
 from pyops.train.outcome import Outcome
 from pyops.train.pipelined import Part, Pipelined
-from pyops.train.ranks import StopRequest, joined_ranks
+from pyops.train.ranks import StopRequest, joined_ranks, stand_by
 from pyops.train.recipe import make_loss_scale, make_model, recompute_modules
 from pyops.train.state import read
 from pyops.train.strategy import Zero, make_strategy
@@ -49,20 +50,30 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     """Train as `config` says; outputs go to config.folder.
 
     resume: continue from the newest checkpoint there, if there is one; else a folder of an earlier run is moved aside.
-    Runs alone, or as one of the ranks that torchrun started. Raises ConfigError, CorpusError, CheckpointError on every rank
-    alike for what the user can put right.
+    Runs alone, or as one of the ranks that torchrun started; when torchrun starts them again, they go on by themselves. Raises
+    ConfigError, CorpusError, CheckpointError on every rank alike for what the user can put right.
     """
-    config.check_ranks(int(os.environ.get("WORLD_SIZE", 1)) if not dist.is_initialized() else dist.get_world_size())
-    with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
+    config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
+    if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
+        return Outcome(0, None, None, 0, stand_by())
+    joined = joined_ranks(config.train, active=chosen.grid.ranks, request=(request := StopRequest()))
+    with joined as device, only_run_in(config.folder), collected_notes() as notes:
+        resume = continues(config.folder) or resume
         run: Run | TaskRun = (TaskRun if config.over_samples else Run)(config, device=device, resume=resume)
         notes.show(run.display.note)
+        if chosen.reason:
+            run.display.note(chosen.reason)
         try:
-            with StopRequest() as request:
+            with request:
                 stopped = run.loop(request)
         except BaseException:
             run.checkpoints.close()
             raise
-        return run.finish(stopped_by=request.number or signal.SIGTERM if stopped else 0)
+        request.number = request.number or signal.SIGTERM if stopped else 0
+        outcome = run.finish(stopped_by=request.number)
+        if run.rank == 0 and not stopped:
+            finished(config.folder)
+        return outcome
 
 
 class Run:

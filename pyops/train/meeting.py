@@ -1,0 +1,83 @@
+"""Processes that torchrun started meet in its store, in a part of it that no earlier attempt has written to.
+
+    rank r    here r = its own mark ------.                       .-->  a mark is answered once, so it is of this attempt
+    rank 0    reads the marks, answers each with the attempt's name;     until every rank has answered that
+
+torchrun may keep its store through a restart, with the addresses of ranks that died, and who is early would call there. The
+number of restarts tells attempts apart no longer once agents come and go: each counts its own.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+__all__ = ["Meeting"]
+
+LOOK_EVERY = 0.01  # seconds between two looks
+TO_LEAVE = 10.0  # seconds that ranks which waited have to notice the end
+
+
+class Meeting:
+    """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a TimeoutError that names it."""
+
+    def __init__(self, *, timeout: timedelta | None = None) -> None:
+        given, self.rank, self.size = next(iter(rendezvous("env://")))
+        self._deadline = time.monotonic() + (timeout or given.timeout).total_seconds()
+        own = uuid.uuid4().hex
+        shared = dist.PrefixStore("meeting", given)
+        if self.rank == 0:
+            name = own
+            self._gather(shared, name)
+        else:
+            shared.set(f"here {self.rank}", own)
+            self._wait(shared, f"answer {own}", "rank 0")
+            name = shared.get(f"answer {own}").decode()
+            shared.set(f"{name} {self.rank}", "")
+        self.store = dist.PrefixStore(f"attempt {name}", given)
+
+    def _gather(self, shared: dist.Store, name: str) -> None:
+        """Answer every rank's mark, also a second one: the first may have been that of a process which is gone."""
+        marks: dict[int, bytes] = {}
+        missing = list(range(1, self.size))
+        while missing:
+            for rank in missing:
+                if shared.check([f"here {rank}"]) and (mark := shared.get(f"here {rank}")) != marks.get(rank):
+                    shared.set(f"answer {mark.decode()}", name)
+                    marks[rank] = mark
+            missing = [rank for rank in missing if not shared.check([f"{name} {rank}"])]
+            if missing:
+                self._pause(f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}")
+
+    def _wait(self, store: dist.Store, key: str, whom: str) -> None:
+        while not store.check([key]):
+            self._pause(whom)
+
+    def _pause(self, whom: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"rank {self.rank} of {self.size} waited for {whom} in torchrun's store; did all ranks start?")
+        time.sleep(LOOK_EVERY)
+
+    def end(self, waiting: Iterable[int], number: int) -> None:
+        """Tell the ranks that wait that it is over, and by which signal. They get some seconds to leave: the store may be this
+        process's."""
+        self.store.set("over", str(number))
+        until = time.monotonic() + TO_LEAVE
+        while time.monotonic() < until and not all(self.store.check([f"left {rank}"]) for rank in waiting):
+            time.sleep(LOOK_EVERY)
+
+    def until_over(self, *, look_every: float = 0.2) -> int:
+        """Wait for `end`: the signal's number. RuntimeError when the ranks at work are gone."""
+        try:
+            while not self.store.check(["over"]):
+                time.sleep(look_every)
+            number = int(self.store.get("over"))
+            self.store.set(f"left {self.rank}", "")
+        except dist.DistError as error:
+            raise RuntimeError(f"rank {self.rank} had no part in the work, and who did is gone: {error}") from None
+        return number

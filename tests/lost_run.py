@@ -1,0 +1,55 @@
+"""`pyops train` on ranks that come and go: python lost_run.py CONFIG.toml FOLDER, under torchrun.
+
+In the first world of 3, rank 0 and the agent of torchrun that started it are killed while the second checkpoint is written. In
+a world of 2, each rank waits in step 5 until its agent asks it to stop, as it does when another agent joins.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pyops.checkpoint import writing
+from pyops.config import load_config
+from pyops.train import Run, train
+
+LOST_AT, WAITS_AT = 7, 5
+
+
+def main() -> None:
+    sys.modules |= dict.fromkeys(("matplotlib", "torch.utils.tensorboard"))  # which take seconds to import
+    config, folder, ranks = load_config(sys.argv[1]), Path(sys.argv[2]), os.environ["WORLD_SIZE"]
+    inner_loop, inner_step, inner_write = Run.loop, Run.train_step, writing.write_tensors
+    requests: list[Any] = []
+    now = {"step": -1}
+
+    def loop(self: Run, request: Any) -> bool:
+        requests.append(request)
+        return inner_loop(self, request)
+
+    def train_step(self: Run, *, stop: bool = False) -> Any:
+        now["step"] = self.step
+        while ranks == "2" and self.step == WAITS_AT and not requests[0].number:
+            (folder / "waits").touch()
+            time.sleep(0.02)
+        return inner_step(self, stop=stop)
+
+    def write(path: Path, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if ranks == "3" and now["step"] >= LOST_AT and os.environ["RANK"] == "0" and not (folder / "lost").exists():
+            (folder / "lost").touch()
+            path.write_bytes(b"half of a file")
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner_write(path, tensors, *args, **kwargs)
+
+    Run.loop, Run.train_step, writing.write_tensors = loop, train_step, write  # type: ignore[method-assign]
+    outcome = train(config)
+    sys.exit(128 + outcome.stopped_by if outcome.stopped_by else 0)
+
+
+if __name__ == "__main__":
+    main()
