@@ -52,15 +52,16 @@ class TaskRun:
         if config.task.pretrained:
             begin_with(model, _weights(Path(config.task.pretrained)))
         self.num_parameters = sum(p.numel() for p in model.parameters())
-        elastic, policy = config.elastic, make_policy(config.elastic)
+        elastic = config.elastic
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
         try:
             self.elastic = Elastic(
                 layers, optimizer=partial(make_named_optimizer, config), loss=self.task.loss, samples=self.task.samples,
-                held_out=self.task.held_out, batch=options.batch, seed=options.seed, stages=config.parallel.pp,
-                policy=policy, every=elastic.every, device=device, schedule=config.parallel.schedule, compress=elastic.compress, replicate=elastic.replicate,
-                batch_policy=elastic.batch_policy, lr_rule=elastic.lr_rule, terms=self.task.terms, before=self._key_dropout,
-                max_grad_norm=config.optimizer.max_grad_norm or None, cache=self._cache_options(),
+                held_out=self.task.held_out, batch=options.batch, seed=options.seed, terms=self.task.terms, device=device,
+                stages=config.parallel.pp, schedule=config.parallel.schedule, policy=make_policy(elastic), every=elastic.every,
+                compress=elastic.compress, replicate=elastic.replicate, batch_policy=elastic.batch_policy,
+                lr_rule=elastic.lr_rule, max_grad_norm=config.optimizer.max_grad_norm or None, before=self._key_dropout,
+                cache=self._cache_options(),
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None

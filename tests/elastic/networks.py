@@ -50,7 +50,8 @@ def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimize
     decayed = [p for _, p in named if p.dim() > 1]
     others = [p for _, p in named if p.dim() <= 1]
     groups = [{"params": some, "weight_decay": decay} for some, decay in ((decayed, 0.1), (others, 0.0)) if some]
-    return AdamW(groups, lr=1e-2)
+    # A large eps: where a gradient is as small as its rounding, Adam would make a whole step of the rounding.
+    return AdamW(groups, lr=1e-2, eps=1e-3)
 
 
 def lr_of(step: int) -> float:
