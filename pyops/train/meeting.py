@@ -19,21 +19,25 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["Meeting"]
 
+TIMEOUT = timedelta(minutes=10)
 LOOK_EVERY = 0.01  # seconds between two looks
 TO_LEAVE = 10.0  # seconds that ranks which waited have to notice the end
 
 
 class Meeting:
-    """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a TimeoutError that names it."""
+    """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a TimeoutError that names it.
 
-    def __init__(self, *, timeout: timedelta | None = None) -> None:
-        given, self.rank, self.size = next(iter(rendezvous("env://")))
-        self._deadline = time.monotonic() + (timeout or given.timeout).total_seconds()
+    given: a store that all of them reach.
+    """
+
+    def __init__(self, given: dist.Store, *, rank: int, size: int, timeout: timedelta = TIMEOUT) -> None:
+        self.rank, self.size = rank, size
+        self._deadline = time.monotonic() + timeout.total_seconds()
         own = uuid.uuid4().hex
         shared = dist.PrefixStore("meeting", given)
         if self.rank == 0:
             name = own
-            self._gather(shared, name)
+            self._answer(shared, name)
         else:
             shared.set(f"here {self.rank}", own)
             self._wait(shared, f"answer {own}", "rank 0")
@@ -41,7 +45,13 @@ class Meeting:
             shared.set(f"{name} {self.rank}", "")
         self.store = dist.PrefixStore(f"attempt {name}", given)
 
-    def _gather(self, shared: dist.Store, name: str) -> None:
+    @classmethod
+    def of_environment(cls) -> Meeting:
+        """As torchrun's variables say."""
+        given, rank, size = next(iter(rendezvous("env://")))
+        return cls(given, rank=rank, size=size)
+
+    def _answer(self, shared: dist.Store, name: str) -> None:
         """Answer every rank's mark, also a second one: the first may have been that of a process which is gone."""
         marks: dict[int, bytes] = {}
         missing = list(range(1, self.size))

@@ -41,8 +41,9 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
         config.check_ranks(ranks)
         grid = Grid(wanted.tp, wanted.pp, ranks // (wanted.tp * wanted.pp))
         return config, Choice(grid, 0, "")
+    limits = limits_of(config)
     try:
-        choice = choose(ranks, wanted=Grid(wanted.tp, wanted.pp), limits=limits_of(config), idle=idle)
+        choice = choose(ranks, wanted=Grid(wanted.tp, wanted.pp), limits=limits, idle=idle)
     except ValueError as error:
         raise ConfigError(f"parallel.adapt: {error}") from None
     grid, train, recompute = choice.grid, config.train, config.recompute
@@ -71,9 +72,7 @@ def limits_of(config: Config) -> Limits:
     memory: dict[str, Any] = {}
     if parallel.memory_gib:
         if not text:
-            raise ConfigError(
-                f"parallel.memory_gib is {parallel.memory_gib:g}, which goes with task.kind text alone; set it to 0"
-            )
+            raise ConfigError(f"parallel.memory_gib is {parallel.memory_gib:g}, which is for task.kind text alone; set it to 0")
         memory = {"memory": parallel.memory_gib * GIB, "parameters": _parameters(model), "each": _bytes_of_each(config)}
     return Limits(
         heads=model.num_heads, kv_heads=getattr(model, "num_kv_heads", 0), batch=config.train.batch,

@@ -36,7 +36,7 @@ def joined_ranks(
         torch.cuda.set_device(device)
     meeting = None
     if "RANK" in os.environ and not dist.is_initialized():
-        meeting = Meeting()
+        meeting = Meeting.of_environment()
         size = meeting.size if active is None else active
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size)
@@ -50,7 +50,7 @@ def joined_ranks(
 
 def stand_by() -> int:
     """Wait, without work, until the ranks that have some have ended: the signal that ended them, or 0."""
-    return Meeting().until_over()
+    return Meeting.of_environment().until_over()
 
 
 @contextmanager
