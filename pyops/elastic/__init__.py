@@ -5,6 +5,7 @@
     agree_on(frozen, group)                      or an error on every rank
     sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
+    rows_besides(layers, rows_of, ...)           what a micro-batch costs besides its rows, which decides how many there are
     confirm(packing, measure)                    micro-batches by a short trial in place of the simulator's word
     ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
@@ -32,6 +33,7 @@ from pyops.elastic.groups import Active, message_group
 from pyops.elastic.layout import Layout
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
+from pyops.elastic.overhead import machine_of, rows_besides
 from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
@@ -73,6 +75,7 @@ __all__ = [
     "confirm",
     "forecast",
     "frozen_share",
+    "machine_of",
     "measure",
     "message_group",
     "moves",
@@ -80,5 +83,6 @@ __all__ = [
     "pack",
     "plot_elastic",
     "reading_pays",
+    "rows_besides",
     "transition",
 ]

@@ -25,7 +25,7 @@ from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
 from pyops.display import Display, describe_transition
-from pyops.elastic import CacheOptions, Elastic, Portion, plot_elastic
+from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elastic, rows_besides
 from pyops.metrics import MetricsLog, peak_memory_gib
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
@@ -54,6 +54,10 @@ class TaskRun:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         elastic = config.elastic
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
+        latest = on_first_rank(self.checkpoints.latest) if resume else None
+        self.besides = self._rows_besides(_layers(model), latest)
+        packing = {"machine": machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)}
         try:
             self.elastic = Elastic(
                 layers, optimizer=partial(make_named_optimizer, config), loss=self.task.loss, samples=self.task.samples,
@@ -61,7 +65,7 @@ class TaskRun:
                 stages=config.parallel.pp, schedule=config.parallel.schedule, policy=make_policy(elastic), every=elastic.every,
                 compress=elastic.compress, replicate=elastic.replicate, batch_policy=elastic.batch_policy,
                 lr_rule=elastic.lr_rule, max_grad_norm=config.optimizer.max_grad_norm or None, before=self._key_dropout,
-                cache=self._cache_options(),
+                cache=self._cache_options(), packing=packing,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
@@ -71,8 +75,6 @@ class TaskRun:
         self.epoch, self.skipped, self.score = 0, 0, math.nan
 
         on_first_rank(lambda: prepare_folder(config, resume=resume))
-        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
-        latest = on_first_rank(self.checkpoints.latest) if resume else None
         if latest is not None:
             self.restore(latest)
         self.log = MetricsLog(config.folder, first_step=self.elastic.steps) if self.rank == 0 else None
@@ -98,6 +100,23 @@ class TaskRun:
             "off" if changing or not options.on else options.cache, example,
             budget=int(options.cache_gib * 2**30) or None, stored=torch.bfloat16 if options.cache_dtype == "bf16" else None,
         )  # fmt: skip
+
+    def _rows_besides(self, layers: list[nn.Module], latest: Path | None) -> float:
+        """What a micro-batch costs, in rows; after a checkpoint what it did before, so that layouts are the same again."""
+        if latest is not None:
+            state, _ = load(latest, lazy=True, compare=True)
+            if "besides" in state:
+                return float(state["besides"])
+        if self.config.parallel.pp == 1:
+            return 0.0
+
+        def rows_of(count: int) -> tuple[Any, Any, dict[str, Any]]:
+            samples = torch.arange(count) % self.task.samples
+            return self._rows(Portion(samples, 0, count, 0, 0, count))
+
+        return rows_besides(
+            layers, rows_of, loss=self.task.loss, rows=max(1, self.config.train.batch // self.config.parallel.pp)
+        )
 
     def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
         task, layout = self.task, self.elastic.layout
@@ -227,6 +246,7 @@ class TaskRun:
         """Write a checkpoint of the steps done so far."""
         state = {
             **self.elastic.state_dict(), "step": self.elastic.steps, "skipped": self.skipped, "score": self.score,
+            "besides": self.besides,
             "task": asdict(self.config.task), "precision": self.precision.name, "optimizer_name": self.config.optimizer.name,
             "model_config": asdict(getattr(self.config, KINDS[self.config.task.kind])),
         }  # fmt: skip
