@@ -119,7 +119,17 @@ def warnings_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "pyops"]
 
 
-def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(tmp_path, caplog):
+def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    cache, samples = cache_of(tmp_path), torch.arange(40)
+    cache.put(samples, values_of(samples), depth=1)
+    assert torch.equal(cache.get(samples, depth=1)[0], values_of(samples))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(tmp_path, caplog, monkeypatch):
+    reserve = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: reserve(file, start, min(size, 1 << 30)))
     options = {"shape": (1 << 22,), "disk": str(tmp_path)}
     with pytest.raises(OSError, match=r"no file of \d+ bytes in .*: No space left on device"):
         ActivationCache(1 << 16, budget=1 << 25, **options)
