@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-__all__ = ["check_run"]
+from pyops.comm.agreement import gather
+
+__all__ = ["check_agreed", "check_run"]
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -34,3 +38,22 @@ def check_run(
                 raise ValueError(
                     f"{name}.{own} is a parameter of {first} too, which may be frozen before it; give each its own"
                 )
+
+
+def check_agreed(
+    options: Mapping[str, Any], *, layers: Mapping[str, nn.Module], group: dist.ProcessGroup | None = None
+) -> None:
+    """ValueError on every rank, with both values, for an option or a layer that differs between ranks. A collective.
+
+    options: plain values. Of layers the names, and the names, shapes and dtypes of their parameters count.
+    """
+    card = {name: repr(value) for name, value in options.items()}
+    for name, layer in layers.items():
+        several = [f"{own} {[*p.shape]} {str(p.dtype).removeprefix('torch.')}" for own, p in layer.named_parameters()]
+        card[f"layer {name}"] = ", ".join(several) or "no parameters"
+    cards = gather(card, group=group)
+    for rank, other in enumerate(cards):
+        for name in {**cards[0], **other}:
+            first, second = cards[0].get(name, "not there"), other.get(name, "not there")
+            if first != second:
+                raise ValueError(f"{name} is {first} on rank 0, but {second} on rank {rank}; give all ranks the same")

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from pyops.comm.agreement import agree, gather
 from pyops.elastic.caching import CacheOptions, Caching
 from pyops.elastic.change import Change
-from pyops.elastic.checks import check_run
+from pyops.elastic.checks import check_agreed, check_run
 from pyops.elastic.groups import Active, message_group
 from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
-from pyops.elastic.policy import Policy, agree_on
+from pyops.elastic.policy import Policy, decide_together
 from pyops.elastic.portion import Portion, Step, portion_of
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler
@@ -101,6 +101,11 @@ class Elastic:
         except (TypeError, ValueError) as caught:
             error = caught
         agree(error)
+        check_agreed(
+            {"samples": samples, "batch": batch, "seed": seed, "every": every, "terms": terms, "schedule": schedule,
+             "batch_policy": batch_policy, "lr_rule": lr_rule, "max_grad_norm": max_grad_norm, "compress": compress,
+             "replicate": replicate, "policy": type(policy).__name__, "packing": first}, layers=self.layers,
+        )  # fmt: skip
         self.message = message_group(patience=idle_timeout)
         self._caching = Caching(cache or CacheOptions(), samples=samples, held_out=held_out, message=self.message)
         self._worker: Worker | None = None
@@ -281,7 +286,7 @@ class Elastic:
         self._since = 0
         if self.policy is None or self.frozen == self.blocks:
             return None
-        frozen = agree_on(self.policy.decide(self._norms(), self.frozen), self.message)
+        frozen = decide_together(self.policy, self._norms(), self.frozen, group=self.message)
         if frozen == self.frozen:
             return None
         started = time.perf_counter()

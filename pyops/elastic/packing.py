@@ -309,10 +309,9 @@ def _check(
             f"frozen is {frozen!r} of {len(profile)} layers; it must be a whole number from 0 to {len(profile) - 1}: with all "
             "frozen there is nothing to train"
         )
-    if by not in MEASURES or policy not in POLICIES:
-        raise ValueError(
-            f"by is {by!r}, batch_policy {policy!r}; choose of {', '.join(MEASURES)}, and of {', '.join(POLICIES)}"
-        )
+    for name, chosen, known in (("by", by, MEASURES), ("batch_policy", policy, POLICIES)):
+        if chosen not in known:
+            raise ValueError(f"{name} is {chosen!r}; choose one of {', '.join(known)}")
     if by == "memory" and numbers:
         raise ValueError('by="memory" needs to know what layers keep; give a Profile: profile(layers, inputs)')
     if share is None and numbers:

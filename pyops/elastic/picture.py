@@ -72,7 +72,7 @@ def plot_elastic(path: Path, rows: Iterable[Row], *, ranks: int, title: str, mos
     """Draw the run; False, and no file, without matplotlib or rows that say what is frozen.
 
     rows: as a run writes them to metrics.jsonl. Those without "frozen" are left out. ranks: all of the run, idle ones too; rank
-    r is stage r % stages of replica r // stages. most: how many layers can be frozen (default: the most that were).
+    r is stage r % stages of replica r // stages. most: how many blocks can be frozen (default: the most that were).
     """
     rows = [row for row in rows if all(key in row for key in ("epoch", "frozen", "stages", "replicas"))]
     try:
@@ -117,7 +117,7 @@ def _draw_frozen(axes: Any, parts: Sequence[Stretch], most: int) -> None:
         if part.seconds is not None:
             text = f"{part.seconds:.2f} s"
             axes.text(part.begin, 1.32 * most, text, ha="center", va="bottom", fontsize=6.5, color="0.3")
-    axes.set(ylabel="frozen layers", ylim=(0, 1.3 * most))
+    axes.set(ylabel="frozen blocks", ylim=(0, 1.3 * most))
     axes.yaxis.get_major_locator().set_params(integer=True)
 
 

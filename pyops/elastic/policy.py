@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyops.comm.agreement import gather
+from pyops.comm.agreement import agree, gather
 
 __all__ = ["Bound", "Callback", "GradientNorm", "PercentileOfChange", "Policy", "agree_on"]
 
@@ -211,3 +211,15 @@ def agree_on(decision: int, group: dist.ProcessGroup | None = None) -> int:
             "norms and have the same state on all ranks: sum the Meter over the group, and make callbacks depend on norms alone"
         )
     return decision
+
+
+def decide_together(policy: Policy, norms: Sequence[float], frozen: int, *, group: dist.ProcessGroup | None = None) -> int:
+    """policy.decide(norms, frozen) and `agree_on`: what goes wrong on one rank, in a callback say, is raised on all."""
+    error: Exception | None = None
+    decision = frozen
+    try:
+        decision = policy.decide(norms, frozen)
+    except Exception as caught:
+        error = caught
+    agree(error, group=group)
+    return agree_on(decision, group)

@@ -1,0 +1,166 @@
+"""Elastic runs that can't be, or that are at the end of what can: said on every rank alike, and no rank waits for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pyops.elastic import Bound, Callback, Elastic, Policy
+from pyops.elastic.checks import check_agreed
+from pyops.elastic.policy import decide_together
+from tests.elastic import networks
+
+pytestmark = pytest.mark.cpu_only
+
+BLOCKS, BATCH = 4, 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(layers: dict[str, nn.Module] | None = None, **options: Any) -> Elastic:
+    given: dict[str, Any] = {"samples": networks.SAMPLES, "batch": BATCH, "seed": 5, "max_grad_norm": 0.5, **options}
+    return Elastic(layers or networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, **given)
+
+
+def run(policy: Policy, *, epochs: int = 2, **options: Any) -> tuple[list[float], dict[str, Any], list[tuple[int, int, int]]]:
+    """(losses, weights of this rank, (frozen, stages, replicas) of each epoch)."""
+    elastic, losses, layouts = make(policy=policy, **options), [], []
+    for _ in range(epochs):
+        layouts.append((elastic.frozen, elastic.layout.stages, elastic.layout.replicas))
+        for share in elastic.shares():
+            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+        elastic.decide()
+    weights = {name: t.clone() for each in elastic.states().values() for name, t in each["parameters"].items()}
+    elastic.close()
+    return losses, weights, layouts
+
+
+def tied() -> dict[str, nn.Module]:
+    found = networks.layers(BLOCKS)
+    found["blocks.3"].up.weight = found["blocks.0"].up.weight
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}}, "there are 2 layers; give an embedding, blocks"),
+        ({"layers": tied()}, r"blocks.3.up.weight is a parameter of blocks.0 too"),
+        ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
+        ({"stages": 0}, "stages is 0"),
+        ({"every": -1}, "every is -1; it must be 0"),
+        ({"schedule": "zbv"}, "schedule is 'zbv'; it must be 1f1b or gpipe"),
+        ({"batch": 0}, "batch is 0"),
+        ({"samples": 0}, "samples is 0; it must be a whole number, 1 or more"),
+        ({"batch_policy": "each"}, "batch_policy is 'each'"),
+        ({"lr_rule": "square"}, "lr_rule is 'square'"),
+        ({"packing": {"lambda_frozen": 2.0}}, "lambda_frozen is 2.0"),
+        ({"packing": {"by": "memory"}}, "give a Profile"),
+        ({"costs": [1.0] * 3, "packing": {"together": [(0, 5)]}}, "layers 0 and 5"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_bad_alpha():
+    with pytest.raises(ValueError, match="alpha is 0"):
+        Bound(0.0)
+
+
+def test_a_policy_that_freezes_nothing():
+    still, plain = run(Callback(lambda norms, frozen: frozen)), networks.plain(
+        BLOCKS, epochs=2, batch=BATCH, policy=Callback(lambda norms, frozen: frozen)
+    )  # fmt: skip
+    assert still[2] == [(0, 1, 1)] * 2
+    torch.testing.assert_close(torch.tensor(still[0]), torch.tensor(plain[0]), rtol=1e-6, atol=1e-6)
+
+
+def everything(norms: Any, frozen: int) -> int:
+    return len(norms)
+
+
+def all_at_once(rank: int, group: Any) -> Any:
+    return run(Callback(everything), stages=2)
+
+
+def test_a_policy_that_freezes_everything(world):
+    losses, weights, _, depths = networks.plain(BLOCKS, epochs=2, batch=BATCH, policy=Callback(everything))
+    assert depths == [0, BLOCKS]
+    for theirs in world(4).run(all_at_once):
+        assert theirs[2] == [(0, 2, 2), (BLOCKS, 1, 4)], "the head learns on"
+        torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        for name, value in theirs[1].items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+        assert "head.weight" in theirs[1]
+
+
+def few_samples(rank: int, group: Any) -> Any:
+    return run(Bound(1 / 2), epochs=4, stages=2, samples=3, batch=4)
+
+
+def test_fewer_samples_than_replicas(world):
+    runs = world(4).run(few_samples)
+    alone = run(Bound(1 / 2), epochs=4, samples=3, batch=4)
+    assert runs[0][2][-1][1:] == (1, 4), "four replicas of three samples"
+    for theirs in runs:
+        torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(alone[0]), rtol=1e-6, atol=1e-6)
+        for name, value in theirs[1].items():
+            torch.testing.assert_close(value, alone[1][name], rtol=0, atol=1e-6)
+
+
+def errors_of(rank: int, group: Any) -> list[str]:
+    """What each rank is told, of things that are wrong on rank 1 alone."""
+    odd, found = rank == 1, []
+
+    def caught(function: Any) -> None:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            function()
+        found.append(str(error.value))
+
+    def failing(norms: Any, frozen: int) -> int:
+        if odd:
+            raise RuntimeError("no decision")
+        return frozen
+
+    caught(lambda: make(stages=2, every=-1 if odd else 0))
+    caught(lambda: decide_together(Callback(failing), [1.0, 2.0], 0))
+    caught(lambda: decide_together(Callback(lambda norms, frozen: 2 if odd else 1), [1.0, 2.0], 0))
+    caught(lambda: decide_together(Callback(lambda norms, frozen: 3 if odd else 1), [1.0, 2.0], 0))
+    caught(lambda: make(stages=2, seed=5 + odd))
+    caught(lambda: make(stages=2, costs=[1.0 + 9 * odd] + [1.0] * (BLOCKS + 1)))
+    caught(lambda: make(policy=Bound(0.5) if odd else None))
+    layers = networks.layers(3 if odd else 2)
+    caught(lambda: check_agreed({"batch": 8 + odd, "seed": 1}, layers=networks.layers(2)))
+    caught(lambda: check_agreed({"batch": 8}, layers=layers))
+    caught(lambda: check_agreed({"batch": 8}, layers={"head": nn.Linear(3 + odd, 2)}))
+    return found
+
+
+def test_ranks_that_differ_are_told_so_on_all_of_them(world):
+    first, second = world(2).run(errors_of)
+    assert first == second
+    beginnings = (
+        "every is -1",
+        "no decision",
+        "rank 0 would freeze 1 layers, but rank 1 2",
+        "the callback would freeze 3 layers",
+        "seed is 5 on rank 0, but 6 on rank 1; give all ranks the same",
+        "packing is Packing(frozen=0, stages=2, ",
+        "policy is 'NoneType' on rank 0, but 'Bound' on rank 1",
+        "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
+        "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
+        "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, 4] float32, ",
+    )
+    for text, beginning in zip(first, beginnings, strict=True):
+        assert text.startswith(beginning)
