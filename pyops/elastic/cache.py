@@ -33,6 +33,10 @@ logger = logging.getLogger("pyops")
 HEADER = 4096  # bytes; begins with a token that says whose memory it is
 
 
+class NoRoom(ValueError):
+    """A budget below one sample."""
+
+
 class ActivationCache:
     """Activations of `samples` samples, each of `shape` and `dtype`, keyed by (sample, depth, seed).
 
@@ -66,7 +70,7 @@ class ActivationCache:
             on_disk = min(on_disk, samples - self.capacity)
         self.room = self.capacity + on_disk  # samples that are kept
         if self.room < 1:
-            raise ValueError(f"a budget of {budget} bytes holds no sample of {each}; give {HEADER + each + 16} or more")
+            raise NoRoom(f"a budget of {budget} bytes holds no sample of {each}; give {HEADER + each + 16} or more")
         tags = HEADER + 16 * self.room
         begin = -(-tags // HEADER) * HEADER
         self.nbytes = begin + each * self.capacity
@@ -109,18 +113,10 @@ class ActivationCache:
         """(values [m, *shape], found [n] of bool): of the m samples that are there, in their order."""
         mine = self._checked(samples, depth)
         found = self.depths(mine, seed=seed) == depth
-        there = mine[found]
-        beyond = there >= self.capacity
-        if self._disk is None or not bool(beyond.any()):
-            return self._values[there].to(self.dtype), found
-        try:
-            read = self._disk.get(there[beyond] - self.capacity, [(depth, seed)] * int(beyond.sum()))
-        except OSError as error:
-            self._give_up(error)
-            return self.get(samples, depth=depth, seed=seed)
-        values = read.new_empty(len(there), *self.shape)
-        values[beyond] = read
-        values[~beyond] = self._values[there[~beyond]]
+        values = self._read(mine[found], depth, seed)
+        still = self.depths(mine, seed=seed) == depth
+        if not torch.equal(found, still):  # somebody put one of them meanwhile, or the disk failed: it may be half of each
+            values, found = values[still[found]], found & still
         return values.to(self.dtype), found
 
     def prefetch(self, samples: Tensor, *, seed: int = 0) -> None:
@@ -143,6 +139,18 @@ class ActivationCache:
         tags = torch.from_numpy(self._tags[mine[fits].numpy()])
         found[fits] = torch.where(tags[:, 1] == seed, tags[:, 0] - 1, -1)
         return found
+
+    def _read(self, places: Tensor, depth: int, seed: int) -> Tensor:
+        beyond = places >= self.capacity
+        if self._disk is None or not bool(beyond.any()):
+            return self._values[places]
+        values = torch.empty(len(places), *self.shape, dtype=self.stored)
+        values[~beyond] = self._values[places[~beyond]]
+        try:
+            values[beyond] = self._disk.get(places[beyond] - self.capacity, [(depth, seed)] * int(beyond.sum()))
+        except OSError as error:
+            self._give_up(error)
+        return values
 
     def clear(self) -> None:
         """Forget everything."""
@@ -179,7 +187,7 @@ class ActivationCache:
 def open_cache(
     samples: int, *, budget: int | None = None, group: dist.ProcessGroup | None = None, disk: str | None = None, **options: Any
 ) -> ActivationCache | None:
-    """An ActivationCache, or None on every rank where there is no memory for it, said once: training goes on without.
+    """An ActivationCache, or None on every rank where there is no room for it, said once: training goes on without.
 
     budget: None: half of the memory that is free on the first rank. disk: where there is no room for the file, memory alone.
     """
@@ -189,7 +197,7 @@ def open_cache(
     for folder in dict.fromkeys((disk, None)):
         try:
             return ActivationCache(samples, budget=budget, group=group, disk=folder, **options)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, NoRoom) as error:
             what = "on disk " if folder is not None else ""
             if first:
                 logger.warning("frozen layers have no cache %sin this run, which goes on without it: %s", what, error)

@@ -156,7 +156,9 @@ class Prefix(nn.Module):
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        """Go on without the cache, and say why."""
+        """Go on without the cache in this process, and say why."""
+        if self.cache is not None:
+            self.cache.close()  # no other prefix has to find out
         self.cache = None
         logger.warning("the cache of frozen layers is off, and training goes on without it: %s", error)
 

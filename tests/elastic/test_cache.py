@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyops.elastic import ActivationCache
+from pyops.elastic import ActivationCache, open_cache
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -117,6 +117,30 @@ def test_nothing_is_left_of_a_process_that_was_killed_and_the_other_goes_on():
 class _Dies:
     def __setitem__(self, place, values):
         raise RuntimeError("killed")
+
+
+def test_what_is_put_while_it_is_read_is_not_found(monkeypatch):
+    cache, samples = ActivationCache(4, shape=(3, 2)), torch.arange(4)
+    cache.put(samples, values_of(4), depth=1)
+    read = cache._read
+
+    def slowly(*args):
+        found = read(*args)
+        cache.put(samples[1:3], values_of(2, depth=2), depth=2)
+        return found
+
+    monkeypatch.setattr(cache, "_read", slowly)
+    found, there = cache.get(samples, depth=1)
+    assert there.tolist() == [True, False, False, True]
+    assert torch.equal(found, values_of(4)[[0, 3]])
+
+
+def test_a_budget_below_one_sample_leaves_a_run_without_a_cache(caplog):
+    assert open_cache(4, shape=(3, 2), budget=4100) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "frozen layers have no cache in this run, which goes on without it: a budget of 4100 bytes holds no sample of 24; "
+        "give 4136 or more"
+    ]
 
 
 def test_half_a_put_is_none():
