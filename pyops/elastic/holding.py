@@ -22,8 +22,11 @@ def is_held(layer: nn.Module) -> bool:
 
 
 def values_of(layer: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, those that no state_dict has as well, by their names in the layer."""
-    return {name: tensor.detach() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())}
+    """Parameters and buffers, those that no state_dict has as well, by their names in the layer; but not what a dropout was
+    told of the next forward."""
+    told = {id(module._buffers.get("state")) for module in layer.modules() if hasattr(module, "take_state")}
+    everything = (*layer.named_parameters(), *layer.named_buffers())
+    return {name: tensor.detach() for name, tensor in everything if id(tensor) not in told}
 
 
 @torch.no_grad()

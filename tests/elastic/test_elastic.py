@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cpu_only
 BLOCKS, EPOCHS, BATCH = 6, 5, 8
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """The tensors are small: threads would wait for each other."""
     before = torch.get_num_threads()

@@ -1,0 +1,179 @@
+"""`pyops train` over numbered samples: the same losses on any ranks, freezing included; stopped and killed runs go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.checkpoint import load
+from pyops.config import Config, ConfigError, ElasticConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from pyops.config.task import TaskConfig
+from pyops.elastic import Portion
+from pyops.metrics import read_rows
+from pyops.models import ViTConfig
+from pyops.train import train
+from pyops.train.task_run import TaskRun
+from tests.tiny_run import losses, norms, same, train_on_rank
+
+pytestmark = pytest.mark.cpu_only
+
+EPOCHS, STEPS = 4, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The tensors are small: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config_of(folder: Path, *, name: str = "run", freeze: str = "bound", pp: int = 1, **elastic: Any) -> Config:
+    """Digits by a tiny ViT, 4 steps an epoch."""
+    return Config(
+        name=name, task=TaskConfig(kind="digits", epochs=EPOCHS),
+        vit=ViTConfig(image_size=8, num_channels=1, patch_size=4, num_labels=10, num_layers=4, num_heads=2, dim=16, dropout=0.1),
+        elastic=ElasticConfig(freeze=freeze, alpha=0.4, **elastic), parallel=ParallelConfig(pp=pp),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, eps=1e-3),
+        train=TrainConfig(folder=str(folder / "runs"), batch=420, seed=1, device="cpu"),
+    )  # fmt: skip
+
+
+def column(config: Config, key: str) -> list[Any]:
+    return [row[key] for row in read_rows(config.folder / "metrics.jsonl") if key in row]
+
+
+def saved(config: Config) -> dict[str, Any]:
+    return load(config.folder / "checkpoints" / f"step-{EPOCHS * STEPS:08}")[0]
+
+
+def same_states(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) -> bool:
+    pairs = [(ours["model"][name], tensor) for name, tensor in theirs["model"].items()]
+    assert ours["model"].keys() == theirs["model"].keys()
+    assert ours["optimizer"].keys() == theirs["optimizer"].keys()
+    for name, slots in theirs["optimizer"].items():
+        assert set(slots) >= {"exp_avg", "exp_avg_sq", "step"}
+        pairs += [(ours["optimizer"][name][key], value) for key, value in slots.items()]
+    return max(float((torch.as_tensor(a).float() - torch.as_tensor(b).float()).abs().max()) for a, b in pairs) <= within
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, one_thread) -> Config:
+    config = config_of(tmp_path_factory.mktemp("alone"), name="alone", cache="off")
+    outcome = train(config)
+    assert outcome.steps == EPOCHS * STEPS
+    assert outcome.accuracy is not None
+    return config
+
+
+@pytest.mark.parametrize(("ranks", "pp", "cache"), [(4, 4, "on"), (2, 2, "auto")])
+def test_any_ranks_give_the_losses_of_one(world, alone, ranks, pp, cache):
+    config = config_of(Path(alone.train.folder).parent, name=f"ranks {ranks}", pp=pp, cache=cache)
+    outcomes = world(ranks).run(train_on_rank, config)
+    assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {EPOCHS * STEPS}
+    assert same(losses(config), losses(alone))
+    assert same(norms(config), norms(alone), within=1e-4)
+    assert column(config, "validation_accuracy") == column(alone, "validation_accuracy")
+    assert column(config, "frozen") == column(alone, "frozen") == [0] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    layouts = list(dict.fromkeys(zip(column(config, "stages"), column(config, "replicas"), strict=True)))
+    assert layouts[0] == (pp, 1)
+    assert layouts[-1] == (1, ranks)
+    assert len(column(config, "transition_s")) == EPOCHS - 1
+    assert same_states(saved(config), saved(alone), within=1e-5)
+    assert (config.folder / "run.png").stat().st_size > 10_000
+
+
+def test_a_cache_changes_no_bit(alone, tmp_path):
+    for cache in ("on", "auto"):
+        config = config_of(tmp_path, name=cache, cache=cache)
+        train(config)
+        assert losses(config) == losses(alone)
+        assert same_states(saved(config), saved(alone), within=0.0)
+    assert column(config_of(tmp_path, name="on"), "cached") == [False] * 4 + [True] * 12
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A SIGTERM arrives while this step is computed."""
+    inner = TaskRun.train_step
+
+    def stopping(self: TaskRun, share: Portion, *, stop: bool = False) -> Any:
+        if share.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, share, stop=stop)
+
+    monkeypatch.setattr(TaskRun, "train_step", stopping)
+
+
+@pytest.mark.parametrize("step", [5, 7, 9])  # in the middle of an epoch, at its end
+def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
+    config = config_of(tmp_path, cache="on")
+    with monkeypatch.context() as patch:
+        stop_before(patch, step)
+        outcome = train(config)
+    assert outcome.stopped_by == signal.SIGTERM
+    assert step < outcome.steps < EPOCHS * STEPS
+    assert len(losses(config)) == outcome.steps
+    assert train(config, resume=True).steps == EPOCHS * STEPS
+    assert losses(config) == losses(alone)
+    assert column(config, "frozen") == column(alone, "frozen")
+    assert same_states(saved(config), saved(alone), within=0.0)
+
+
+def train_and_stop_rank_1(rank: int, group: Any, config: Config) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            stop_before(patch, 5)
+        return train(config)
+
+
+def test_ranks_stop_together_and_another_number_goes_on(world, alone, tmp_path):
+    config = config_of(tmp_path, pp=2)
+    outcomes = world(2).run(train_and_stop_rank_1, config)
+    assert {outcome.stopped_by for outcome in outcomes} == {signal.SIGTERM}
+    assert len({outcome.steps for outcome in outcomes}) == 1
+    other = dataclasses.replace(config, parallel=ParallelConfig(pp=1))
+    world(3).run(train_on_rank, other, True)
+    assert same(losses(config), losses(alone))
+    assert same_states(saved(config), saved(alone), within=1e-5)
+
+
+def test_the_batch_of_each_replica_kept_means_fewer_steps(world, tmp_path):
+    config = config_of(tmp_path, pp=2, batch_policy="replica", lr_rule="linear")
+    world(2).run(train_on_rank, config)
+    epochs = column(config, "epoch")
+    assert [epochs.count(epoch) for epoch in range(EPOCHS)] == [4, 4, 2, 2]
+    rates = column(config, "lr")
+    assert rates[8] > 1.5 * rates[7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": ParallelConfig(pp=2, micro_batches=4)}, "parallel.micro_batches is 4"),
+        ({"train": TrainConfig(device="cpu", batch=420, compile=True)}, "train.compile is true"),
+        ({"task": TaskConfig(kind="digits", pretrained="/nowhere")}, "task.pretrained is '/nowhere'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(world, tmp_path, changes, message):
+    config = config_of(tmp_path)
+    try:
+        config = dataclasses.replace(config, **changes)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, folder=str(tmp_path)))
+    except ValueError as error:
+        assert message in str(error)
+        return
+    answers = world(2).run(train_on_rank, config)
+    assert all(message in str(answer) for answer in answers), answers
+
+
+def test_another_model_is_not_resumed(alone):
+    other = dataclasses.replace(alone, vit=dataclasses.replace(alone.vit, num_layers=5))
+    with pytest.raises(ConfigError, match=r"vit\.num_layers is 5"):
+        train(other, resume=True)
