@@ -32,6 +32,9 @@ class ElasticConfig:
     batch_policy: "global" keeps the batch of all replicas together, and with it the losses; "replica" that of each, so that the
     global one grows with them, and the learning rate by lr_rule: linear, sqrt or constant. compress: False keeps the stages as
     they are. replicate: False leaves ranks that are set free idle.
+
+    rows_besides: what a micro-batch costs the model besides its rows, in rows: decides into how many a batch is cut. 0: measured
+    when the run begins; two runs may then be cut differently, and differ in their last bits.
     """
 
     freeze: str = "none"
@@ -45,6 +48,7 @@ class ElasticConfig:
     lr_rule: str = "linear"
     compress: bool = True
     replicate: bool = True
+    rows_besides: float = 8.0
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -54,7 +58,7 @@ class ElasticConfig:
             require(self, f"one of {', '.join(known)}", (name,), lambda v, known=known: v in known)
         require(self, "more than 0 and less than 1, such as 0.2", ("alpha",), lambda v: 1e-6 <= v <= 1 - 1e-6)
         require(self, "a percentile from 0 to 100", ("percent",), lambda v: 0 <= v <= 100)
-        require(self, "0 or more", ("every", "cache_gib"), lambda v: v >= 0)
+        require(self, "0 or more", ("every", "cache_gib", "rows_besides"), lambda v: v >= 0)
 
     @property
     def on(self) -> bool:
