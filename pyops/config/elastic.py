@@ -33,8 +33,8 @@ class ElasticConfig:
     global one grows with them, and the learning rate by lr_rule: linear, sqrt or constant. compress: False keeps the stages as
     they are. replicate: False leaves ranks that are set free idle.
 
-    rows_besides: what a micro-batch costs the model besides its rows, in rows: decides into how many a batch is cut. 0: measured
-    when the run begins; two runs may then be cut differently, and differ in their last bits.
+    rows_besides: what a micro-batch costs the model besides its rows, in rows: decides into how many a batch is cut. 0:
+    measured when the run begins; two runs may then be cut differently, and differ in their last bits.
     """
 
     freeze: str = "none"

@@ -102,7 +102,7 @@ class TaskRun:
         )  # fmt: skip
 
     def _rows_besides(self, layers: list[nn.Module], latest: Path | None) -> float:
-        """What a micro-batch costs, in rows. Measured, it is after a checkpoint what it was before, and layouts are the same."""
+        """What a micro-batch costs, in rows; what was measured stays so after a checkpoint, and layouts are the same."""
         if self.config.elastic.rows_besides:
             return self.config.elastic.rows_besides
         if latest is not None:
