@@ -12,17 +12,27 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from pyops.comm.failure import lost_peer
+
 __all__ = ["agree", "gather", "on_first_rank"]
 
 T = TypeVar("T")
 
 
 def gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not running."""
+    """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not running.
+
+    CommunicationError, which names it, for a rank that is lost.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        raise lost_peer("telling one another", group=whole, cause=error, sequence=0) from error
     return values
 
 

@@ -1,7 +1,8 @@
 """What can go wrong between ranks, in words: who, in which collective, and what to do.
 
 A connection tells a rank only about its own neighbour. So after a failure every rank leaves a note in the group's store,
-wakes its neighbours, and waits a moment for the notes of the others: a rank without a note is the one that is lost.
+wakes its neighbours, and waits a moment for the notes of the others: a rank without a note is the one that is lost. A copy of
+the note is in the store of all ranks: who waits in one group while the others fail in another must not take them for lost.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GR
     """Leave this rank's note; the ranks that left none within `grace` seconds, or None when the store is gone too."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     keys = [f"pyops/failure/{r}" for r in range(size)]
+    anywhere = [f"pyops/failure/of rank {r}" for r in dist.get_process_group_ranks(group)]
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
+        of_all = dist.distributed_c10d._get_default_store()
         store.set(keys[rank], note)
+        of_all.set(anywhere[rank], note)
         _wake_neighbours(group)
         end = time.monotonic() + grace
         while True:
-            missing = [r for r in range(size) if not store.check([keys[r]])]
+            missing = [r for r in range(size) if not store.check([keys[r]]) and not of_all.check([anywhere[r]])]
             if not missing or time.monotonic() > end:
                 return missing
             time.sleep(0.05)

@@ -29,7 +29,7 @@ from pyops.elastic.change import Change
 from pyops.elastic.confirm import confirm
 from pyops.elastic.elastic import Elastic
 from pyops.elastic.forecast import Epoch, forecast
-from pyops.elastic.groups import Active, message_group
+from pyops.elastic.groups import Active, giving_up, message_group
 from pyops.elastic.layout import Layout
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.meter import Meter
@@ -75,6 +75,7 @@ __all__ = [
     "confirm",
     "forecast",
     "frozen_share",
+    "giving_up",
     "machine_of",
     "measure",
     "message_group",

@@ -26,7 +26,7 @@ from pyops.comm.agreement import agree, gather
 from pyops.elastic.caching import CacheOptions, Caching
 from pyops.elastic.change import Change
 from pyops.elastic.checks import check_agreed, check_run
-from pyops.elastic.groups import Active, message_group
+from pyops.elastic.groups import Active, giving_up, message_group
 from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
@@ -238,9 +238,10 @@ class Elastic:
             named["samples"] = share.samples
             self._worker.augment(augmentation)
         count = share.batch * self._terms
-        loss = self._worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
-        self._meter.observe()
-        norm = self._worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
+        with giving_up(self.message):
+            loss = self._worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
+            self._meter.observe()
+            norm = self._worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
         self._portion = None
         self._since += 1
         return Step(loss / count, norm, self._worker.flagged)
@@ -266,7 +267,8 @@ class Elastic:
                 if self.is_cached and count == self._held_out:
                     numbers = portion.samples
                     named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + self.sampler.samples)}
-                output = pipeline(inputs, **named)
+                with giving_up(self.message):
+                    output = pipeline(inputs, **named)
                 if pipeline.has_last:
                     total += float(score(output, target))
             pipeline.train()

@@ -9,6 +9,8 @@ An idle rank waits in a collective of the message group, asleep: for its next de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -16,9 +18,10 @@ import torch.distributed as dist
 
 from pyops.comm.agreement import agree, gather
 from pyops.comm.communicator import Communicator, release
+from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout import Layout
 
-__all__ = ["Active", "message_group"]
+__all__ = ["Active", "giving_up", "message_group"]
 
 
 def message_group(*, patience: float = 86400.0) -> dist.ProcessGroup | None:
@@ -32,6 +35,17 @@ def message_group(*, patience: float = 86400.0) -> dist.ProcessGroup | None:
         return None
     made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
     return made
+
+
+@contextmanager
+def giving_up(message: dist.ProcessGroup | None) -> Iterator[None]:
+    """Around what ranks do in their own groups: if one is lost, whoever waits in the message group hears of it too."""
+    try:
+        yield
+    except CommunicationError:
+        if message is not None:
+            ranks_without_note(message, note="gave up in a group of its own", grace=0.0)
+        raise
 
 
 class Active:

@@ -114,27 +114,28 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
     before = next(pipeline.parameters()).clone()
     zero.step()
     assert not torch.equal(before, next(pipeline.parameters()))
-    found = [
-        weakref.ref(each) for each in (active.pipeline, active.line, pipeline, zero, zero.flats[0].data) if each is not None
-    ]
+    groups = [weakref.ref(each) for each in (active.pipeline, active.line) if each is not None]
     pipeline.close()
     zero.close()
     active.close()
-    return found
+    assert groups
+    assert not [each() for each in groups if each() is not None], "somebody keeps a group"
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in pipeline.parameters()), "a layer keeps others' memory"
+    return [weakref.ref(pipeline), weakref.ref(zero)]
 
 
 def transitions_body(rank, group, count):
     message = message_group()
     alone = [dist.new_group([each]) for each in range(4)][rank]
     layers = [nn.Linear(256, 256) for _ in range(6)]
+    AdamW(layers[0].parameters())  # what torch imports for its first optimizer keeps tracebacks of whoever made it
     repeats, probe._REPEATS = probe._REPEATS, 1  # the choice of an algorithm is not what is tested
     gc.disable()
     found = []
     try:
         for number in range(count):
             gone = train(LAYOUTS[number % 3], layers, message, alone)
-            # What torch imports when the first optimizer is made keeps tracebacks.
-            assert number < 3 or [each() for each in gone] == [None] * len(gone), number
+            assert [each() for each in gone] == [None] * len(gone), number
             if number % 10 == 9:
                 gc.collect()
             found.append(held())
