@@ -1,6 +1,7 @@
-"""The command `pyops`: train, convert, simulate, bench, env.
+"""The command `pyops`: train, plan, convert, simulate, bench, env.
 
     pyops train CONFIG.toml [--set section.key=value]... [--resume | --lr-range-test [MIN:MAX:STEPS]]
+    pyops plan CONFIG.toml [--ranks N] [--set section.key=value]...          the layout that it would have on 1 ... N ranks
     pyops convert SOURCE TARGET [--key model] [--dtype bfloat16]             a checkpoint and one safetensors file, both ways
     pyops simulate NAME [--stages K] [--microbatches M] [--option v=2]... [--draw PICTURE.svg]      a pipeline's schedule
     pyops bench [NAME]... [options of python -m benchmarks]
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
     train.add_argument("--lr-range-test", nargs="?", const="1e-6:1:200", metavar="MIN:MAX:STEPS", dest="lr_range",
                        help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)")  # fmt: skip
+    plan = commands.add_parser("plan", help="which layout a TOML file would have on 1, 2, ... ranks, with parallel.adapt")
+    plan.add_argument("config", metavar="CONFIG.toml")
+    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="up to so many (8)")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as for train")
     convert = commands.add_parser("convert", help="between checkpoints, Hugging Face folders and safetensors files")
     convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder; a Hugging Face folder; or a safetensors file")
     convert.add_argument("target", metavar="TARGET", help="of a checkpoint: a new safetensors file, or a new Hugging Face "
@@ -57,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
+    if given.command == "plan":
+        return _plan(given.config, given.overrides, ranks=given.ranks)
     if given.command == "convert":
         return _convert(given.source, given.target, key=given.key, dtype=given.dtype, like=given.like)
     if given.command == "simulate":
@@ -96,6 +103,18 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     except KeyboardInterrupt:  # before or after the loop, which asks for a checkpoint instead
         return STOPPED + 2
     return STOPPED + outcome.stopped_by if outcome.stopped_by else 0
+
+
+def _plan(config: str, overrides: Sequence[str], *, ranks: int) -> int:
+    from pyops.config import ConfigError, load_config
+    from pyops.train.membership import plans
+
+    try:
+        for number, reason in plans(load_config(config, overrides=overrides), ranks):
+            print(f"{number:5d} rank{' ' if number == 1 else 's'}   {reason}")
+    except ConfigError as error:
+        return _fail(error)
+    return 0
 
 
 def _convert(source: str, target: str, *, key: str, dtype: str | None, like: str | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyops.cli import main
 from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, ZeroConfig
 from pyops.config.reading import load_config
 from pyops.elastic import Grid
@@ -17,7 +18,7 @@ from pyops.parallel import ParallelConfig
 from pyops.train import folder as folders
 from pyops.train.folder import continues, finished, prepare_folder
 from pyops.train.lr_range import lr_range_test
-from pyops.train.membership import adapted, limits_of
+from pyops.train.membership import adapted, limits_of, trouble_ahead
 from tests.tiny_run import config_of
 
 pytestmark = pytest.mark.cpu_only
@@ -179,3 +180,25 @@ def test_the_restarts_of_any_agent_count(monkeypatch, tmp_path):
     prepare_folder(given := config_of(tmp_path, "cpu"), resume=False)
     monkeypatch.setattr(folders, "gather", lambda value: [value, 3])
     assert continues(given.folder)
+
+
+def test_the_command_says_what_would_be_chosen(capsys, tmp_path):
+    (tmp_path / "c.toml").write_text("[model]\nnum_heads = 2\n[train]\nbatch = 8\n[parallel]\ntp = 2\n")
+    assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "3", "--set", "train.steps=3"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "    1 rank    tp 1 x pp 1 x dp 1: tp 2 x pp 1 takes 2 ranks, and there is 1",
+        "    2 ranks   tp 2 x pp 1 x dp 1: as asked for",
+        "    3 ranks   tp 2 x pp 1 x dp 1: as asked for; 1 of 3 ranks waits, as another model takes 2 ranks",
+    ]
+    little = ["--set", "parallel.adapt=true", "--set", "parallel.memory_gib=0.01"]
+    assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "1", *little]) == 0
+    assert "no layout of 1 ranks takes less" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path / "d.toml")]) == 2
+    assert "can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shared", "nodes", "warned"), [("True", "2", True), ("True", "1", False), ("False", "2", False)])
+def test_a_store_in_which_who_joins_would_hang_is_told(monkeypatch, shared, nodes, warned):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in trouble_ahead()) == warned

@@ -8,6 +8,7 @@ folder.continues         the run goes on from its newest checkpoint, without bei
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyops.models import GPT, GPTConfig
 from pyops.precision import PRECISIONS
 from pyops.train.pipelined import layer_costs
 
-__all__ = ["adapted", "limits_of", "started_ranks"]
+__all__ = ["adapted", "limits_of", "plans", "started_ranks", "trouble_ahead"]
 
 MOMENTS = {"sgd": 1, "lion": 1, "lars": 1, "adagrad": 1, "adafactor": 0}  # of others two
 
@@ -57,6 +58,26 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
     found = replace(config, parallel=parallel, train=train, recompute=recompute)
     found.check_ranks(grid.ranks)
     return found, choice
+
+
+def trouble_ahead() -> str:
+    """What would go wrong when a node joins, and the fix; "" where nothing would. torchrun's agents then look for each other's
+    address in a part of their store that only the first round has written to."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        return ""
+    return (
+        "; a node that joins would wait for ever: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+    )
+
+
+def plans(config: Config, ranks: int) -> Iterator[tuple[int, str]]:
+    """For 1, 2, ..., `ranks` ranks: what [parallel] adapt would choose, and why, in words."""
+    config = replace(config, parallel=replace(config.parallel, adapt=True))
+    for number in range(1, ranks + 1):
+        try:
+            yield number, adapted(config, number)[1].reason
+        except ConfigError as error:
+            yield number, str(error)
 
 
 def _of_no_pipeline(grid: Grid) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import continues, finished, only_run_in, prepare_folder
-from pyops.train.membership import adapted, started_ranks
+from pyops.train.membership import adapted, started_ranks, trouble_ahead
 from pyops.train.notes import collected_notes
 from pyops.train.outcome import Outcome
 from pyops.train.pipelined import Part, Pipelined
@@ -62,7 +62,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
         run: Run | TaskRun = (TaskRun if config.over_samples else Run)(config, device=device, resume=resume)
         notes.show(run.display.note)
         if chosen.reason:
-            run.display.note(chosen.reason)
+            run.display.note(f"{chosen.reason}{trouble_ahead()}")
         try:
             with request:
                 stopped = run.loop(request)
