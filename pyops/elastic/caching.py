@@ -89,10 +89,14 @@ class Caching:
         if not self.is_open():
             return False
         times = None
-        if prefix is not None:
-            prefix.cache = self.cache
-            assert numbers is not None
-            times = measure(prefix, *(inputs if isinstance(inputs, tuple) else (inputs,)), samples=numbers, **named)
+        try:
+            if prefix is not None and self.cache is not None and self.cache.room:  # none: it was lost in this process
+                prefix.cache = self.cache
+                assert numbers is not None
+                times = measure(prefix, *(inputs if isinstance(inputs, tuple) else (inputs,)), samples=numbers, **named)
+        except Exception as caught:
+            error = caught
+        agree(error, group=self._message)
         pays = reading_pays(times, mode=self.options.mode, group=self._message)
         if prefix is not None and not pays:
             prefix.cache = None
@@ -114,6 +118,11 @@ class Caching:
             self._samples + self._held_out, shape=shape[0], dtype=shape[1], stored=self.options.stored,
             budget=self.options.budget, disk=self.options.disk, disk_budget=self.options.disk_budget, group=self._host,
         )  # fmt: skip
+
+    def forget(self) -> None:
+        """Nothing that is kept is of the layers as they are from now on: they were given other values."""
+        if self.cache is not None:
+            self.cache.clear()
 
     def close(self) -> None:
         """Let go of the memory and the group."""

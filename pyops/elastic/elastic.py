@@ -370,6 +370,7 @@ class Elastic:
         agree(error, group=self.message)
         for layer in self.layers.values():
             let_go(layer)
+        self._caching.forget()
         self._enter(layout, states)
         if self._worker is not None:
             held = [is_held(self.layers[name]) for name in list(self.layers)[1:-1]]

@@ -1,0 +1,173 @@
+"""Elastic runs that keep and read what frozen layers say have the bits of those that compute it, wherever it is kept."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.checkpoint import load, save
+from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Times, caching
+from pyops.elastic.caching import Caching
+from tests.elastic import networks
+
+pytestmark = pytest.mark.cpu_only
+
+BLOCKS, EPOCHS, EACH = 6, 4, 4 * networks.WIDTH + 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are small: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def example(samples: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return networks.rows(samples)[0], {}
+
+
+def made(cache: dict[str, Any], **options: Any) -> Elastic:
+    return Elastic(
+        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
+        policy=Bound(1 / 3), held_out=networks.HELD_OUT, cache=CacheOptions(example=example, **cache), **options,
+    )  # fmt: skip
+
+
+def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> list[float]:
+    """Losses, and of each epoch how many held-out rows are known."""
+    found: list[float] = []
+    for _ in range(epochs):
+        for share in elastic.shares():
+            x, y = networks.rows(share.samples)
+            found.append(elastic.step(x, y, share=share, lr=factor * networks.lr_of(share.step)).loss)
+        found.append(
+            elastic.evaluate(
+                networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right
+            )
+        )  # fmt: skip
+        elastic.decide()
+    return found
+
+
+def kept(elastic: Elastic) -> int:
+    """How many samples, held-out ones too, are there at some depth."""
+    if elastic._caching.cache is None:
+        return 0
+    cache = elastic._caching.cache
+    return int((torch.from_numpy(cache._tags.copy())[:, 0] > 0).sum()) if cache.room else 0
+
+
+def run(rank: int, group: Any, caches: list[dict[str, Any]], options: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Of each of these ways to keep: (what training said, bits of this rank's weights, how many samples are kept, read?)."""
+    found = []
+    for cache in caches:
+        elastic = made(cache, **options)
+        said = trained(elastic)
+        states = elastic.states()
+        weights = {name: t.numpy().tobytes() for each in states.values() for name, t in each["parameters"].items()}
+        found.append((said, weights, kept(elastic), elastic.is_cached))
+        elastic.close()
+    return found
+
+
+ALL = networks.SAMPLES + networks.HELD_OUT
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ways", "options"),
+    [(1, 5, {}), (2, 3, {"stages": 2}), (4, 2, {"stages": 4}), (4, 2, {"stages": 4, "replicate": False})],
+)
+def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options):
+    small = {"mode": "on", "budget": 4096 + 16 * ALL + 9 * EACH}
+    caches = [{"mode": "off"}, {"mode": "on"}, {**small, "disk": str(tmp_path)}, small, {"mode": "on", "budget": 4100}][:ways]
+    runs = [run(0, None, caches, options)] if ranks == 1 else world(ranks).run(run, caches, options)
+    wanted = [(0, False), (ALL, True), (ALL, True), (19, True), (0, False)][:ways]
+    for off, *others in runs:
+        assert [each[2:] for each in (off, *others)] == wanted
+        for each in others:
+            assert each[0] == off[0]
+            assert each[1] == off[1]
+    losses = max(runs, key=lambda each: len(each[0][0]))[0][0]
+    assert len(losses) > EPOCHS
+    assert losses[0] != losses[-2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_16_bits_are_the_same_run_read_or_computed():
+    rounded = {"stored": torch.bfloat16}
+    off, on, exact = run(0, None, [{"mode": "off", **rounded}, {"mode": "on", **rounded}, {"mode": "off"}], {})
+    assert on[:2] == off[:2]
+    assert on[2:] == (ALL, True)
+    assert exact[0] != off[0]
+    torch.testing.assert_close(torch.tensor(exact[0]), torch.tensor(off[0]), rtol=0.05, atol=0.05)
+
+
+def test_other_weights_are_not_met_by_what_was_kept_of_the_first(tmp_path):
+    one, other = made({"mode": "off"}), made({"mode": "on"})
+    trained(one, 2, factor=0.5)
+    trained(other, 3)
+    save(tmp_path / "saved", one.state_dict())
+    other.load_state_dict(load(tmp_path / "saved")[0])
+    assert trained(other, 2) == trained(one, 2)
+    for each in (one, other):
+        each.close()
+
+
+def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    """With two ranks of which the first alone has frozen layers."""
+    found = []
+    inner = caching.measure
+    try:
+        for compute in (10.0, 8.0):
+            caching.measure = lambda *args, compute=compute, **named: (inner(*args, **named), Times(compute, 5.0, 4.0))[1]
+            keeper = Caching(CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group)
+            prefix = Prefix([torch.nn.Linear(7, networks.WIDTH)], chunk=1) if rank == 0 else None
+            found.append(keeper.attach(prefix, replica=0))
+            assert prefix is None or (prefix.cache is not None) == found[-1]
+            keeper.close()
+
+        def fail(*args: Any, **named: Any) -> None:
+            raise ValueError("rows of another shape")
+
+        caching.measure = fail
+        keeper = Caching(CacheOptions("on", example), samples=networks.SAMPLES, held_out=0, message=group)
+        with pytest.raises(ValueError, match="rows of another shape"):
+            keeper.attach(Prefix([torch.nn.Linear(7, networks.WIDTH)]) if rank == 0 else None, replica=0)
+        keeper.close()
+    finally:
+        caching.measure = inner
+    return found
+
+
+def test_ranks_without_frozen_layers_decide_as_the_others(world):
+    assert world(2).run(_auto) == [[True, False]] * 2
+
+
+def test_a_cache_that_fails_in_training_is_lost_once(monkeypatch, caplog):
+    wanted = run(0, None, [{"mode": "off"}], {})[0][0]
+
+    def fail(*args: Any, **named: Any) -> None:
+        raise OSError("the memory is gone")
+
+    elastic = made({"mode": "on"})
+    said = trained(elastic, 2)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="pyops"):
+        patch.setattr(ActivationCache, "get", fail)
+        said += trained(elastic, EPOCHS - 2)
+    elastic.close()
+    assert said == wanted
+    assert len([record for record in caplog.records if "the memory is gone" in record.getMessage()]) == 1
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="cache mode is 'of'; choose one of auto, on, off"):
+        CacheOptions("of")
+    with pytest.raises(ValueError, match="needs an example"):
+        CacheOptions("auto")
