@@ -139,6 +139,10 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the channels, and of all values."""
+        channels: list[Incoming | Outgoing] = [*self.incoming.values(), *self.outgoing.values()]
+        for channel in dict.fromkeys(channels):
+            if channel.direct is not None:
+                channel.direct.group.shutdown()
         for stage in self.stages.values():
             stage.forget()
         self.incoming, self.outgoing, self._plan, self.on_action = {}, {}, [], None

@@ -11,6 +11,7 @@ sends would stand before the gradient that its neighbour sends it, and neither w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +41,7 @@ def open_channels(
     outgoing: dict[Edge, Outgoing] = {}
     rank = dist.get_rank(group)
     mailboxes = open_mailboxes(orders.transfers, group=group)
-    directs = _directs(orders.transfers, group=group, device=device)
+    directs = _directs(orders.transfers, group=group, device=device, tag=tag)
     timeout = Communicator.of(group).timeout(torch.device("cpu"))
     for name, transfers in orders.transfers.items():
         source, target, kind = name
@@ -69,20 +70,34 @@ def _flushed(outgoing: Mapping[Edge, Outgoing]) -> bool:
     return all([channel.flush() for channel in outgoing.values()])
 
 
-def _directs(channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device) -> dict[Name, Direct]:
+def _directs(
+    channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device, tag: int
+) -> dict[Name, Direct]:  # fmt: skip
     """A group of two for each of this rank's channels, where `group` carries GPU tensors by NCCL."""
     if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
         return {}
-    return _pairs(channels, group=group, backend="nccl")
+    return _pairs(channels, group=group, backend="nccl", tag=tag)
 
 
-def _pairs(channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str) -> dict[Name, Direct]:
-    rank, members = dist.get_rank(group), dist.get_process_group_ranks(group)
+def _pairs(channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int) -> dict[Name, Direct]:
+    # Not by dist.new_group: that is for all ranks there are, or names a group after how many others its ranks are in, which
+    # the two ends of a channel need not have alike. A place in the group's store, under a tag that is used once, is their own.
+    rank, store = dist.get_rank(group), dist.distributed_c10d._get_process_group_store(group)
+    timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
     found: dict[Name, Direct] = {}
     for name in sorted(channels):  # in one order on all ranks: both of a pair wait for each other
-        source, target, _ = name
+        source, target, kind = name
         if rank in (source, target):
-            pair = dist.new_group([members[source], members[target]], backend=backend, use_local_synchronization=True)
-            other = members[target] if rank == source else members[source]
-            found[name] = Direct(pair, dist.get_group_rank(pair, other))
+            place = int(rank == target)
+            own = dist.PrefixStore(f"pyops/channel {tag} {source} {target} {kind}", store)
+            found[name] = Direct(_pair(own, place, backend=backend, timeout=timeout), 1 - place)
     return found
+
+
+def _pair(store: dist.Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, 2, timeout)
+    nccl = dist.distributed_c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, 2, options)

@@ -184,8 +184,8 @@ class Pipeline(nn.Module):
     def close(self) -> None:
         """Let go of the group, of the channels to other ranks, and of what was put on the layers; these are left as they are.
 
-        No step is possible afterwards. Call it before the group is destroyed, or before the layers go to another pipeline. Not
-        a collective; a second time it does nothing.
+        No step is possible afterwards. Call it on every rank, before the group is destroyed, or before the layers go to another
+        pipeline. A second time it does nothing.
         """
         self._broken = "this pipeline is closed; make a new one"
         for runner in (self._train, self._evaluate, self._early):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,6 +72,7 @@ def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str)
         torch.testing.assert_close(y, nn.Sequential(*theirs)(x))
     else:
         assert y is None
+    pipeline.close()
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -308,17 +312,38 @@ def in_small_mailboxes(rank: int, group: Any) -> None:
         mailboxes.native = native
 
 
-def from_device_to_device(rank: int, group: Any) -> None:
+@contextlib.contextmanager
+def tensors_apart() -> Iterator[None]:
+    """As on GPUs with NCCL: tensors go by groups of their own."""
     directs = links._directs
-    links._directs = lambda channels, *, group, device: links._pairs(channels, group=group, backend="gloo")
+    links._directs = lambda channels, *, group, device, tag: links._pairs(channels, group=group, backend="gloo", tag=tag)
     try:
-        for name in ("1f1b", "zbv"):
-            over_ranks(rank, group, name, 2, 5, "except_last")
-        several(rank, group)
-        assert all(bool(m) == (attempt < 3) for attempt, m in enumerate(wrong_on_one(rank, group)))
+        yield
     finally:
         links._directs = directs
 
 
+def from_device_to_device(rank: int, group: Any) -> None:
+    with tensors_apart():
+        for name in ("1f1b", "zbv"):
+            over_ranks(rank, group, name, 2, 5, "except_last")
+        several(rank, group)
+        assert all(bool(m) == (attempt < 3) for attempt, m in enumerate(wrong_on_one(rank, group)))
+
+
 def test_tensors_apart_from_their_messages(world):
     world(2).run(from_device_to_device)
+
+
+def four_from_device_to_device(rank: int, group: Any) -> None:
+    files = []
+    with tensors_apart():
+        for _ in range(2):
+            over_ranks(rank, group, "1f1b", 4, 5, "except_last")
+            files.append(len(os.listdir("/proc/self/fd")))
+    assert files[0] == files[1], "a closed pipeline keeps its groups"
+
+
+def test_tensors_apart_over_four_ranks(world):
+    """Where the ranks between have more channels than those at the ends."""
+    world(4).run(four_from_device_to_device)
