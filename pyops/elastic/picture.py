@@ -154,7 +154,7 @@ def _draw_rates(axes: Any, rows: Sequence[Row]) -> None:
         row = span[2]
         return row["epoch"], row["frozen"], row["stages"], row["replicas"], bool(row.get("cached"))
 
-    labels, medians = {False: "median of an epoch", True: "the same, read from the cache"}, []
+    labels, medians = {False: "median of an epoch", True: "the same, with the cache"}, []
     for (*_, cached), group in itertools.groupby(known, key):
         several = list(group)
         medians.append(middle := statistics.median(row["samples_per_s"] for *_, row in several))

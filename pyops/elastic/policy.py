@@ -118,7 +118,7 @@ class GradientNorm(Bound):
 
     (He et al., 2021.) The second term is how many layers there are up to the active layer with the least norm, that one
     included: it is taken to have converged, with all below it; of equal norms, the lowest layer counts. The first term is
-    Bound's, rounded as there. At least one more layer is frozen at each decision.
+    Bound's, rounded as there, so that a decision may freeze no more than are frozen already.
     """
 
     def _decide(self, norms: tuple[float, ...], frozen: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,16 +58,19 @@ def lr_of(step: int) -> float:
     return 1e-2 / (1 + 0.1 * step)
 
 
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Plain = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Any]], list[int]]
 
 
-def plain(blocks: int, *, epochs: int, batch: int, policy: Policy, clip: float = 0.5) -> Plain:
+def plain(
+    blocks: int, *, epochs: int, batch: int, policy: Policy, clip: float = 0.5, make: MakeOptimizer = optimizer
+) -> Plain:  # fmt: skip
     """(loss of each step, weights, the optimizer's states, how many blocks were frozen in each epoch) of a run in one place."""
     model = nn.Sequential()
     for name, layer in layers(blocks).items():
         model.add_module(name.replace(".", "_"), layer)
     named = [(name.replace("_", ".", 1) if name.startswith("blocks") else name, p) for name, p in model.named_parameters()]
-    trained = optimizer(named)
+    trained = make(named)
     sampler, losses, frozen, depths = Sampler(SAMPLES, batch=batch, seed=5), [], 0, []
     for _ in range(epochs):
         depths.append(frozen)
