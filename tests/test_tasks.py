@@ -20,7 +20,7 @@ from pyops.train.tasks import Task, begin_with, make_task
 
 pytestmark = pytest.mark.cpu_only
 
-KINDS = ("text", "digits", "turned_digits", "passages", "masked_text")
+KINDS = ("text", "digits", "digit_images", "passages", "masked_text")
 ROWS = torch.tensor([3, 0, 7, 5])
 
 
@@ -35,9 +35,9 @@ def config_of(cache: Path, kind: str, **options: object) -> Config:
     sizes = {"num_layers": 3, "num_heads": 2, "dim": 16}
     path = str(cache / "text.py") if kind == "text" else "stdlib"
     return Config(
-        task=TaskConfig(kind, reach=0, **options),
+        task=TaskConfig(kind, **options),
         model=GPTConfig(sequence_length=16, tied_head=False, **sizes),
-        vit=ViTConfig(num_labels=4 if kind == "turned_digits" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
+        vit=ViTConfig(num_labels=1078 if kind == "digit_images" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
         bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, **sizes),
         data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
         train=TrainConfig(validation_sequences=8),
@@ -172,22 +172,25 @@ def test_digits_are_split_once_and_in_full():
     assert all(int(count) > 60 for count in held_out.labels.bincount())
 
 
-def test_turned_digits_are_turned_and_shifted(cache):
-    config = config_of(cache, "turned_digits")
-    plain = make_task(config_of(cache, "digits"))
-    config = dataclasses.replace(
-        config, task=TaskConfig("turned_digits", reach=1), vit=dataclasses.replace(config.vit, num_labels=36)
-    )
-    task = make_task(config)
-    assert task.samples == 36 * plain.samples
-    inputs, target, _ = task.batch(torch.arange(36))
-    image = plain.batch(torch.tensor([0]))[0][0, 0]
-    assert target.tolist() == list(range(36))
-    assert torch.equal(inputs[4, 0], image)  # the middle of 3 x 3 shifts
-    assert torch.equal(inputs[5, 0, :, 1:], image[:, :-1])
-    assert torch.equal(inputs[7, 0, 1:], image[:-1])
-    assert bool((inputs[5, 0, :, 0] == -1).all())
-    assert torch.equal(inputs[9 + 4, 0], torch.rot90(image))
+def test_copies_differ_a_little_and_stay_the_same(cache):
+    config = dataclasses.replace(config_of(cache, "digit_images"), task=TaskConfig("digit_images", copies=5))
+    task, plain = make_task(config), make_task(config_of(cache, "digits"))
+    assert task.samples == 5 * plain.samples
+    inputs, target, _ = task.batch(torch.arange(500))
+    images = plain.batch(torch.arange(100))[0]
+    assert target.tolist() == [i // 5 for i in range(500)]
+    assert torch.equal(inputs[::5], images)
+    assert float(inputs.min()) >= -1.0
+    assert float(inputs.max()) <= 1.0
+    off = (inputs.view(100, 5, -1) - images.view(100, 1, -1)).abs().mean(dim=-1)
+    others = (images.view(100, 1, -1) - images.view(1, 100, -1)).abs().mean(dim=-1)
+    nearest = (inputs.view(500, 1, -1) - images.view(1, 100, -1)).square().sum(dim=-1).argmin(dim=1)
+    assert bool((off[:, 1:] > 0.01).all())
+    assert float(off[:, 1:].mean()) < 0.6 * float(others.sum()) / (100 * 99)
+    assert float((nearest == target).float().mean()) > 0.6
+    held_out = task.batch(torch.arange(100), held_out=True)
+    assert torch.equal(held_out[1], torch.arange(100))
+    assert not any(torch.equal(row, inputs[5 * i + k]) for i, row in enumerate(held_out[0]) for k in range(5))
 
 
 def test_no_file_is_in_both_parts_of_the_passages(cache):
@@ -241,7 +244,7 @@ def test_masks_are_those_of_the_sample_and_the_epoch(cache):
     assert torch.equal(mask_rows(tokens[9:10], passages=passages, samples=samples[9:10], seed=3, epoch=0)[1][0], masked[9])
 
 
-@pytest.mark.parametrize(("before", "then"), [("turned_digits", "digits"), ("masked_text", "passages")])
+@pytest.mark.parametrize(("before", "then"), [("digit_images", "digits"), ("masked_text", "passages")])
 def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
     trained = make_task(config_of(cache, before)).model(seed=5)
     model = make_task(config_of(cache, then)).model(seed=6)
@@ -271,14 +274,14 @@ def test_images_have_the_dtype_of_the_model(cache):
     [
         ("digits", {"vit": {"image_size": 16}}, "vit.image_size is 16, but task.kind is 'digits': set it to 8"),
         ("digits", {"vit": {"num_labels": 4}}, "vit.num_labels is 4, .* set it to 10"),
-        ("turned_digits", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 4"),
+        ("digit_images", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 1078"),
         ("passages", {"bert": {"vocab_size": 257}}, "bert.vocab_size is 257; .* need 258 or more"),
         ("masked_text", {"bert": {"tied_head": True}}, "bert.tied_head is true, but .* set it to false"),
         ("masked_text", {"bert": {"pooled_head": True}}, "bert.pooled_head is true, but .* set it to false"),
         ("passages", {"data": {"path": "/tmp"}}, 'data.path is .*/tmp.*, but .* set it to "stdlib"'),
         ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
         ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
-        ("digits", {"task": {"reach": 8}}, "reach is 8; it must be 0 to 7"),
+        ("digits", {"task": {"copies": 0}}, "copies is 0; it must be 1 or more"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(cache, kind, change, message):

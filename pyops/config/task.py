@@ -7,12 +7,13 @@ from typing import Any
 
 from pyops.config.refusal import require
 from pyops.data import DataConfig
+from pyops.data.digits import training_images
 from pyops.models import BERTConfig, ViTConfig
 
 __all__ = ["KINDS", "TaskConfig", "check_task"]
 
 # kind: the section of its model
-KINDS = {"text": "model", "digits": "vit", "turned_digits": "vit", "passages": "bert", "masked_text": "bert"}
+KINDS = {"text": "model", "digits": "vit", "digit_images": "vit", "passages": "bert", "masked_text": "bert"}
 DIGIT_IMAGES = {"image_size": 8, "num_channels": 1}
 
 
@@ -21,39 +22,34 @@ class TaskConfig:
     """What is learnt, over how many epochs, and where weights come from.
 
     kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of digits by [vit], and before
-    that "turned_digits", by how much they were turned and shifted; "passages", which family of modules of the Python standard
+    that "digit_images", of which of the images one is a copy; "passages", which family of modules of the Python standard
     library a passage is from, by [bert], and before that "masked_text", masked tokens of the library. [data]
     validation_fraction is held out, of passages by file.
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: as many steps as
-    train.steps. reach: digits come shifted by up to so many pixels down and to the right, each way: (2 reach + 1)^2 samples.
+    train.steps. copies: of each image of a digit in an epoch: itself, and others
+    that are turned, scaled and shifted a little, each its own way.
     passages: of each family to train on, spread over its files; 0: all there are.
     """
 
     kind: str = "text"
     pretrained: str = ""
     epochs: int = 0
-    reach: int = 0
+    copies: int = 1
     passages: int = 0
 
     def __post_init__(self) -> None:
         require(self, f"one of {', '.join(KINDS)}", ("kind",), lambda v: v in KINDS)
         require(self, "0 or more", ("epochs", "passages"), lambda v: v >= 0)
-        require(self, "0 to 7, less than the side of an image", ("reach",), lambda v: 0 <= v < DIGIT_IMAGES["image_size"])
-
-    @property
-    def labels(self) -> int:
-        """How many there are to choose from; 0: not that kind of task."""
-        if self.kind == "turned_digits":
-            return 4 * (2 * self.reach + 1) ** 2
-        return {"digits": 10}.get(self.kind, 0)
+        require(self, "1 or more", ("copies",), lambda v: v >= 1)
 
 
 def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERTConfig) -> None:
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
     if section == "vit":
-        for name, wanted in {**DIGIT_IMAGES, "num_labels": task.labels}.items():
+        labels = 10 if task.kind == "digits" else training_images(data.validation_fraction)
+        for name, wanted in {**DIGIT_IMAGES, "num_labels": labels}.items():
             if (value := getattr(vit, name)) != wanted:
                 raise ValueError(f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}")
     if section == "bert":

@@ -1,13 +1,14 @@
-"""The 1,797 images of handwritten digits that ship inside scikit-learn, in two parts, and what moves them about.
+"""The 1,797 images of handwritten digits that ship inside scikit-learn, in two parts, and copies of them that differ a little.
 
     images [n, 1, 8, 8]    -1 paper ... 1 ink            labels 0 ... 9
-    variants               turned by 0, 90, 180, 270 degrees x shifted by -reach ... reach pixels down and to the right
+    copies [n, C, 1, 8, 8] each image C times, turned, scaled and shifted a little, each copy its own way
 
 (Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998: the images of its test part.)
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch.nn import functional
 from pyops import random
 from pyops.data.corpus import CorpusError
 
-__all__ = ["Digits", "load_digits", "variants"]
+__all__ = ["IMAGES", "Digits", "copies", "load_digits", "training_images"]
 
+IMAGES = 1797
 PAPER = -1.0
 
 
@@ -27,6 +29,11 @@ class Digits(NamedTuple):
 
     images: Tensor
     labels: Tensor
+
+
+def training_images(held_out: float) -> int:
+    """How many images are trained on when that part is held out."""
+    return max(1, min(IMAGES - 1, round(IMAGES * (1 - held_out))))
 
 
 def load_digits(*, held_out: float = 0.5) -> tuple[Digits, Digits]:
@@ -45,26 +52,29 @@ def load_digits(*, held_out: float = 0.5) -> tuple[Digits, Digits]:
     images = torch.from_numpy(found.images).float()[:, None] / 8 - 1
     labels = torch.from_numpy(found.target).long()
     order = torch.argsort(random.uniform(0, "digits.split", (len(labels),)), stable=True)
-    cut = max(1, min(len(labels) - 1, round(len(labels) * (1 - held_out))))
+    cut = training_images(held_out)
     parts = [Digits(images[some].contiguous(), labels[some].contiguous()) for some in (order[:cut], order[cut:])]
     return parts[0], parts[1]
 
 
-def variants(images: Tensor, *, turns: int = 1, reach: int = 0) -> Tensor:
-    """images [n, C, S, S] -> [n, V, C, S, S], V = turns (2 reach + 1)^2: number 0 turned least and shifted up and left most.
+def copies(images: Tensor, count: int, *, name: str = "train") -> Tensor:
+    """images [n, 1, S, S] -> [n, count, 1, S, S]: of each the image itself, and count - 1 copies of it, which are turned by up
+    to 12 degrees, up to 12 % larger or smaller, and shifted by up to 0.6 pixels each way.
 
-    turns: by how many quarters of a circle less one, 1 to 4. What is shifted out is lost, what comes in is paper. ValueError
-    for a reach of the image's side or more.
+    They are drawn by (name, image, copy), so they are the same whenever they are made. What comes in at the edges is paper.
+    ValueError for a count below 1.
     """
+    if count < 1:
+        raise ValueError(f"count is {count}; it must be 1 or more")
     side = images.shape[-1]
-    if not 1 <= turns <= 4 or not 0 <= reach < side:
-        raise ValueError(
-            f"turns is {turns}, reach {reach}; they must be 1 to 4, and 0 to {side - 1}, less than the image's side"
-        )
-    found = []
-    for quarter in range(turns):
-        wide = functional.pad(torch.rot90(images, quarter, dims=(-2, -1)), (reach,) * 4, value=PAPER)
-        for down in range(-reach, reach + 1):
-            for right in range(-reach, reach + 1):
-                found.append(wide[..., reach - down : reach - down + side, reach - right : reach - right + side])
-    return torch.stack(found, dim=1)
+    drawn = [random.uniform(0, f"digits.copies.{name}.{i}", (count, 4)) for i in range(len(images))]
+    turn, size, down, right = (2 * torch.stack(drawn) - 1).flatten(0, 1).unbind(-1) if drawn else torch.zeros(4, 0)
+    turn, size = turn * math.radians(12.0), 1 + 0.12 * size
+    down, right = (0.6 * 2 / side * each for each in (down, right))
+    maps = torch.stack([turn.cos() * size, -turn.sin() * size, right, turn.sin() * size, turn.cos() * size, down], dim=-1)
+    every = images.repeat_interleave(count, dim=0)
+    grid = functional.affine_grid(maps.view(-1, 2, 3), list(every.shape), align_corners=False)
+    found = functional.grid_sample(every - PAPER, grid, align_corners=False) + PAPER  # zeros come in
+    found = found.unflatten(0, (len(images), count))
+    found[:, 0] = images
+    return found

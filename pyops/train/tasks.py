@@ -6,7 +6,7 @@ pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)
 task.loss(output, target)                                     the sum over what counts, in nats
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
 
-pretraining   turned_digits   masked_text
+pretraining    digit_images   masked_text
                    |               |          begin_with(model, weights): all but the head's
 task             digits         passages      text
 """
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from pyops.config import Config, ConfigError
 from pyops.data import Corpus, DataConfig, load_digits, prepare, prepare_passages
-from pyops.data.digits import variants
+from pyops.data.digits import copies
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.models.vocabulary import IGNORED
@@ -120,17 +120,19 @@ class _Nats(Task):
 
 
 class DigitsTask(Task):
-    """Which digit is on the image; or with turned=True, which of its variants the image is."""
+    """Which digit is on the image; or with which=True, of which of the images to train on it is a copy (Dosovitskiy et al.,
+    Exemplar-CNN, 2014), where other copies of these are held out."""
 
-    def __init__(self, config: ViTConfig, *, held_out: float, reach: int, turned: bool, dtype: torch.dtype) -> None:
-        self.name = "turned_digits" if turned else "digits"
+    def __init__(self, config: ViTConfig, *, held_out: float, count: int, which: bool, dtype: torch.dtype) -> None:
+        self.name = "digit_images" if which else "digits"
         self._config, self._dtype = config, dtype
         train, kept = load_digits(held_out=held_out)
-        self._train = variants(train.images, turns=4 if turned else 1, reach=reach)
-        self._kept = variants(kept.images, turns=4, reach=reach) if turned else kept.images[:, None]
-        self._labels = (train.labels, kept.labels)
-        self._turned = turned
-        self.samples, self.held_out = self._train.shape[:2].numel(), self._kept.shape[:2].numel()
+        numbers = torch.arange(len(train.labels))
+        self._labels = (numbers, numbers) if which else (train.labels, kept.labels)
+        self._images = (copies(train.images, count), kept.images[:, None])
+        if which:
+            self._images = (self._images[0], copies(train.images, 2, name="held out")[:, 1:])
+        self.samples, self.held_out = (each.shape[:2].numel() for each in self._images)
         self.block_count, self.tokens = config.num_layers, config.num_tokens
 
     def model(
@@ -139,9 +141,9 @@ class DigitsTask(Task):
         return ViT(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        images = self._kept if held_out else self._train
-        image, variant = rows // images.shape[1], rows % images.shape[1]
-        return images[image, variant].to(self._dtype), variant if self._turned else self._labels[held_out][image]
+        images = self._images[held_out]
+        image, copy = rows // images.shape[1], rows % images.shape[1]
+        return images[image, copy].to(self._dtype), self._labels[held_out][image]
 
 
 class PassagesTask(Task):
@@ -228,10 +230,9 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not there.
     """
     options, data = config.task, config.data
-    if options.kind in ("digits", "turned_digits"):
-        turned = options.kind == "turned_digits"
-        dtype = PRECISIONS[config.precision.dtype].dtype
-        return DigitsTask(config.vit, held_out=data.validation_fraction, reach=options.reach, turned=turned, dtype=dtype)
+    if options.kind in ("digits", "digit_images"):
+        which, dtype = options.kind == "digit_images", PRECISIONS[config.precision.dtype].dtype
+        return DigitsTask(config.vit, held_out=data.validation_fraction, count=options.copies, which=which, dtype=dtype)
     if options.kind == "passages":
         return PassagesTask(config.bert, data, each=options.passages, group=group)
     if options.kind == "masked_text":
