@@ -34,7 +34,8 @@ class ElasticConfig:
     they are. replicate: False leaves ranks that are set free idle.
 
     rows_besides: what a micro-batch costs the model besides its rows, in rows: decides into how many a batch is cut. 0:
-    measured when the run begins; two runs may then be cut differently, and differ in their last bits.
+    measured when the run begins; two runs may then be cut differently, and differ in their last bits. trial: the best numbers
+    of micro-batches are tried in each layout; the same is true then.
     """
 
     freeze: str = "none"
@@ -49,6 +50,7 @@ class ElasticConfig:
     compress: bool = True
     replicate: bool = True
     rows_besides: float = 8.0
+    trial: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -23,21 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
-from pyops.elastic.caching import CacheOptions, Caching
+from pyops.elastic.arrangement import Arrangement, Options
+from pyops.elastic.caching import CacheOptions
 from pyops.elastic.change import Change
 from pyops.elastic.checks import check_agreed, check_run
-from pyops.elastic.groups import Active, giving_up, message_group
-from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
+from pyops.elastic.groups import giving_up, message_group
+from pyops.elastic.holding import Initialise, let_go
 from pyops.elastic.layout import Layout
-from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Policy, decide_together
 from pyops.elastic.portion import Portion, Step, portion_of
-from pyops.elastic.prefix import Prefix
 from pyops.elastic.sampler import Sampler
 from pyops.elastic.saving import saved, states_of
 from pyops.elastic.transition import State, carry
-from pyops.elastic.worker import MakeOptimizer, Worker
+from pyops.elastic.trial import RowsOf
+from pyops.elastic.worker import MakeOptimizer
 from pyops.pipeline import Profile
 
 __all__ = ["Elastic"]
@@ -54,8 +54,8 @@ class Elastic:
     optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
     samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate`, for the cache.
-        stages: of each replica at the start; the ranks
-        must be a multiple. policy: what decides; None: nothing is ever frozen. every: steps between decisions; 0: an epoch.
+    stages: of each replica at the start; the ranks must be a multiple. policy: what decides; None: nothing is ever frozen.
+        every: steps between decisions; 0: an epoch.
     costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
         default a micro-batch costs a stage as much as one sample more.
     terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
@@ -63,6 +63,8 @@ class Elastic:
     before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
     cache: whether, and where, what frozen layers say to each sample is kept (default: not). chunk: rows that these compute at a
         time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`.
+    trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of micro-batches is then chosen by
+        trying; what the layout is, and with it last bits, then depends on the clock.
     idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once.
 
     ValueError, on every rank alike, for what does not fit.
@@ -75,18 +77,17 @@ class Elastic:
         packing: Mapping[str, Any] | None = None, compress: bool = True, replicate: bool = True,
         batch_policy: str = "global", lr_rule: str = "linear", max_grad_norm: float | None = None,
         initialise: Initialise | None = None, before: Before | None = None, cache: CacheOptions | None = None, chunk: int = 4,
-        idle_timeout: float = 86400.0,
+        trial: RowsOf | None = None, idle_timeout: float = 86400.0,
     ) -> None:  # fmt: skip
         self.layers, self.device, self.policy, self.every = dict(layers), torch.device(device), policy, every
         alone = not dist.is_initialized()
         self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-        self._loss, self._make_optimizer, self._before, self._initialise = loss, optimizer, before, initialise
-        self._schedule, self._compress, self._replicate = schedule, compress, replicate
+        self._before, self._schedule, self._compress, self._replicate = before, schedule, compress, replicate
         self.max_grad_norm, self.batch_policy, self._terms = max_grad_norm, batch_policy, terms
         self.stages, self._batch = stages, batch
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
         self._portion: Portion | None = None
-        self._held_out, self._chunk, self.is_cached = held_out, chunk, False  # whether what frozen layers say is read
+        self._held_out = held_out
         error: Exception | None = None
         try:
             check_run(self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule)
@@ -107,9 +108,14 @@ class Elastic:
              "replicate": replicate, "policy": type(policy).__name__, "packing": first}, layers=self.layers,
         )  # fmt: skip
         self.message = message_group(patience=idle_timeout)
-        self._caching = Caching(cache or CacheOptions(), samples=samples, held_out=held_out, message=self.message)
-        self._worker: Worker | None = None
-        self._enter(self._layout(first), {})
+        options = Options(
+            loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, chunk=chunk, key=self._key,
+            initialise=initialise, trial=trial,
+        )  # fmt: skip
+        self._here = Arrangement(
+            self.layers, options, sampler=self.sampler, cache=cache or CacheOptions(), held_out=held_out, message=self.message
+        )  # fmt: skip
+        self._here.enter(first, self._layout(first), {})
 
     # ------------------------------------------------------------------------------------------------ layouts
 
@@ -119,9 +125,19 @@ class Elastic:
         return len(self.layers) - 2
 
     @property
+    def layout(self) -> Layout:
+        """The present one."""
+        return self._here.layout
+
+    @property
     def is_active(self) -> bool:
         """Whether this rank has work in the present layout."""
-        return self.layout.is_active(self.rank)
+        return self._here.is_active
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether what the frozen layers say is read from the cache."""
+        return self._here.is_cached
 
     def _machine(self) -> Machine:
         """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's seconds say what that is."""
@@ -143,55 +159,6 @@ class Elastic:
             ranks=self.ranks, stages=packing.stages, replicas=replicas, boundaries=packing.boundaries, frozen=packing.frozen,
             micro_batches=packing.micro_batches,
         )  # fmt: skip
-
-    def _enter(self, layout: Layout, states: Mapping[int, State]) -> None:
-        """Begin with a layout. states: of layers that come from elsewhere, or go on; none at the start."""
-        self.layout = layout
-        error: Exception | None = None
-        try:
-            self._hold(states)
-        except Exception as caught:
-            error = caught
-        agree(error, group=self.message)
-        self._groups = Active(layout, message=self.message)
-        prefix, replica = self._prefix(), layout.replica(self.rank) if self.is_active else 0
-        has_prefix = prefix is not None and self.is_active and layout.stage(self.rank) == 0
-        self.is_cached = bool(layout.frozen) and self._caching.attach(prefix if has_prefix else None, replica=replica)
-        if self.is_active:
-            self.sampler.resize(rank=layout.replica(self.rank), replicas=layout.replicas)
-            self._worker = Worker(
-                layout, self.rank, layers=self.layers, prefix=prefix, groups=self._groups, states=states,
-                make_optimizer=self._make_optimizer, loss=self._loss, schedule_name=self._schedule, before=self._key,
-            )  # fmt: skip
-            names = list(self.layers)[1:-1]
-            held = [self.layers[name].parameters() if is_held(self.layers[name]) else [] for name in names]
-            self._meter = Meter([list(parameters) for parameters in held])
-        else:
-            self.sampler.resize(rank=0, replicas=layout.replicas)
-
-    def _hold(self, states: Mapping[int, State]) -> None:
-        """Memory and values for the layers of this rank, and for no others."""
-        own = self.layout.layers(self.rank) if self.is_active else range(0)
-        for number, (name, layer) in enumerate(self.layers.items()):
-            if number not in own:
-                let_go(layer)
-            elif not is_held(layer):
-                coming = states.get(number)
-                cut = len(name) + 1
-                take(
-                    layer, None if coming is None else {key[cut:]: value for key, value in coming["parameters"].items()},
-                    device=self.device,
-                )  # fmt: skip
-                if coming is None and self._initialise is not None:
-                    self._initialise(name, layer)
-            if number in own and number < self.layout.frozen:
-                freeze(layer)
-
-    def _prefix(self) -> Prefix | None:
-        """The frozen layers as one; on ranks that have them not, to say which arguments they take."""
-        if not self.layout.frozen:
-            return None
-        return Prefix(list(self.layers.values())[: self.layout.frozen], chunk=self._chunk, stored=self._caching.options.stored)
 
     def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
         if self._before is not None and self._portion is not None:
@@ -215,8 +182,7 @@ class Elastic:
         return min(batches, self.every - self._since) if self.every else batches
 
     def _portion_of(self, samples: Tensor, *, batch: int, epoch: int) -> Portion:
-        layout = self.layout
-        replica = layout.replica(self.rank) if self.is_active else 0
+        layout, replica = self.layout, self._here.replica
         most = -(-self.sampler.global_batch // layout.replicas)
         return portion_of(
             samples, most=most, micro_batches=layout.micro_batches, first_row=batch * replica // layout.replicas, batch=batch,
@@ -232,19 +198,20 @@ class Elastic:
         any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
         at different times, 0 where they are always the same: what is kept of one is not read for another.
         """
-        assert self._worker is not None
+        worker = self._here.worker
+        assert worker is not None
         self._portion = share
         if self.layout.frozen:
             named["samples"] = share.samples
-            self._worker.augment(augmentation)
+            worker.augment(augmentation)
         count = share.batch * self._terms
         with giving_up(self.message):
-            loss = self._worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
-            self._meter.observe()
-            norm = self._worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
+            loss = worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
+            self._here.meter.observe()
+            norm = worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
         self._portion = None
         self._since += 1
-        return Step(loss / count, norm, self._worker.flagged)
+        return Step(loss / count, norm, worker.flagged)
 
     def evaluate(
         self, count: int, rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
@@ -256,8 +223,8 @@ class Elastic:
         rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments.
         """
         total = 0.0
-        if self._worker is not None:
-            pipeline, replica, replicas = self._worker.pipeline, self.layout.replica(self.rank), self.layout.replicas
+        if self._here.worker is not None:
+            pipeline, replica, replicas = self._here.worker.pipeline, self._here.replica, self.layout.replicas
             pipeline.eval()
             mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas)
             size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
@@ -293,37 +260,29 @@ class Elastic:
             return None
         started = time.perf_counter()
         before, packing = self.layout, self._pack(frozen + 1)
-        self.frozen = frozen
-        after = self._layout(packing)
+        self.frozen, after = frozen, self._layout(packing)
         states = self.states()
-        self._leave()
-        self._enter(after, carry(states, before, after, group=self.message, device=self.device))
+        self._here.leave()
+        states = carry(states, before, after, group=self.message, device=self.device)
+        reason = self._here.enter(packing, after, states)
         seconds = max(gather(time.perf_counter() - started, group=self.message))
-        return Change(frozen, before, after, seconds, packing.reason)
+        return Change(frozen, before, self.layout, seconds, reason)
 
     def _norms(self) -> list[float]:
         """Of each block's gradients since the last decision, on every rank, idle ones too."""
         norms: list[float] | None = None
         error: Exception | None = None
-        if self._worker is not None:
-            try:
-                norms = self._meter.take(group=self._groups.pipeline, shared=self._groups.pipeline is not None)
-            except ValueError as caught:
-                error = caught
+        try:
+            norms = self._here.gradient_norms()
+        except ValueError as caught:
+            error = caught
         agree(error, group=self.message)
         return next(each for each in gather(norms, group=self.message) if each is not None)
 
     def states(self) -> dict[int, State]:
         """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's layers: those in use. A
         frozen layer has no slots."""
-        if self._worker is None:
-            return {}
-        found: dict[int, State] = {}
-        for number, (name, layer) in enumerate(self.layers.items()):
-            if number < self.layout.frozen and is_held(layer):
-                values = {f"{name}.{key}": tensor for key, tensor in values_of(layer).items()}
-                found[number] = {"parameters": values, "slots": {}}
-        return found | self._worker.states()
+        return self._here.states()
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
@@ -332,7 +291,7 @@ class Elastic:
         run = {
             "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
-            "meter": self._told(self._meter.state_dict() if self._worker is not None else None),
+            "meter": self._told(self._here.meter.state_dict() if self._here.worker is not None else None),
         }  # fmt: skip
         return {**saved(self.states(), writes=writes), "elastic": run}
 
@@ -357,9 +316,10 @@ class Elastic:
         if self.policy is not None:
             self.policy.load_state_dict(run["policy"])
         self.sampler.load_state_dict(run["sampler"])
-        self._leave()
+        self._here.leave()
         self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]
-        layout = self._layout(self._pack(self.frozen + 1 if self.frozen else 0))
+        packing = self._pack(self.frozen + 1 if self.frozen else 0)
+        layout = self._layout(packing)
         own = layout.layers(self.rank) if layout.is_active(self.rank) else range(0)
         error: Exception | None = None
         states: dict[int, State] = {}
@@ -370,23 +330,16 @@ class Elastic:
         agree(error, group=self.message)
         for layer in self.layers.values():
             let_go(layer)
-        self._caching.forget()
-        self._enter(layout, states)
-        if self._worker is not None:
-            held = [is_held(self.layers[name]) for name in list(self.layers)[1:-1]]
-            mine = [square if here else 0.0 for square, here in zip(run["meter"]["squares"], held, strict=True)]
-            self._meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
-
-    def _leave(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        self._worker = None
-        self._groups.close()
+        self._here.forget()
+        self._here.enter(packing, layout, states)
+        if self._here.worker is not None:
+            pairs = zip(run["meter"]["squares"], self._here.held, strict=True)
+            mine = [square if here else 0.0 for square, here in pairs]
+            self._here.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
 
     def close(self) -> None:
         """Let go of groups and memory; every rank calls it at the end."""
-        self._leave()
-        self._caching.close()
+        self._here.close()
         if self.message is not None:
             dist.destroy_process_group(self.message)
 

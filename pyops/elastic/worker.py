@@ -26,7 +26,7 @@ from pyops.ops.grad_norm import squared_norm
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.stage import Stage
 
-__all__ = ["MakeOptimizer", "Worker"]
+__all__ = ["MakeOptimizer", "Worker", "make_pipeline"]
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -48,17 +48,13 @@ class Worker:
         self.layout, self.groups, self._names = layout, groups, list(layers)
         self._layers, self._before, self.flagged = list(layers.values()), before, False
         frozen = layout.frozen
-        whole = self._layers if prefix is None else [prefix, *self._layers[frozen:]]
-        shift = max(0, frozen - 1)
-        self._shift, self._prefix = shift, prefix
-        plan = schedule(schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches)
+        self._shift, self._prefix = max(0, frozen - 1), prefix
         self.own = [n for n in layout.layers(rank) if n >= frozen]
         for number in self.own:
             self._layers[number].requires_grad_(True).train()
         self.buffers = self._flat()
-        self.pipeline = Pipeline(
-            whole, schedule=plan, group=groups.pipeline, loss=loss, reduction="sum", tied=None, before=self._key,
-            boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
+        self.pipeline = make_pipeline(
+            layout, layers=self._layers, prefix=prefix, groups=groups, loss=loss, schedule_name=schedule_name, before=self._key
         )  # fmt: skip
         named = [(name, parameter) for buffer in self.buffers for name, parameter in _named(buffer)]
         self.optimizer = make_optimizer(named) if named else None
@@ -165,6 +161,20 @@ class Worker:
             for parameter in self._layers[number].parameters():
                 parameter.grad = None
         self.pipeline.close()
+
+
+def make_pipeline(
+    layout: Layout, *, layers: Sequence[nn.Module], prefix: Prefix | None, groups: Active,
+    loss: Callable[[Any, Any], Tensor], schedule_name: str, before: Callable[[Stage, int], None] | None = None,
+) -> Pipeline:  # fmt: skip
+    """The pipeline of this rank's replica, in which the frozen layers are one."""
+    whole = list(layers) if prefix is None else [prefix, *layers[layout.frozen :]]
+    shift = max(0, layout.frozen - 1)
+    return Pipeline(
+        whole, schedule=schedule(schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches),
+        group=groups.pipeline, loss=loss, reduction="sum", tied=None, before=before,
+        boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
+    )  # fmt: skip
 
 
 def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:

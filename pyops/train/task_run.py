@@ -65,7 +65,7 @@ class TaskRun:
                 stages=config.parallel.pp, schedule=config.parallel.schedule, policy=make_policy(elastic), every=elastic.every,
                 compress=elastic.compress, replicate=elastic.replicate, batch_policy=elastic.batch_policy,
                 lr_rule=elastic.lr_rule, max_grad_norm=config.optimizer.max_grad_norm or None, before=self._key_dropout,
-                cache=self._cache_options(), packing=packing,
+                cache=self._cache_options(), packing=packing, trial=self._rows if elastic.trial else None,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None

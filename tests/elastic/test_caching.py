@@ -58,9 +58,9 @@ def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> l
 
 def kept(elastic: Elastic) -> int:
     """How many samples, held-out ones too, are there at some depth."""
-    if elastic._caching.cache is None:
+    if elastic._here.caching.cache is None:
         return 0
-    cache = elastic._caching.cache
+    cache = elastic._here.caching.cache
     return int((torch.from_numpy(cache._tags.copy())[:, 0] > 0).sum()) if cache.room else 0
 
 

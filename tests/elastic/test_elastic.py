@@ -101,3 +101,14 @@ def test_idle_ranks_and_kept_stages_change_no_result(world):
         # With 5 of 6 blocks frozen there are too few layers for 4 stages.
         kept = [(4, 1)] * 3 + [(2, 2)] * 2
         assert [layout[1:] for layout in layouts] == kept if "compress" in options else layouts[-1][1:] == (1, 1)
+
+
+def test_a_trial_of_micro_batches_changes_no_result(world):
+    options = {"trial": with_nothing_named}
+    runs = world(2).run(elastic_run, 2, "bound", options)
+    check_equal(runs, "bound")
+    assert any("micro-batches tried" in change.reason for change in runs[0][4])
+
+
+def with_nothing_named(share: Any) -> Any:
+    return (*networks.rows(share.samples), {})
