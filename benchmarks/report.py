@@ -100,6 +100,13 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "simulated MiB": lambda row: ", ".join(f"{size:.1f}" for size in row.get("simulated_mib", ())),
     "off, in micro-batches": lambda row: ", ".join(f"{size:.2f}" for size in row.get("off_in_micro_batches", ())),
     "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
+    "accuracy": lambda row: f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else "",
+    "points": lambda row: f"{row['points']:+.2f}" if row.get("speedup") and "points" in row else "",
+    "longest transition, of its epoch": lambda row: (
+        f"{max(map(max, row['transitions_s'])):.2f} s, {row['transition_share']:.1%}"
+        if any(row.get("transitions_s", ()))
+        else ""
+    ),
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
 

@@ -1,0 +1,65 @@
+"""What the bench of elastic training reckons from a run's metrics, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, row_of, taken
+
+pytestmark = pytest.mark.cpu_only
+
+LAYOUT = {"frozen": 0, "stages": 2, "replicas": 1, "micro_batches": 4, "cached": False}
+
+
+def run_of(step: float, *, transition: float = 0.0, accuracy: float = 0.9) -> list[dict[str, Any]]:
+    """Two epochs of three steps of 8 samples; scoring takes a second, after the first epoch comes a transition."""
+    rows, now = [], 100.0
+    for epoch in range(2):
+        for number in range(3):
+            now += step
+            rows.append({"step": 3 * epoch + number, "epoch": epoch, "time": now, "samples_per_s": 8 / step, **LAYOUT})
+        rows[-1]["validation_accuracy"] = accuracy
+        if epoch == 0 and transition:
+            rows[-1]["transition_s"] = transition
+        now += 1.0 + (transition if epoch == 0 else 0.0)
+    return rows
+
+
+def test_time_is_of_training_and_of_transitions_not_of_scoring():
+    found = taken(run_of(0.5, transition=0.25, accuracy=0.75), batch=8, samples=24)
+    assert found.seconds == pytest.approx(6 * 0.5 + 0.25)
+    assert found.whole == pytest.approx(6 * 0.5 + 0.25 + 1.0)
+    assert found.accuracy == 0.75
+    assert found.transitions == (0.25,)
+    assert found.share == pytest.approx(0.25 / 1.5)
+    assert [each["samples_per_s"] for each in found.epochs] == [16.0, 16.0]
+    assert [each["seconds"] for each in found.epochs] == [1.5, 1.5]
+    plain = taken(run_of(0.5), batch=8, samples=24)
+    assert (plain.transitions, plain.share) == ((), 0.0)
+
+
+def test_ratios_are_of_one_seed_each():
+    def several(steps: list[float], accuracies: list[float]) -> list[Any]:
+        return [taken(run_of(s, accuracy=a), batch=8, samples=24) for s, a in zip(steps, accuracies, strict=True)]
+
+    found = {BASELINE: several([1.0, 2.0, 1.0], [0.90, 0.91, 0.92]), ALL: several([0.5, 0.5, 1.0], [0.91, 0.91, 0.93])}
+    row = row_of("digits, 2 processes", ALL, found)
+    assert row["speedup"] == {BASELINE: 2.0}
+    assert row["us"][ALL][1] == pytest.approx(3e6)
+    assert row["points"] == pytest.approx(0.67)
+    assert row["accuracy"] == [91.0, 91.0, 93.0]
+    assert row_of("digits, 2 processes", BASELINE, found)["speedup"] == {}
+    made = report.table([row])
+    assert "2.00x (aim 1.82x)" in made
+    assert "+0.67" in made
+
+
+def test_each_variant_adds_one_thing():
+    names = list(VARIANTS)
+    assert names[0] == BASELINE
+    assert names[-1] == ALL
+    off = [sum(value in ("false", "off") for value in VARIANTS[name].values()) for name in names[1:]]
+    assert off == [3, 2, 1, 0]
