@@ -27,7 +27,8 @@ class ElasticConfig:
 
     cache: what the frozen layers say to each sample is kept and read: "auto" where that is measured to be faster than computing
     it, "on" always, "off" never. cache_gib: memory for it, on each host; 0: half of what is free. cache_dtype: "same" gives
-    the bits that were computed, "bf16" takes half the memory.
+    the bits that were computed, "bf16" takes half the memory. cache_folder: on a fast disk of each host, for a file that takes
+    what the memory does not; empty: none.
 
     batch_policy: "global" keeps the batch of all replicas together, and with it the losses; "replica" that of each, so that the
     global one grows with them, and the learning rate by lr_rule: linear, sqrt or constant. compress: False keeps the stages as
@@ -45,6 +46,7 @@ class ElasticConfig:
     cache: str = "auto"
     cache_gib: float = 0.0
     cache_dtype: str = "same"
+    cache_folder: str = ""
     batch_policy: str = "global"
     lr_rule: str = "linear"
     compress: bool = True

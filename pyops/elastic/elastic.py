@@ -172,7 +172,8 @@ class Elastic:
             share = self.sampler.next()
             portion = self._portion_of(share.samples, batch=share.batch, epoch=share.epoch)
             self.steps += 1
-            if self.is_active:
+            if (worker := self._here.worker) is not None:
+                worker.prefetch(self.sampler.peek())
                 yield portion
 
     def _until_decision(self) -> int:

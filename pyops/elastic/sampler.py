@@ -93,10 +93,15 @@ class Sampler:
         if self.position == self.samples:
             self.epoch, self.position = self.epoch + 1, 0
             self._order = self._permutation()
+        batch, mine = min(self.global_batch, self.samples - self.position), self.peek()
+        self.position += batch
+        return Share(mine, batch, self.epoch)
+
+    def peek(self) -> Tensor:
+        """What `next` will give this replica, as things are now; nothing at the end of an epoch. The cursor stays."""
         batch = min(self.global_batch, self.samples - self.position)
         first, end = (self.position + batch * part // self.replicas for part in (self.rank, self.rank + 1))
-        self.position += batch
-        return Share(self._order[first:end], batch, self.epoch)
+        return self._order[first:end]
 
     def rest(self) -> Iterator[Share]:
         """The shares of what is left of this epoch; of a whole one, if that is nothing. The cursor moves with each that is

@@ -80,6 +80,11 @@ class Worker:
         if self._prefix is not None:
             self._prefix.seed = seed
 
+    def prefetch(self, samples: Tensor) -> None:
+        """Begin to read what frozen layers say to these, which come next, where a disk has it."""
+        if self._prefix is not None:
+            self._prefix.prefetch(samples)
+
     # ------------------------------------------------------------------------------------------------ a step
 
     def differentiate(self, inputs: Any, target: Any, *, scale: float, flag: bool = False, **named: Any) -> float:

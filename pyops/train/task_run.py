@@ -99,6 +99,7 @@ class TaskRun:
         return CacheOptions(
             "off" if changing or not options.on else options.cache, example,
             budget=int(options.cache_gib * 2**30) or None, stored=torch.bfloat16 if options.cache_dtype == "bf16" else None,
+            disk=options.cache_folder or None,
         )  # fmt: skip
 
     def _rows_besides(self, layers: list[nn.Module], latest: Path | None) -> float:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.checkpoint import load, save
-from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Times, caching
+from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Sampler, Times, caching
 from pyops.elastic.caching import Caching
+from pyops.elastic.disk import DiskTier
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only
@@ -171,3 +172,35 @@ def test_bad_options():
         CacheOptions("of")
     with pytest.raises(ValueError, match="needs an example"):
         CacheOptions("auto")
+
+
+def test_the_next_batch_is_read_from_the_disk_while_this_one_is_computed(tmp_path, monkeypatch):
+    elastic = made({"mode": "on", "budget": 4096 + 16 * ALL, "disk": str(tmp_path)})
+    trained(elastic, 2)  # the second epoch keeps, the third reads and keeps
+    late, inner = [], DiskTier.get
+
+    def get(tier, places, versions):
+        before = tier._file.bytes_read
+        found = inner(tier, places, versions)
+        late[-1] += tier._file.bytes_read - before
+        return found
+
+    monkeypatch.setattr(DiskTier, "get", get)
+    for share in elastic.shares():
+        x, y = networks.rows(share.samples)
+        late.append(0)
+        elastic.step(x, y, share=share, lr=0.01)
+    elastic.close()
+    assert late[0] > 0
+    assert late[1:] == [0, 0, 0]
+
+
+def test_a_sampler_tells_what_comes_next():
+    for rank in range(2):
+        sampler = Sampler(11, batch=4, seed=1, rank=rank, replicas=2)
+        for _ in range(2):
+            for _ in range(3):
+                coming = sampler.peek() if sampler.position < 11 else None
+                share = sampler.next()
+                assert coming is None or torch.equal(coming, share.samples)
+            assert not len(sampler.peek())
