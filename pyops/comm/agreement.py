@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pyops.comm.failure import lost_peer
+from pyops.comm.failure import GRACE, lost_peer
 
 __all__ = ["agree", "gather", "on_first_rank"]
 
 T = TypeVar("T")
+PATIENCE = 2 * GRACE + 1  # others may come here only when they have waited for each other elsewhere
 
 
 def gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -32,7 +33,7 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     except RuntimeError as error:
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
-        raise lost_peer("telling one another", group=whole, cause=error, sequence=0) from error
+        raise lost_peer("telling one another", group=whole, cause=error, sequence=0, grace=PATIENCE) from error
     return values
 
 

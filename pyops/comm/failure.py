@@ -73,10 +73,13 @@ def _wake_neighbours(group: dist.ProcessGroup) -> None:
                 group.recv([nothing], peer, 0x7FFFFFF1).wait(datetime.timedelta(milliseconds=1))
 
 
-def lost_peer(what: str, *, group: dist.ProcessGroup, cause: Exception, sequence: int) -> CommunicationError:
-    """The error to raise for a collective whose exchange failed with `cause`; names the ranks that gave no sign of life."""
+def lost_peer(
+    what: str, *, group: dist.ProcessGroup, cause: Exception, sequence: int, grace: float = GRACE
+) -> CommunicationError:  # fmt: skip
+    """The error to raise for a collective whose exchange failed with `cause`; names the ranks that gave no sign of life within
+    `grace` seconds."""
     me = dist.get_rank(group)
-    silent = ranks_without_note(group, note=f"gave up in collective {sequence}")
+    silent = ranks_without_note(group, note=f"gave up in collective {sequence}", grace=grace)
     reason = str(cause).splitlines()[0]
     if silent:
         names = ", ".join(str(r) for r in silent)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pyops.comm import CommunicationError, all_reduce
+from pyops.comm.failure import ranks_without_note
 from pyops.ops.library import native
 from tests.workers import ROOT, spawn_ranks
 
@@ -114,3 +116,20 @@ def test_a_program_ends_when_it_is_at_its_end(end: str):
         [sys.executable, "-c", SCRIPT.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
+def _notes_of_two_groups(rank: int, group: Any) -> list[int] | None:
+    made = [dist.new_group([0, 1]) for _ in range(2)]
+    if rank == 1:
+        ranks_without_note(made[0], note="gave up there", grace=0.0)
+    dist.barrier(group)
+    missing = ranks_without_note(made[1], note="gave up here", grace=0.2) if rank == 0 else []
+    dist.barrier(group)
+    for each in made:
+        dist.destroy_process_group(each)
+    dist.distributed_c10d._get_default_store().delete_key(f"pyops/failure/of rank {rank}")
+    return missing
+
+
+def test_a_rank_that_gave_up_in_another_group_is_alive(world):
+    assert world(2).run(_notes_of_two_groups) == [[], []]
