@@ -1,0 +1,83 @@
+"""`pyops train` over numbered samples refuses what it has not, with the key to change, before anything is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyops.config import (
+    CommunicationConfig,
+    Config,
+    ConfigError,
+    ElasticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    TrainConfig,
+    ZeroConfig,
+)
+from pyops.config.task import TaskConfig
+from pyops.models import ViTConfig
+from pyops.train import train
+from tests.tiny_run import train_on_rank
+
+pytestmark = pytest.mark.cpu_only
+
+
+def config_of(folder: Path, **changes: Any) -> Config:
+    """Digits by the smallest ViT, two steps."""
+    options: dict[str, Any] = {
+        "name": "run", "task": TaskConfig(kind="digits", epochs=1), "optimizer": OptimizerConfig(warmup_steps=1),
+        "vit": ViTConfig(image_size=8, num_channels=1, patch_size=4, num_labels=10, num_layers=2, num_heads=2, dim=8),
+        "train": TrainConfig(folder=str(folder / "runs"), batch=1200, device="cpu"), **changes,
+    }  # fmt: skip
+    return Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": PrecisionConfig("fp16")}, "precision.dtype is 'fp16'; .* set fp32 or bf16"),
+        ({"zero": ZeroConfig(1)}, "zero.stage is 1, .*; set it to 0"),
+        ({"recompute": RecomputeConfig(("blocks.*",))}, r"recompute.modules is \('blocks.\*',\), .*; set it to \(\)"),
+        ({"communication": CommunicationConfig("int8")}, "communication.codec is 'int8', .*; set it to 'none'"),
+        ({"optimizer": OptimizerConfig("onebit_adam")}, "optimizer.name is 'onebit_adam', .* set adamw"),
+        ({"parallel": ParallelConfig(schedule="zb1p")}, "parallel.schedule is 'zb1p'; .* set it to 1f1b or gpipe"),
+        ({"task": TaskConfig(kind="digits", pretrained="/nowhere")}, "task.pretrained is '/nowhere'"),
+    ],
+)  # fmt: skip
+def test_what_it_has_not(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(tmp_path, **changes))
+    assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
+
+
+def test_weights_and_checkpoints_of_other_runs(tmp_path):
+    first = config_of(tmp_path, elastic=ElasticConfig(freeze="bound", cache="off"))
+    train(first)
+    wide = dataclasses.replace(first.vit, dim=16)
+    with pytest.raises(ConfigError, match="pretrained"):
+        train(config_of(tmp_path, name="other", vit=wide, task=TaskConfig("digits", pretrained=str(first.folder), epochs=1)))
+    again = TaskConfig("digits", epochs=2)
+    for elastic in (ElasticConfig(), ElasticConfig(freeze="percentile", cache="off")):
+        with pytest.raises(ConfigError, match=r"checkpoint .* does not fit this configuration: .*polic"):
+            train(dataclasses.replace(first, elastic=elastic, task=again), resume=True)
+    assert train(dataclasses.replace(first, task=again), resume=True).steps > 2, "it can go on all the same"
+
+
+def test_ranks_that_are_no_multiple_of_the_stages(tmp_path):
+    config = config_of(tmp_path, parallel=ParallelConfig(pp=2))
+    config.check_ranks(2)
+    with pytest.raises(ConfigError, match=r"parallel.tp x parallel.pp is 1 x 2 = 2, of which 3 ranks are no"):
+        config.check_ranks(3)
+
+
+def test_fewer_rows_than_replicas(world, tmp_path):
+    config = config_of(tmp_path)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch=1))
+    answers = world(2).run(train_on_rank, config)
+    assert all("batch is 1, fewer than the 2 replicas; take 2 or more" in str(answer) for answer in answers), answers
