@@ -44,7 +44,7 @@ def joined_ranks(
         yield device
     if meeting is not None:  # not after an error: another rank may not come here
         dist.destroy_process_group()
-        if meeting.rank == 0:
+        if meeting.rank == 0 and size < meeting.size:
             meeting.end(range(size, meeting.size), request.number if request is not None else 0)
 
 
