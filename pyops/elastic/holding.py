@@ -16,24 +16,21 @@ __all__ = ["Initialise", "freeze", "is_held", "let_go", "take", "values_of"]
 Initialise = Callable[[str, nn.Module], None]  # (name of the layer in the model, layer): fills it with its first values
 
 
+def values_of(layer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and the buffers that a state_dict has, by their names in the layer: what differs from rank to rank. Others, a
+    table of positions, say, which layers may share, are on every rank."""
+    return {name: tensor.detach() for name, tensor in layer.state_dict(keep_vars=True).items()}
+
+
 def is_held(layer: nn.Module) -> bool:
     """Whether it has memory; a layer without tensors has."""
-    return not any(tensor.is_meta for tensor in [*layer.parameters(), *layer.buffers()])
-
-
-def values_of(layer: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, those that no state_dict has as well, by their names in the layer; but not what a dropout was
-    told of the next forward."""
-    told = {id(module._buffers.get("state")) for module in layer.modules() if hasattr(module, "take_state")}
-    everything = (*layer.named_parameters(), *layer.named_buffers())
-    return {name: tensor.detach() for name, tensor in everything if id(tensor) not in told}
+    return not any(tensor.is_meta for tensor in values_of(layer).values())
 
 
 @torch.no_grad()
 def take(layer: nn.Module, values: Mapping[str, Tensor] | None, *, device: torch.device) -> None:
     """Give a layer memory on `device`, and these values by its own names of them; None: as they come."""
-    if not is_held(layer):
-        layer.to_empty(device=device)
+    _replace(layer, lambda tensor, lasting: torch.empty_like(tensor, device=device) if tensor.is_meta else None)
     if values is not None:
         for name, tensor in values_of(layer).items():
             tensor.copy_(values[name])
@@ -41,9 +38,31 @@ def take(layer: nn.Module, values: Mapping[str, Tensor] | None, *, device: torch
 
 def let_go(layer: nn.Module) -> None:
     """Free a layer's memory."""
-    for parameter in layer.parameters():
-        parameter.grad = None
-    layer.to("meta")
+    _replace(layer, lambda tensor, lasting: tensor.to("meta") if lasting and not tensor.is_meta else None)
+
+
+def _replace(layer: nn.Module, change: Callable[[Tensor, bool], Tensor | None]) -> None:
+    """Put what `change` makes of each tensor, None for nothing, in its place; one that is there twice stays one. It is told
+    whether the tensor is in a state_dict. Gradients go."""
+    made: dict[int, tuple[Tensor, Tensor | None]] = {}  # with the old one, whose id is not to be another's meanwhile
+
+    def new(tensor: Tensor, lasting: bool) -> Tensor | None:
+        if id(tensor) not in made:
+            found = change(tensor.detach(), lasting)
+            if found is not None and isinstance(tensor, nn.Parameter):
+                found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+                found.__dict__.update(tensor.__dict__)
+            made[id(tensor)] = (tensor, found)
+        return made[id(tensor)][1]
+
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (found := new(parameter, True)) is not None:
+                assert isinstance(found, nn.Parameter)
+                module._parameters[name] = found
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (found := new(buffer, name not in module._non_persistent_buffers_set)) is not None:
+                module._buffers[name] = found
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from pyops.elastic import Bound, Elastic, GradientNorm, Policy
+from pyops.elastic import Bound, Elastic, GradientNorm, Policy, holding
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only
@@ -112,3 +113,30 @@ def test_a_trial_of_micro_batches_changes_no_result(world):
 
 def with_nothing_named(share: Any) -> Any:
     return (*networks.rows(share.samples), {})
+
+
+class Turned(nn.Module):
+    """A block that shares a table, which no state_dict has, with the others, and ties two of its own parameters."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.one, self.table = nn.Linear(4, 4), table
+        self.two = nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+
+def test_layers_let_go_of_their_own_memory_alone():
+    table = nn.Module()
+    table.register_buffer("angles", torch.arange(4.0), persistent=False)
+    first, second = Turned(table), Turned(table)
+    values = {name: tensor.clone() for name, tensor in holding.values_of(first).items()}
+    assert sorted(values) == ["one.bias", "one.weight", "two.bias", "two.weight"]
+    holding.let_go(first)
+    assert not holding.is_held(first)
+    assert holding.is_held(second)
+    assert torch.equal(second.table.angles, torch.arange(4.0))
+    holding.take(first, values, device=torch.device("cpu"))
+    assert holding.is_held(first)
+    assert first.two.weight is first.one.weight
+    for name, tensor in holding.values_of(first).items():
+        assert torch.equal(tensor, values[name])
