@@ -41,7 +41,7 @@ def start(folder: Path, name: str, *command: str, **environment: str) -> subproc
 def ends(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[list[int], str]:
     """Exit codes, and what was said."""
     try:
-        codes = [each.wait(timeout=150) for each in processes]
+        codes = [each.wait(timeout=300) for each in processes]
     finally:
         for each in processes:
             each.kill()
@@ -67,7 +67,7 @@ def test_a_lost_node_comes_back(tmp_path, straight):
     (tmp_path / "run.toml").write_text(as_toml(config))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents = [agent(tmp_path, name, port=store.port) for name in "abc"]
-    until = time.monotonic() + 150
+    until = time.monotonic() + 300
     while not (tmp_path / "waits").exists() and time.monotonic() < until:
         time.sleep(0.05)
     codes, told = ends([*agents, agent(tmp_path, "d", port=store.port)], tmp_path)
