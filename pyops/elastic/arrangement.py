@@ -192,3 +192,4 @@ class Arrangement:
         """Let go of everything but the layers."""
         self.leave()
         self.caching.close()
+        self.message = None

@@ -131,4 +131,4 @@ class Caching:
         if self._host is not None:
             release(self._host)
             dist.destroy_process_group(self._host)
-        self.cache = self._host = None
+        self.cache = self._host = self._message = None

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
+from pyops.comm.communicator import release
 from pyops.elastic.arrangement import Arrangement, Options
 from pyops.elastic.caching import CacheOptions
 from pyops.elastic.change import Change
@@ -342,7 +343,9 @@ class Elastic:
         """Let go of groups and memory; every rank calls it at the end."""
         self._here.close()
         if self.message is not None:
+            release(self.message)
             dist.destroy_process_group(self.message)
+            self.message = None
 
 
 def _numel(layer: nn.Module) -> int:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import all_reduce, probe
-from pyops.elastic import Layout
+from pyops.elastic import Bound, Elastic, Layout
 from pyops.elastic.groups import Active, message_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer
+from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only
 
@@ -86,6 +87,26 @@ def test_one_process_alone():
 
 
 # -------------------------------------------------------------------------------------------------- nothing is left
+
+
+def elastic_body(rank, group):
+    """The message group of a run that was closed, while the run itself is still known; None: it is gone."""
+    elastic = Elastic(
+        networks.layers(4), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
+        stages=2, policy=Bound(1 / 2),
+    )  # fmt: skip
+    for share in elastic.shares():
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+    assert elastic.decide() is not None
+    message = weakref.ref(elastic.message)
+    elastic.close()
+    elastic.close()
+    return message() is None
+
+
+def test_a_closed_run_keeps_no_group(world):
+    assert world(2).run(elastic_body) == [True, True]
+
 
 LAYOUTS = [Layout(4, 4, 1, (0, 2, 3, 4, 6), 0, 4), Layout(4, 2, 2, (0, 3, 6), 1, 4), Layout(4, 1, 4, (0, 6), 2, 2)]
 WARM = 9  # transitions, after which nothing grows
