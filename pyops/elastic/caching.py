@@ -1,7 +1,8 @@
 """Caching: one cache of a host for all layouts of a run, and whether the frozen layers of this one are read from it.
 
 first freeze    first stages compute one example -> its shape goes to all ranks -> the cache, shared by the ranks of a host
-every freeze    first stages measure computing, keeping and reading -> all ranks decide alike
+every freeze    first stages measure computing, keeping and reading -> all ranks decide alike; what pays once does so later on,
+                since computing more takes longer
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Caching:
         self.options, self._samples, self._held_out, self._message = options, samples, held_out, message
         self.cache: ActivationCache | None = None
         self._host: dist.ProcessGroup | None = None
-        self._wanted = options.mode != "off"
+        self._wanted, self._pays = options.mode != "off", options.mode == "on"
 
     def attach(self, prefix: Prefix | None, *, replica: int) -> bool:
         """Let these frozen layers be read and kept, if that pays; the same answer on all ranks, which all call it.
@@ -72,7 +73,7 @@ class Caching:
         inputs, named, numbers, shape = None, {}, None, None
         error: Exception | None = None
         try:
-            if prefix is not None and self.options.example is not None:
+            if prefix is not None and self.options.example is not None and not (self._pays and self.cache is not None):
                 count = min(MEASURED, self._samples)
                 spread = torch.linspace(0, self._samples - 1, count).long()
                 numbers = (spread + replica) % self._samples
@@ -88,19 +89,22 @@ class Caching:
             self._open(next(each for each in gather(shape, group=self._message) if each is not None))
         if not self.is_open():
             return False
+        if prefix is not None and self.cache is not None and self.cache.room:  # none: it was lost in this process
+            prefix.cache = self.cache
+        if self._pays:
+            return True
         times = None
         try:
-            if prefix is not None and self.cache is not None and self.cache.room:  # none: it was lost in this process
-                prefix.cache = self.cache
+            if prefix is not None and prefix.cache is not None:
                 assert numbers is not None
                 times = measure(prefix, *(inputs if isinstance(inputs, tuple) else (inputs,)), samples=numbers, **named)
         except Exception as caught:
             error = caught
         agree(error, group=self._message)
-        pays = reading_pays(times, mode=self.options.mode, group=self._message)
-        if prefix is not None and not pays:
+        self._pays = reading_pays(times, mode=self.options.mode, group=self._message)
+        if prefix is not None and not self._pays:
             prefix.cache = None
-        return pays
+        return self._pays
 
     def is_open(self) -> bool:
         """Whether every rank has the cache; when one has not, none uses it from then on."""
@@ -121,6 +125,7 @@ class Caching:
 
     def forget(self) -> None:
         """Nothing that is kept is of the layers as they are from now on: they were given other values."""
+        self._pays = self.options.mode == "on"
         if self.cache is not None:
             self.cache.clear()
 
