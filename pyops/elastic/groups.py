@@ -57,7 +57,7 @@ class Active:
     pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of the ranks that hold this
     rank's stage, by replica; None with one replica, and on an idle rank.
 
-    Each group leaves some hundred bytes in the store by which its ranks found one another, for as long as the store lives.
+    Of each group an address for each member stays in the store by which they found one another, for as long as that lives.
 
     ValueError, on every rank alike, for another number of ranks, and for layouts that differ between ranks.
     """
