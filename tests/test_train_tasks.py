@@ -120,12 +120,28 @@ def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
         stop_before(patch, step)
         outcome = train(config)
     assert outcome.stopped_by == signal.SIGTERM
-    assert step < outcome.steps < EPOCHS * STEPS
+    assert step < outcome.steps <= step + 2  # not at the end of the epoch
     assert len(losses(config)) == outcome.steps
     assert train(config, resume=True).steps == EPOCHS * STEPS
     assert losses(config) == losses(alone)
     assert column(config, "frozen") == column(alone, "frozen")
     assert same_states(saved(config), saved(alone), within=0.0)
+
+
+@pytest.mark.parametrize(("step", "freeze"), [(5, "percentile"), (9, "percentile"), (5, "gradient_norm")])
+def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
+    """Norms since the last decision, and those of the decision before."""
+    straight = config_of(tmp_path, name="straight", freeze=freeze, every=3, percent=95.0, cache="off")
+    config = dataclasses.replace(straight, name="stopped")
+    train(straight)
+    decided = column(straight, "frozen")
+    assert len(set(decided)) > 2
+    with monkeypatch.context() as patch:
+        stop_before(patch, step)
+        train(config)
+    train(config, resume=True)
+    assert column(config, "frozen") == decided
+    assert losses(config) == losses(straight)
 
 
 def train_and_stop_rank_1(rank: int, group: Any, config: Config) -> Any:
@@ -153,6 +169,8 @@ def test_the_batch_of_each_replica_kept_means_fewer_steps(world, tmp_path):
     assert [epochs.count(epoch) for epoch in range(EPOCHS)] == [4, 4, 2, 2]
     rates = column(config, "lr")
     assert rates[8] > 1.5 * rates[7]
+    # The last step begins with 3 epochs of 4 steps and 840 samples behind it, 2 steps of the batch at the start.
+    assert rates[-1] == pytest.approx(2 * config.optimizer.lr_at(14, num_steps=16))
 
 
 @pytest.mark.parametrize(

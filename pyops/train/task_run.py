@@ -190,7 +190,7 @@ class TaskRun:
         """One optimizer step; its row of metrics, and whether any rank wants to stop."""
         started = time.perf_counter()
         inputs, target, named = self._rows(share, epoch=share.epoch)
-        lr = self.lr
+        lr = self.lr_at(share)
         found = self.elastic.step(inputs, target, share=share, lr=lr, flag=stop,
                                   augmentation=self.task.augmentation(share.epoch), **named)  # fmt: skip
         finite = math.isfinite(found.grad_norm)
@@ -203,12 +203,10 @@ class TaskRun:
         }  # fmt: skip
         return row, found.flagged
 
-    @property
-    def lr(self) -> float:
-        """Of the step whose samples were just taken: a function of the samples that were seen, whatever the batches."""
-        sampler, batch = self.elastic.sampler, self.config.train.batch
-        before = max(0, sampler.position - sampler.global_batch)
-        step = sampler.epoch * self.per_epoch + before / batch
+    def lr_at(self, share: Portion) -> float:
+        """Of the step of this share, the last that was taken: a function of the samples seen before, whatever the batches."""
+        sampler = self.elastic.sampler
+        step = share.epoch * self.per_epoch + (sampler.position - share.batch) / self.config.train.batch
         return sampler.lr_factor * self.config.optimizer.lr_at(step, num_steps=self.epochs * self.per_epoch)
 
     def _rows(self, share: Portion, *, epoch: int = 0, held_out: bool = False) -> tuple[Any, Any, dict[str, Any]]:
