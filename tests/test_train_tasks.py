@@ -113,7 +113,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(TaskRun, "train_step", stopping)
 
 
-@pytest.mark.parametrize("step", [5, 7, 9])  # in the middle of an epoch, at its end
+@pytest.mark.parametrize("step", [5, 6, 7])  # it is seen in the next: in the middle of an epoch, at its end, behind that
 def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     config = config_of(tmp_path, cache="on")
     with monkeypatch.context() as patch:
@@ -128,7 +128,7 @@ def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     assert same_states(saved(config), saved(alone), within=0.0)
 
 
-@pytest.mark.parametrize(("step", "freeze"), [(5, "percentile"), (9, "percentile"), (5, "gradient_norm")])
+@pytest.mark.parametrize(("step", "freeze"), [(2, "percentile"), (5, "percentile"), (5, "gradient_norm")])
 def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
     """Norms since the last decision, and those of the decision before."""
     straight = config_of(tmp_path, name="straight", freeze=freeze, every=3, percent=95.0, cache="off")

@@ -177,6 +177,11 @@ class Elastic:
                 worker.prefetch(self.sampler.peek())
                 yield portion
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a decision comes next, as this rank has no more shares before it."""
+        return self.sampler.position == self.sampler.samples or bool(self.every and self._since >= self.every)
+
     def _until_decision(self) -> int:
         sampler = self.sampler
         left = sampler.samples - sampler.position if sampler.position < sampler.samples else sampler.samples

@@ -151,7 +151,7 @@ class TaskRun:
                 row, broken = self.train_step(share, stop=bool(request.number))
                 if broken:
                     break
-            broken, asked = self.elastic.any_of(broken), self.elastic.any_of(bool(request.number))
+            broken, asked = self.elastic.any_of(broken and not self.elastic.is_due), self.elastic.any_of(bool(request.number))
             if not broken:
                 self._conclude(row)
             elif row is not None:
