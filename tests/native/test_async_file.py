@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -117,16 +118,20 @@ def test_reading_past_the_end_says_how_much_there_was(tmp_path, settings):
     assert not file.read(torch.ones(5000, dtype=torch.uint8), offset=0).wait().any(), "the file is as good as before"
 
 
-@pytest.fixture
-def largest_file():
-    """A limit of 10,000 bytes per file: writes across it are short, then fail. As a disk that fills up, without being root."""
+@contextlib.contextmanager
+def files_of_10_000_bytes():
+    """No file may be larger: writes across that are short, then fail. As a disk that fills up, without being root. It is true of
+    what the tests' results are written to as well, so only as long as it has to be."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    yield 10_000
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_is_cut_short_raises_and_names_the_file(tmp_path, settings, largest_file):
+@files_of_10_000_bytes()
+def test_a_write_that_is_cut_short_raises_and_names_the_file(tmp_path, settings):
     file = AsyncFile(str(tmp_path), **settings)
     x = noise(6000)
     file.write(x, offset=0).wait()
@@ -136,7 +141,8 @@ def test_a_write_that_is_cut_short_raises_and_names_the_file(tmp_path, settings,
     assert torch.equal(file.read(torch.empty(4000, dtype=torch.uint8), offset=0).wait(), x[:4000])
 
 
-def test_no_room_is_known_before_anything_is_written(tmp_path, settings, largest_file):
+@files_of_10_000_bytes()
+def test_no_room_is_known_before_anything_is_written(tmp_path, settings):
     with pytest.raises(OSError, match=r"making room for 20000 bytes.*pyops-") as caught:
         AsyncFile(str(tmp_path), nbytes=20_000, **settings)
     assert caught.value.errno == errno.EFBIG
@@ -164,7 +170,8 @@ def test_a_full_disk_raises_and_names_the_file(tmp_path, settings):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_failed_transfer_spoils_no_other(tmp_path, settings, largest_file):
+@files_of_10_000_bytes()
+def test_a_failed_transfer_spoils_no_other(tmp_path, settings):
     file = AsyncFile(str(tmp_path), **settings)
     x = noise(2000)
     bad, good = file.write(noise(5000), offset=9000), file.write(x, offset=0)
