@@ -120,8 +120,8 @@ def test_reading_past_the_end_says_how_much_there_was(tmp_path, settings):
 
 @contextlib.contextmanager
 def files_of_10_000_bytes():
-    """No file may be larger: writes across that are short, then fail. As a disk that fills up, without being root. It is true of
-    what the tests' results are written to as well, so only as long as it has to be."""
+    """No file may be larger: writes across that are short, then fail. As a disk that fills up, without being root. It is true
+    of what the tests' results are written to as well, so only as long as it has to be."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
