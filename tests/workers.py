@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -31,6 +32,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from pyops.comm.communicator import release
 
 __all__ = ["Outcome", "Pool", "RankError", "spawn_ranks", "world"]
 
@@ -80,9 +83,21 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
                 answer = (body(rank, dist.group.WORLD, *args), None)
             except BaseException:  # of a body: it belongs to the test, whatever it is
                 answer = (None, traceback.format_exc())
+            else:
+                _destroy_groups()
             pipe.send(answer)
     # A peer may be gone already; leaving without ceremony is what keeps a failed test short.
     os._exit(0)
+
+
+def _destroy_groups() -> None:
+    """All groups that a body made and left. Each has threads that look around a hundred times a second: those of some hundred
+    tests would leave the next ones no time."""
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            release(group)
+            dist.destroy_process_group(group)
 
 
 class Pool:
