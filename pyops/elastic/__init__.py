@@ -1,26 +1,35 @@
 """Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set free to new replicas.
 
+    elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
+    for share in elastic.shares(): elastic.step(*rows_of(share.samples), share=share, lr=...)
+    change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
+
+After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can be used alone:
+
     norms = meter.take()                         Meter(blocks): gradient norms since the last decision
     frozen = policy.decide(norms, frozen)        GradientNorm(1 / 5), Bound, PercentileOfChange, Callback
     agree_on(frozen, group)                      or an error on every rank
-    sampler.next()                               Sampler: this replica's share of the next batch, whatever their number
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
-    rows_besides(layers, rows_of, ...)           what a micro-batch costs besides its rows, which decides how many there are
-    confirm(packing, measure)                    micro-batches by a short trial in place of the simulator's word
-    ActivationCache(samples, shape=...)          what frozen layers say to each sample, in memory that processes share
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
-    Active(layout, message=message)              this rank's groups in it; close() leaves nothing behind
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
+    Active(layout, message=message)              this rank's groups in it; close() leaves nothing behind
+    Sampler(samples, batch=..., ...).next()      this replica's share of the next batch, whatever their number
     Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
     choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
     plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
-After PipeTransformer (He et al., 2021). `Elastic` puts all of it together:
-
-    elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
-    for share in elastic.shares(): elastic.step(*rows_of(share.samples), share=share, lr=...)
-    change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
+| files | what they do |
+|---|---|
+| policy, meter | how many layers are frozen, and the norms by which that is decided |
+| packing, overhead, confirm, trial, forecast | stages and micro-batches for what is left, and what they would bring |
+| sampler, portion | which samples a replica takes, and in which rows and micro-batches |
+| layout, groups, holding, transition | which rank holds what, who talks with whom, how state gets to the next layout |
+| prefix, cache, disk, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
+| elastic, checks, change, saving | Elastic: what users call, what must hold first, what it tells and saves |
+| arrangement, worker | what a rank holds and does in one layout |
+| membership | a layout for the ranks that are left, or have come back |
+| picture | a run drawn |
 """
 
 from pyops.elastic.cache import ActivationCache, open_cache
