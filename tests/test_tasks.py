@@ -16,7 +16,8 @@ from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.pipeline import Pipeline, schedule
-from pyops.train.tasks import Task, begin_with, make_task
+from pyops.train.first_values import FirstValues
+from pyops.train.tasks import Task, make_task
 
 pytestmark = pytest.mark.cpu_only
 
@@ -246,18 +247,24 @@ def test_masks_are_those_of_the_sample_and_the_epoch(cache):
 
 @pytest.mark.parametrize(("before", "then"), [("digit_images", "digits"), ("masked_text", "passages")])
 def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
-    trained = make_task(config_of(cache, before)).model(seed=5)
-    model = make_task(config_of(cache, then)).model(seed=6)
-    head = {name: p.clone() for name, p in model.named_parameters() if name.startswith("head.")}
+    trained, task = make_task(config_of(cache, before)).model(seed=5), make_task(config_of(cache, then))
+    drawn, model = task.model(seed=6), task.model(seed=None)
+    head = {name: p for name, p in drawn.named_parameters() if name.startswith("head.")}
     weights = dict(trained.named_parameters())
-    copied = begin_with(model, weights)
-    assert len(copied) + len(head) == len(list(model.parameters()))
-    for name, p in model.named_parameters():
-        assert torch.equal(p, head[name] if name in head else weights[name])
+
+    def first_values(weights: dict[str, Tensor] | None) -> FirstValues:
+        return FirstValues(model, draw=lambda module: model.initialize(6, only=module), weights=weights)
+
+    for given in (None, weights):
+        for name, layer in zip(task.layer_names, model.layers(), strict=True):
+            first_values(given)(name, layer)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, drawn.get_parameter(name) if name in head or given is None else weights[name])
+    assert len(head) < len(weights)
     with pytest.raises(ConfigError, match=r"have no blocks.2.*weight; give a run of the same model"):
-        begin_with(model, {name: p for name, p in weights.items() if not name.startswith("blocks.2")})
+        first_values({name: p for name, p in weights.items() if not name.startswith("blocks.2")})
     with pytest.raises(ConfigError, match=r"is \(3, 3\) in the weights of task.pretrained, but"):
-        begin_with(model, {**weights, copied[0]: torch.zeros(3, 3)})
+        first_values({**weights, "blocks.0.attention.output.weight": torch.zeros(3, 3)})
 
 
 def test_images_have_the_dtype_of_the_model(cache):

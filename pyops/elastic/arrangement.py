@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pyops.comm.agreement import agree
 from pyops.elastic.caching import CacheOptions, Caching
 from pyops.elastic.confirm import confirm
 from pyops.elastic.groups import Active
-from pyops.elastic.holding import Initialise, freeze, is_held, let_go, take, values_of
+from pyops.elastic.holding import Initialise, freeze, is_held, lacks_tables, let_go, take, values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
 from pyops.elastic.packing import Packing
@@ -137,15 +138,12 @@ class Arrangement:
         for number, (name, layer) in enumerate(self.layers.items()):
             if number not in own:
                 let_go(layer)
-            elif not is_held(layer):
+            elif not is_held(layer) or lacks_tables(layer):
                 coming = states.get(number)
                 cut = len(name) + 1
-                take(
-                    layer, None if coming is None else {key[cut:]: value for key, value in coming["parameters"].items()},
-                    device=self._options.device,
-                )  # fmt: skip
-                if coming is None and self._options.initialise is not None:
-                    self._options.initialise(name, layer)
+                values = None if coming is None else {key[cut:]: value for key, value in coming["parameters"].items()}
+                initialise = None if self._options.initialise is None else partial(self._options.initialise, name)
+                take(layer, values, device=self._options.device, initialise=initialise)
             if number in own and number < self.layout.frozen:
                 freeze(layer)
 

@@ -16,9 +16,9 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 def check_run(
-    layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str
-) -> None:  # fmt: skip
-    """ValueError for numbers that don't fit each other, and for a parameter of two layers."""
+    layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str, has_initialise: bool
+) -> None:
+    """ValueError for numbers that don't fit each other, a parameter of two layers, and one that nothing gives values to."""
     if len(layers) < 3:
         raise ValueError(f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more")
     if stages < 1 or ranks % stages:
@@ -37,6 +37,12 @@ def check_run(
             if (first := owner.setdefault(id(parameter), name)) != name:
                 raise ValueError(
                     f"{name}.{own} is a parameter of {first} too, which may be frozen before it; give each its own"
+                )
+        for own, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if tensor.is_meta and not has_initialise:
+                raise ValueError(
+                    f"{name}.{own} is on the meta device, and nothing gives it values; give initialise=, a function of a "
+                    "layer's name and the layer that fills its parameters and buffers"
                 )
 
 

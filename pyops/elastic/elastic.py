@@ -50,8 +50,9 @@ class Elastic:
     """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process where it does not.
 
     layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on all ranks. Those on the meta
-        device get memory where they are needed, and their first values from `initialise(name, layer)`; others bring theirs. A
-        parameter of two layers (a tied head) is an error: a frozen one can't learn.
+        device get memory where they are needed, and their first values, and buffers that no state_dict has, from
+        `initialise(name, layer)`; others bring theirs. A parameter of two layers (a tied head) is an error: a frozen one can't
+        learn.
     optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
     samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate`, for the cache.
@@ -63,7 +64,8 @@ class Elastic:
     compress, replicate: False: the stages stay as they are; ranks set free stay idle.
     before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
     cache: whether, and where, what frozen layers say to each sample is kept (default: not). chunk: rows that these compute at a
-        time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`.
+        time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`; by default those of
+        a micro-batch at the start.
     trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of micro-batches is then chosen by
         trying; what the layout is, and with it last bits, then depends on the clock.
     idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once.
@@ -77,8 +79,8 @@ class Elastic:
         device: torch.device | str = "cpu", schedule: str = "1f1b", costs: Any = None,
         packing: Mapping[str, Any] | None = None, compress: bool = True, replicate: bool = True,
         batch_policy: str = "global", lr_rule: str = "linear", max_grad_norm: float | None = None,
-        initialise: Initialise | None = None, before: Before | None = None, cache: CacheOptions | None = None, chunk: int = 4,
-        trial: RowsOf | None = None, idle_timeout: float = 86400.0,
+        initialise: Initialise | None = None, before: Before | None = None, cache: CacheOptions | None = None,
+        chunk: int | None = None, trial: RowsOf | None = None, idle_timeout: float = 86400.0,
     ) -> None:  # fmt: skip
         self.layers, self.device, self.policy, self.every = dict(layers), torch.device(device), policy, every
         alone = not dist.is_initialized()
@@ -91,7 +93,10 @@ class Elastic:
         self._held_out = held_out
         error: Exception | None = None
         try:
-            check_run(self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule)
+            check_run(
+                self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule,
+                has_initialise=initialise is not None,
+            )  # fmt: skip
             self._replicas = self.ranks // stages
             self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
             self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
@@ -110,7 +115,8 @@ class Elastic:
         )  # fmt: skip
         self.message = message_group(patience=idle_timeout)
         options = Options(
-            loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, chunk=chunk, key=self._key,
+            loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, key=self._key,
+            chunk=chunk or self._micro_rows(self._layout(first)),
             initialise=initialise, trial=trial,
         )  # fmt: skip
         self._here = Arrangement(
@@ -160,6 +166,10 @@ class Elastic:
             ranks=self.ranks, stages=packing.stages, replicas=replicas, boundaries=packing.boundaries, frozen=packing.frozen,
             micro_batches=packing.micro_batches,
         )  # fmt: skip
+
+    def _micro_rows(self, layout: Layout) -> int:
+        """Rows of a micro-batch, as `portion_of` fills it up."""
+        return -(-self.sampler.global_batch // layout.replicas // layout.micro_batches)
 
     def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
         if self._before is not None and self._portion is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initialise", "freeze", "is_held", "let_go", "take", "values_of"]
+__all__ = ["Initialise", "freeze", "is_held", "lacks_tables", "let_go", "take", "values_of"]
 
 Initialise = Callable[[str, nn.Module], None]  # (name of the layer in the model, layer): fills it with its first values
 
@@ -27,10 +27,27 @@ def is_held(layer: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in values_of(layer).values())
 
 
+def lacks_tables(layer: nn.Module) -> bool:
+    """Whether it has buffers without memory that no state_dict has: what nobody can send."""
+    kept = values_of(layer)
+    return any(buffer.is_meta and name not in kept for name, buffer in layer.named_buffers())
+
+
 @torch.no_grad()
-def take(layer: nn.Module, values: Mapping[str, Tensor] | None, *, device: torch.device) -> None:
-    """Give a layer memory on `device`, and these values by its own names of them; None: as they come."""
+def take(
+    layer: nn.Module, values: Mapping[str, Tensor] | None, *, device: torch.device,
+    initialise: Callable[[nn.Module], None] | None = None,
+) -> None:  # fmt: skip
+    """Give a layer memory on `device`, and these values by its own names of them; None: those that it has, or its first ones.
+
+    initialise: fills a layer that has none, and tables, which nobody can send.
+    """
+    if values is None and is_held(layer):
+        values = {name: tensor.clone() for name, tensor in values_of(layer).items()}
+    first = values is None or lacks_tables(layer)
     _replace(layer, lambda tensor, lasting: torch.empty_like(tensor, device=device) if tensor.is_meta else None)
+    if first and initialise is not None:
+        initialise(layer)
     if values is not None:
         for name, tensor in values_of(layer).items():
             tensor.copy_(values[name])

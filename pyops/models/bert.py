@@ -151,7 +151,7 @@ class BERT(nn.Module):
         self.pooler = layout.linear(config.dim, config.dim, per_token=False) if config.pooled_head else None
         self.next_sentence = layout.linear(config.dim, 2, per_token=False) if config.pooled_head else None
         if seed is not None:
-            initialise_model_(self, seed=seed, std=0.02)
+            self.initialize(seed)
 
     def layers(self) -> list[nn.Module]:
         """The modules whose composition gives the logits of tokens, in order: embedding, blocks, head."""
@@ -209,6 +209,10 @@ class BERT(nn.Module):
         found = self(tokens_BT, targets_BT, types=types, mask=mask, next_B=next_B, reduction=reduction)
         assert isinstance(found, Tensor)
         return found
+
+    def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, as GPT.set_dropout does."""

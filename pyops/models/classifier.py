@@ -54,7 +54,7 @@ class BERTClassifier(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
         self.head = Head(config, num_labels, layout=layout)
         if seed is not None:
-            initialise_model_(self, seed=seed, std=0.02)
+            self.initialize(seed)
 
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
@@ -83,6 +83,10 @@ class BERTClassifier(nn.Module):
     def loss(self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor) -> Tensor:
         """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
         return self(tokens_BT, labels_B, reduction=reduction, **inputs)
+
+    def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, as GPT.set_dropout does."""

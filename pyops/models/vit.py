@@ -152,7 +152,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
         self.head = Head(config, layout=layout)
         if seed is not None:
-            initialise_model_(self, seed=seed, std=0.02)
+            self.initialize(seed)
 
     def layers(self) -> list[nn.Module]:
         """The modules whose composition is forward, in order: embedding, blocks, head."""
@@ -176,6 +176,10 @@ class ViT(nn.Module):
     def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
         """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
         return self(images_BCSS, labels_B, reduction=reduction)
+
+    def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward over that many images, as GPT.set_dropout does."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.checkpoint import CheckpointError, Checkpoints, load
+from pyops.checkpoint import CheckpointError, Checkpoints, Stored, load
 from pyops.comm.agreement import on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
@@ -29,12 +29,13 @@ from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elast
 from pyops.metrics import MetricsLog, peak_memory_gib
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
+from pyops.train.first_values import FirstValues
 from pyops.train.folder import prepare_folder
 from pyops.train.outcome import Outcome
 from pyops.train.ranks import StopRequest
 from pyops.train.recipe import make_named_optimizer, make_policy
 from pyops.train.state import read
-from pyops.train.tasks import begin_with, make_task
+from pyops.train.tasks import make_task
 
 __all__ = ["TaskRun"]
 
@@ -48,15 +49,15 @@ class TaskRun:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.task = make_task(config)
         self.precision = PRECISIONS[config.precision.dtype]
-        model = self.task.model(seed=options.seed, device=device, dtype=self.precision.dtype)
-        if config.task.pretrained:
-            begin_with(model, _weights(Path(config.task.pretrained)))
+        model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
+        weights = _weights(Path(config.task.pretrained)) if config.task.pretrained else None
+        initialise = FirstValues(model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         elastic = config.elastic
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
         self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
         latest = on_first_rank(self.checkpoints.latest) if resume else None
-        self.besides = self._rows_besides(_layers(model), latest)
+        self.besides = self._rows_besides(latest)
         packing = {"machine": machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)}
         try:
             self.elastic = Elastic(
@@ -66,10 +67,11 @@ class TaskRun:
                 compress=elastic.compress, replicate=elastic.replicate, batch_policy=elastic.batch_policy,
                 lr_rule=elastic.lr_rule, max_grad_norm=config.optimizer.max_grad_norm or None, before=self._key_dropout,
                 cache=self._cache_options(), packing=packing, trial=self._rows if elastic.trial else None,
+                initialise=initialise,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
-        del model
+        initialise.forget_weights()
         self.per_epoch = -(-self.task.samples // options.batch)
         self.epochs = config.task.epochs or -(-options.steps // self.per_epoch)
         self.epoch, self.skipped, self.score = 0, 0, math.nan
@@ -102,7 +104,11 @@ class TaskRun:
             disk=options.cache_folder or None,
         )  # fmt: skip
 
-    def _rows_besides(self, layers: list[nn.Module], latest: Path | None) -> float:
+    def _model(self, *, device: torch.device) -> Any:
+        """The task's, without values."""
+        return self.task.model(seed=None, device=device, dtype=self.precision.dtype)
+
+    def _rows_besides(self, latest: Path | None) -> float:
         """What a micro-batch costs, in rows; what was measured stays so after a checkpoint, and layouts are the same."""
         if self.config.elastic.rows_besides:
             return self.config.elastic.rows_besides
@@ -117,6 +123,11 @@ class TaskRun:
             samples = torch.arange(count) % self.task.samples
             return self._rows(Portion(samples, 0, count, 0, 0, count))
 
+        layers: list[nn.Module] = []
+        if self.rank == 0:  # which measures, with a whole model of its own
+            model = self._model(device=self.device)
+            model.initialize(self.config.train.seed)
+            layers = _layers(model)
         return rows_besides(
             layers, rows_of, loss=self.task.loss, rows=max(1, self.config.train.batch // self.config.parallel.pp)
         )
@@ -329,17 +340,17 @@ def _check(config: Config) -> None:
         raise ConfigError(f"precision.dtype is {config.precision.dtype!r}; with task.kind {kind!r} set fp32 or bf16")
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The model of a run's newest checkpoint."""
-    latest = Checkpoints(folder / "checkpoints").latest()
+def _weights(folder: Path) -> dict[str, Stored]:
+    """The model of a run's newest checkpoint, which stays on the disk."""
+    latest = on_first_rank(Checkpoints(folder / "checkpoints").latest)
     if latest is None:
         raise ConfigError(
             f"task.pretrained is {str(folder)!r}, where no checkpoint is in {folder / 'checkpoints'}; name the folder of a run "
             'that was trained before, or set it to ""'
         )
     try:
-        state, _ = load(latest, compare=True)
+        state, _ = load(latest, lazy=True, compare=True)
     except CheckpointError as error:
         raise ConfigError(f"task.pretrained: {error}") from None
-    weights: dict[str, torch.Tensor] = state["model"]
+    weights: dict[str, Stored] = state["model"]
     return weights

@@ -7,14 +7,13 @@ task.loss(output, target)                                     the sum over what 
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
 
 pretraining    digit_images   masked_text
-                   |               |          begin_with(model, weights): all but the head's
+                   |               |          all but the head's weights: FirstValues
 task             digits         passages      text
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, 
 from pyops.models.vocabulary import IGNORED
 from pyops.precision import PRECISIONS
 
-__all__ = ["Batch", "Task", "begin_with", "make_task"]
+__all__ = ["Batch", "Task", "make_task"]
 
 Batch = tuple[Tensor, Tensor, dict[str, Any]]
 
@@ -244,25 +243,3 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     length = config.model.sequence_length
     corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)
     return TextTask(config.model, corpus, most_held_out=config.train.validation_sequences)
-
-
-@torch.no_grad()
-def begin_with(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """Copy weights into the model's embedding and blocks, by name; the head stays as it is. The names that were copied.
-
-    ConfigError, before anything is copied, for a parameter that is not among the weights, or has another shape there.
-    """
-    own = {name: p for name, p in model.named_parameters() if not name.startswith("head.")}
-    for name, parameter in own.items():
-        if name not in weights:
-            raise ConfigError(
-                f"the weights of task.pretrained have no {name}; give a run of the same model, with as many layers"
-            )
-        if (there := tuple(weights[name].shape)) != tuple(parameter.shape):
-            raise ConfigError(
-                f"{name} is {there} in the weights of task.pretrained, but {tuple(parameter.shape)} here; give the model the "
-                "same sizes"
-            )
-    for name, parameter in own.items():
-        parameter.copy_(weights[name])
-    return list(own)

@@ -50,9 +50,17 @@ def tied() -> dict[str, nn.Module]:
     return found
 
 
+def table_on_meta() -> dict[str, nn.Module]:
+    found = networks.layers(BLOCKS)
+    found["blocks.1"].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"layers": {**networks.layers(BLOCKS), "head": nn.Linear(5, 5, device="meta")}}, "head.weight is on the meta device"),
+        ({"layers": table_on_meta()}, "blocks.1.table is on the meta device, and nothing .*; give initialise="),
         ({"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}}, "there are 2 layers; give an embedding, blocks"),
         ({"layers": tied()}, r"blocks.3.up.weight is a parameter of blocks.0 too"),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
