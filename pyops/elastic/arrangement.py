@@ -160,8 +160,9 @@ class Arrangement:
         if self.worker is None:
             return {}
         found: dict[int, State] = {}
+        own = self.layout.layers(self.rank)
         for number, (name, layer) in enumerate(self.layers.items()):
-            if number < self.layout.frozen and is_held(layer):
+            if number < self.layout.frozen and number in own:  # one without tensors is held by every rank
                 values = {f"{name}.{key}": tensor for key, tensor in values_of(layer).items()}
                 found[number] = {"parameters": values, "slots": {}}
         return found | self.worker.states()

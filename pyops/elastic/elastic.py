@@ -341,7 +341,7 @@ class Elastic:
         error: Exception | None = None
         states: dict[int, State] = {}
         try:
-            states = states_of(state, names=list(self.layers), numbers=own)
+            states = states_of(state, layers=self.layers, numbers=own)
         except Exception as caught:
             error = caught
         agree(error, group=self.message)

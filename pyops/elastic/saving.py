@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyops.elastic.holding import values_of
 from pyops.elastic.transition import State
 from pyops.flat import Shard
 
@@ -35,21 +36,23 @@ def _shard(tensor: Tensor, writes: bool) -> Shard:
     return Shard(tuple(tensor.shape), (0,) * tensor.dim(), tensor, copy=not writes)
 
 
-def states_of(state: Mapping[str, Any], *, names: Sequence[str], numbers: Sequence[int]) -> dict[int, State]:
-    """The states of these layers, read from what `saved` gave all together. names: of all layers.
+def states_of(state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]) -> dict[int, State]:
+    """The states of these layers, read from what `saved` gave all together. layers: all of them, by name.
 
-    ValueError for a layer that is not there.
+    ValueError for a tensor of a layer that is not there.
     """
     found: dict[int, State] = {}
+    names = list(layers)
     for number in numbers:
         begin = f"{names[number]}."
+        missing = next((own for own in values_of(layers[names[number]]) if f"{begin}{own}" not in state["model"]), None)
+        if missing is not None:
+            raise ValueError(f"the state has no {begin}{missing}; it is of another model")
         parameters = {name: _whole(value) for name, value in state["model"].items() if name.startswith(begin)}
         slots = {
             name: {key: _whole(value) for key, value in own.items()}
             for name, own in state["optimizer"].items() if name.startswith(begin)
         }  # fmt: skip
-        if not parameters:
-            raise ValueError(f"the state has no {names[number]}; it is of another model")
         found[number] = {"parameters": parameters, "slots": slots}
     return found
 
