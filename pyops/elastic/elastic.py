@@ -55,7 +55,7 @@ class Elastic:
         learn.
     optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
-    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate`, for the cache.
+    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate(cached=True)`.
     stages: of each replica at the start; the ranks must be a multiple. policy: what decides; None: nothing is ever frozen.
         every: steps between decisions; 0: an epoch.
     costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
@@ -232,13 +232,20 @@ class Elastic:
 
     def evaluate(
         self, count: int, rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
-        *, score: Callable[[Any, Any], Tensor],
+        *, score: Callable[[Any, Any], Tensor], cached: bool = False,
     ) -> float:  # fmt: skip
         """The sum of score(what the last layer returns, target) over `count` held-out samples, shared out over the replicas; on
         every rank, which all call it.
 
-        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments.
+        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments. cached: these are
+        the run's `held_out` samples, the same rows in each call with it, so that what frozen layers say of them is kept and
+        read. ValueError for another count of these.
         """
+        if cached and count != self._held_out:
+            raise ValueError(
+                f"count is {count}, but cached=True is of the {self._held_out} samples of held_out=; give that count, or leave "
+                "cached out"
+            )
         total = 0.0
         if self._here.worker is not None:
             pipeline, replica, replicas = self._here.worker.pipeline, self._here.replica, self.layout.replicas
@@ -248,7 +255,7 @@ class Elastic:
             for some in mine.split(size) if len(mine) else ():
                 portion = self._portion_of(some, batch=count, epoch=0)
                 inputs, target, named = rows_of(portion)
-                if self.is_cached and count == self._held_out:
+                if cached and self.is_cached:
                     numbers = portion.samples
                     named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + self.sampler.samples)}
                 with giving_up(self.message):

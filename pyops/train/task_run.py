@@ -238,7 +238,7 @@ class TaskRun:
     def validate(self) -> float:
         """The share of held-out samples that are known, or nats for each term of their loss; on every rank."""
         total = self.elastic.evaluate(
-            self.task.held_out, lambda share: self._rows(share, held_out=True), score=self.task.score
+            self.task.held_out, lambda share: self._rows(share, held_out=True), score=self.task.score, cached=True
         )  # fmt: skip
         terms = 1 if self.task.metric == "accuracy" else self.task.terms
         return total / (self.task.held_out * terms)

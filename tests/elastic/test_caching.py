@@ -50,7 +50,8 @@ def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> l
             found.append(elastic.step(x, y, share=share, lr=factor * networks.lr_of(share.step)).loss)
         found.append(
             elastic.evaluate(
-                networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right
+                networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right,
+                cached=True,
             )
         )  # fmt: skip
         elastic.decide()
@@ -170,6 +171,29 @@ def test_a_cache_that_fails_in_training_is_lost_once(monkeypatch, caplog):
     elastic.close()
     assert said == wanted
     assert len([record for record in caplog.records if "the memory is gone" in record.getMessage()]) == 1
+
+
+def scored(elastic: Elastic, *, held_out: bool, **named: Any) -> float:
+    def rows_of(share: Any) -> Any:
+        return *networks.rows(share.samples, held_out=held_out), {}
+
+    return elastic.evaluate(networks.HELD_OUT, rows_of, score=networks.loss, **named)
+
+
+def test_another_set_of_as_many_samples_has_its_own_score():
+    with_cache, without = made({"mode": "on"}), made({"mode": "off"})
+    for each in (with_cache, without):
+        trained(each, 2)
+    assert with_cache.is_cached
+    assert kept(with_cache) == networks.HELD_OUT + networks.SAMPLES
+    wanted = [scored(without, held_out=held_out) for held_out in (True, False)]
+    assert wanted[0] != wanted[1]
+    assert scored(with_cache, held_out=True, cached=True) == wanted[0]
+    assert scored(with_cache, held_out=False) == wanted[1]
+    with pytest.raises(ValueError, match="count is 5, but cached=True is of the 13 samples of held_out="):
+        with_cache.evaluate(5, lambda share: (*networks.rows(share.samples), {}), score=networks.loss, cached=True)
+    for each in (with_cache, without):
+        each.close()
 
 
 def test_bad_options():
