@@ -144,20 +144,31 @@ def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
     assert losses(config) == losses(straight)
 
 
-def train_and_stop_rank_1(rank: int, group: Any, config: Config) -> Any:
+def train_and_stop(rank: int, group: Any, config: Config, stopped: int, step: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            stop_before(patch, 5)
+        if rank == stopped:
+            stop_before(patch, step)
         return train(config)
 
 
 def test_ranks_stop_together_and_another_number_goes_on(world, alone, tmp_path):
     config = config_of(tmp_path, pp=2)
-    outcomes = world(2).run(train_and_stop_rank_1, config)
+    outcomes = world(2).run(train_and_stop, config, 1, 5)
     assert {outcome.stopped_by for outcome in outcomes} == {signal.SIGTERM}
     assert len({outcome.steps for outcome in outcomes}) == 1
     other = dataclasses.replace(config, parallel=ParallelConfig(pp=1))
     world(3).run(train_on_rank, other, True)
+    assert same(losses(config), losses(alone))
+    assert same_states(saved(config), saved(alone), within=1e-5)
+
+
+def test_ranks_stop_together_while_one_of_them_is_idle(world, alone, tmp_path):
+    config = config_of(tmp_path, pp=2, replicate=False)
+    outcomes = world(2).run(train_and_stop, config, 0, 13)
+    assert {outcome.stopped_by for outcome in outcomes} == {signal.SIGTERM}
+    assert {outcome.steps for outcome in outcomes} == {15}  # in the middle of the last epoch
+    assert (column(config, "stages")[-1], column(config, "replicas")[-1]) == (1, 1)
+    world(2).run(train_on_rank, config, True)
     assert same(losses(config), losses(alone))
     assert same_states(saved(config), saved(alone), within=1e-5)
 

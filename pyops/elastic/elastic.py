@@ -178,7 +178,8 @@ class Elastic:
     # ------------------------------------------------------------------------------------------------ training
 
     def shares(self) -> Iterator[Portion]:
-        """This replica's part of each batch until the next decision. An idle rank's are skipped."""
+        """This replica's part of each batch until the next decision. An idle rank's are skipped: it is at the next decision at
+        once, and where the others are after `decide` or `state_dict`."""
         for _ in range(self._until_decision()):
             share = self.sampler.next()
             portion = self._portion_of(share.samples, batch=share.batch, epoch=share.epoch)
@@ -276,6 +277,7 @@ class Elastic:
 
         ValueError on every rank for policies that disagree.
         """
+        self._meet()
         self._since = 0
         if self.policy is None or self.frozen == self.blocks:
             return None
@@ -291,6 +293,15 @@ class Elastic:
         reason = self._here.enter(packing, after, states)
         seconds = max(gather(time.perf_counter() - started, group=self.message))
         return Change(frozen, before, self.layout, seconds, reason)
+
+    def _meet(self) -> None:
+        """Idle ranks come to where the others stopped, which may be short of the decision. A collective."""
+        if self.layout.active == self.ranks:
+            return
+        place = gather((self.steps, self._since, self.sampler.state_dict()), group=self.message)[0]  # rank 0 is never idle
+        if not self.is_active:
+            self.steps, self._since, cursor = place
+            self.sampler.load_state_dict(cursor)
 
     def _norms(self) -> list[float]:
         """Of each block's gradients since the last decision, on every rank, idle ones too."""
@@ -311,6 +322,7 @@ class Elastic:
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
         it. A collective."""
+        self._meet()
         writes = self.is_active and self.layout.replica(self.rank) == 0
         run = {
             "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),

@@ -104,6 +104,36 @@ def test_idle_ranks_and_kept_stages_change_no_result(world):
         assert [layout[1:] for layout in layouts] == kept if "compress" in options else layouts[-1][1:] == (1, 1)
 
 
+def stopped_short(rank: int, group: Any, stages: int) -> tuple[list[float], list[Any]]:
+    """Losses, and the place in the run before and after decisions that come two steps after the last."""
+    elastic = Elastic(
+        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=BATCH,
+        seed=5, stages=stages, policy=make_policy("bound"), replicate=False,
+    )  # fmt: skip
+    losses, places = [], []
+    for _ in range(7):
+        for i, share in enumerate(elastic.shares()):
+            x, y = networks.rows(share.samples)
+            losses.append(elastic.step(x, y, share=share, lr=networks.lr_of(share.step)).loss)
+            if i == 1:
+                break
+        run = elastic.state_dict()["elastic"]
+        places.append((run["steps"], run["since"], run["sampler"]))
+        elastic.decide()
+        places.append((elastic.steps, elastic.sampler.epoch, elastic.sampler.position))
+    elastic.close()
+    return losses, places
+
+
+def test_idle_ranks_are_where_the_others_stopped(world):
+    losses, places = stopped_short(0, None, 1)
+    first, second = world(2).run(stopped_short, 2)
+    assert len(second[0]) < len(first[0]) == len(losses)  # the second rank was idle in the end
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+    assert [each[0] for each in places[::2]] == [2, 4, 6, 8, 10, 12, 14]
+    assert first[1] == second[1] == places
+
+
 def test_a_trial_of_micro_batches_changes_no_result(world):
     options = {"trial": with_nothing_named}
     runs = world(2).run(elastic_run, 2, "bound", options)
