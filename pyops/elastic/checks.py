@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from pyops.comm.agreement import gather
 
-__all__ = ["check_agreed", "check_run"]
+__all__ = ["check_agreed", "check_run", "plain"]
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -63,3 +65,10 @@ def check_agreed(
             first, second = cards[0].get(name, "not there"), other.get(name, "not there")
             if first != second:
                 raise ValueError(f"{name} is {first} on rank 0, but {second} on rank {rank}; give all ranks the same")
+
+
+def plain(made: object) -> dict[str, Any]:
+    """The options with which it was made, as far as ranks can compare them: public attributes that are numbers, text or
+    dtypes. Of a function or another object each rank has its own."""
+    public = {name: value for name, value in getattr(made, "__dict__", {}).items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if isinstance(value, Number | str | torch.dtype)}

@@ -27,7 +27,7 @@ from pyops.comm.communicator import release
 from pyops.elastic.arrangement import Arrangement, Options
 from pyops.elastic.caching import CacheOptions
 from pyops.elastic.change import Change
-from pyops.elastic.checks import check_agreed, check_run
+from pyops.elastic.checks import check_agreed, check_run, plain
 from pyops.elastic.groups import giving_up, message_group
 from pyops.elastic.holding import Initialise, let_go
 from pyops.elastic.layout import Layout
@@ -108,10 +108,13 @@ class Elastic:
         except (TypeError, ValueError) as caught:
             error = caught
         agree(error)
+        cache = cache or CacheOptions()
         check_agreed(
             {"samples": samples, "batch": batch, "seed": seed, "every": every, "terms": terms, "schedule": schedule,
              "batch_policy": batch_policy, "lr_rule": lr_rule, "max_grad_norm": max_grad_norm, "compress": compress,
-             "replicate": replicate, "policy": type(policy).__name__, "packing": first}, layers=self.layers,
+             "replicate": replicate, "policy": type(policy).__name__, "the policy": plain(policy), "packing": first,
+             "cache": {**plain(cache), "disk": cache.disk is not None}, "chunk": chunk, "held_out": held_out,
+             "trial": "given" if trial else "None"}, layers=self.layers,
         )  # fmt: skip
         self.message = message_group(patience=idle_timeout)
         options = Options(
@@ -120,7 +123,7 @@ class Elastic:
             initialise=initialise, trial=trial,
         )  # fmt: skip
         self._here = Arrangement(
-            self.layers, options, sampler=self.sampler, cache=cache or CacheOptions(), held_out=held_out, message=self.message
+            self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, message=self.message
         )  # fmt: skip
         self._here.enter(first, self._layout(first), {})
 

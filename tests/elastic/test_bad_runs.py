@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.elastic import Bound, Callback, Elastic, Policy
+from pyops.elastic import Bound, CacheOptions, Callback, Elastic, Policy
 from pyops.elastic.checks import check_agreed
 from pyops.elastic.policy import decide_together
 from tests.elastic import networks
@@ -148,6 +148,11 @@ def errors_of(rank: int, group: Any) -> list[str]:
     caught(lambda: make(stages=2, seed=5 + odd))
     caught(lambda: make(stages=2, costs=[1.0 + 9 * odd] + [1.0] * (BLOCKS + 1)))
     caught(lambda: make(policy=Bound(0.5) if odd else None))
+    caught(lambda: make(policy=Bound(0.5 if odd else 0.25)))
+    caught(lambda: make(cache=CacheOptions("auto", example=lambda samples: (networks.rows(samples)[0], {})) if odd else None))
+    caught(lambda: make(chunk=4 if odd else None))
+    caught(lambda: make(held_out=3 * odd))
+    caught(lambda: make(stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None))
     layers = networks.layers(3 if odd else 2)
     caught(lambda: check_agreed({"batch": 8 + odd, "seed": 1}, layers=networks.layers(2)))
     caught(lambda: check_agreed({"batch": 8}, layers=layers))
@@ -166,6 +171,11 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
         "seed is 5 on rank 0, but 6 on rank 1; give all ranks the same",
         "packing is Packing(frozen=0, stages=2, ",
         "policy is 'NoneType' on rank 0, but 'Bound' on rank 1",
+        "the policy is {'alpha': Fraction(1, 4)} on rank 0, but {'alpha': Fraction(1, 2)} on rank 1; give all ranks the same",
+        "cache is {'mode': 'off', 'disk': False} on rank 0, but {'mode': 'auto', 'disk': False} on rank 1",
+        "chunk is None on rank 0, but 4 on rank 1",
+        "held_out is 0 on rank 0, but 3 on rank 1",
+        "trial is 'None' on rank 0, but 'given' on rank 1",
         "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
         "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
         "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, 4] float32, ",
