@@ -75,6 +75,7 @@ def _act(z, ACTIVATION: tl.constexpr):
         slope = cumulative + z * (tl.exp(-0.5 * z * z) * 0.3989422804014327)
     elif ACTIVATION == "gelu_tanh":
         near = tl.minimum(tl.maximum(z, -40.0), 40.0)  # beyond: 0 and 1, and z^3 can't overflow
+        near = tl.where(z != z, z, near)  # minimum and maximum give the number beside a nan
         s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * near * (1.0 + 0.044715 * near * near)))
         value = z * s
         slope = s + near * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)

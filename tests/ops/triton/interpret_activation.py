@@ -45,3 +45,14 @@ def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     for a, e in zip(kernels.bias_activation_backward(dy, x, bias, **options),
                     contract.bias_activation_backward_reference(dy, x, bias, **options), strict=True):  # fmt: skip
         assert_within_roundings(a, e)
+
+
+@pytest.mark.parametrize("name", contract.ACTIVATIONS)
+def test_a_nan_stays_one(name: str):
+    """In y and in dx: a minimum or a maximum on the way would swallow it. relu's slope is 1 there, as plain torch has it."""
+    x, dy = torch.tensor([[torch.nan, 1.0, -2000.0]]), torch.ones(1, 3)
+    assert kernels.bias_activation(x, None, activation=name).isnan().tolist() == [[True, False, False]]
+    dx, _ = kernels.bias_activation_backward(dy, x, None, activation=name, bias_grad=False)
+    expected, _ = contract.bias_activation_backward_reference(dy, x, None, activation=name, bias_grad=False)
+    torch.testing.assert_close(dx, expected, equal_nan=True)
+    assert dx.isnan().tolist() == [[name != "relu", False, False]]
