@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyops.ops.triton.column_sum import column_sum, row_blocks
-from pyops.ops.triton.launch import computed_in, last_dim_first, on_device, tile
+from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 
 __all__ = ["bias_activation", "bias_activation_backward", "bias_gated", "bias_gated_backward"]
 
@@ -18,6 +18,7 @@ ROWS, COLUMNS = 4, 512  # of a tile
 def bias_activation(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """y = act(x + bias)."""
     x, rows, columns = last_dim_first(x)
+    bias = dense(bias)
     y = torch.empty_like(x)
     _launch(_forward, (x, bias, y), x, rows, columns, activation, HAS_BIAS=bias is not None)
     return y
@@ -26,6 +27,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, *, activation: str) -> Tenso
 def bias_gated(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """y = act(gate + bias_gate) * (up + bias_up)."""
     x, rows, columns = last_dim_first(x)
+    bias = dense(bias)
     y = x.new_empty([*x.shape[:-1], columns // 2])
     _launch(_gated_forward, (x, bias, y), x, rows, columns // 2, activation, HAS_BIAS=bias is not None)
     return y
@@ -47,7 +49,7 @@ def bias_gated_backward(
 
 def _gradients(kernel, dy, x, bias, columns, activation, bias_grad):
     x, rows, width = last_dim_first(x)
-    dx, dy = torch.empty_like(x), dy.contiguous()
+    dx, dy, bias = torch.empty_like(x), dy.contiguous(), dense(bias)
     blocks, tiles = row_blocks(rows, block=ROWS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     partial = x.new_empty((blocks, width) if bias_grad else 0, dtype=wide)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyops.ops.triton.column_sum import column_sum, row_blocks
-from pyops.ops.triton.launch import computed_in, last_dim_first, on_device
+from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_backward", "dropout"]
 
@@ -66,7 +66,7 @@ def _apply(
     lines, across = triton.cdiv(n, row), triton.cdiv(row + 3, 4 * BLOCKS)
     with on_device(x):
         _combine[(lines * across,)](
-            x, bias, None if residual is None else residual.contiguous(), state, out, n, row, row_stride, across,
+            x, dense(bias), dense(residual), dense(state), out, n, row, row_stride, across,
             1 if bias is None else bias.shape[0], C=computed_in(x), DROPS=drops, P=float(np.float32(p)),
             SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0, BLOCKS=BLOCKS,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["computed_in", "last_dim_first", "on_device", "tile"]
+__all__ = ["computed_in", "dense", "last_dim_first", "on_device", "tile"]
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -21,6 +21,11 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def computed_in(x: Tensor) -> Any:
     """fp32, or float64 for float64 tensors."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """x as contiguous, if there is one: a kernel that is given no strides reads what stands next in memory."""
+    return None if x is None else x.contiguous()
 
 
 def tile(n: int, *, most: int) -> int:

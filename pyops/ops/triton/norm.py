@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyops.ops.triton.column_sum import column_sum, row_blocks
-from pyops.ops.triton.launch import computed_in, last_dim_first, on_device, tile
+from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
@@ -77,7 +77,7 @@ def _forward(x, residual, weight, bias, *, eps, offset):
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
     if rows:
-        residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+        residual, weight, bias = (dense(t) for t in (residual, weight, bias))
         constants = _tiling(x, columns, offset)
         with on_device(x):
             _rows_forward[(triton.cdiv(rows, constants["ROWS"]),)](
@@ -94,7 +94,7 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
         of_vectors = [weight.new_zeros(columns if weight_grad else 0) for _ in range(vectors)]
     if not rows:
         return dx, *of_vectors
-    dy, dsum, weight, mean, rstd = (None if t is None else t.contiguous() for t in (dy, dsum, weight, mean, rstd))
+    dy, dsum, weight, mean, rstd = (dense(t) for t in (dy, dsum, weight, mean, rstd))
     constants = _tiling(x, columns, offset)
     together = constants["CHUNKS"] == 1  # then the sums are taken while the row is there
     blocks, tiles = row_blocks(rows, block=constants["ROWS"])

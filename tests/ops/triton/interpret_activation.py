@@ -56,3 +56,14 @@ def test_a_nan_stays_one(name: str):
     expected, _ = contract.bias_activation_backward_reference(dy, x, None, activation=name, bias_grad=False)
     torch.testing.assert_close(dx, expected, equal_nan=True)
     assert dx.isnan().tolist() == [[name != "relu", False, False]]
+
+
+def test_a_bias_with_gaps():
+    x, bias, dy = operands((3, 6), torch.float32, gated=True)
+    gaps = torch.stack([bias, bias + 9.0], dim=-1)[:, 0]
+    dense, options = torch.randn(3, 12), {"activation": "silu"}
+    assert torch.equal(kernels.bias_gated(x, gaps, **options), kernels.bias_gated(x, bias, **options))
+    assert torch.equal(kernels.bias_activation(x, gaps, **options), kernels.bias_activation(x, bias, **options))
+    for kernel, d in ((kernels.bias_gated_backward, dy), (kernels.bias_activation_backward, dense)):
+        for a, e in zip(*(kernel(d, x, b, **options, bias_grad=True) for b in (gaps, bias)), strict=True):
+            assert torch.equal(a, e)

@@ -41,3 +41,11 @@ def test_dropout_of_part_of_each_row():
         assert torch.equal(actual == 0, expected == 0)
         assert 0 < (actual == 0).sum() < x.numel()
         assert_within_roundings(actual, expected)
+
+
+def test_a_bias_and_a_state_with_gaps():
+    x, bias, state = torch.randn(3, 5), torch.randn(5, 2), torch.tensor([[KEYS[0], 4], [5, 6]])
+    actual = kernels.bias_dropout_add(x, bias[:, 0], None, state[:, 0], p=0.4)
+    assert torch.equal(actual, kernels.bias_dropout_add(x, bias[:, 0].clone(), None, state[:, 0].clone(), p=0.4))
+    options = {"p": 0.4, "row": 15, "row_stride": 15}
+    assert torch.equal(kernels.dropout(x, state[:, 0], **options), kernels.dropout(x, state[:, 0].clone(), **options))
