@@ -36,6 +36,8 @@ __all__ = [
     "bias_gated",
     "bias_gated_backward_reference",
     "bias_gated_reference",
+    "check_gradient",
+    "check_layer",
 ]
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -49,7 +51,7 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     Raises ValueError for an unknown activation, a bias of another size, or a dtype that is not of fp32, bf16, fp16, fp64.
     """
     bias = _under_autocast(x, bias)
-    _check("bias_activation", x, bias, activation)
+    check_layer("bias_activation", x, bias, activation)
     return torch.ops.pyops.bias_activation.default(x, bias, activation=activation)
 
 
@@ -60,9 +62,7 @@ def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu
     more tensors of y's size. Raises ValueError as `bias_activation` does, and for an odd last dimension.
     """
     bias = _under_autocast(x, bias)
-    _check("bias_gated", x, bias, activation)
-    if x.shape[-1] % 2:
-        raise ValueError(f"bias_gated takes gate | up in the last dimension, so its size is even; got x of {tuple(x.shape)}")
+    check_layer("bias_gated", x, bias, activation)
     return torch.ops.pyops.bias_gated.default(x, bias, activation=activation)
 
 
@@ -71,7 +71,8 @@ def _under_autocast(x: Tensor, bias: Tensor | None) -> Tensor | None:
     return bias.to(x.dtype) if bias is not None and torch.is_autocast_enabled(x.device.type) else bias
 
 
-def _check(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
+def check_layer(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
+    """Raise ValueError unless the operands of `op`, bias_activation or bias_gated, fit each other."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if x.dtype not in FLOATS or x.dim() == 0:
@@ -81,6 +82,16 @@ def _check(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
         raise ValueError(
             f"{op}: bias must be [{x.shape[-1]}] {x.dtype}, as x's last dimension; got {list(bias.shape)} {bias.dtype}"
         )
+    if op == "bias_gated" and x.shape[-1] % 2:
+        raise ValueError(f"bias_gated takes gate | up in the last dimension, so its size is even; got x of {tuple(x.shape)}")
+
+
+def check_gradient(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> None:
+    """As `check_layer` for the backward of `op`: dy must be of x's dtype and y's shape too."""
+    check_layer(op, x, bias, activation)
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if op == "bias_gated" else tuple(x.shape)
+    if tuple(dy.shape) != shape or dy.dtype != x.dtype:
+        raise ValueError(f"{op}: dy must be {list(shape)} {x.dtype}, as y; got {list(dy.shape)} {dy.dtype}")
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -120,7 +131,7 @@ def _gradients(dz: Tensor, x: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
 
 def bias_activation_reference(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """The meaning of `bias_activation` in plain torch, without its derivative."""
-    _check("bias_activation", x, bias, activation)
+    check_layer("bias_activation", x, bias, activation)
     return _act(_biased(x.detach(), bias), activation).to(x.dtype)
 
 
@@ -128,14 +139,14 @@ def bias_activation_backward_reference(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = dy * act'(x + bias) and dbias, the sum of dx over rows before it is rounded; [0] unless `bias_grad`."""
-    _check("bias_activation", x, bias, activation)
+    check_gradient("bias_activation", dy, x, bias, activation)
     z = _biased(x, bias)
     return _gradients(dy.to(z.dtype) * _slope(z, activation), x, bias_grad)
 
 
 def bias_gated_reference(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """The meaning of `bias_gated` in plain torch, without its derivative."""
-    _check("bias_gated", x, bias, activation)
+    check_layer("bias_gated", x, bias, activation)
     gate, up = _biased(x.detach(), bias).chunk(2, dim=-1)
     return (_act(gate, activation) * up).to(x.dtype)
 
@@ -144,7 +155,7 @@ def bias_gated_backward_reference(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = dgate | dup = dy * (up + b_up) * act'(gate + b_gate) | dy * act(gate + b_gate); dbias as in `bias_activation`."""
-    _check("bias_gated", x, bias, activation)
+    check_gradient("bias_gated", dy, x, bias, activation)
     gate, up = _biased(x, bias).chunk(2, dim=-1)
     dy = dy.to(gate.dtype)
     return _gradients(torch.cat([dy * up * _slope(gate, activation), dy * _act(gate, activation)], dim=-1), x, bias_grad)

@@ -25,6 +25,9 @@ __all__ = [
     "bias_dropout_add",
     "bias_dropout_add_backward_reference",
     "bias_dropout_add_reference",
+    "check_bias_dropout_add",
+    "check_dropout",
+    "check_stream",
     "dropout",
     "dropout_reference",
 ]
@@ -40,17 +43,12 @@ def bias_dropout_add(
     saves `state` alone. Plain torch moves 8 and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p
     outside [0, 1], or another shape or dtype.
     """
-    _check("bias_dropout_add", x, p, state)
+    check_stream("bias_dropout_add", x, p, state)
     if torch.is_autocast_enabled(x.device.type):  # as torch's own additions, to the wider of x and the residual
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         x = x.to(dtype)
         bias, residual = (t if t is None else t.to(dtype) for t in (bias, residual))
-    if bias is not None and (tuple(bias.shape) != tuple(x.shape[-1:]) or bias.dtype != x.dtype):
-        raise ValueError(f"bias_dropout_add: bias must be [{x.shape[-1] if x.dim() else ''}] {x.dtype}, as x's last dimension; "
-                         f"got {list(bias.shape)} {bias.dtype}")  # fmt: skip
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"bias_dropout_add: residual must be as x, {list(x.shape)} {x.dtype}; got {list(residual.shape)} "
-                         f"{residual.dtype}")  # fmt: skip
+    check_bias_dropout_add(x, bias, residual, state, p)
     drops = p > 0 and state is not None
     if not drops and bias is None and residual is None:
         return x
@@ -64,17 +62,37 @@ def dropout(x: Tensor, *, p: float, state: Tensor | None, row: int | None = None
     of several equally long rows of a whole, such as a rank's heads of attention probabilities. `row` None: all of x is one row;
     `row_stride` None: rows follow one another. Moves 2 elements forward and 2 backward for each of x; saves `state`.
     """
-    _check("dropout", x, p, state)
+    check_stream("dropout", x, p, state)
     if not p or state is None:
         return x
     row = max(x.numel(), 1) if row is None else row
     row_stride = row if row_stride is None else row_stride
-    if row < 1 or row_stride < 0:
-        raise ValueError(f"dropout: need row >= 1 and row_stride >= 0; got {row}, {row_stride}")
+    check_dropout(x, state, p, row, row_stride)
     return torch.ops.pyops.dropout.default(x, state, p=p, row=row, row_stride=row_stride)
 
 
-def _check(op: str, x: Tensor, p: float, state: Tensor | None) -> None:
+def check_bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, p: float
+) -> None:  # fmt: skip
+    """Raise ValueError unless the operands of `bias_dropout_add` fit each other."""
+    check_stream("bias_dropout_add", x, p, state)
+    if bias is not None and (tuple(bias.shape) != tuple(x.shape[-1:]) or bias.dtype != x.dtype):
+        raise ValueError(f"bias_dropout_add: bias must be [{x.shape[-1] if x.dim() else ''}] {x.dtype}, as x's last dimension; "
+                         f"got {list(bias.shape)} {bias.dtype}")  # fmt: skip
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"bias_dropout_add: residual must be as x, {list(x.shape)} {x.dtype}; got {list(residual.shape)} "
+                         f"{residual.dtype}")  # fmt: skip
+
+
+def check_dropout(x: Tensor, state: Tensor, p: float, row: int, row_stride: int) -> None:
+    """Raise ValueError unless the operands of `dropout` fit each other."""
+    check_stream("dropout", x, p, state)
+    if row < 1 or row_stride < 0:
+        raise ValueError(f"dropout: need row >= 1 and row_stride >= 0; got {row}, {row_stride}")
+
+
+def check_stream(op: str, x: Tensor, p: float, state: Tensor | None) -> None:
+    """Raise ValueError unless x, p and state are what `op` can draw a mask for."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: p must be a probability in [0, 1], got {p}")
     if x.dtype not in FLOATS:
@@ -104,6 +122,7 @@ def bias_dropout_add_reference(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float
 ) -> Tensor:
     """The meaning of `bias_dropout_add` in plain torch, without its derivative."""
+    check_bias_dropout_add(x, bias, residual, state, p)
     z, n = _wide(x), max(x.numel(), 1)
     kept = _kept(z if bias is None else z + _wide(bias), state, p, row=n, row_stride=n)
     total = kept if residual is None else _wide(residual) + kept
@@ -114,6 +133,7 @@ def bias_dropout_add_backward_reference(
     dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = keep / (1 - p) * dy, [0] when nothing is dropped (it is dy); dbias, dx summed over rows; [0] unless `bias_grad`."""
+    check_stream("bias_dropout_add_backward", dy, p, state)
     n = max(dy.numel(), 1)
     dx = _kept(_wide(dy), state, p, row=n, row_stride=n)
     dbias = (dx.flatten(0, -2).sum(0) if dx.dim() > 1 else dx.clone()) if bias_grad else dx.new_empty(0)
@@ -123,6 +143,7 @@ def bias_dropout_add_backward_reference(
 
 def dropout_reference(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) -> Tensor:
     """The meaning of `dropout` in plain torch, without its derivative."""
+    check_dropout(x, state, p, row, row_stride)
     return _kept(_wide(x), state, p, row=row, row_stride=row_stride).to(x.dtype).clone()
 
 

@@ -25,6 +25,8 @@ __all__ = [
     "add_layer_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "check_backward",
+    "check_forward",
     "layer_norm",
     "layer_norm_backward_reference",
     "layer_norm_reference",
@@ -43,7 +45,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: fl
     all float64. y has the shape and dtype of x. Ba et al., "Layer normalization", arXiv:1607.06450. Raises ValueError for
     other shapes, TypeError for other dtypes.
     """
-    _check([x], weight, bias)
+    check_forward([x], weight, bias)
     return torch.ops.pyops.layer_norm.default(x, weight, bias, eps=eps)[0]
 
 
@@ -52,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
 
     Zhang and Sennrich, "Root mean square layer normalization", arXiv:1910.07467.
     """
-    _check([x], weight, None)
+    check_forward([x], weight, None)
     return torch.ops.pyops.rms_norm.default(x, weight, eps=eps, offset=offset)[0]
 
 
@@ -64,7 +66,7 @@ def add_layer_norm(
     s has the dtype to which torch promotes x and residual; it is rounded to that before it is normalised, so y is what
     layer_norm gives for the s returned. Gradients may arrive at both outputs; they are added in the backward pass itself.
     """
-    _check([x, residual], weight, bias)
+    check_forward([x, residual], weight, bias)
     return torch.ops.pyops.add_layer_norm.default(x, residual, weight, bias, eps=eps)[:2]
 
 
@@ -72,11 +74,12 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(s), s) with s = x + residual, in one pass; as add_layer_norm."""
-    _check([x, residual], weight, None)
+    check_forward([x, residual], weight, None)
     return torch.ops.pyops.add_rms_norm.default(x, residual, weight, eps=eps, offset=offset)[:2]
 
 
-def _check(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> None:
+def check_forward(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError or TypeError unless the operands of a norm, x and perhaps the residual, fit each other."""
     shape = inputs[0].shape
     if not shape or shape[-1] == 0:
         raise ValueError(f"x has shape {tuple(shape)}; a norm is over a last dimension of at least 1")
@@ -93,6 +96,18 @@ def _check(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> None:
         raise TypeError(f"dtypes must be of {_FLOATS}, or all float64; got {[t.dtype for t in tensors]}; cast with .to(dtype)")
 
 
+def check_backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, statistics: list[Tensor]) -> None:
+    """As `check_forward` for a derivative: dy and dsum must be of x's shape, mean and rstd of its leading dimensions."""
+    check_forward([x], weight, None)
+    for name, t, shape in (
+        ("dy", dy, x.shape),
+        ("dsum", dsum, x.shape),
+        *(("mean or rstd", t, x.shape[:-1]) for t in statistics),
+    ):
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+
+
 def _compute(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -103,7 +118,7 @@ def _scale(weight: Tensor, offset: float) -> Tensor:
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean, rstd in plain torch. mean and rstd have x's shape without its last dimension."""
-    _check([x], weight, bias)
+    check_forward([x], weight, bias)
     wide = x.to(_compute(x.dtype))
     mean = wide.mean(-1, keepdim=True)
     rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
@@ -114,7 +129,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """y, rstd in plain torch."""
-    _check([x], weight, None)
+    check_forward([x], weight, None)
     wide = x.to(_compute(x.dtype))
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * rstd * _scale(weight, offset)).to(x.dtype).contiguous(), rstd.squeeze(-1)
@@ -124,7 +139,7 @@ def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, x + residual, mean, rstd in plain torch."""
-    _check([x, residual], weight, bias)
+    check_forward([x, residual], weight, bias)
     s = (x + residual).contiguous()
     y, mean, rstd = layer_norm_reference(s, weight, bias, eps=eps)
     return y, s, mean, rstd
@@ -134,7 +149,7 @@ def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual, rstd in plain torch."""
-    _check([x, residual], weight, None)
+    check_forward([x, residual], weight, None)
     s = (x + residual).contiguous()
     y, rstd = rms_norm_reference(s, weight, eps=eps, offset=offset)
     return y, s, rstd
@@ -152,6 +167,7 @@ def layer_norm_backward_reference(
     With h = (x - mean) rstd and g = dy weight: dx = rstd (g - mean(g) - h mean(g h)) + dsum; dweight = sum of dy h over all
     rows, dbias = sum of dy, both of weight's dtype, and of no elements unless `weight_grad`.
     """
+    check_backward(dy, dsum, x, weight, [mean, rstd])
     wide, dy = x.to(mean.dtype), dy.to(mean.dtype)
     h = (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     g = dy * _scale(weight, 0.0)
@@ -165,6 +181,7 @@ def rms_norm_backward_reference(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, *, offset: float, weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx, dweight in plain torch; as layer_norm's without mean(g), and with h = x rstd, g = dy (offset + weight)."""
+    check_backward(dy, dsum, x, weight, [rstd])
     wide, dy = x.to(rstd.dtype), dy.to(rstd.dtype)
     h = wide * rstd.unsqueeze(-1)
     g = dy * _scale(weight, offset)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyops.ops.activation import FLOATS
 from pyops.ops.library import define
 
-__all__ = ["rotary", "rotary_reference"]
+__all__ = ["check", "rotary", "rotary_reference"]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -26,11 +26,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     cos, sin: fp32 [T, R/2] or [B, T, R/2], R <= K. Moves 2 elements forward and 2 backward for each of x. Computed in fp32
     (float64 for float64 x), rounded once. Raises ValueError when the shapes don't fit.
     """
-    _check(x, cos, sin)
+    check(x, cos, sin)
     return torch.ops.pyops.rotary.default(x, cos, sin, interleaved=interleaved, inverse=False)
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError unless the operands of `rotary` fit each other."""
     if x.dim() != 4 or x.dtype not in FLOATS:
         raise ValueError(
             f"rotary: x must be [B, T, H, K] of float32, bfloat16, float16 or float64; got {list(x.shape)} {x.dtype}"
@@ -46,7 +47,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
     """The meaning of `rotary` in plain torch, without its derivative; `inverse` turns back."""
-    _check(x, cos, sin)
+    check(x, cos, sin)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     c, s = (table.to(dtype).unsqueeze(-2) for table in (cos, -sin if inverse else sin))
     half = cos.shape[-1]

@@ -284,16 +284,16 @@ def test_refusals(device: torch.device):
         norm.rms_norm(x.long(), weight)
 
 
-@pytest.mark.cpu_only
-def test_the_ops_themselves_refuse_what_would_be_read_past_its_end():
+def test_the_ops_themselves_refuse_what_would_be_read_past_its_end(device: torch.device):
     """Called without the wrappers, as a compiled graph does."""
-    x, weight, ops = torch.zeros(2, 4), torch.ones(4), torch.ops.pyops
+    x, weight, ones = (torch.ones(shape, device=device) for shape in ((2, 4), (4,), (3,)))
+    ops = torch.ops.pyops
     error = (RuntimeError, ValueError)
     with pytest.raises(error):
         ops.layer_norm.default(x, weight[:3], None, eps=1e-5)
     with pytest.raises(error):
         ops.add_rms_norm.default(x, x[:1], weight, eps=1e-5, offset=0.0)
     with pytest.raises(error):
-        ops.rms_norm_backward.default(x[:1], None, x, weight, torch.ones(3), offset=0.0, weight_grad=True)
+        ops.rms_norm_backward.default(x[:1], None, x, weight, ones, offset=0.0, weight_grad=True)
     with pytest.raises(error):
-        ops.layer_norm_backward.default(x, x.half(), x, weight, torch.ones(2), torch.ones(3), weight_grad=True)
+        ops.layer_norm_backward.default(x, x.half(), x, weight, ones[:2], ones, weight_grad=True)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyops.ops.activation import check_gradient, check_layer
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 
@@ -17,6 +18,7 @@ ROWS, COLUMNS = 4, 512  # of a tile
 
 def bias_activation(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """y = act(x + bias)."""
+    check_layer("bias_activation", x, bias, activation)
     x, rows, columns = last_dim_first(x)
     bias = dense(bias)
     y = torch.empty_like(x)
@@ -26,6 +28,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, *, activation: str) -> Tenso
 
 def bias_gated(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     """y = act(gate + bias_gate) * (up + bias_up)."""
+    check_layer("bias_gated", x, bias, activation)
     x, rows, columns = last_dim_first(x)
     bias = dense(bias)
     y = x.new_empty([*x.shape[:-1], columns // 2])
@@ -37,6 +40,7 @@ def bias_activation_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx, and dbias or [0]."""
+    check_gradient("bias_activation", dy, x, bias, activation)
     return _gradients(_backward, dy, x, bias, x.shape[-1], activation, bias_grad)
 
 
@@ -44,6 +48,7 @@ def bias_gated_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """dx = dgate | dup, and dbias or [0]."""
+    check_gradient("bias_gated", dy, x, bias, activation)
     return _gradients(_gated_backward, dy, x, bias, x.shape[-1] // 2, activation, bias_grad)
 
 

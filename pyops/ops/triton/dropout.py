@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyops.ops.dropout import check_bias_dropout_add, check_dropout, check_stream
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device
 
@@ -24,17 +25,20 @@ BLOCKS = 256  # of four elements, in a tile
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float) -> Tensor:
     """residual + keep / (1 - p) * (x + bias)."""
+    check_bias_dropout_add(x, bias, residual, state, p)
     n = max(x.numel(), 1)
     return _apply(x, bias, residual, state, p=p, row=n, row_stride=n)
 
 
 def dropout(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) -> Tensor:
     """keep / (1 - p) * x."""
+    check_dropout(x, state, p, row, row_stride)
     return _apply(x, None, None, state, p=p, row=row, row_stride=row_stride)
 
 
 def bias_dropout_add_backward(dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool) -> tuple[Tensor, Tensor]:
     """dx, [0] when nothing is dropped; dbias, the sum of dx as it was rounded, or [0]."""
+    check_stream("bias_dropout_add_backward", dy, p, state)
     n = max(dy.numel(), 1)
     drops = state is not None and p > 0.0
     dx = _apply(dy, None, None, state, p=p, row=n, row_stride=n) if drops else dy.new_empty(0)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyops.ops.norm import check_backward, check_forward
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 
@@ -71,6 +72,7 @@ def _tiling(x: Tensor, columns: int, offset: float | None) -> dict[str, Any]:
 
 
 def _forward(x, residual, weight, bias, *, eps, offset):
+    check_forward([x] if residual is None else [x, residual], weight, bias)
     x, rows, columns = last_dim_first(x)
     y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     s = y if residual is None else torch.empty_like(y)
@@ -88,6 +90,7 @@ def _forward(x, residual, weight, bias, *, eps, offset):
 
 
 def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
+    check_backward(dy, dsum, x, weight, [mean, rstd])
     x, rows, columns = last_dim_first(x)
     dx, vectors = torch.empty_like(x), 2 if offset is None else 1
     if not rows or not weight_grad:

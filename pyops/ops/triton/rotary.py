@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyops.ops.rotary import check
 from pyops.ops.triton.launch import computed_in, on_device, tile
 
 __all__ = ["rotary"]
@@ -15,6 +16,7 @@ HEADS = 8  # of a tile
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
     """Pairs of x [B, T, H, K] turned, or turned back."""
+    check(x, cos, sin)
     B, T, H, K = x.shape
     out = x.new_empty(x.shape)
     if not x.numel():

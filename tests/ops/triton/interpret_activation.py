@@ -67,3 +67,19 @@ def test_a_bias_with_gaps():
     for kernel, d in ((kernels.bias_gated_backward, dy), (kernels.bias_activation_backward, dense)):
         for a, e in zip(*(kernel(d, x, b, **options, bias_grad=True) for b in (gaps, bias)), strict=True):
             assert torch.equal(a, e)
+
+
+def test_refusals():
+    """The launchers check what memory they will touch, also where no wrapper did."""
+    x, wide, options = torch.zeros(2, 5), torch.zeros(2, 6), {"activation": "gelu", "bias_grad": False}
+    with pytest.raises(ValueError, match=r"bias_activation: dy must be \[2, 5\] torch.float32, as y; got \[1, 5\]"):
+        kernels.bias_activation_backward(x[:1], x, None, **options)
+    with pytest.raises(ValueError, match=r"bias_gated: dy must be \[2, 3\] torch.float32, as y; got \[2, 6\]"):
+        kernels.bias_gated_backward(wide, wide, None, **options)
+    with pytest.raises(ValueError, match="its size is even"):
+        kernels.bias_gated(x, None, activation="silu")
+    for kernel in (kernels.bias_activation, kernels.bias_gated):
+        with pytest.raises(ValueError, match=r"activation must be one of .*; got 'elu'"):
+            kernel(wide, None, activation="elu")
+        with pytest.raises(ValueError, match=r"bias must be \[6\]"):
+            kernel(wide, torch.zeros(5), activation="silu")

@@ -49,3 +49,16 @@ def test_a_bias_and_a_state_with_gaps():
     assert torch.equal(actual, kernels.bias_dropout_add(x, bias[:, 0].clone(), None, state[:, 0].clone(), p=0.4))
     options = {"p": 0.4, "row": 15, "row_stride": 15}
     assert torch.equal(kernels.dropout(x, state[:, 0], **options), kernels.dropout(x, state[:, 0].clone(), **options))
+
+
+def test_refusals():
+    """The launchers check what memory they will touch, also where no wrapper did."""
+    x, state = torch.zeros(2, 5), torch.tensor([KEYS[0], 0])
+    with pytest.raises(ValueError, match=r"residual must be as x, \[2, 5\]"):
+        kernels.bias_dropout_add(x, None, x[:1], state, p=0.5)
+    with pytest.raises(ValueError, match=r"bias must be \[5\]"):
+        kernels.bias_dropout_add(x, torch.zeros(4), None, state, p=0.5)
+    with pytest.raises(ValueError, match="need row >= 1"):
+        kernels.dropout(x, state, p=0.5, row=0, row_stride=1)
+    with pytest.raises(ValueError, match=r"state must be int64 \[2\]"):
+        kernels.bias_dropout_add_backward(x, state[:1], p=0.5, bias_grad=True)

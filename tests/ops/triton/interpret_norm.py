@@ -101,3 +101,18 @@ def test_what_is_not_finite_stays_in_its_row():
     ):
         assert y[1:3].isnan().any(dim=-1).all()
         assert y[[0, 3]].isfinite().all()
+
+
+def test_refusals():
+    """The launchers check what memory they will touch, also where no wrapper did."""
+    x, weight, rstd = torch.zeros(2, 4), torch.ones(4), torch.ones(2)
+    with pytest.raises(ValueError, match=r"weight and bias must have shape \[4\]"):
+        kernels.layer_norm(x, weight[:3], None, eps=1e-5)
+    with pytest.raises(ValueError, match="x and residual must have one shape"):
+        kernels.add_rms_norm(x, x[:1], weight, eps=1e-5, offset=0.0)
+    with pytest.raises(ValueError, match=r"dy must have shape \[2, 4\], got \[1, 4\]"):
+        kernels.rms_norm_backward(x[:1], None, x, weight, rstd, offset=0.0, weight_grad=True)
+    with pytest.raises(ValueError, match=r"dsum must have shape \[2, 4\], got \[1, 4\]"):
+        kernels.rms_norm_backward(x, x[:1], x, weight, rstd, offset=0.0, weight_grad=True)
+    with pytest.raises(ValueError, match=r"mean or rstd must have shape \[2\], got \[3\]"):
+        kernels.layer_norm_backward(x, None, x, weight, rstd, torch.ones(3), weight_grad=True)

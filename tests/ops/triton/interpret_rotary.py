@@ -22,3 +22,10 @@ def test_rotary(interleaved: bool):
             options = {"interleaved": interleaved, "inverse": inverse}
             actual = kernels.rotary(x, angle.cos(), angle.sin(), **options)
             assert_within_roundings(actual, contract.rotary_reference(x, angle.cos(), angle.sin(), **options))
+
+
+def test_refusals():
+    """The launcher checks what memory it will touch, also where no wrapper did."""
+    table = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"cos and sin must be float32 \[3, R/2\]"):
+        kernels.rotary(torch.zeros(2, 3, 2, 6), table, table, interleaved=False, inverse=False)
