@@ -18,8 +18,9 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 def check_run(
-    layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str, has_initialise: bool
-) -> None:
+    layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str, has_initialise: bool,
+    batch_policy: str, terms: int, chunk: int | None, held_out: int, max_grad_norm: float | None, idle_timeout: float,
+) -> None:  # fmt: skip
     """ValueError for numbers that don't fit each other, a parameter of two layers, and one that nothing gives values to."""
     if len(layers) < 3:
         raise ValueError(f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more")
@@ -33,6 +34,19 @@ def check_run(
         raise ValueError(f"schedule is {schedule!r}; it must be 1f1b or gpipe, which go with any number of stages")
     if batch < ranks // stages:
         raise ValueError(f"batch is {batch}, fewer than the {ranks // stages} replicas; take {ranks // stages} or more")
+    replicas = ranks // stages
+    if batch_policy == "replica" and batch % replicas:
+        raise ValueError(
+            f"batch is {batch}, which {replicas} replicas can't share evenly, but batch_policy 'replica' gives each as many; "
+            f"take a multiple of {replicas}"
+        )
+    for what, value, least in (("terms", terms, 1), ("chunk", 1 if chunk is None else chunk, 1), ("held_out", held_out, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{what} is {value!r}; it must be a whole number, {least} or more")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be more than 0, or None, which clips nothing")
+    if not idle_timeout > 0:
+        raise ValueError(f"idle_timeout is {idle_timeout}; it must be a number of seconds, more than 0")
     owner: dict[int, str] = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters():

@@ -95,13 +95,14 @@ class Elastic:
         try:
             check_run(
                 self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule,
-                has_initialise=initialise is not None,
+                has_initialise=initialise is not None, batch_policy=batch_policy, terms=terms, chunk=chunk, held_out=held_out,
+                max_grad_norm=max_grad_norm, idle_timeout=idle_timeout,
             )  # fmt: skip
             self._replicas = self.ranks // stages
             self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
             self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
             first = self._pack(0)
-            each = batch if batch_policy == "global" else max(1, batch // self._replicas)
+            each = batch if batch_policy == "global" else batch // self._replicas
             self.sampler = Sampler(
                 samples, batch=each, seed=seed, replicas=self._replicas, batch_policy=batch_policy, lr_rule=lr_rule
             )  # fmt: skip
@@ -119,7 +120,7 @@ class Elastic:
         self.message = message_group(patience=idle_timeout)
         options = Options(
             loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, key=self._key,
-            chunk=chunk or self._micro_rows(self._layout(first)),
+            chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk,
             initialise=initialise, trial=trial,
         )  # fmt: skip
         self._here = Arrangement(

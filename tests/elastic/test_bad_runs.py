@@ -68,6 +68,14 @@ def table_on_meta() -> dict[str, nn.Module]:
         ({"every": -1}, "every is -1; it must be 0"),
         ({"schedule": "zbv"}, "schedule is 'zbv'; it must be 1f1b or gpipe"),
         ({"batch": 0}, "batch is 0"),
+        ({"terms": 0}, "terms is 0; it must be a whole number, 1 or more"),
+        ({"terms": -1}, "terms is -1"),
+        ({"chunk": 0}, "chunk is 0; it must be a whole number, 1 or more"),
+        ({"held_out": -5}, "held_out is -5; it must be a whole number, 0 or more"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0; it must be more than 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm is nan"),
+        ({"idle_timeout": 0.0}, "idle_timeout is 0.0; it must be a number of seconds, more than 0"),
         ({"samples": 0}, "samples is 0; it must be a whole number, 1 or more"),
         ({"batch_policy": "each"}, "batch_policy is 'each'"),
         ({"lr_rule": "square"}, "lr_rule is 'square'"),
@@ -153,6 +161,7 @@ def errors_of(rank: int, group: Any) -> list[str]:
     caught(lambda: make(chunk=4 if odd else None))
     caught(lambda: make(held_out=3 * odd))
     caught(lambda: make(stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None))
+    caught(lambda: make(batch=9, batch_policy="replica"))
     layers = networks.layers(3 if odd else 2)
     caught(lambda: check_agreed({"batch": 8 + odd, "seed": 1}, layers=networks.layers(2)))
     caught(lambda: check_agreed({"batch": 8}, layers=layers))
@@ -176,6 +185,7 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
         "chunk is None on rank 0, but 4 on rank 1",
         "held_out is 0 on rank 0, but 3 on rank 1",
         "trial is 'None' on rank 0, but 'given' on rank 1",
+        "batch is 9, which 2 replicas can't share evenly, but batch_policy 'replica' gives each as many; take a multiple of 2",
         "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
         "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
         "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, 4] float32, ",
