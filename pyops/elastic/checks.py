@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import gather
 
@@ -21,7 +22,8 @@ def check_run(
     layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str, has_initialise: bool,
     batch_policy: str, terms: int, chunk: int | None, held_out: int, max_grad_norm: float | None, idle_timeout: float,
 ) -> None:  # fmt: skip
-    """ValueError for numbers that don't fit each other, a parameter of two layers, and one that nothing gives values to."""
+    """ValueError for numbers that can't be or don't fit each other, parameters that are of two layers, not to be trained, or
+    given values by nothing, and norms over the rows of a batch."""
     if len(layers) < 3:
         raise ValueError(f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more")
     if stages < 1 or ranks % stages:
@@ -54,11 +56,23 @@ def check_run(
                 raise ValueError(
                     f"{name}.{own} is a parameter of {first} too, which may be frozen before it; give each its own"
                 )
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"{name}.{own} has requires_grad False, but active layers are trained whole; register it as a buffer, or set "
+                    "requires_grad"
+                )
         for own, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             if tensor.is_meta and not has_initialise:
                 raise ValueError(
                     f"{name}.{own} is on the meta device, and nothing gives it values; give initialise=, a function of a "
                     "layer's name and the layer that fills its parameters and buffers"
+                )
+        for own, module in layer.named_modules(prefix=name):
+            # The rows that fill up a batch would count in its statistics; replicas' running ones would drift apart.
+            if isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats):
+                raise ValueError(
+                    f"{own} is a {type(module).__name__}, whose statistics would change with the layout and with the rows that "
+                    "fill up a batch; use a norm over a row's own values, such as LayerNorm or GroupNorm"
                 )
 
 

@@ -50,6 +50,18 @@ def tied() -> dict[str, nn.Module]:
     return found
 
 
+def fixed() -> dict[str, nn.Module]:
+    found = networks.layers(BLOCKS)
+    found["embedding"].bias.requires_grad_(False)
+    return found
+
+
+def normed(norm: nn.Module) -> dict[str, nn.Module]:
+    found = networks.layers(BLOCKS)
+    found["blocks.2"].norm = norm
+    return found
+
+
 def table_on_meta() -> dict[str, nn.Module]:
     found = networks.layers(BLOCKS)
     found["blocks.1"].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
@@ -63,6 +75,10 @@ def table_on_meta() -> dict[str, nn.Module]:
         ({"layers": table_on_meta()}, "blocks.1.table is on the meta device, and nothing .*; give initialise="),
         ({"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}}, "there are 2 layers; give an embedding, blocks"),
         ({"layers": tied()}, r"blocks.3.up.weight is a parameter of blocks.0 too"),
+        ({"layers": fixed()}, "embedding.bias has requires_grad False, but active layers are trained whole; register it as a"),
+        ({"layers": normed(nn.BatchNorm1d(12))}, "blocks.2.norm is a BatchNorm1d, .*; use a norm over a row's own values"),
+        ({"layers": normed(nn.BatchNorm2d(12, track_running_stats=False).eval())}, "blocks.2.norm is a BatchNorm2d"),
+        ({"layers": normed(nn.InstanceNorm1d(12, track_running_stats=True))}, "blocks.2.norm is a InstanceNorm1d"),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
         ({"stages": 0}, "stages is 0"),
         ({"every": -1}, "every is -1; it must be 0"),
@@ -87,6 +103,11 @@ def table_on_meta() -> dict[str, nn.Module]:
 def test_what_can_not_be(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_norms_over_a_row_may_be():
+    for norm in (nn.LayerNorm(12), nn.GroupNorm(3, 12), nn.InstanceNorm1d(12)):
+        make(normed(norm)).close()
 
 
 def test_bad_alpha():
