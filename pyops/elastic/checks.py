@@ -58,8 +58,8 @@ def check_run(
                 )
             if not parameter.requires_grad:
                 raise ValueError(
-                    f"{name}.{own} has requires_grad False, but active layers are trained whole; register it as a buffer, or set "
-                    "requires_grad"
+                    f"{name}.{own} has requires_grad False, but active layers are trained whole; register it as a buffer, or "
+                    "set requires_grad"
                 )
         for own, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             if tensor.is_meta and not has_initialise:
