@@ -216,7 +216,8 @@ class Elastic:
     ) -> Step:  # fmt: skip
         """One step with this rank's part of a batch; every active rank calls it.
 
-        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. flag: of this rank; the Step says whether
+        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. lr: takes the place of the optimizer's
+        default; parameter groups that were given another keep its ratio to that. flag: of this rank; the Step says whether
         any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
         at different times, 0 where they are always the same: what is kept of one is not read for another.
         """

@@ -58,6 +58,7 @@ class Worker:
         )  # fmt: skip
         named = [(name, parameter) for buffer in self.buffers for name, parameter in _named(buffer)]
         self.optimizer = make_optimizer(named) if named else None
+        self._rates = [] if self.optimizer is None else _rates(self.optimizer)
         if self.optimizer is not None:
             self._load_slots(states)
 
@@ -106,7 +107,10 @@ class Worker:
         return loss
 
     def step(self, *, lr: float, max_grad_norm: float | None) -> float:
-        """One optimizer step with these gradients; their norm over all stages. Nothing changes where that is not finite."""
+        """One optimizer step with these gradients; their norm over all stages. Nothing changes where that is not finite.
+
+        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that.
+        """
         told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64)
         for buffer in self.buffers:
             told[0] += squared_norm([buffer.grad])[0].to("cpu")
@@ -120,8 +124,8 @@ class Worker:
         if max_grad_norm is not None and norm > max_grad_norm:
             for buffer in self.buffers:
                 buffer.grad.mul_(max_grad_norm / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = lr * rate
         self.optimizer.step()
         return norm
 
@@ -185,3 +189,14 @@ def make_pipeline(
 def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
     # From the first layer to the last, as in the model; a buffer has them the other way round.
     return list(zip(buffer.names, buffer.parameters, strict=True))[::-1]
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group as a multiple of the optimizer's default, which is the same on ranks that have not all
+    groups. ValueError where that is 0 and a group has another."""
+    default, own = optimizer.defaults.get("lr"), [group.get("lr") for group in optimizer.param_groups]
+    if not default:
+        if any(own):
+            raise ValueError(f"the optimizer's default lr is {default}, but its groups have {own}; give it one")
+        return [1.0] * len(own)
+    return [float(rate) / float(default) for rate in own]
