@@ -165,7 +165,9 @@ def _encode(
 ) -> None:
     n, blocks = u.numel(), -(-u.numel() // block)
     largest = torch.nn.functional.pad(u.abs(), (0, blocks * block - n)).view(blocks, block).amax(dim=1)
-    scales = torch.where(largest.isfinite(), largest / _LIMITS[format], torch.nan)
+    # Divided by a tensor: by a Python number, CUDA multiplies with its reciprocal, which is another number in the last bit.
+    limit = torch.tensor(_LIMITS[format], dtype=torch.float32, device=u.device)
+    scales = torch.where(largest.isfinite(), largest / limit, torch.nan)
     each = _each(scales, n, block)
     t = torch.where(each > 0, (u / each).clamp(-_LIMITS[format], _LIMITS[format]), 0.0)
     codes = _codes(t, format, random)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyops.ops import quantize
 from tests.ops.test_onebit import F, numbers, same
@@ -221,3 +222,22 @@ def test_refusals(device: torch.device):
         with pytest.raises((RuntimeError, ValueError), match=text):
             call()
     assert (payload == 77).all()
+
+
+@pytest.mark.cpu_only
+@FORMAT
+def test_the_definition_divides_by_tensors(format: str):
+    """By a Python number, torch multiplies with its reciprocal on CUDA, so that the last bit would be another one there."""
+
+    class Divisors(TorchDispatchMode):
+        found: tuple[object, ...] = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+                self.found += (args[1],)
+            return func(*args, **(kwargs or {}))
+
+    with Divisors() as divisors:
+        quantize.quantize_encode_reference(empty(64, 32, torch.device("cpu")), torch.randn(64), block=32, format=format)
+    assert len(divisors.found) == 2
+    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors.found)
