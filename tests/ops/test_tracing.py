@@ -21,7 +21,7 @@ def state(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, y: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    angle = torch.arange(5, device=x.device, dtype=torch.float32)[:, None] * torch.tensor([1.0, 0.1], device=x.device)
+    angle = torch.arange(5, device=x.device, dtype=torch.float32)[:, None] * 0.1 ** torch.arange(2, device=x.device)
     return rotary.rotary((x * w + y + b).view(2, 5, 3, 4), angle.cos(), angle.sin())
 
 
