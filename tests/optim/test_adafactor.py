@@ -15,6 +15,8 @@ from tests.optim.layer_oracle import flat_twin, gradients, layers, padding_of
 from tests.optim.pairs import assert_equal, twins
 from tests.tolerance import assert_close_to_reference
 
+pytestmark = pytest.mark.cpu_only  # Adafactor has no CUDA kernel yet; tests/ops/test_library.py knows the op among those
+
 F32, BF16 = torch.float32, torch.bfloat16
 # Matrices of one row, of one column, of more than a band, of three dimensions; vectors within and beyond a tile; none.
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -126,7 +128,6 @@ def test_a_transposed_parameter_is_exact(device: torch.device):
     assert not turned.grad.any()  # type: ignore[union-attr]
 
 
-@pytest.mark.cpu_only
 def test_threads_change_no_bit():
     results, threads = [], torch.get_num_threads()
     try:
