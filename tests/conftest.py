@@ -9,6 +9,7 @@ import torch
 
 from tests.workers import world  # noqa: F401 - a fixture, found by name
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it at the first product on a GPU, whoever makes it
 DEVICE = os.environ.get("PYOPS_TEST_DEVICE", "cpu")
 
 

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from pyops.config import ConfigError, TrainConfig
 from pyops.train.meeting import Meeting
 
-__all__ = ["StopRequest", "joined_ranks", "stand_by"]
+__all__ = ["StopRequest", "fix_products", "joined_ranks", "stand_by"]
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
@@ -34,6 +36,8 @@ def joined_ranks(
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
+        if config.deterministic:
+            fix_products(device)
     meeting = None
     if "RANK" in os.environ and not dist.is_initialized():
         meeting = Meeting.of_environment()
@@ -53,11 +57,29 @@ def stand_by() -> int:
     return Meeting.of_environment().until_over()
 
 
+def fix_products(device: torch.device) -> None:
+    """Choose cuBLAS's workspace so that products have the same bits each time.
+
+    torch reads the choice once in a process, at the first product on a GPU. Raises ConfigError when that one was before.
+    """
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    square = torch.ones(2, 2, device=device)
+    try:
+        with _deterministic():
+            torch.mm(square, square)
+    except RuntimeError as error:
+        if WORKSPACE not in str(error):
+            raise
+        raise ConfigError(
+            f"train.deterministic needs the environment variable {WORKSPACE}=:4096:8 before the first matrix product on a GPU, "
+            "and this process made one without it; set it before Python starts, or train.deterministic to false"
+        ) from error
+
+
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Only kernels that give the same bits each time; attention's backward, above all, has faster ones that don't."""
     before = torch.are_deterministic_algorithms_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         yield
