@@ -19,6 +19,7 @@ from pyops.metrics import read_rows
 from pyops.models import ViTConfig
 from pyops.train import train
 from pyops.train.task_run import TaskRun
+from tests import tiny_run
 from tests.tiny_run import losses, norms, same, train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -200,3 +201,17 @@ def test_another_model_is_not_resumed(alone):
     other = dataclasses.replace(alone, vit=dataclasses.replace(alone.vit, num_layers=5))
     with pytest.raises(ConfigError, match=r"vit\.num_layers is 5"):
         train(other, resume=True)
+
+
+def test_a_run_that_freezes_and_one_that_does_not_resume_their_own_alone(tmp_path):
+    plain = tiny_run.config_of(tmp_path, "cpu", name="plain", steps=2, sample_tokens=0)
+    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, tied_head=False))
+    freezing = dataclasses.replace(plain, name="freezing", elastic=ElasticConfig(freeze="bound", alpha=0.4))
+    train(plain)
+    train(dataclasses.replace(freezing, task=TaskConfig(epochs=1)))
+    with pytest.raises(ConfigError, match=r"a run over text in which nothing was frozen.* elastic\.freeze to 'none'"):
+        train(dataclasses.replace(freezing, name="plain"), resume=True)
+    with pytest.raises(
+        ConfigError, match=r"of task\.kind 'text', but this one .* set task\.kind and elastic\.freeze as they were"
+    ):
+        train(dataclasses.replace(plain, name="freezing"), resume=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pyops.comm.failure import GRACE, lost_peer
 
-__all__ = ["agree", "gather", "on_first_rank"]
+__all__ = ["agree", "gather", "on_all_ranks", "on_first_rank"]
 
 T = TypeVar("T")
 PATIENCE = 2 * GRACE + 1  # others may come here only when they have waited for each other elsewhere
@@ -51,6 +51,19 @@ def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) ->
         except TypeError:  # an exception that is not made from one text
             raised = RuntimeError(f"{kind.__name__}: {text}")
         raise raised
+
+
+def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Run `function`, which communicates nothing, on every rank; each one's own result, or on all the error of any."""
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    agree(error, group=group)
+    found: T = result
+    return found
 
 
 def on_first_rank(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import agree, gather, on_all_ranks
 from pyops.comm.communicator import release
 from pyops.elastic.arrangement import Arrangement, Options
 from pyops.elastic.caching import CacheOptions
@@ -35,7 +36,7 @@ from pyops.elastic.packing import Machine, Packing, pack
 from pyops.elastic.policy import Policy, decide_together
 from pyops.elastic.portion import Portion, Step, portion_of
 from pyops.elastic.sampler import Sampler
-from pyops.elastic.saving import saved, states_of
+from pyops.elastic.saving import run_of, saved, states_of
 from pyops.elastic.transition import State, carry
 from pyops.elastic.trial import RowsOf
 from pyops.elastic.worker import MakeOptimizer
@@ -345,30 +346,16 @@ class Elastic:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A collective.
 
-        ValueError, on every rank alike, for the state of another model, other data or another policy.
+        ValueError, on every rank alike and before anything is changed, for the state of another model, other data, another
+        policy, or of a run that is not elastic.
         """
-        run = state["elastic"]
-        if not 0 <= run["frozen"] <= self.blocks:
-            raise ValueError(
-                f"the state has {run['frozen']} frozen blocks, but there are {self.blocks}; it is of another model"
-            )
-        if (run["policy"] is None) != (self.policy is None):
-            raise ValueError("one of the state and this run has a policy, and the other none; give the policy that was saved")
-        if self.policy is not None:
-            self.policy.load_state_dict(run["policy"])
+        packing, layout, states = on_all_ranks(lambda: self._read(state), group=self.message)
+        run, policy = state["elastic"], self.policy
+        if policy is not None:
+            on_all_ranks(lambda: policy.load_state_dict(run["policy"]), group=self.message)
         self.sampler.load_state_dict(run["sampler"])
         self._here.leave()
         self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]
-        packing = self._pack(self.frozen + 1 if self.frozen else 0)
-        layout = self._layout(packing)
-        own = layout.layers(self.rank) if layout.is_active(self.rank) else range(0)
-        error: Exception | None = None
-        states: dict[int, State] = {}
-        try:
-            states = states_of(state, layers=self.layers, numbers=own)
-        except Exception as caught:
-            error = caught
-        agree(error, group=self.message)
         for layer in self.layers.values():
             let_go(layer)
         self._here.forget()
@@ -377,6 +364,15 @@ class Elastic:
             pairs = zip(run["meter"]["squares"], self._here.held, strict=True)
             mine = [square if here else 0.0 for square, here in pairs]
             self._here.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, State]]:
+        """How the run of this state goes on, and the states of this rank's layers then. ValueError for that of another run."""
+        run = run_of(state, blocks=self.blocks, has_policy=self.policy is not None)
+        copy(self.sampler).load_state_dict(run["sampler"])  # which says whether it can
+        packing = self._pack(run["frozen"] + 1 if run["frozen"] else 0)
+        layout = self._layout(packing)
+        own = layout.layers(self.rank) if layout.is_active(self.rank) else range(0)
+        return packing, layout, states_of(state, layers=self.layers, numbers=own)
 
     def close(self) -> None:
         """Let go of groups and memory; every rank calls it at the end."""

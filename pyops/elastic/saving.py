@@ -17,7 +17,7 @@ from pyops.elastic.holding import values_of
 from pyops.elastic.transition import State
 from pyops.flat import Shard
 
-__all__ = ["saved", "states_of"]
+__all__ = ["run_of", "saved", "states_of"]
 
 
 def saved(states: Mapping[int, State], *, writes: bool) -> dict[str, Any]:
@@ -36,18 +36,29 @@ def _shard(tensor: Tensor, writes: bool) -> Shard:
     return Shard(tuple(tensor.shape), (0,) * tensor.dim(), tensor, copy=not writes)
 
 
+def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mapping[str, Any]:
+    """What is in a state besides tensors. ValueError for that of another kind of run, of as many blocks and with a policy."""
+    if "elastic" not in state:
+        raise ValueError("the state has no 'elastic': it is of a run that was not elastic; give what Elastic.state_dict told")
+    run: Mapping[str, Any] = state["elastic"]
+    if (others := len(run["meter"]["squares"])) != blocks:
+        raise ValueError(f"the state is of a model with {others} blocks, but there are {blocks}; give the model that was saved")
+    if (run["policy"] is None) == has_policy:
+        raise ValueError("one of the state and this run has a policy, and the other none; give the policy that was saved")
+    return run
+
+
 def states_of(state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]) -> dict[int, State]:
     """The states of these layers, read from what `saved` gave all together. layers: all of them, by name.
 
-    ValueError for a tensor of a layer that is not there.
+    ValueError, before anything is read, for a tensor of these layers that is not there or is another one, and for one that no
+    layer has.
     """
     found: dict[int, State] = {}
     names = list(layers)
+    _check(state["model"], layers, [names[number] for number in numbers])
     for number in numbers:
         begin = f"{names[number]}."
-        missing = next((own for own in values_of(layers[names[number]]) if f"{begin}{own}" not in state["model"]), None)
-        if missing is not None:
-            raise ValueError(f"the state has no {begin}{missing}; it is of another model")
         parameters = {name: _whole(value) for name, value in state["model"].items() if name.startswith(begin)}
         slots = {
             name: {key: _whole(value) for key, value in own.items()}
@@ -55,6 +66,22 @@ def states_of(state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numb
         }  # fmt: skip
         found[number] = {"parameters": parameters, "slots": slots}
     return found
+
+
+def _check(saved: Mapping[str, Any], layers: Mapping[str, nn.Module], wanted: Sequence[str]) -> None:
+    here = {f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in values_of(layer).items()}
+    if (extra := next((name for name in saved if name not in here), None)) is not None:
+        raise ValueError(f"the state has {extra}, which this model has not; give the model that was saved")
+    for name in (f"{layer}.{own}" for layer in wanted for own in values_of(layers[layer])):
+        if name not in saved:
+            raise ValueError(f"the state has no {name}; it is of another model; give the one that was saved")
+        there, tensor = saved[name], here[name]
+        shape = there.global_shape if isinstance(there, Shard) else there.shape
+        if tuple(shape) != tuple(tensor.shape) or there.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} is {[*shape]} {there.dtype} in the state, but {[*tensor.shape]} {tensor.dtype} here; give the model "
+                "that was saved"
+            )
 
 
 def _whole(value: Any) -> Any:

@@ -279,6 +279,12 @@ class Run:
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. Raises ConfigError when it is of another model."""
         state, own = load(path, lazy=True, compare=True)  # damage met later is not met by all ranks
+        if "elastic" in state:
+            raise ConfigError(
+                f"checkpoint {path} is of a run over numbered samples, of task.kind {state['task']['kind']!r}, but this one is "
+                "over text in which nothing is frozen; set task.kind and elastic.freeze as they were, or give this run another "
+                "name"
+            )
         now = {f"model.{k}": v for k, v in asdict(self.config.model).items()}
         now |= {"precision.dtype": self.precision.name, **self._recipe()}
         before = {f"model.{k}": v for k, v in state["model_config"].items()} | {"precision.dtype": state["precision"]}

@@ -267,6 +267,11 @@ class TaskRun:
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint, on any number of ranks. ConfigError when it is of another model or task."""
         state, own = load(path, lazy=True, compare=True)
+        if "elastic" not in state:
+            raise ConfigError(
+                f"checkpoint {path} is of a run over text in which nothing was frozen, but this one is over numbered samples; "
+                "set task.kind to 'text' and elastic.freeze to 'none', or give this run another name"
+            )
         section = KINDS[self.config.task.kind]
         now = {f"{section}.{key}": value for key, value in asdict(getattr(self.config, section)).items()}
         now |= {"task.kind": self.config.task.kind, "precision.dtype": self.precision.name}

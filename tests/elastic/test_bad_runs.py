@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pyops.elastic import Bound, CacheOptions, Callback, Elastic, Policy
+from pyops.checkpoint import load, save
+from pyops.elastic import Bound, CacheOptions, Callback, Elastic, GradientNorm, Policy
 from pyops.elastic.checks import check_agreed
 from pyops.elastic.policy import decide_together
 from tests.elastic import networks
@@ -213,3 +215,59 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
     )
     for text, beginning in zip(first, beginnings, strict=True):
         assert text.startswith(beginning)
+
+
+def another(what: str) -> dict[str, Any]:
+    """The state of a run that differs in one thing."""
+    layers, policy, options = networks.layers(5 if what == "blocks" else BLOCKS), Bound(0.4), {}
+    policy.decide([1.0] * BLOCKS, 0)
+    if what == "shapes":
+        layers["head"] = nn.Linear(networks.WIDTH, 1)
+    elif what == "more":
+        layers["blocks.1"].register_buffer("table", torch.zeros(3))
+    elif what == "fewer":
+        layers["blocks.2"].down = nn.Linear(2 * networks.WIDTH, networks.WIDTH, bias=False)
+    elif what == "data":
+        options = {"samples": networks.SAMPLES + 1}
+    elastic = make(layers, policy={"policy": GradientNorm(0.4), "no policy": None}.get(what, policy), **options)
+    state = elastic.state_dict()
+    elastic.close()
+    return {"model": state["model"]} if what == "kind" else state
+
+
+MESSAGES = {
+    "shapes": "head.weight is [1, 12] torch.float32 in the state, but [5, 12] torch.float32 here",
+    "blocks": "the state is of a model with 5 blocks, but there are 4",
+    "more": "the state has blocks.1.table, which this model has not",
+    "fewer": "the state has no blocks.2.down.bias",
+    "data": "the state is of a sampler with samples=28",
+    "policy": "the state is of the policy 'GradientNorm'",
+    "no policy": "one of the state and this run has a policy",
+    "kind": "the state has no 'elastic': it is of a run that was not elastic",
+}
+
+
+def refused(rank: int, group: Any, folder: Path) -> tuple[list[str], bool, list[float]]:
+    elastic = make(policy=Bound(0.4), stages=2)
+    before, told, losses = elastic.state_dict()["elastic"], [], []
+    for what in MESSAGES:
+        with pytest.raises(ValueError) as caught:
+            elastic.load_state_dict(load(folder / what, lazy=True)[0])
+        told.append(str(caught.value))
+    unchanged = elastic.state_dict()["elastic"] == before
+    for _ in range(2):
+        for share in elastic.shares():
+            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+        elastic.decide()
+    elastic.close()
+    return told, unchanged, losses
+
+
+def test_the_state_of_another_run_changes_nothing(world, tmp_path):
+    for what in MESSAGES:
+        save(tmp_path / what, another(what))
+    losses, *_ = networks.plain(BLOCKS, epochs=2, batch=BATCH, policy=Bound(0.4))
+    for told, unchanged, theirs in world(2).run(refused, tmp_path):
+        assert [text[: len(expected)] for text, expected in zip(told, MESSAGES.values(), strict=True)] == [*MESSAGES.values()]
+        assert unchanged
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(losses), rtol=1e-6, atol=1e-6)
