@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,49 @@ def test_the_batch_of_each_replica_kept_means_fewer_steps(world, tmp_path):
     assert rates[8] > 1.5 * rates[7]
     # The last step begins with 3 epochs of 4 steps and 840 samples behind it, 2 steps of the batch at the start.
     assert rates[-1] == pytest.approx(2 * config.optimizer.lr_at(14, num_steps=16))
+
+
+def saved_steps(config: Config) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted((config.folder / "checkpoints").iterdir())]
+
+
+def test_without_epochs_it_trains_as_many_steps_as_it_is_told(tmp_path):
+    config = config_of(tmp_path, cache="off")
+    options = dataclasses.replace(config.train, steps=6, keep=9)
+    config = dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
+    outcome = train(config)
+    assert outcome.steps == 6
+    assert column(config, "step") == [*range(6)]
+    assert column(config, "lr") == [config.optimizer.lr_at(step, num_steps=6) for step in range(6)]
+    assert saved_steps(config) == [4, 6]
+    assert column(config, "validation_accuracy")[1:] == [outcome.accuracy]
+    again = train(config, resume=True)
+    assert (again.steps, again.accuracy) == (6, outcome.accuracy)
+
+
+def interval_of(folder: Path, name: str, *, pp: int) -> Config:
+    """Decisions, checkpoints and the end, none of them where an epoch ends."""
+    config = config_of(folder, name=name, pp=pp, cache="off", every=5, replicate=False)
+    options = dataclasses.replace(config.train, steps=14, checkpoint_every=3, keep=9)
+    return dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
+
+
+def test_checkpoints_in_the_middle_of_an_epoch_while_ranks_are_idle(world, tmp_path):
+    alone, config = interval_of(tmp_path, "alone", pp=1), interval_of(tmp_path, "ranks", pp=4)
+    train(alone)
+    world(4).run(train_on_rank, config)
+    for each in (alone, config):
+        assert saved_steps(each) == [3, 4, 6, 8, 9, 12, 14]
+        assert column(each, "frozen") == column(alone, "frozen")
+    assert len(set(column(alone, "frozen"))) > 2
+    assert min(column(config, "stages")) < 4, "no rank was idle"
+    assert same(losses(config), losses(alone))
+    straight = losses(config)
+    for step in (9, 12, 14):
+        shutil.rmtree(config.folder / "checkpoints" / f"step-{step:08}")
+    world(4).run(train_on_rank, config, True)
+    assert losses(config) == straight
+    assert saved_steps(config)[-3:] == [9, 12, 14]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class TrainConfig:
     batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0: all
     of its share. device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each
     time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
-    keep: checkpoints that stay.
+    A run over samples validates at the end of each epoch instead, and saves there, too. keep: checkpoints that stay.
     """
 
     steps: int = 1000

@@ -26,9 +26,9 @@ class TaskConfig:
     library a passage is from, by [bert], and before that "masked_text", masked tokens of the library. [data]
     validation_fraction is held out, of passages by file.
 
-    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: as many steps as
-    train.steps. copies: of each image of a digit in an epoch: itself, and others
-    that are turned, scaled and shifted a little, each its own way.
+    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: train.steps steps,
+    of the batch at the start, which may end in the middle of an epoch. copies: of each image of a digit in an epoch: itself,
+    and others that are turned, scaled and shifted a little, each its own way.
     passages: of each family to train on, spread over its files; 0: all there are.
     """
 

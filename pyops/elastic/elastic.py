@@ -182,16 +182,20 @@ class Elastic:
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def shares(self) -> Iterator[Portion]:
-        """This replica's part of each batch until the next decision. An idle rank's are skipped: it is at the next decision at
-        once, and where the others are after `decide` or `state_dict`."""
-        for _ in range(self._until_decision()):
+    def shares(self, *, most: int | None = None) -> Iterator[Portion]:
+        """This replica's part of each batch until the next decision, or of `most` batches, the same number on all ranks:
+        `is_due` then says whether the decision comes next. An idle rank's are skipped: it is at the end at once, and where the
+        others are after `decide` or `state_dict`."""
+        batches = self._until_decision()
+        for _ in range(batches if most is None else min(batches, most)):
             share = self.sampler.next()
             portion = self._portion_of(share.samples, batch=share.batch, epoch=share.epoch)
             self.steps += 1
             if (worker := self._here.worker) is not None:
                 worker.prefetch(self.sampler.peek())
                 yield portion
+            else:
+                self._since += 1  # as `step` does elsewhere
 
     @property
     def is_due(self) -> bool:

@@ -73,15 +73,15 @@ class TaskRun:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
         initialise.forget_weights()
         self.per_epoch = -(-self.task.samples // options.batch)
-        self.epochs = config.task.epochs or -(-options.steps // self.per_epoch)
-        self.epoch, self.skipped, self.score = 0, 0, math.nan
+        self.num_steps = config.task.epochs * self.per_epoch or options.steps
+        self.skipped, self.score = 0, math.nan
 
         on_first_rank(lambda: prepare_folder(config, resume=resume))
         if latest is not None:
             self.restore(latest)
         self.log = MetricsLog(config.folder, first_step=self.elastic.steps) if self.rank == 0 else None
         self.display = Display(
-            config.name, num_steps=self.epochs * self.per_epoch, first_step=self.elastic.steps, every=options.log_every,
+            config.name, num_steps=self.num_steps, first_step=self.elastic.steps, every=options.log_every,
             quiet=self.rank != 0,
         )  # fmt: skip
         self.display.note(self._introduction(resumed=latest, wanted=resume))
@@ -135,9 +135,11 @@ class TaskRun:
     def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
         task, layout = self.task, self.elastic.layout
         layers = f"{layout.replicas} x {layout.stages} stages, {layout.micro_batches} micro-batches"
+        epochs = self.config.task.epochs
+        length = f"{epochs} epochs" if epochs else f"{self.num_steps} steps in epochs"
         text = (
             f"{task.name}: {self.num_parameters / 1e6:.2f} M parameters on {layout.ranks} x {self.device.type}, "
-            f"{task.samples:,} samples, {task.held_out:,} held out; {self.epochs} epochs of {self.per_epoch} steps\n{layers}"
+            f"{task.samples:,} samples, {task.held_out:,} held out; {length} of {self.per_epoch} steps\n{layers}"
         )
         if resumed is not None:
             return f"{text}\nresumed from {resumed}"
@@ -146,42 +148,59 @@ class TaskRun:
     # ------------------------------------------------------------------------------------------------ training
 
     @property
-    def done(self) -> float:
-        """Epochs behind us, with the part of this one."""
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self._left() <= 0
+
+    def _left(self) -> int:
+        """Samples from here on, counted from the next one's epoch, to the run's end: beyond that epoch's where it goes on."""
         sampler = self.elastic.sampler
-        return sampler.epoch + sampler.position / sampler.samples
+        epoch, position = sampler.epoch, sampler.position
+        if position == sampler.samples:
+            epoch, position = epoch + 1, 0
+        return (self.num_steps - epoch * self.per_epoch) * self.config.train.batch - position
+
+    def _ahead(self) -> int:
+        """Batches until the run ends or a checkpoint is due, the same on all ranks."""
+        every, batches = self.config.train.checkpoint_every, -(-self._left() // self.elastic.sampler.global_batch)
+        return min(batches, every - self.elastic.steps % every) if every else batches
 
     def loop(self, request: StopRequest) -> bool:
-        """All epochs that are left; True when a signal to any rank ended them early."""
-        while self.done < self.epochs:
+        """All steps that are left; True when a signal to any rank ended them early."""
+        every = self.config.train.checkpoint_every
+        while not self.is_over:
             row: dict[str, Any] | None = None
             broken = False
-            for share in self.elastic.shares():
+            for share in self.elastic.shares(most=self._ahead()):
                 if row is not None:
                     self._tell(row)
                 row, broken = self.train_step(share, stop=bool(request.number))
                 if broken:
                     break
-            broken, asked = self.elastic.any_of(broken and not self.elastic.is_due), self.elastic.any_of(bool(request.number))
-            if not broken:
+            ends = self.elastic.is_due or self.is_over
+            broken, asked = self.elastic.any_of(broken and not ends), self.elastic.any_of(bool(request.number))
+            if ends and not broken:
                 self._conclude(row)
             elif row is not None:
                 self._tell(row)
-            over = self.elastic.sampler.position == self.elastic.sampler.samples
-            if over or broken or asked:
+            due = bool(every) and self.elastic.steps % every == 0
+            if due or self._at_epoch_end() or self.is_over or broken or asked:
                 self.save()
-            if broken or (asked and self.done < self.epochs):
+            if broken or (asked and not self.is_over):
                 return True
         return False
 
+    def _at_epoch_end(self) -> bool:
+        return self.elastic.sampler.position == self.elastic.sampler.samples
+
     def _conclude(self, row: dict[str, Any] | None) -> None:
-        """At a decision: how well the held-out samples are known, at the end of an epoch, and what was changed. row: of the
-        last step; None on a rank that had none."""
+        """At a decision, and at the run's end: how well the held-out samples are known, if an epoch ends, or the run, and what
+        was changed. row: of the last step; None on a rank that had none."""
         ends: dict[str, Any] = {}
-        if self.elastic.sampler.position == self.elastic.sampler.samples:
+        if self._at_epoch_end() or self.is_over:
             self.score = self.validate()
             ends["validation_accuracy" if self.task.metric == "accuracy" else "validation_loss"] = self.score
-        change = self.elastic.decide() if self.done < self.epochs else None
+        change = self.elastic.decide() if not self.is_over else None
         if change is not None:
             ends["transition_s"] = change.seconds
         if row is not None:
@@ -218,7 +237,7 @@ class TaskRun:
         """Of the step of this share, the last that was taken: a function of the samples seen before, whatever the batches."""
         sampler = self.elastic.sampler
         step = share.epoch * self.per_epoch + (sampler.position - share.batch) / self.config.train.batch
-        return sampler.lr_factor * self.config.optimizer.lr_at(step, num_steps=self.epochs * self.per_epoch)
+        return sampler.lr_factor * self.config.optimizer.lr_at(step, num_steps=self.num_steps)
 
     def _rows(self, share: Portion, *, epoch: int = 0, held_out: bool = False) -> tuple[Any, Any, dict[str, Any]]:
         inputs, target, named = self.task.batch(share.samples, epoch=epoch, held_out=held_out)
