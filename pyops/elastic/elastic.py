@@ -14,6 +14,7 @@ place in the data and all counters are those of a run whose layout does not chan
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -235,8 +236,10 @@ class Elastic:
         count = share.batch * self._terms
         with giving_up(self.message):
             loss = worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
-            self._here.meter.observe()
-            norm = worker.step(lr=lr, max_grad_norm=self.max_grad_norm)
+            norm = worker.norm()
+            if math.isfinite(norm):  # in all stages: a step that is not taken counts in none
+                self._here.meter.observe()
+            worker.update(norm, lr=lr, max_grad_norm=self.max_grad_norm)
         self._portion = None
         self._since += 1
         return Step(loss / count, norm, worker.flagged)
@@ -285,13 +288,14 @@ class Elastic:
     def decide(self) -> Change | None:
         """Ask the policy, and go over to the layout that follows. A collective of all ranks, idle ones too.
 
-        ValueError on every rank for policies that disagree.
+        Where no step was taken since the last decision, the policy is asked at the next one. ValueError on every rank for
+        policies that disagree.
         """
         self._meet()
         self._since = 0
-        if self.policy is None or self.frozen == self.blocks:
+        if self.policy is None or self.frozen == self.blocks or (norms := self._norms()) is None:
             return None
-        frozen = decide_together(self.policy, self._norms(), self.frozen, group=self.message)
+        frozen = decide_together(self.policy, norms, self.frozen, group=self.message)
         if frozen == self.frozen:
             return None
         started = time.perf_counter()
@@ -313,15 +317,12 @@ class Elastic:
             self.steps, self._since, cursor = place
             self.sampler.load_state_dict(cursor)
 
-    def _norms(self) -> list[float]:
-        """Of each block's gradients since the last decision, on every rank, idle ones too."""
-        norms: list[float] | None = None
-        error: Exception | None = None
-        try:
-            norms = self._here.gradient_norms()
-        except ValueError as caught:
-            error = caught
-        agree(error, group=self.message)
+    def _norms(self) -> list[float] | None:
+        """Of each block's gradients since the last decision, on every rank, idle ones too; None where no step was taken."""
+        measured = None if self._here.worker is None else self._here.meter.steps
+        if 0 in gather(measured, group=self.message):
+            return None
+        norms = self._here.gradient_norms()
         return next(each for each in gather(norms, group=self.message) if each is not None)
 
     def states(self) -> dict[int, State]:

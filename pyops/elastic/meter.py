@@ -57,6 +57,11 @@ class Meter:
         self._squares += torch.where(sound, found, 0.0)
         self._steps += sound
 
+    @property
+    def steps(self) -> int:
+        """How many were measured since the last decision."""
+        return int(self._steps.item())
+
     def _squares_of(self, named: Mapping[str, Tensor] | None) -> Tensor:
         """Each layer's, of those that are told by name."""
         names = [name for layer in self._layers for name in layer]

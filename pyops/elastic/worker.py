@@ -106,11 +106,8 @@ class Worker:
         self.flagged = bool(flags)
         return loss
 
-    def step(self, *, lr: float, max_grad_norm: float | None) -> float:
-        """One optimizer step with these gradients; their norm over all stages. Nothing changes where that is not finite.
-
-        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that.
-        """
+    def norm(self) -> float:
+        """Of these gradients over all stages; nan where it is not finite. The same on all ranks."""
         told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64)
         for buffer in self.buffers:
             told[0] += squared_norm([buffer.grad])[0].to("cpu")
@@ -118,16 +115,21 @@ class Worker:
             all_reduce(told, group=self.groups.pipeline, label="the squared norm over the stages")
         squares, flags = told.tolist()
         self.flagged = bool(flags)
-        norm = math.sqrt(squares) if math.isfinite(squares) else math.nan
+        return math.sqrt(squares) if math.isfinite(squares) else math.nan
+
+    def update(self, norm: float, *, lr: float, max_grad_norm: float | None) -> None:
+        """One optimizer step with these gradients, of that norm; nothing where it is not finite.
+
+        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that.
+        """
         if self.optimizer is None or not math.isfinite(norm):
-            return norm
+            return
         if max_grad_norm is not None and norm > max_grad_norm:
             for buffer in self.buffers:
                 buffer.grad.mul_(max_grad_norm / (norm + 1e-6))
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = lr * rate
         self.optimizer.step()
-        return norm
 
     # ------------------------------------------------------------------------------------------------ states
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,50 @@ def test_the_state_of_another_run_changes_nothing(world, tmp_path):
         assert [text[: len(expected)] for text, expected in zip(told, MESSAGES.values(), strict=True)] == [*MESSAGES.values()]
         assert unchanged
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+
+
+class Overflowing(nn.Linear):
+    """A head whose weight's gradient, and no other, is infinite while `now`."""
+
+    now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.now and weight.requires_grad:
+            weight = weight.clone()
+            weight.register_hook(lambda gradient: gradient * math.inf)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def overflowing(rank: int, group: Any, stages: int) -> tuple[list[tuple[int, tuple[float, ...]]], list[int]]:
+    """What the policy was asked, and after how many steps; steps that were not taken."""
+    layers, asked, skipped = networks.layers(BLOCKS), [], []
+    head = Overflowing(networks.WIDTH, networks.LABELS)
+    head.load_state_dict(layers["head"].state_dict())
+
+    def keep(norms: tuple[float, ...], frozen: int) -> int:
+        asked.append((elastic.steps, norms))
+        return 3 if elastic.steps >= 4 else frozen
+
+    elastic = make({**layers, "head": head}, policy=Callback(keep), stages=stages, every=2, replicate=False)
+    for _ in range(4):
+        for share in elastic.shares():
+            head.now = share.step in (1, 4, 5)
+            found = elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step))
+            if not math.isfinite(found.grad_norm):
+                skipped.append(share.step)
+        elastic.decide()
+    elastic.close()
+    return asked, skipped
+
+
+def test_steps_that_are_not_taken_count_in_no_stage_and_end_no_run(world):
+    alone, skipped = overflowing(0, None, 1)
+    assert [steps for steps, _ in alone] == [2, 4, 8]  # not after 6, as both steps were not taken
+    first, second = world(2).run(overflowing, 2)
+    assert first[1] == skipped == [1, 4, 5]
+    assert second[1] == [1]  # it was idle then
+    for theirs, _ in (first, second):
+        assert [steps for steps, _ in theirs] == [2, 4, 8]
+        for (_, norms), (_, expected) in zip(theirs, alone, strict=True):
+            assert norms == pytest.approx(expected, rel=1e-5)
