@@ -162,6 +162,8 @@ def test_a_graph_replays_the_step(device, from_table):
 def test_nothing_waits_for_the_device(device, from_table):
     lists = on(device, make_lists(FP32, BF16, FP32, None))
     step = step_of(lists, optimizer_table(*lists) if from_table else None)
+    step()  # loaded at its first launch, which may wait
+    torch.cuda.synchronize()
     torch.cuda._sleep(100_000_000)
     busy = torch.cuda.Event()
     busy.record()
@@ -176,6 +178,8 @@ def test_nothing_waits_for_the_device(device, from_table):
 
 def test_the_current_stream_is_used(device):
     out = torch.zeros(1 << 20, device=device)
+    random.philox_uniform_(out, key=1, offset=0, row=1 << 20, row_stride=0)  # loaded at its first launch, which may wait
+    out.zero_()
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
