@@ -48,15 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(device=torch.device(given.device), rounds=given.rounds, only=given.only)
     from benchmarks import harness, report
 
+    status = 0
     for name in given.names or names():
         print(f"{name} on {options.device}, {torch.get_num_threads()} threads", flush=True)
-        rows = importlib.import_module(f"benchmarks.bench_{name}").run(options)
+        try:
+            rows = importlib.import_module(f"benchmarks.bench_{name}").run(options)
+        except harness.FailedCases as error:
+            print(f"{name}: {error}", flush=True)
+            rows, status = error.rows, 1
         if not given.no_save and (path := harness.append_rows(rows)) is not None:
             print(f"{len(rows)} rows appended to {path.relative_to(FOLDER.parent)}")
     if not given.no_save:
         for path in report.write_tables():
             print(f"tables written in {path.relative_to(FOLDER.parent)}")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.__main__ import Options
-from benchmarks.harness import Case, Row, run_cases
+from benchmarks.harness import Case, Row, keep_row, run_cases
 from pyops.optim import SGD, Adagrad, AdamW, Lion
 
 __all__ = ["cases", "run"]
@@ -311,4 +311,5 @@ def run(options: Options) -> list[Row]:
     for name, count, limit in ((f"host cost of a step, {MANY} tensors", MANY, 300.0), ("host cost of a step, flat", 1, 60.0)):
         if only in name:
             rows.append(overhead(name, parameters(count, 1, device=device), device=device, limit_us=limit))
+            keep_row(rows[-1])
     return rows

@@ -12,8 +12,10 @@ and the number of repetitions is the first rank's.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -24,10 +26,21 @@ import torch
 
 from benchmarks import machine
 
-__all__ = ["Alone", "Case", "Ranks", "Row", "append_rows", "format_row", "measure", "quantiles", "run_cases"]
+__all__ = [
+    "Alone", "Case", "FailedCases", "Ranks", "Row", "append_rows", "format_row", "keep_row", "measure", "quantiles",
+    "run_cases",
+]  # fmt: skip
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
+
+
+class FailedCases(Exception):
+    """Some cases of a bench raised; `rows` are those of the others."""
+
+    def __init__(self, rows: list[Row], failed: list[str]) -> None:
+        super().__init__(f"{len(failed)} cases failed, {len(rows)} did not: {'; '.join(failed)}")
+        self.rows, self.failed = rows, failed
 
 
 class Ranks(Protocol):
@@ -187,11 +200,30 @@ def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
 def run_cases(cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01) -> list[Row]:
     """Measure cases one after another in this process and print each row as it comes.
 
-    A case may be given as a function that makes it, so that its tensors exist only while it is measured.
+    A case may be given as a function that makes it, so that its tensors exist only while it is measured. Where the environment
+    variable PYOPS_BENCH_ROWS names a file, each row is appended to it at once: a bench that is stopped keeps what it has.
+    Raises FailedCases at the end when a case raised; its error is printed and the others are measured all the same.
     """
-    rows = []
+    rows: list[Row] = []
+    failed: list[str] = []
     for case in cases:
-        row = measure(case if isinstance(case, Case) else case(), rounds=rounds, sample_seconds=sample_seconds)
+        try:
+            row = measure(case if isinstance(case, Case) else case(), rounds=rounds, sample_seconds=sample_seconds)
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{type(error).__name__}: {error}")
+            print(f"FAILED {failed[-1]}", flush=True)
+            continue
         print(format_row(row), flush=True)
+        keep_row(row)
         rows.append(row)
+    if failed:
+        raise FailedCases(rows, failed)
     return rows
+
+
+def keep_row(row: Row) -> None:
+    """Append the row to the file that PYOPS_BENCH_ROWS names, if it names one."""
+    if path := os.environ.get("PYOPS_BENCH_ROWS"):
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")

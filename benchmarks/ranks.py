@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.harness import Case, Row, format_row, measure
+from benchmarks.harness import Case, Row, format_row, keep_row, measure
 
 __all__ = ["GroupRanks", "measure_on_ranks"]
 
@@ -59,6 +59,7 @@ def _serve(rank: int, size: int, port: int, device_type: str, make_cases: MakeCa
         row = measure(given if isinstance(given, Case) else given(), rounds=options.rounds, ranks=ranks)
         if rank == 0:
             print(format_row(row), flush=True)
+            keep_row(row)
             rows.put(row)
     dist.destroy_process_group()
 

@@ -162,3 +162,27 @@ def test_the_picture_has_a_line_for_each_run(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert slow_link_picture.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert slow_link_picture.smooth([1.0, 3.0])[1] == pytest.approx((0.9 * 0.1 * 1 + 0.1 * 3) / 0.19)
+
+
+def test_a_wrong_case_costs_no_other(tmp_path, monkeypatch, capsys):
+    def wrong():
+        raise AssertionError("differs")
+
+    monkeypatch.setenv("PYOPS_BENCH_ROWS", str(tmp_path / "rows.jsonl"))
+    cases = [case(name="one")[0], case(name="two", check=wrong)[0], case(name="three")[0]]
+    with pytest.raises(harness.FailedCases, match="1 cases failed, 2 did not: AssertionError: differs") as error:
+        harness.run_cases(cases, rounds=1, sample_seconds=1e-6)
+    kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in kept] == [row["case"] for row in error.value.rows] == ["one", "three"]
+    assert "FAILED AssertionError: differs" in capsys.readouterr().out
+
+
+def test_a_bench_with_a_wrong_case_ends_with_another_status(monkeypatch, capsys):
+    rows = [harness.measure(case()[0], rounds=1, sample_seconds=1e-6)]
+
+    def run(options):
+        raise harness.FailedCases(rows, ["AssertionError: differs"])
+
+    monkeypatch.setattr(bench_optim, "run", run)
+    assert entry.main(["optim", "--no-save", "--device", "cpu"]) == 1
+    assert "optim: 1 cases failed, 1 did not: AssertionError: differs" in capsys.readouterr().out
