@@ -3,7 +3,7 @@
 #   make test    build, then run the tests
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff and mypy
-#   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing
+#   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing; PARTS= chooses: see benchmarks/gpu.sh
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 VENV   ?= .venv
