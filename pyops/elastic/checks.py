@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import gather
@@ -60,6 +60,12 @@ def check_run(
                 raise ValueError(
                     f"{name}.{own} has requires_grad False, but active layers are trained whole; register it as a buffer, or "
                     "set requires_grad"
+                )
+        for own, tensor in layer.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor) and (first := owner.setdefault(id(tensor), name)) != name:
+                raise ValueError(
+                    f"{name}.{own} is a buffer of {first} too, and goes where either goes; register it with "
+                    "persistent=False, or give each its own"
                 )
         for own, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             if tensor.is_meta and not has_initialise:

@@ -65,6 +65,14 @@ def normed(norm: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def table_of_two() -> dict[str, nn.Module]:
+    found = networks.layers(BLOCKS)
+    for name in ("blocks.0", "blocks.2"):
+        found[name].register_module("rotary", found["blocks.0"].rotary if name != "blocks.0" else nn.Module())
+    found["blocks.0"].rotary.register_buffer("table", torch.ones(3))
+    return found
+
+
 def table_on_meta() -> dict[str, nn.Module]:
     found = networks.layers(BLOCKS)
     found["blocks.1"].register_buffer("table", torch.empty(3, device="meta"), persistent=False)
@@ -82,6 +90,7 @@ def table_on_meta() -> dict[str, nn.Module]:
         ({"layers": normed(nn.BatchNorm1d(12))}, "blocks.2.norm is a BatchNorm1d, .*; use a norm over a row's own values"),
         ({"layers": normed(nn.BatchNorm2d(12, track_running_stats=False).eval())}, "blocks.2.norm is a BatchNorm2d"),
         ({"layers": normed(nn.InstanceNorm1d(12, track_running_stats=True))}, "blocks.2.norm is a InstanceNorm1d"),
+        ({"layers": table_of_two()}, r"blocks.2.rotary.table is a buffer of blocks.0 too, .*persistent=False"),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
         ({"stages": 0}, "stages is 0"),
         ({"every": -1}, "every is -1; it must be 0"),
