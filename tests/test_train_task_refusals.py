@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyops.config import (
     CommunicationConfig,
@@ -23,6 +24,7 @@ from pyops.config import (
 from pyops.config.task import TaskConfig
 from pyops.models import ViTConfig
 from pyops.train import train
+from pyops.train.task_run import TaskRun
 from tests.tiny_run import train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -81,3 +83,24 @@ def test_fewer_rows_than_replicas(world, tmp_path):
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch=1))
     answers = world(2).run(train_on_rank, config)
     assert all("batch is 1, fewer than the 2 replicas; take 2 or more" in str(answer) for answer in answers), answers
+
+
+def train_without_memory(rank: int, group: Any, config: Config) -> Any:
+    """Where the whole model does not fit the first rank."""
+    inner = TaskRun._model
+
+    def make(self: TaskRun, *, device: torch.device) -> Any:
+        if device.type != "meta":
+            raise torch.OutOfMemoryError("no memory for 70 GiB")
+        return inner(self, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskRun, "_model", make)
+        return train_on_rank(rank, group, config)
+
+
+def test_a_model_that_is_too_large_to_be_measured_in_one_place(world, tmp_path):
+    config = config_of(tmp_path, parallel=ParallelConfig(pp=2), elastic=ElasticConfig(rows_besides=0.0))
+    for answer in world(2).run(train_without_memory, config):
+        assert "elastic.rows_besides is 0, so that rank 0 measures" in str(answer)
+        assert "no memory for 70 GiB; set it to a number of rows" in str(answer)

@@ -22,22 +22,23 @@ MOST = 1024.0  # rows; also where rows cost nothing that can be measured
 
 
 def rows_besides(
-    layers: Sequence[nn.Module], rows_of: Callable[[int], tuple[Any, Any, Mapping[str, Any]]], *,
+    layers: Callable[[], Sequence[nn.Module]], rows_of: Callable[[int], tuple[Any, Any, Mapping[str, Any]]], *,
     loss: Callable[[Any, Any], Tensor], rows: int, rounds: int = 5, group: dist.ProcessGroup | None = None,
 ) -> float:  # fmt: skip
     """How many rows take as long as what a micro-batch costs the whole model besides its rows, in forward and backward.
 
-    Measured with `rows` and a quarter of that, on the group's first rank, while the others wait; every rank gets the number.
-    layers: all of the model, with memory on the first rank; they are left as they were. rows_of: a number of rows -> (inputs,
+    Measured with `rows` and a quarter of that, on the group's first rank, while the others wait; every rank gets the
+    number, or the error.
+    layers: makes all of the model, with memory; called on the first rank alone. rows_of: a number of rows -> (inputs,
     target, named arguments), as for `Pipeline.step`, shape included.
     """
     few, many = max(1, rows // 4), max(2, rows)
 
     def found() -> float:
-        times = []
+        times, whole = [], layers()
         for count in (few, many):
             inputs, target, named = rows_of(count)
-            times.append(_seconds(profile(layers, inputs, target=target, named=named, loss=loss, rounds=rounds)))
+            times.append(_seconds(profile(whole, inputs, target=target, named=named, loss=loss, rounds=rounds)))
         return _crossing(few, times[0], many, times[1])
 
     return on_first_rank(found, group=group)

@@ -22,6 +22,7 @@ from torch import nn
 
 from pyops.checkpoint import CheckpointError, Checkpoints, Stored, load
 from pyops.comm.agreement import on_first_rank
+from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
 from pyops.display import Display, describe_transition
@@ -123,14 +124,21 @@ class TaskRun:
             samples = torch.arange(count) % self.task.samples
             return self._rows(Portion(samples, 0, count, 0, 0, count))
 
-        layers: list[nn.Module] = []
-        if self.rank == 0:  # which measures, with a whole model of its own
+        def layers() -> list[nn.Module]:  # a whole model, on the rank that measures
             model = self._model(device=self.device)
             model.initialize(self.config.train.seed)
-            layers = _layers(model)
-        return rows_besides(
-            layers, rows_of, loss=self.task.loss, rows=max(1, self.config.train.batch // self.config.parallel.pp)
-        )
+            return _layers(model)
+
+        try:
+            rows = max(1, self.config.train.batch // self.config.parallel.pp)
+            return rows_besides(layers, rows_of, loss=self.task.loss, rows=rows)
+        except CommunicationError:
+            raise
+        except (MemoryError, RuntimeError) as error:  # torch has both for memory that is not there
+            raise ConfigError(
+                f"elastic.rows_besides is 0, so that rank 0 measures with the whole model, where it failed: {error}; set it "
+                "to a number of rows, such as 8"
+            ) from error
 
     def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
         task, layout = self.task, self.elastic.layout

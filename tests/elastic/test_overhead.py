@@ -37,7 +37,7 @@ def test_it_is_measured_with_few_rows_and_with_many(monkeypatch):
 
     monkeypatch.setattr(overhead, "profile", profiled)
     layers = [nn.Identity(), nn.Linear(3, 3)]
-    found = rows_besides(layers, rows_of, loss=lambda y, target: (y - target).sum(), rows=16, rounds=1)
+    found = rows_besides(lambda: layers, rows_of, loss=lambda y, target: (y - target).sum(), rows=16, rounds=1)
     assert asked == [4, 16]
     assert found == pytest.approx(5.0)
     assert layers[1].weight.grad is None
