@@ -25,7 +25,7 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 | packing, overhead, confirm, trial, forecast | stages and micro-batches for what is left, and what they would bring |
 | sampler, portion | which samples a replica takes, and in which rows and micro-batches |
 | layout, groups, holding, transition | which rank holds what, who talks with whom, how state gets to the next layout |
-| prefix, cache, disk, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
+| prefix, cache, disk, free_memory, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
 | elastic, checks, change, saving | Elastic: what users call, what must hold first, what it tells and saves |
 | arrangement, worker | what a rank holds and does in one layout |
 | membership | a layout for the ranks that are left, or have come back |

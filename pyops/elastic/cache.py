@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
 from pyops.elastic.disk import DiskTier, page_multiple
+from pyops.elastic.free_memory import free_memory
 
 __all__ = ["ActivationCache", "open_cache"]
 
@@ -189,11 +190,12 @@ def open_cache(
 ) -> ActivationCache | None:
     """An ActivationCache, or None on every rank where there is no room for it, said once: training goes on without.
 
-    budget: None: half of the memory that is free on the first rank. disk: where there is no room for the file, memory alone.
+    budget: None: half of the memory that is free to the first rank (`free_memory`). disk: where there is no room for the file,
+    memory alone.
     """
     first = group is None or dist.get_rank(group) == 0
     if budget is None:
-        budget = gather(_free() // 2, group=group)[0] if group is not None else _free() // 2
+        budget = gather(free_memory() // 2, group=group)[0] if group is not None else free_memory() // 2
     for folder in dict.fromkeys((disk, None)):
         try:
             return ActivationCache(samples, budget=budget, group=group, disk=folder, **options)
@@ -204,14 +206,9 @@ def open_cache(
     return None
 
 
-def _free() -> int:
-    with open("/proc/meminfo") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-
-
 def _make(nbytes: int) -> int:
     """A file without a name, all of whose bytes are there."""
-    free = _free()
+    free = free_memory()
     if nbytes > free:
         raise MemoryError(f"a cache of {nbytes} bytes does not fit: {free} are free; give it a budget, or store 16 bits")
     file_number = os.memfd_create("pyops-activations", os.MFD_CLOEXEC)
