@@ -228,7 +228,8 @@ class Elastic:
         at different times, 0 where they are always the same: what is kept of one is not read for another.
         """
         worker = self._here.worker
-        assert worker is not None
+        if worker is None:
+            raise RuntimeError(f"rank {self.rank} is idle, and has no step to take; call step() for what shares() gives")
         self._portion = share
         if self.layout.frozen:
             named["samples"] = share.samples

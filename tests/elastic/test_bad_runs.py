@@ -122,6 +122,24 @@ def test_norms_over_a_row_may_be():
         make(normed(norm)).close()
 
 
+def step_while_idle(rank: int, group: Any) -> str:
+    elastic = make(stages=2, policy=Callback(everything), replicate=False)
+    for share in elastic.shares():
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
+    elastic.decide()
+    told = ""
+    if not elastic.is_active:
+        with pytest.raises(RuntimeError) as error:
+            elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
+        told = str(error.value)
+    elastic.close()
+    return told
+
+
+def test_a_rank_without_work_can_not_step(world):
+    assert world(2).run(step_while_idle) == ["", "rank 1 is idle, and has no step to take; call step() for what shares() gives"]
+
+
 def test_bad_alpha():
     with pytest.raises(ValueError, match="alpha is 0"):
         Bound(0.0)
