@@ -196,7 +196,8 @@ def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of each group as a multiple of the optimizer's default, which is the same on ranks that have not all
     groups. ValueError where that is 0 and a group has another."""
-    default, own = optimizer.defaults.get("lr"), [group.get("lr") for group in optimizer.param_groups]
+    default: Any = optimizer.defaults.get("lr")
+    own: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not default:
         if any(own):
             raise ValueError(f"the optimizer's default lr is {default}, but its groups have {own}; give it one")

@@ -10,7 +10,7 @@
 | pipelined | a model whose layers lie on the ranks of a pipeline |
 | state, folder | what a checkpoint holds; the folder of a run, to which one run at a time writes |
 | ranks, meeting, membership | the ranks that torchrun started, how they find one another, and a layout for those there are |
-| traffic, notes, outcome | bytes sent, what is logged, how a run ended |
+| traffic, notes, outcome, heap | bytes sent, what is logged, how a run ended; freed memory given back |
 | lr_range | the first steps with a rising learning rate |
 """
 

@@ -32,6 +32,7 @@ from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import continues, finished, only_run_in, prepare_folder
+from pyops.train.heap import trim_after
 from pyops.train.membership import adapted, started_ranks, trouble_ahead
 from pyops.train.notes import collected_notes
 from pyops.train.outcome import Outcome
@@ -196,6 +197,7 @@ class Run:
             **self.traffic.step(),
         }  # fmt: skip
         self.step += 1
+        trim_after(self.step)
         return row, stops > 0
 
     def _differentiate(self, rows_BT: Tensor, *, scale: float) -> Tensor:

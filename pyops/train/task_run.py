@@ -32,6 +32,7 @@ from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
 from pyops.train.first_values import FirstValues
 from pyops.train.folder import prepare_folder
+from pyops.train.heap import trim_after
 from pyops.train.outcome import Outcome
 from pyops.train.ranks import StopRequest
 from pyops.train.recipe import make_named_optimizer, make_policy
@@ -239,6 +240,7 @@ class TaskRun:
             **self._described(), "cached": self.elastic.is_cached, "skipped": self.skipped,
             "memory_gib": peak_memory_gib(self.device), "time": time.time(),
         }  # fmt: skip
+        trim_after(share.step)
         return row, found.flagged
 
     def lr_at(self, share: Portion) -> float:
