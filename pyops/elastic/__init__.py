@@ -26,7 +26,7 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 | sampler, portion | which samples a replica takes, and in which rows and micro-batches |
 | layout, groups, holding, transition | which rank holds what, who talks with whom, how state gets to the next layout |
 | prefix, cache, disk, free_memory, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
-| elastic, checks, change, saving | Elastic: what users call, what must hold first, what it tells and saves |
+| elastic, checks, change, saving, scoring | Elastic: what users call, what must hold first, what it tells, saves and scores |
 | arrangement, worker | what a rank holds and does in one layout |
 | membership | a layout for the ranks that are left, or have come back |
 | picture | a run drawn |

@@ -98,12 +98,19 @@ class Arrangement:
         if self._options.trial is not None and layout.stages > 1:
             packing = self._tried(packing, prefix, self._options.trial)
             self.layout = layout = replace(layout, micro_batches=packing.micro_batches)
-        if self.is_active:
-            options = self._options
-            self.worker = Worker(
-                layout, self.rank, layers=self.layers, prefix=prefix, groups=self._groups, states=states,
-                make_optimizer=options.make_optimizer, loss=options.loss, schedule_name=options.schedule, before=options.key,
-            )  # fmt: skip
+        options, worker = self._options, None
+        try:
+            if self.is_active:
+                worker = Worker(
+                    layout, self.rank, layers=self.layers, prefix=prefix, groups=self._groups, states=states,
+                    make_optimizer=options.make_optimizer, before=options.key,
+                )  # fmt: skip
+        except Exception as caught:
+            error = caught
+        agree(error, group=self.message)
+        if worker is not None:
+            worker.connect(loss=options.loss, schedule_name=options.schedule)
+            self.worker = worker
             blocks = list(self.layers.values())[1:-1]
             self.meter = Meter([list(layer.parameters()) if is_held(layer) else [] for layer in blocks])
         return packing.reason

@@ -21,9 +21,10 @@ SCHEDULES = ("1f1b", "gpipe")
 def check_run(
     layers: Mapping[str, nn.Module], *, ranks: int, stages: int, batch: int, every: int, schedule: str, has_initialise: bool,
     batch_policy: str, terms: int, chunk: int | None, held_out: int, max_grad_norm: float | None, idle_timeout: float,
+    device: torch.device,
 ) -> None:  # fmt: skip
     """ValueError for numbers that can't be or don't fit each other, parameters that are of two layers, not to be trained, or
-    given values by nothing, and norms over the rows of a batch."""
+    given values by nothing, layers on another device, and norms over the rows of a batch."""
     if len(layers) < 3:
         raise ValueError(f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more")
     if stages < 1 or ranks % stages:
@@ -49,6 +50,11 @@ def check_run(
         raise ValueError(f"max_grad_norm is {max_grad_norm}; it must be more than 0, or None, which clips nothing")
     if not idle_timeout > 0:
         raise ValueError(f"idle_timeout is {idle_timeout}; it must be a number of seconds, more than 0")
+    _check_layers(layers, device=device, has_initialise=has_initialise)
+
+
+def _check_layers(layers: Mapping[str, nn.Module], *, device: torch.device, has_initialise: bool) -> None:
+    """What `check_run` says of parameters, buffers and norms."""
     owner: dict[int, str] = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters():
@@ -73,6 +79,9 @@ def check_run(
                     f"{name}.{own} is on the meta device, and nothing gives it values; give initialise=, a function of a "
                     "layer's name and the layer that fills its parameters and buffers"
                 )
+            other = tensor.device.type != device.type or device.index not in (None, tensor.device.index)
+            if other and not tensor.is_meta:
+                raise ValueError(f"{name}.{own} is on {tensor.device}, but device is {device}; move it, or give device=")
         for own, module in layer.named_modules(prefix=name):
             # The rows that fill up a batch would count in its statistics; replicas' running ones would drift apart.
             if isinstance(module, _BatchNorm) or (isinstance(module, _NormBase) and module.track_running_stats):

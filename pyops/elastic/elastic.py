@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather, on_all_ranks
 from pyops.comm.communicator import release
+from pyops.comm.failure import CommunicationError
 from pyops.elastic.arrangement import Arrangement, Options
 from pyops.elastic.caching import CacheOptions
 from pyops.elastic.change import Change
@@ -38,6 +39,7 @@ from pyops.elastic.policy import Policy, decide_together
 from pyops.elastic.portion import Portion, Step, portion_of
 from pyops.elastic.sampler import Sampler
 from pyops.elastic.saving import run_of, saved, states_of
+from pyops.elastic.scoring import scored
 from pyops.elastic.transition import State, carry
 from pyops.elastic.trial import RowsOf
 from pyops.elastic.worker import MakeOptimizer
@@ -60,6 +62,7 @@ class Elastic:
     samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate(cached=True)`.
     stages: of each replica at the start; the ranks must be a multiple. policy: what decides; None: nothing is ever frozen.
         every: steps between decisions; 0: an epoch.
+    device: of the layers that come with memory, and where the others get it.
     costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
         default a micro-batch costs a stage as much as one sample more.
     terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
@@ -98,7 +101,7 @@ class Elastic:
             check_run(
                 self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule,
                 has_initialise=initialise is not None, batch_policy=batch_policy, terms=terms, chunk=chunk, held_out=held_out,
-                max_grad_norm=max_grad_norm, idle_timeout=idle_timeout,
+                max_grad_norm=max_grad_norm, idle_timeout=idle_timeout, device=self.device,
             )  # fmt: skip
             self._replicas = self.ranks // stages
             self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
@@ -122,8 +125,7 @@ class Elastic:
         self.message = message_group(patience=idle_timeout)
         options = Options(
             loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, key=self._key,
-            chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk,
-            initialise=initialise, trial=trial,
+            chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk, initialise=initialise, trial=trial,
         )  # fmt: skip
         self._here = Arrangement(
             self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, message=self.message
@@ -226,6 +228,8 @@ class Elastic:
         default; parameter groups that were given another keep its ratio to that. flag: of this rank; the Step says whether
         any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
         at different times, 0 where they are always the same: what is kept of one is not read for another.
+
+        What goes wrong in the forward or backward of one rank is raised on all active ones; the next step may come.
         """
         worker = self._here.worker
         if worker is None:
@@ -254,7 +258,7 @@ class Elastic:
 
         rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments. cached: these are
         the run's `held_out` samples, the same rows in each call with it, so that what frozen layers say of them is kept and
-        read. ValueError for another count of these.
+        read. ValueError for another count of these. What rows_of or score raises on one rank is raised on all.
         """
         if cached and count != self._held_out:
             raise ValueError(
@@ -262,23 +266,26 @@ class Elastic:
                 "cached out"
             )
         total = 0.0
-        if self._here.worker is not None:
-            pipeline, replica, replicas = self._here.worker.pipeline, self._here.replica, self.layout.replicas
-            pipeline.eval()
-            mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas)
-            size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
-            for some in mine.split(size) if len(mine) else ():
-                portion = self._portion_of(some, batch=count, epoch=0)
-                inputs, target, named = rows_of(portion)
-                if cached and self.is_cached:
-                    numbers = portion.samples
-                    named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + self.sampler.samples)}
-                with giving_up(self.message):
-                    output = pipeline(inputs, **named)
-                if pipeline.has_last:
-                    total += float(score(output, target))
-            pipeline.train()
+        error: Exception | None = None
+        try:
+            if self._here.worker is not None:
+                total = scored(
+                    self._here.worker.pipeline, self._portions(count), rows_of, score, message=self.message,
+                    first=self.sampler.samples if cached and self.is_cached else None,
+                )  # fmt: skip
+        except CommunicationError:
+            raise
+        except Exception as caught:
+            error = caught
+        agree(error, group=self.message)
         return sum(gather(total, group=self.message))
+
+    def _portions(self, count: int) -> list[Portion]:
+        """This replica's part of `count` held-out samples."""
+        replica, replicas = self._here.replica, self.layout.replicas
+        mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas)
+        size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
+        return [self._portion_of(some, batch=count, epoch=0) for some in (mine.split(size) if len(mine) else ())]
 
     def any_of(self, flag: bool) -> bool:
         """Whether it is set on any rank, idle ones too; all call it."""

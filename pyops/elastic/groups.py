@@ -21,7 +21,7 @@ from pyops.comm.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout import Layout
 
-__all__ = ["Active", "giving_up", "message_group"]
+__all__ = ["Active", "agree_within", "giving_up", "message_group"]
 
 
 def message_group(*, patience: float = 86400.0) -> dist.ProcessGroup | None:
@@ -46,6 +46,14 @@ def giving_up(message: dist.ProcessGroup | None) -> Iterator[None]:
         if message is not None:
             ranks_without_note(message, note="gave up in a group of its own", grace=0.0)
         raise
+
+
+def agree_within(error: Exception | None, *, group: dist.ProcessGroup | None) -> None:
+    """As `agree`, in a group of `Active`: None is this rank alone."""
+    if group is not None:
+        agree(error, group=group)
+    elif error is not None:
+        raise error
 
 
 class Active:

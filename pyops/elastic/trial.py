@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pyops.elastic.groups import agree_within
 from pyops.elastic.portion import Portion, portion_of
 from pyops.pipeline import Pipeline
 
@@ -35,20 +36,27 @@ class Trial:
         if count not in self._pipelines:
             self._pipelines[count] = self._make(count)
             self._run(count)  # makes buffers, and warms up
-        begin = time.perf_counter()
-        self._run(count)
-        return time.perf_counter() - begin
+        return self._run(count)
 
-    def _run(self, count: int) -> None:
+    def _run(self, count: int) -> float:
+        """Seconds. What rows_of raises on one rank is raised on all of the pipeline."""
         pipeline = self._pipelines[count]
         portion = portion_of(
             self._numbers, most=self._rows, micro_batches=count, first_row=0, batch=self._rows, epoch=0, step=0
         )  # fmt: skip
-        inputs, target, given = self._rows_of(portion)
+        error: Exception | None = None
+        try:
+            inputs, target, given = self._rows_of(portion)
+        except Exception as caught:
+            error = caught
+        agree_within(error, group=pipeline.group)
         named = {**given, "samples": portion.samples} if self._numbered else dict(given)
+        begin = time.perf_counter()
         pipeline.step(inputs, target, **named)
+        seconds = time.perf_counter() - begin
         for parameter in pipeline.parameters():
             parameter.grad = None
+        return seconds
 
     def close(self) -> None:
         """Let go of the pipelines."""

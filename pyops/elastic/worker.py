@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.collectives import all_reduce
-from pyops.elastic.groups import Active
+from pyops.comm.failure import CommunicationError
+from pyops.elastic.groups import Active, agree_within
 from pyops.elastic.holding import values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.prefix import Prefix
@@ -36,14 +37,14 @@ class Worker:
 
     layers: all of the model, by name, in order; those of this rank have memory and values. prefix: the frozen ones as one
         module, None where none is frozen. states: what `states` of an earlier worker gave, or empty.
-    loss: (what the last layer returns, target) -> the sum over rows. before: (names of a stage's layers, layers, micro-batch)
-        before each forward of active layers.
+    before: (names of a stage's layers, layers, micro-batch) before each forward of active layers. loss, of `connect`: (what the
+        last layer returns, target) -> the sum over rows.
     """
 
     def __init__(
         self, layout: Layout, rank: int, *, layers: Mapping[str, nn.Module], prefix: Prefix | None, groups: Active,
-        states: Mapping[int, State], make_optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor],
-        schedule_name: str, before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
+        states: Mapping[int, State], make_optimizer: MakeOptimizer,
+        before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
     ) -> None:  # fmt: skip
         self.layout, self.groups, self._names = layout, groups, list(layers)
         self._layers, self._before, self.flagged = list(layers.values()), before, False
@@ -53,14 +54,18 @@ class Worker:
         for number in self.own:
             self._layers[number].requires_grad_(True).train()
         self.buffers = self._flat()
-        self.pipeline = make_pipeline(
-            layout, layers=self._layers, prefix=prefix, groups=groups, loss=loss, schedule_name=schedule_name, before=self._key
-        )  # fmt: skip
         named = [(name, parameter) for buffer in self.buffers for name, parameter in _named(buffer)]
         self.optimizer = make_optimizer(named) if named else None
         self._rates = [] if self.optimizer is None else _rates(self.optimizer)
         if self.optimizer is not None:
             self._load_slots(states)
+
+    def connect(self, *, loss: Callable[[Any, Any], Tensor], schedule_name: str) -> None:
+        """Make the pipeline. A collective of its ranks, once it is known that all have their buffers and optimizers."""
+        self.pipeline = make_pipeline(
+            self.layout, layers=self._layers, prefix=self._prefix, groups=self.groups, loss=loss, schedule_name=schedule_name,
+            before=self._key,
+        )  # fmt: skip
 
     def _flat(self) -> list[FlatBuffer]:
         """Parameters and gradients of this rank's active layers, one buffer for each dtype."""
@@ -91,18 +96,28 @@ class Worker:
     def differentiate(self, inputs: Any, target: Any, *, scale: float, flag: bool = False, **named: Any) -> float:
         """The loss, summed over the batch of all replicas, on each rank; gradients are summed over them, times `scale`.
 
-        flag: of this rank; `flagged` says after `step` whether it was set on any.
+        flag: of this rank; `flagged` says after `step` whether it was set on any. What the pipeline of one replica raises is
+        raised in all.
         """
         for buffer in self.buffers:
             buffer.zero_grad()
-        told = torch.stack(
-            [self.pipeline.step(inputs, target, scale=scale, **named).double(), torch.tensor(float(flag)).double()]
-        )
+        loss = 0.0
+        error: Exception | None = None
+        try:
+            loss = float(self.pipeline.step(inputs, target, scale=scale, **named))
+        except CommunicationError:
+            raise
+        except Exception as caught:
+            error = caught
+        told = torch.tensor([loss, float(flag), float(error is not None)], dtype=torch.float64)
+        if self.groups.line is not None:
+            all_reduce(told, group=self.groups.line, label="the loss over the replicas")
+        loss, flags, errors = told.tolist()
+        if errors:
+            agree_within(error, group=self.groups.line)
         if self.groups.line is not None:
             for buffer in self.buffers:
                 all_reduce(buffer.grad, group=self.groups.line, label="gradients of a stage over the replicas")
-            all_reduce(told, group=self.groups.line, label="the loss over the replicas")
-        loss, flags = told.tolist()
         self.flagged = bool(flags)
         return loss
 
@@ -202,4 +217,4 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
         if any(own):
             raise ValueError(f"the optimizer's default lr is {default}, but its groups have {own}; give it one")
         return [1.0] * len(own)
-    return [float(rate) / float(default) for rate in own]
+    return [float(group["lr"]) / float(default) for group in optimizer.param_groups]

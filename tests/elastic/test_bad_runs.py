@@ -91,6 +91,7 @@ def table_on_meta() -> dict[str, nn.Module]:
         ({"layers": normed(nn.BatchNorm2d(12, track_running_stats=False).eval())}, "blocks.2.norm is a BatchNorm2d"),
         ({"layers": normed(nn.InstanceNorm1d(12, track_running_stats=True))}, "blocks.2.norm is a InstanceNorm1d"),
         ({"layers": table_of_two()}, r"blocks.2.rotary.table is a buffer of blocks.0 too, .*persistent=False"),
+        ({"device": "cuda"}, "embedding.weight is on cpu, but device is cuda; move it, or give device="),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
         ({"stages": 0}, "stages is 0"),
         ({"every": -1}, "every is -1; it must be 0"),
