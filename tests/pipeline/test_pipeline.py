@@ -149,8 +149,8 @@ def test_the_users_own_orders_run():
 
 
 def test_losses_count_by_rows_by_tokens_or_as_sums():
-    x, target = batch(10)
-    kept = torch.zeros(10, 8)
+    x, target = (each.double() for each in batch(10))
+    kept = torch.zeros(10, 8, dtype=torch.float64)
     kept[:7] = 1.0
     masked = {"y": target, "kept": kept}
 
@@ -162,13 +162,13 @@ def test_losses_count_by_rows_by_tokens_or_as_sums():
         (mean_over_kept, masked, {"count": lambda t: t["kept"].sum()}),
         (lambda y, t: (y - t).square().sum(), target, {"reduction": "sum"}),
     ):
-        ours, theirs = mlp(), mlp()
+        ours, theirs = ([layer.double() for layer in mlp()] for _ in range(2))
         found = Pipeline(ours, schedule=made("1f1b", 2, 3), loss=loss, **options).step(x, wanted, scale=0.5)
         expected = loss(nn.Sequential(*theirs)(x), wanted)
         (expected * 0.5).backward()
-        torch.testing.assert_close(found, expected.detach())
+        torch.testing.assert_close(found, expected.detach().float())
         for a, b in zip(gradients(ours), gradients(theirs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
