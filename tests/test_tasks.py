@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
-from pyops.data import CorpusError, DataConfig, load_digits, prepare
+from pyops.data import CorpusError, DataConfig, load_characters, load_digits, prepare
+from pyops.data.characters import CHARACTERS, FONTS
 from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
@@ -21,7 +22,7 @@ from pyops.train.tasks import Task, make_task
 
 pytestmark = pytest.mark.cpu_only
 
-KINDS = ("text", "digits", "digit_images", "passages", "masked_text")
+KINDS = ("text", "digits", "characters", "passages", "masked_text")
 ROWS = torch.tensor([3, 0, 7, 5])
 
 
@@ -38,7 +39,7 @@ def config_of(cache: Path, kind: str, **options: object) -> Config:
     return Config(
         task=TaskConfig(kind, **options),
         model=GPTConfig(sequence_length=16, tied_head=False, **sizes),
-        vit=ViTConfig(num_labels=1078 if kind == "digit_images" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
+        vit=ViTConfig(num_labels=62 if kind == "characters" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
         bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, **sizes),
         data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
         train=TrainConfig(validation_sequences=8),
@@ -173,13 +174,28 @@ def test_digits_are_split_once_and_in_full():
     assert all(int(count) > 60 for count in held_out.labels.bincount())
 
 
+def test_characters_are_split_once_fill_their_images_and_look_like_what_they_are():
+    train, held_out = load_characters(held_out=0.1)
+    assert (len(train.labels), len(held_out.labels)) == (1116, 124)
+    images, labels = (torch.cat(each) for each in zip(train, held_out, strict=True))
+    assert labels.bincount().tolist() == [len(FONTS)] * len(CHARACTERS)
+    assert (float(images.min()), float(images.max())) == (-1.0, 1.0)
+    ink = images[:, 0] > -1.0
+    edges = [ink[:, [0, -1]].any(dim=2).all(dim=1), ink[:, :, [0, -1]].any(dim=1).all(dim=1)]
+    assert bool((edges[0] | edges[1]).all())  # from edge to edge, down or across
+    means = torch.stack([images[labels == i].mean(dim=0) for i in range(len(CHARACTERS))])
+    nearest = torch.cdist(images.flatten(1), means.flatten(1)).argmin(dim=1)
+    assert float((nearest == labels).float().mean()) > 0.6  # c and C, say, are alike when both fill their image
+    seven = images[labels == CHARACTERS.index("7")].mean(dim=0)[0]
+    assert float(seven[0].mean()) > 0.0 > float(seven[4:, 5:].mean())
+
+
 def test_copies_differ_a_little_and_stay_the_same(cache):
-    config = dataclasses.replace(config_of(cache, "digit_images"), task=TaskConfig("digit_images", copies=5))
-    task, plain = make_task(config), make_task(config_of(cache, "digits"))
+    task, plain = (make_task(config_of(cache, "digits", **options)) for options in ({"copies": 5}, {}))
     assert task.samples == 5 * plain.samples
     inputs, target, _ = task.batch(torch.arange(500))
-    images = plain.batch(torch.arange(100))[0]
-    assert target.tolist() == [i // 5 for i in range(500)]
+    images, labels, _ = plain.batch(torch.arange(100))
+    assert torch.equal(target, labels.repeat_interleave(5))
     assert torch.equal(inputs[::5], images)
     assert float(inputs.min()) >= -1.0
     assert float(inputs.max()) <= 1.0
@@ -188,10 +204,8 @@ def test_copies_differ_a_little_and_stay_the_same(cache):
     nearest = (inputs.view(500, 1, -1) - images.view(1, 100, -1)).square().sum(dim=-1).argmin(dim=1)
     assert bool((off[:, 1:] > 0.01).all())
     assert float(off[:, 1:].mean()) < 0.6 * float(others.sum()) / (100 * 99)
-    assert float((nearest == target).float().mean()) > 0.6
-    held_out = task.batch(torch.arange(100), held_out=True)
-    assert torch.equal(held_out[1], torch.arange(100))
-    assert not any(torch.equal(row, inputs[5 * i + k]) for i, row in enumerate(held_out[0]) for k in range(5))
+    assert float((nearest == torch.arange(100).repeat_interleave(5)).float().mean()) > 0.6
+    assert task.held_out == plain.held_out
 
 
 def test_no_file_is_in_both_parts_of_the_passages(cache):
@@ -245,7 +259,7 @@ def test_masks_are_those_of_the_sample_and_the_epoch(cache):
     assert torch.equal(mask_rows(tokens[9:10], passages=passages, samples=samples[9:10], seed=3, epoch=0)[1][0], masked[9])
 
 
-@pytest.mark.parametrize(("before", "then"), [("digit_images", "digits"), ("masked_text", "passages")])
+@pytest.mark.parametrize(("before", "then"), [("characters", "digits"), ("masked_text", "passages")])
 def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
     trained, task = make_task(config_of(cache, before)).model(seed=5), make_task(config_of(cache, then))
     drawn, model = task.model(seed=6), task.model(seed=None)
@@ -281,7 +295,7 @@ def test_images_have_the_dtype_of_the_model(cache):
     [
         ("digits", {"vit": {"image_size": 16}}, "vit.image_size is 16, but task.kind is 'digits': set it to 8"),
         ("digits", {"vit": {"num_labels": 4}}, "vit.num_labels is 4, .* set it to 10"),
-        ("digit_images", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 1078"),
+        ("characters", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 62"),
         ("passages", {"bert": {"vocab_size": 257}}, "bert.vocab_size is 257; .* need 258 or more"),
         ("masked_text", {"bert": {"tied_head": True}}, "bert.tied_head is true, but .* set it to false"),
         ("masked_text", {"bert": {"pooled_head": True}}, "bert.pooled_head is true, but .* set it to false"),
@@ -320,3 +334,12 @@ def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(CorpusError, match="pip install scikit-learn"):
         load_digits()
+
+
+def test_without_matplotlib_or_one_of_its_fonts_the_characters_say_what_to_install(monkeypatch):
+    monkeypatch.setattr("pyops.data.characters.FONTS", ("cmr10", "none"))
+    with pytest.raises(CorpusError, match=r"the font none.ttf of matplotlib can't be read .*; install matplotlib again"):
+        load_characters()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(CorpusError, match="pip install matplotlib"):
+        load_characters()

@@ -7,14 +7,15 @@ from typing import Any
 
 from pyops.config.refusal import require
 from pyops.data import DataConfig
-from pyops.data.digits import training_images
+from pyops.data.characters import CHARACTERS
 from pyops.models import BERTConfig, ViTConfig
 
 __all__ = ["KINDS", "TaskConfig", "check_task"]
 
 # kind: the section of its model
-KINDS = {"text": "model", "digits": "vit", "digit_images": "vit", "passages": "bert", "masked_text": "bert"}
-DIGIT_IMAGES = {"image_size": 8, "num_channels": 1}
+KINDS = {"text": "model", "digits": "vit", "characters": "vit", "passages": "bert", "masked_text": "bert"}
+IMAGE = {"image_size": 8, "num_channels": 1}
+LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class TaskConfig:
     """What is learnt, over how many epochs, and where weights come from.
 
     kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of digits by [vit], and before
-    that "digit_images", of which of the images one is a copy; "passages", which family of modules of the Python standard
-    library a passage is from, by [bert], and before that "masked_text", masked tokens of the library. [data]
+    that "characters", printed letters and digits of matplotlib's fonts; "passages", which family of modules of the Python
+    standard library a passage is from, by [bert], and before that "masked_text", masked tokens of the library. [data]
     validation_fraction is held out, of passages by file.
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: train.steps steps,
-    of the batch at the start, which may end in the middle of an epoch. copies: of each image of a digit in an epoch: itself,
+    of the batch at the start, which may end in the middle of an epoch. copies: of each image in an epoch: itself,
     and others that are turned, scaled and shifted a little, each its own way.
     passages: of each family to train on, spread over its files; 0: all there are.
     """
@@ -48,8 +49,7 @@ def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERT
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
     if section == "vit":
-        labels = 10 if task.kind == "digits" else training_images(data.validation_fraction)
-        for name, wanted in {**DIGIT_IMAGES, "num_labels": labels}.items():
+        for name, wanted in {**IMAGE, "num_labels": LABELS[task.kind]}.items():
             if (value := getattr(vit, name)) != wanted:
                 raise ValueError(f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}")
     if section == "bert":

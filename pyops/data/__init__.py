@@ -11,15 +11,17 @@ rows = batches.next()                                             # int64 [32 / 
 batches.state_dict(), batches.load_state_dict(state)              # the cursor
 corpus.bigram_loss                                                # what a byte-bigram model reaches, nats per byte
 
-load_digits()                                                     # images of scikit-learn, to train on and held out
+load_digits(), load_characters()                                  # images of 8 x 8 pixels, to train on and held out
 prepare_passages(DataConfig(), vocab_size=1024, length=64)        # code, and which family of modules it is from
 """
 
 from pyops.data.batches import Batches, validation_rows
 from pyops.data.bigram import bigram_loss, count_pairs
 from pyops.data.cache import Corpus, prepare
+from pyops.data.characters import load_characters
 from pyops.data.corpus import CorpusError, DataConfig, Document, find_documents
-from pyops.data.digits import Digits, load_digits
+from pyops.data.digits import load_digits
+from pyops.data.images import Images
 from pyops.data.passages import Passages, prepare_passages
 from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
@@ -29,14 +31,15 @@ __all__ = [
     "Corpus",
     "CorpusError",
     "DataConfig",
-    "Digits",
     "Document",
+    "Images",
     "PairTokenizer",
     "Passages",
     "Tokenizer",
     "bigram_loss",
     "count_pairs",
     "find_documents",
+    "load_characters",
     "load_digits",
     "prepare",
     "prepare_passages",

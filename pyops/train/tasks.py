@@ -6,7 +6,7 @@ pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)
 task.loss(output, target)                                     the sum over what counts, in nats
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
 
-pretraining    digit_images   masked_text
+pretraining    characters     masked_text
                    |               |          all but the head's weights: FirstValues
 task             digits         passages      text
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.config import Config, ConfigError
-from pyops.data import Corpus, DataConfig, load_digits, prepare, prepare_passages
-from pyops.data.digits import copies
+from pyops.data import Corpus, DataConfig, Images, load_characters, load_digits, prepare, prepare_passages
+from pyops.data.images import copies
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.models.vocabulary import IGNORED
@@ -32,6 +32,7 @@ from pyops.precision import PRECISIONS
 __all__ = ["Batch", "Task", "make_task"]
 
 Batch = tuple[Tensor, Tensor, dict[str, Any]]
+IMAGES = {"digits": load_digits, "characters": load_characters}
 
 
 class Task(ABC):
@@ -118,19 +119,14 @@ class _Nats(Task):
         return output.double().sum()
 
 
-class DigitsTask(Task):
-    """Which digit is on the image; or with which=True, of which of the images to train on it is a copy (Dosovitskiy et al.,
-    Exemplar-CNN, 2014), where other copies of these are held out."""
+class ImagesTask(Task):
+    """What is on the image: count copies of each are trained on, and the held-out ones are scored as they are."""
 
-    def __init__(self, config: ViTConfig, *, held_out: float, count: int, which: bool, dtype: torch.dtype) -> None:
-        self.name = "digit_images" if which else "digits"
-        self._config, self._dtype = config, dtype
-        train, kept = load_digits(held_out=held_out)
-        numbers = torch.arange(len(train.labels))
-        self._labels = (numbers, numbers) if which else (train.labels, kept.labels)
+    def __init__(self, name: str, config: ViTConfig, parts: tuple[Images, Images], *, count: int, dtype: torch.dtype) -> None:
+        self.name, self._config, self._dtype = name, config, dtype
+        train, kept = parts
+        self._labels = (train.labels, kept.labels)
         self._images = (copies(train.images, count), kept.images[:, None])
-        if which:
-            self._images = (self._images[0], copies(train.images, 2, name="held out")[:, 1:])
         self.samples, self.held_out = (each.shape[:2].numel() for each in self._images)
         self.block_count, self.tokens = config.num_layers, config.num_tokens
 
@@ -229,9 +225,10 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not there.
     """
     options, data = config.task, config.data
-    if options.kind in ("digits", "digit_images"):
-        which, dtype = options.kind == "digit_images", PRECISIONS[config.precision.dtype].dtype
-        return DigitsTask(config.vit, held_out=data.validation_fraction, count=options.copies, which=which, dtype=dtype)
+    if options.kind in IMAGES:
+        load, dtype = IMAGES[options.kind], PRECISIONS[config.precision.dtype].dtype
+        parts = load(held_out=data.validation_fraction)
+        return ImagesTask(options.kind, config.vit, parts, count=options.copies, dtype=dtype)
     if options.kind == "passages":
         return PassagesTask(config.bert, data, each=options.passages, group=group)
     if options.kind == "masked_text":
