@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_two_threads():
     def write() -> None:
         for message in messages:
             while not writer.put(message.data_ptr(), len(message)):
-                pass
+                time.sleep(0)  # let the other thread have the interpreter, which it would wait for 5 ms
 
     thread = threading.Thread(target=write)
     thread.start()
