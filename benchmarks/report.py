@@ -107,6 +107,7 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         if any(row.get("transitions_s", ()))
         else ""
     ),
+    "to keep a sample": lambda row: duration(row["keep_us"]) if "keep_us" in row else "",
     "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
 }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import report
+from benchmarks import bench_reading, report
 from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, row_of, taken
+from pyops.elastic import ActivationCache
 
 pytestmark = pytest.mark.cpu_only
 
@@ -63,3 +65,22 @@ def test_each_variant_adds_one_thing():
     assert names[-1] == ALL
     off = [sum(value in ("false", "off") for value in VARIANTS[name].values()) for name in names[1:]]
     assert off == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_is_read_is_compared_with_what_is_computed(tmp_path, monkeypatch, disk):
+    made = bench_reading.case(1, str(tmp_path) if disk else None)
+    assert made.check() == 0.0
+    assert made.facts["keep_us"] > 0
+    get = ActivationCache.get
+
+    def wrong(self, *args, **named):
+        values, there = get(self, *args, **named)
+        return torch.nextafter(values, torch.tensor(9.0)), there
+
+    monkeypatch.setattr(ActivationCache, "get", wrong)
+    with pytest.raises(AssertionError, match="what is read is not what is computed"):
+        made.check()
+    monkeypatch.setattr(ActivationCache, "get", lambda self, samples, **_: (torch.zeros(1), torch.zeros(len(samples)).bool()))
+    with pytest.raises(AssertionError, match="what is read is not what is computed"):
+        made.check()
