@@ -1,7 +1,7 @@
 """Elastic training beside the same pipeline without freezing: time to the end of the last epoch, and accuracy over seeds.
 
     no freezing      a pipeline on all processes (several: and data parallel), every layer trained to the end
-    freeze only      frozen layers want no gradients, the layout stays
+    freeze only      frozen layers want no gradients, the layout stays while there are layers for it
     + AutoPipe       fewer stages as layers freeze; processes set free are idle
     + AutoDP         they become replicas
     + AutoCache      what frozen layers say is read where that is faster
@@ -16,12 +16,14 @@ samples after each epoch, which all do alike, is left out; `whole_s` has it.
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,7 @@ class Taken:
 
     @property
     def share(self) -> float:
-        """The longest transition, of the epoch before it."""
+        """The largest part that a transition is of the epoch before it."""
         pairs = [(each["transition_s"], each["seconds"]) for each in self.epochs if each["transition_s"]]
         return max((transition / seconds for transition, seconds in pairs), default=0.0)
 
@@ -105,7 +107,7 @@ def row_of(case: str, variant: str, found: Mapping[str, Sequence[Taken]]) -> Row
         "points": round(100 * statistics.fmean(a.accuracy - b.accuracy for a, b in zip(ours, base, strict=True)), 2),
         "transitions_s": [list(each.transitions) for each in ours],
         "transition_share": round(max(each.share for each in ours), 4),
-        "epochs": list(ours[0].epochs), "rounds": len(ours), "max_error": None,
+        "epochs": list(ours[0].epochs), "rounds": len(ours), "seeds": len(ours), "max_error": None,
     }  # fmt: skip
     if variant != BASELINE:
         ratios = [b.seconds / a.seconds for a, b in zip(ours, base, strict=True)]
@@ -115,9 +117,13 @@ def row_of(case: str, variant: str, found: Mapping[str, Sequence[Taken]]) -> Row
     return row
 
 
+def _overrides(settings: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
 def _train(config: Path, *, processes: int, settings: Mapping[str, str]) -> Config:
     """A finished run of it; its configuration."""
-    overrides = [f"{key}={value}" for key, value in settings.items()]
+    overrides = _overrides(settings)
     sets = [word for override in overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "pyops",
                "train", str(config), *sets]  # fmt: skip
@@ -131,12 +137,23 @@ def _train(config: Path, *, processes: int, settings: Mapping[str, str]) -> Conf
 
 
 def _pretrained(name: str) -> Path:
-    """The folder of the run to begin with, which is trained where it is not there."""
+    """The folder of the run to begin with, which is trained where it is not there, or another one than the example's is."""
+    example, settings = report.ROOT / "examples" / f"{name}_pretrain.toml", {"train.folder": str(FOLDER)}
     folder = FOLDER / f"{name}_pretrain"
-    if not list((folder / "checkpoints").glob("*")):
+    if not _finished(folder, load_config(example, overrides=_overrides(settings))):
         print(f"training {folder.name} first", flush=True)
-        _train(report.ROOT / "examples" / f"{name}_pretrain.toml", processes=2, settings={"train.folder": str(FOLDER)})
+        shutil.rmtree(folder, ignore_errors=True)
+        _train(example, processes=2, settings=settings)
     return folder
+
+
+def _finished(folder: Path, config: Config) -> bool:
+    """Whether a run of this configuration has left a checkpoint there."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return found == json.loads(json.dumps(asdict(config))) and any((folder / "checkpoints").glob("*"))
 
 
 def _measured(workload: str, processes: int, variant: str, seed: int) -> Taken:

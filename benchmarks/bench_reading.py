@@ -44,7 +44,7 @@ def case(blocks: int, folder: str | None) -> Case:
     shape, samples = (CONFIG.num_tokens, CONFIG.dim), torch.arange(BATCH)
     each, given = 4 * shape[0] * shape[1], {"shape": (BATCH, CONFIG.num_tokens)}
     memory = 4096 + 16 * BATCH + each + 16  # of one sample
-    cache = ActivationCache(BATCH, shape=shape, **({"disk": folder, "budget": memory} if folder else {}))
+    cache = ActivationCache(BATCH, shape=shape, disk=folder, budget=memory if folder else None)
     x = embedding(torch.randn(BATCH, 1, CONFIG.image_size, CONFIG.image_size))
     computing, reading = Prefix(layers, chunk=BATCH), Prefix(layers, cache=cache, chunk=BATCH)
     values = reading(x, samples=samples, **given)

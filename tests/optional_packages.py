@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 OPTIONAL = {
-    "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
+    "PIL", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
     "triton",
 }  # fmt: skip
 
@@ -43,12 +43,24 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return Module.from_parent(parent, path=module_path)
 
 
+def _skipped(error: Exception) -> None:
+    package = missing(error)
+    if package is None:
+        raise error
+    pytest.skip(f"needs {package}, which is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:  # one of pyops' own, such as CorpusError, may come from the import's
+        return _skipped(error)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
-    except ModuleNotFoundError as error:
-        package = missing(error)
-        if package is None:
-            raise
-        pytest.skip(f"needs {package}, which is not installed")
+    except Exception as error:
+        return _skipped(error)

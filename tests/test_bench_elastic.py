@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import bench_reading, report
-from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, row_of, taken
+from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, Taken, _finished, row_of, taken
+from pyops.config import Config
 from pyops.elastic import ActivationCache
 
 pytestmark = pytest.mark.cpu_only
@@ -41,6 +44,25 @@ def test_time_is_of_training_and_of_transitions_not_of_scoring():
     assert [each["seconds"] for each in found.epochs] == [1.5, 1.5]
     plain = taken(run_of(0.5), batch=8, samples=24)
     assert (plain.transitions, plain.share) == ((), 0.0)
+
+
+def test_the_largest_part_of_an_epoch_need_not_be_the_longest_transition():
+    epochs = tuple(
+        {"transition_s": transition, "seconds": seconds} for transition, seconds in ((0.2, 10.0), (0.1, 2.0), (0.0, 1.0))
+    )
+    assert Taken(13.3, 14.0, 0.9, (0.2, 0.1), epochs).share == pytest.approx(0.05)
+
+
+def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path):
+    config = Config(name="before")
+    assert not _finished(tmp_path, config)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    assert not _finished(tmp_path, config), "it has no checkpoint"
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert _finished(tmp_path, config)
+    assert not _finished(
+        tmp_path, dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, weight_decay=1.0))
+    )
 
 
 def test_ratios_are_of_one_seed_each():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
 from pyops.data import CorpusError, DataConfig, load_characters, load_digits, prepare
 from pyops.data.characters import CHARACTERS, FONTS
+from pyops.data.images import Images, split
 from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
@@ -174,7 +175,22 @@ def test_digits_are_split_once_and_in_full():
     assert all(int(count) > 60 for count in held_out.labels.bincount())
 
 
-def test_characters_are_split_once_fill_their_images_and_look_like_what_they_are():
+def test_a_split_has_each_once_and_is_always_the_same():
+    every = Images(torch.randn(10, 1, 2, 2), torch.arange(10))
+    for part, sizes in ((0.3, [7, 3]), (0.001, [9, 1]), (0.999, [1, 9])):
+        parts, again = split(every, part, name="some"), split(every, part, name="some")
+        assert [len(each.labels) for each in parts] == sizes
+        labels = torch.cat([each.labels for each in parts])
+        assert sorted(labels.tolist()) == list(range(10))
+        assert torch.equal(torch.cat([each.images for each in parts]), every.images[labels])
+        assert all(torch.equal(a.labels, b.labels) for a, b in zip(parts, again, strict=True))
+    assert split(every, 0.3, name="others")[1].labels.tolist() != split(every, 0.3, name="some")[1].labels.tolist()
+    for part in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"held_out is {part}; give the part .* between 0 and 1"):
+            split(every, part, name="some")
+
+
+def test_characters_fill_their_images_and_look_like_what_they_are():
     train, held_out = load_characters(held_out=0.1)
     assert (len(train.labels), len(held_out.labels)) == (1116, 124)
     images, labels = (torch.cat(each) for each in zip(train, held_out, strict=True))
@@ -336,10 +352,14 @@ def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
         load_digits()
 
 
-def test_without_matplotlib_or_one_of_its_fonts_the_characters_say_what_to_install(monkeypatch):
+def test_a_font_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr("pyops.data.characters.FONTS", ("cmr10", "none"))
-    with pytest.raises(CorpusError, match=r"the font none.ttf of matplotlib can't be read .*; install matplotlib again"):
+    with pytest.raises(CorpusError, match=r"the font none.ttf can't be read from .*; install matplotlib and pillow again"):
         load_characters()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(CorpusError, match="pip install matplotlib"):
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "PIL"])
+def test_without_a_package_the_characters_say_what_to_install(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(CorpusError, match=f"{package} is not installed: pip install matplotlib"):
         load_characters()

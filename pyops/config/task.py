@@ -14,7 +14,7 @@ __all__ = ["KINDS", "TaskConfig", "check_task"]
 
 # kind: the section of its model
 KINDS = {"text": "model", "digits": "vit", "characters": "vit", "passages": "bert", "masked_text": "bert"}
-IMAGE = {"image_size": 8, "num_channels": 1}
+SIZES = {"image_size": 8, "num_channels": 1}
 LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 
 
@@ -49,7 +49,7 @@ def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERT
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
     if section == "vit":
-        for name, wanted in {**IMAGE, "num_labels": LABELS[task.kind]}.items():
+        for name, wanted in {**SIZES, "num_labels": LABELS[task.kind]}.items():
             if (value := getattr(vit, name)) != wanted:
                 raise ValueError(f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}")
     if section == "bert":

@@ -31,21 +31,23 @@ def load_characters(*, held_out: float = 0.1) -> tuple[Images, Images]:
     """The images to train on, and those held out: that part of them, drawn once and for all, whatever the seed of a run. Labels
     are places in CHARACTERS.
 
-    CorpusError where matplotlib, or a font of it, is not installed; ValueError for a part that leaves nothing on either side.
+    CorpusError where matplotlib, pillow or a font is not installed; ValueError for a part that leaves nothing on either side.
     """
     try:
         import matplotlib
         from PIL import ImageFont
     except ModuleNotFoundError as error:
-        message = "the characters' fonts are in the package matplotlib, which is not installed: pip install matplotlib"
+        message = (
+            f"characters are drawn by pillow in the fonts of matplotlib; {error.name} is not installed: pip install matplotlib"
+        )
         raise CorpusError(message) from error
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images = []
     for name in FONTS:
         try:
             font = ImageFont.truetype(str(folder / f"{name}.ttf"), POINTS)
-        except OSError as error:
-            message = f"the font {name}.ttf of matplotlib can't be read from {folder}; install matplotlib again"
+        except (OSError, ImportError) as error:  # ImportError: a pillow without FreeType
+            message = f"the font {name}.ttf can't be read from {folder}; install matplotlib and pillow again"
             raise CorpusError(message) from error
         images += [_image(font, character) for character in CHARACTERS]
     labels = torch.arange(len(CHARACTERS)).repeat(len(FONTS))

@@ -28,7 +28,7 @@ class Images(NamedTuple):
 
 
 def split(every: Images, held_out: float, *, name: str) -> tuple[Images, Images]:
-    """To train on, and held out: that part of them, at least one in each, drawn by name, whatever the seed of a run.
+    """To train on, and held out: that part of two or more, at least one in each, drawn by name, whatever the seed of a run.
 
     ValueError for a part that leaves nothing on either side.
     """
@@ -45,8 +45,8 @@ def copies(images: Tensor, count: int) -> Tensor:
     """images [n, 1, S, S] -> [n, count, 1, S, S]: of each the image itself, and count - 1 copies of it, which are turned by up
     to 12 degrees, up to 12 % larger or smaller, and shifted by up to 0.6 pixels each way.
 
-    They are drawn by (image, copy), so they are the same whenever they are made. What comes in at the edges is paper.
-    ValueError for a count below 1.
+    They are drawn by (place of the image, copy), so they are the same whenever they are made. What comes in at the edges is
+    paper. ValueError for a count below 1.
     """
     if count < 1:
         raise ValueError(f"count is {count}; it must be 1 or more")
