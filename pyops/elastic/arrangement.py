@@ -81,8 +81,9 @@ class Arrangement:
         """Of each block, whether this rank has it."""
         return [is_held(layer) for layer in list(self.layers.values())[1:-1]]
 
-    def enter(self, packing: Packing, layout: Layout, states: Mapping[int, State]) -> str:
-        """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go on; none at the start."""
+    def enter(self, packing: Packing, layout: Layout, states: Mapping[int, State], *, first: bool = False) -> str:
+        """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go on; none at the start, the
+        first time."""
         self.layout = layout
         error: Exception | None = None
         try:
@@ -91,6 +92,8 @@ class Arrangement:
             error = caught
         agree(error, group=self.message)
         self._groups = Active(layout, message=self.message)
+        if first:
+            self._align()
         prefix = self._prefix()
         has_prefix = prefix is not None and self.is_active and layout.stage(self.rank) == 0
         self.is_cached = bool(layout.frozen) and self.caching.attach(prefix if has_prefix else None, replica=self.replica)
@@ -121,7 +124,7 @@ class Arrangement:
             return confirm(packing, lambda count: 0.0, group=self.message)
         layout = self.layout
         for number in layout.layers(self.rank):
-            self.layers[list(self.layers)[number]].requires_grad_(number >= layout.frozen)
+            self.layers[list(self.layers)[number]].requires_grad_(number >= layout.frozen).eval()  # dropout has no key here
 
         def make(count: int) -> Pipeline:
             return make_pipeline(
@@ -153,6 +156,18 @@ class Arrangement:
                 take(layer, values, device=self._options.device, initialise=initialise)
             if number in own and number < self.layout.frozen:
                 freeze(layer)
+
+    @torch.no_grad()
+    def _align(self) -> None:
+        """Every replica begins with the values of the first, as with DistributedDataParallel."""
+        if (line := self._groups.line) is None:
+            return
+        first = dist.get_global_rank(line, 0)
+        for number in self.layout.layers(self.rank):
+            for tensor in values_of(list(self.layers.values())[number]).values():
+                whole = tensor.contiguous()
+                dist.broadcast(whole, first, group=line)
+                tensor.copy_(whole)
 
     def _prefix(self) -> Prefix | None:
         """The frozen layers as one; on ranks that have them not, to say which arguments they take."""
@@ -191,6 +206,7 @@ class Arrangement:
         """Let go of the layout."""
         if self.worker is not None:
             self.worker.close()
+            self.meter = Meter([[] for _ in self.held])  # the other one knows the parameters, and with them their memory
         self.worker = None
         self._groups.close()
 

@@ -120,7 +120,7 @@ class Elastic:
              "batch_policy": batch_policy, "lr_rule": lr_rule, "max_grad_norm": max_grad_norm, "compress": compress,
              "replicate": replicate, "policy": type(policy).__name__, "the policy": plain(policy), "packing": first,
              "cache": {**plain(cache), "disk": cache.disk is not None}, "chunk": chunk, "held_out": held_out,
-             "trial": "given" if trial else "None"}, layers=self.layers,
+             "trial": "given" if trial else "None", "the order of layers": list(self.layers)}, layers=self.layers,
         )  # fmt: skip
         self.message = message_group(patience=idle_timeout)
         options = Options(
@@ -130,7 +130,7 @@ class Elastic:
         self._here = Arrangement(
             self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, message=self.message
         )  # fmt: skip
-        self._here.enter(first, self._layout(first), {})
+        self._here.enter(first, self._layout(first), {}, first=True)
 
     # ------------------------------------------------------------------------------------------------ layouts
 
@@ -186,9 +186,9 @@ class Elastic:
     # ------------------------------------------------------------------------------------------------ training
 
     def shares(self, *, most: int | None = None) -> Iterator[Portion]:
-        """This replica's part of each batch until the next decision, or of `most` batches, the same number on all ranks:
-        `is_due` then says whether the decision comes next. An idle rank's are skipped: it is at the end at once, and where the
-        others are after `decide` or `state_dict`."""
+        """This replica's part of each batch until the next decision or the epoch's end, or of `most` batches, the same number
+        on all ranks: `is_due` then says whether the decision comes next. An idle rank's are skipped: it is at the end at once,
+        and where the others are after `decide` or `state_dict`."""
         batches = self._until_decision()
         for _ in range(batches if most is None else min(batches, most)):
             share = self.sampler.next()
@@ -203,7 +203,7 @@ class Elastic:
     @property
     def is_due(self) -> bool:
         """Whether a decision comes next, as this rank has no more shares before it."""
-        return self.sampler.position == self.sampler.samples or bool(self.every and self._since >= self.every)
+        return self._since >= self.every if self.every else self.sampler.position == self.sampler.samples
 
     def _until_decision(self) -> int:
         sampler = self.sampler

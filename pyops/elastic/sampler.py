@@ -85,8 +85,9 @@ class Sampler:
 
     @property
     def lr_factor(self) -> float:
-        """By what the learning rate of the start is to be multiplied now: 1 while the global batch is what it was."""
-        return RULES[self.lr_rule](self.global_batch / self._start)
+        """By what the learning rate of the start is to be multiplied now: 1 while the global batch is what it was, and where it
+        is no replica's own."""
+        return 1.0 if self.batch_policy == "global" else RULES[self.lr_rule](self.global_batch / self._start)
 
     def next(self) -> Share:
         """This replica's share of the next batch. An epoch's last batch is what is left of it, so all have as many batches."""

@@ -35,7 +35,8 @@ def scored(
                 inputs, target, named = rows_of(portion)
             except Exception as caught:
                 error = error or caught
-            agree_within(error, group=pipeline.group)
+            with giving_up(message):
+                agree_within(error, group=pipeline.group)
             if first is not None:
                 numbers = portion.samples
                 named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + first)}

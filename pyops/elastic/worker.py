@@ -187,6 +187,9 @@ class Worker:
             for parameter in self._layers[number].parameters():
                 parameter.grad = None
         self.pipeline.close()
+        # The pipeline calls this worker: a circle, in which all of its memory would wait for Python to look for circles.
+        self.pipeline.before = None
+        self.buffers, self.optimizer, self._prefix = [], None, None
 
 
 def make_pipeline(

@@ -52,13 +52,13 @@ class TaskRun:
         self.task = make_task(config)
         self.precision = PRECISIONS[config.precision.dtype]
         model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
-        weights = _weights(Path(config.task.pretrained)) if config.task.pretrained else None
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
+        latest = on_first_rank(self.checkpoints.latest) if resume else None
+        weights = _weights(Path(config.task.pretrained)) if config.task.pretrained and latest is None else None
         initialise = FirstValues(model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         elastic = config.elastic
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
-        self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
-        latest = on_first_rank(self.checkpoints.latest) if resume else None
         self.besides = self._rows_besides(latest)
         packing = {"machine": machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)}
         try:
@@ -116,7 +116,7 @@ class TaskRun:
             return self.config.elastic.rows_besides
         if latest is not None:
             state, _ = load(latest, lazy=True, compare=True)
-            if "besides" in state:
+            if state.get("besides"):  # 0: of a run with one stage, which did not measure
                 return float(state["besides"])
         if self.config.parallel.pp == 1:
             return 0.0
@@ -128,7 +128,7 @@ class TaskRun:
         def layers() -> list[nn.Module]:  # a whole model, on the rank that measures
             model = self._model(device=self.device)
             model.initialize(self.config.train.seed)
-            return _layers(model)
+            return _layers(model.eval())  # dropout has no key here
 
         try:
             rows = max(1, self.config.train.batch // self.config.parallel.pp)
@@ -186,7 +186,7 @@ class TaskRun:
                 row, broken = self.train_step(share, stop=bool(request.number))
                 if broken:
                     break
-            ends = self.elastic.is_due or self.is_over
+            ends = self._at_epoch_end() or self.elastic.is_due or self.is_over
             broken, asked = self.elastic.any_of(broken and not ends), self.elastic.any_of(bool(request.number))
             if ends and not broken:
                 self._conclude(row)
@@ -203,13 +203,13 @@ class TaskRun:
         return self.elastic.sampler.position == self.elastic.sampler.samples
 
     def _conclude(self, row: dict[str, Any] | None) -> None:
-        """At a decision, and at the run's end: how well the held-out samples are known, if an epoch ends, or the run, and what
-        was changed. row: of the last step; None on a rank that had none."""
+        """At an epoch's end, a decision, and the run's end: how well the held-out samples are known, if an epoch ends, or the
+        run, and what was changed. row: of the last step; None on a rank that had none."""
         ends: dict[str, Any] = {}
         if self._at_epoch_end() or self.is_over:
             self.score = self.validate()
             ends["validation_accuracy" if self.task.metric == "accuracy" else "validation_loss"] = self.score
-        change = self.elastic.decide() if not self.is_over else None
+        change = self.elastic.decide() if self.elastic.is_due and not self.is_over else None
         if change is not None:
             ends["transition_s"] = change.seconds
         if row is not None:

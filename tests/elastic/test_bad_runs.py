@@ -213,6 +213,8 @@ def errors_of(rank: int, group: Any) -> list[str]:
     caught(lambda: make(chunk=4 if odd else None))
     caught(lambda: make(held_out=3 * odd))
     caught(lambda: make(stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None))
+    order = ["embedding", "blocks.0", *(["blocks.2", "blocks.1"] if odd else ["blocks.1", "blocks.2"]), "blocks.3", "head"]
+    caught(lambda: make({name: networks.layers(BLOCKS)[name] for name in order}, stages=2))
     caught(lambda: make(batch=9, batch_policy="replica"))
     layers = networks.layers(3 if odd else 2)
     caught(lambda: check_agreed({"batch": 8 + odd, "seed": 1}, layers=networks.layers(2)))
@@ -237,6 +239,7 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
         "chunk is None on rank 0, but 4 on rank 1",
         "held_out is 0 on rank 0, but 3 on rank 1",
         "trial is 'None' on rank 0, but 'given' on rank 1",
+        "the order of layers is ['embedding', 'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3', 'head'] on rank 0, but ['emb",
         "batch is 9, which 2 replicas can't share evenly, but batch_policy 'replica' gives each as many; take a multiple of 2",
         "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
         "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
@@ -244,6 +247,27 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
     )
     for text, beginning in zip(first, beginnings, strict=True):
         assert text.startswith(beginning)
+
+
+def deciding_otherwise(rank: int, group: Any) -> tuple[str, tuple[int, int, int], bool]:
+    """What a rank is told in a run whose policy says something else on each; the layout then; whether the next step counts."""
+    elastic = make(stages=2, policy=Callback(lambda norms, frozen: 1 + rank))
+    for share in elastic.shares():
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
+    with pytest.raises(ValueError) as error:
+        elastic.decide()
+    share = next(iter(elastic.shares()))
+    found = elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
+    layout = (elastic.frozen, elastic.layout.stages, elastic.layout.replicas)
+    elastic.close()
+    return str(error.value), layout, math.isfinite(found.loss)
+
+
+def test_a_policy_that_decides_otherwise_on_one_rank_changes_nothing(world):
+    for told, layout, goes_on in world(2).run(deciding_otherwise):
+        assert told.startswith("rank 0 would freeze 1 layers, but rank 1 2")
+        assert layout == (0, 2, 1)
+        assert goes_on
 
 
 def another(what: str) -> dict[str, Any]:
