@@ -107,7 +107,7 @@ def row_of(case: str, variant: str, found: Mapping[str, Sequence[Taken]]) -> Row
         "points": round(100 * statistics.fmean(a.accuracy - b.accuracy for a, b in zip(ours, base, strict=True)), 2),
         "transitions_s": [list(each.transitions) for each in ours],
         "transition_share": round(max(each.share for each in ours), 4),
-        "epochs": list(ours[0].epochs), "rounds": len(ours), "seeds": len(ours), "max_error": None,
+        "epochs": list(ours[0].epochs), "rounds": len(ours), "max_error": None,
     }  # fmt: skip
     if variant != BASELINE:
         ratios = [b.seconds / a.seconds for a, b in zip(ours, base, strict=True)]

@@ -102,7 +102,7 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
     "accuracy": lambda row: f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else "",
     "points": lambda row: f"{row['points']:+.2f}" if row.get("speedup") and "points" in row else "",
-    "seeds": lambda row: str(row["seeds"]) if "seeds" in row else "",
+    "seeds": lambda row: str(row["rounds"]) if row.get("bench") == "elastic" else "",
     "longest transition; largest part of an epoch": lambda row: (
         f"{max(map(max, row['transitions_s'])):.2f} s; {row['transition_share']:.1%}"
         if any(row.get("transitions_s", ()))
