@@ -148,12 +148,14 @@ def _pretrained(name: str) -> Path:
 
 
 def _finished(folder: Path, config: Config) -> bool:
-    """Whether a run of this configuration has left a checkpoint there."""
+    """Whether a run of this configuration has come to its end there, and left a checkpoint."""
     try:
         found = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        last = read_rows(folder / "metrics.jsonl")[-1]
+    except (OSError, ValueError, IndexError):
         return False
-    return found == json.loads(json.dumps(asdict(config))) and any((folder / "checkpoints").glob("*"))
+    ended = last["epoch"] + 1 == config.task.epochs and any(key.startswith("validation_") for key in last)
+    return ended and found == json.loads(json.dumps(asdict(config))) and any((folder / "checkpoints").glob("*"))
 
 
 def _measured(workload: str, processes: int, variant: str, seed: int) -> Taken:

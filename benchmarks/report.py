@@ -127,11 +127,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def heading(row: Row) -> str:
-    """What a table was measured on."""
+def heading(rows: list[Row]) -> str:
+    """What a table was measured on; commits and dates where rows differ in them."""
+    row = rows[-1]
     where = row["machine"]
     what = where.get("gpu") or f"{where['cpu']}, {where['cores']} cores"
-    stamp = f"torch {row['versions']['torch']}, commit {row['commit']}, {row['date']}"
+    commits, dates = (", ".join(dict.fromkeys(str(each[key]) for each in rows)) for key in ("commit", "date"))
+    stamp = f"torch {row['versions']['torch']}, commit {commits}, {dates}"
     return f"{what} ({where['threads']} threads); {stamp}:"
 
 
@@ -144,7 +146,7 @@ def section(rows: list[Row], what: str) -> str:
         groups.setdefault((machine.slug(row["machine"]), row["device"]), []).append(row)
     if not groups:
         return "(no rows yet)\n"
-    return "\n".join(f"{heading(group[-1])}\n\n{table(group)}\n" for group in groups.values())
+    return "\n".join(f"{heading(group)}\n\n{table(group)}\n" for group in groups.values())
 
 
 def fill(text: str, rows: list[Row]) -> str:

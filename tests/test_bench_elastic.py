@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import bench_reading, report
 from benchmarks.bench_elastic import ALL, BASELINE, VARIANTS, Taken, _finished, row_of, taken
-from pyops.config import Config
+from pyops.config import Config, TaskConfig
 from pyops.elastic import ActivationCache
 
 pytestmark = pytest.mark.cpu_only
@@ -54,15 +54,23 @@ def test_the_largest_part_of_an_epoch_need_not_be_the_longest_transition():
 
 
 def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path):
-    config = Config(name="before")
+    config = Config(name="before", task=TaskConfig(epochs=3))
     assert not _finished(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "epoch": 2, "validation_loss": 1.0}\n')
     assert not _finished(tmp_path, config), "it has no checkpoint"
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert _finished(tmp_path, config)
-    assert not _finished(
-        tmp_path, dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, weight_decay=1.0))
-    )
+    other = dataclasses.replace(config.optimizer, weight_decay=1.0)
+    assert not _finished(tmp_path, dataclasses.replace(config, optimizer=other))
+    for row in ('{"step": 6, "epoch": 1, "validation_loss": 1.0}', '{"step": 8, "epoch": 2}'):
+        (tmp_path / "metrics.jsonl").write_text(row + "\n")
+        assert not _finished(tmp_path, config), "it was interrupted"
+
+
+def test_a_table_names_the_commits_of_all_its_rows():
+    stamp = {"machine": {"cpu": "some", "cores": 2, "threads": 1}, "versions": {"torch": "2"}, "date": "today"}
+    assert report.heading([{**stamp, "commit": commit} for commit in ("a", "b", "a")]).endswith("commit a, b, today:")
 
 
 def test_ratios_are_of_one_seed_each():

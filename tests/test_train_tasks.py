@@ -220,6 +220,17 @@ def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path):
         assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {STEPS}
 
 
+def test_what_one_stage_did_not_measure_is_measured_when_there_are_more(world, tmp_path):
+    config = config_of(tmp_path, cache="off", rows_besides=0.0)
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, epochs=1))
+    train(config)
+    folder = config.folder / "checkpoints"
+    assert load(folder / f"step-{STEPS:08}")[0]["besides"] == 0.0
+    wider = dataclasses.replace(config, parallel=ParallelConfig(pp=2), task=dataclasses.replace(config.task, epochs=2))
+    assert {getattr(each, "steps", each) for each in world(2).run(train_on_rank, wider, True)} == {2 * STEPS}
+    assert load(folder / f"step-{2 * STEPS:08}")[0]["besides"] > 0.0
+
+
 def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
     before = config_of(tmp_path, name="before")
     before = dataclasses.replace(before, task=TaskConfig("digits", epochs=1))

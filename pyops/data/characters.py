@@ -37,10 +37,8 @@ def load_characters(*, held_out: float = 0.1) -> tuple[Images, Images]:
         import matplotlib
         from PIL import ImageFont
     except ModuleNotFoundError as error:
-        message = (
-            f"characters are drawn by pillow in the fonts of matplotlib; {error.name} is not installed: pip install matplotlib"
-        )
-        raise CorpusError(message) from error
+        what = "characters are drawn by pillow in the fonts of matplotlib"
+        raise CorpusError(f"{what}; {error.name} is not installed: pip install matplotlib pillow") from error
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images = []
     for name in FONTS:
