@@ -14,7 +14,8 @@ from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, Train
 from pyops.data import CorpusError, DataConfig, load_characters, load_digits, prepare
 from pyops.data.characters import CHARACTERS, FONTS
 from pyops.data.images import Images, split
-from pyops.data.passages import FAMILIES, mask_rows, prepare_passages
+from pyops.data.corpus import find_documents
+from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.pipeline import Pipeline, schedule
@@ -68,7 +69,9 @@ def test_what_a_task_says_of_itself_is_so(task):
     assert len(model.layers()) == task.block_count + 2
     inputs, target, _ = task.batch(ROWS)
     assert len(inputs) == len(target) == 4
-    assert (target != IGNORED).flatten(1).sum(dim=1).tolist() == [task.terms] * 4 if task.terms > 1 else target.shape == (4,)
+    for held_out, terms in ((False, task.terms), (True, task.held_out_terms)):
+        target = task.batch(ROWS, held_out=held_out)[1]
+        assert (target != IGNORED).flatten(1).sum(dim=1).tolist() == [terms] * 4 if terms > 1 else target.shape == (4,)
     assert model.layers()[0](inputs).shape[1] == task.tokens
 
 
@@ -248,15 +251,52 @@ def test_no_file_is_in_both_parts_of_the_passages(cache):
     assert len(passages.text) > 1000
 
 
-def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(tmp_path):
-    data = DataConfig(cache=str(tmp_path), validation_fraction=0.4)
-    passages = prepare_passages(data, vocab_size=258, length=129)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Passages:
+    """All of it, in bytes."""
+    data = DataConfig(cache=str(tmp_path_factory.mktemp("library")), validation_fraction=0.4)
+    return prepare_passages(data, vocab_size=258, length=129)
+
+
+def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
+    passages = library
     text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
     rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::10, 1:].to(torch.uint8)]
     found = sum(row in text for row in rows)  # a line that many files have, such as one of a licence, may be there
     assert found < 0.02 * len(rows)
     own = [bytes(row.tolist()) for row in passages.train.tokens[::10, 1:].to(torch.uint8)]
     assert sum(row in text for row in own) > 0.95 * len(own)
+
+
+def test_each_row_of_the_text_says_which_file_it_is_from(library):
+    passages = library
+    assert passages.sources.shape == passages.text.shape[:1]
+    assert int(passages.sources.min()) == 0
+    assert int(passages.sources.max()) == 257
+    texts = [Path(document.path).read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
+    found: dict[int, set[int]] = {}
+    for row in range(0, len(passages.text), 300):
+        needle = bytes(passages.text[row, 1:].to(torch.uint8).tolist())
+        where = [number for number, text in enumerate(texts) if needle in text]
+        if len(where) == 1:  # neither in several files nor across two
+            found.setdefault(where[0], set()).add(int(passages.sources[row]))
+    assert len(found) > 100
+    assert all(len(sources) == 1 for sources in found.values())
+    order = [found[file].pop() for file in sorted(found)]
+    assert order == sorted(order)
+    assert len(set(order)) > 50
+
+
+def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
+    task = make_task(config_of(cache, "masked_text"))
+    config = config_of(cache, "masked_text")
+    passages = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length)
+    rows = torch.arange(0, task.samples, 97)
+    assert torch.equal(task.batch(rows)[1][:, 0], passages.sources[rows])
+    assert len(passages.sources[rows].unique()) > 2
+    assert task.batch(torch.tensor([-1]))[1][0, 0] == IGNORED
+    assert bool((task.batch(torch.arange(9), held_out=True)[1][:, 0] == IGNORED).all())
+    assert task.terms == task.held_out_terms + 1
 
 
 def test_masks_are_those_of_the_sample_and_the_epoch(cache):

@@ -3,7 +3,7 @@
     asyncio  ----files----> base_events.py streams.py ... | transports.py ...           split by file: no file is in both parts
                             train                         | held out
              --passages--> [first] 63 tokens, one after the other; as many of each family
-    the rest of the library, and what is trained on -> text, in the same lengths, without labels, to begin with
+    the rest of the library, and what is trained on -> text, in the same lengths, to begin with: each row's label is its file
 
 Tokens are those of `DataConfig.tokenizer`, and two more: one that stands first, and one in place of those that are masked.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
 __all__ = ["FAMILIES", "Passages", "Rows", "mask_rows", "prepare_passages"]
 
-FORMAT = 1
+FORMAT = 2
 SPECIAL = 2  # the token that stands first, and that of masked places: the vocabulary's last two
 
 # name: files and folders below the library's folder, of every Python from 3.10 on
@@ -66,7 +67,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Passages:
-    """text: int64 [m, T], of all the library but what is held out. first, mask: the two tokens that are no text.
+    """text: int64 [m, T], of all the library but what is held out. sources: int64 [m], from which file each row is: numbers
+    below the vocabulary's, which neighbouring files share where they are more. first, mask: the two tokens that are no text.
 
     digest: of the text and the settings; equal digests mean equal tokens.
     """
@@ -74,6 +76,7 @@ class Passages:
     train: Rows
     held_out: Rows
     text: Tensor
+    sources: Tensor
     first: int
     mask: int
     digest: str
@@ -174,13 +177,35 @@ def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, v
     for part, families in parts.items():
         _write_rows(folder / part, [[(numbers[d.name], _rows(tokenizer, read_documents([d]), length)) for d in some]
                                     for some in families])  # fmt: skip
-    np.save(folder / "text.npy", _rows(tokenizer, read_documents(rest, max_bytes=config.max_bytes), length))
+    text, begun = _text(tokenizer, rest, length, max_bytes=config.max_bytes)
+    np.save(folder / "text.npy", text)
+    np.save(folder / "sources.npy", begun * vocab_size // len(rest) if len(rest) > vocab_size else begun)
     (folder / "meta.json").write_text(json.dumps({"format": FORMAT, "first": vocab_size - 2, "mask": vocab_size - 1}))
+
+
+def _text(
+    tokenizer: Tokenizer, documents: Sequence[Document], length: int, *, max_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(tokens [n, T - 1] of these files, of each row the number of the file in which it begins). max_bytes: 0: all."""
+    left, parts = max_bytes or sys.maxsize, []
+    for document in documents:
+        texts = list(read_documents([document], max_bytes=left))
+        parts.append(np.concatenate([tokenizer.encode(text) for text in texts]))
+        left -= sum(len(text) for text in texts)
+        if left <= 0:
+            break
+    rows = _cut(np.concatenate(parts), length)
+    ends = np.cumsum([len(part) for part in parts])
+    return rows, np.searchsorted(ends, np.arange(len(rows)) * (length - 1), side="right")
 
 
 def _rows(tokenizer: Tokenizer, texts: Iterable[bytes], length: int) -> np.ndarray:
     """[n, T - 1] tokens of the text, what fills no row left out."""
-    tokens = np.concatenate([tokenizer.encode(text) for text in texts]).astype(np.int32)
+    return _cut(np.concatenate([tokenizer.encode(text) for text in texts]), length)
+
+
+def _cut(tokens: np.ndarray, length: int) -> np.ndarray:
+    tokens = tokens.astype(np.int32)
     return tokens[: len(tokens) // (length - 1) * (length - 1)].reshape(-1, length - 1)
 
 
@@ -214,7 +239,7 @@ def _open(folder: Path, vocab_size: int) -> Passages:
         text = led(read("text"))
         if max(int(rows.max()) for rows in (train.tokens, held_out.tokens, text)) >= vocab_size:
             raise ValueError(f"it has tokens of {vocab_size} and more")
-        return Passages(train, held_out, text, meta["first"], meta["mask"], folder.name)
+        return Passages(train, held_out, text, read("sources"), meta["first"], meta["mask"], folder.name)
     except FileNotFoundError as error:
         raise CorpusError(
             f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"

@@ -269,8 +269,7 @@ class TaskRun:
         total = self.elastic.evaluate(
             self.task.held_out, lambda share: self._rows(share, held_out=True), score=self.task.score, cached=True
         )  # fmt: skip
-        terms = 1 if self.task.metric == "accuracy" else self.task.terms
-        return total / (self.task.held_out * terms)
+        return total / (self.task.held_out * self.task.held_out_terms)
 
     def _tell(self, row: dict[str, Any]) -> None:
         self.display.step(row)

@@ -38,7 +38,7 @@ IMAGES = {"digits": load_digits, "characters": load_characters}
 class Task(ABC):
     """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of the model between embedding
     and head. tokens: T, which a row has between them. terms: of the loss, for each row: gradients' scale is
-    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats" for each of its terms.
+    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats" for each of held_out_terms.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Task(ABC):
     block_count: int
     tokens: int
     terms: int = 1
+    held_out_terms: int = 1
     metric: str = "accuracy"
 
     @abstractmethod
@@ -164,7 +165,10 @@ class PassagesTask(Task):
 
 
 class MaskedTask(_Nats):
-    """Masked tokens of the standard library; held out are those of the passages that are, always masked the same."""
+    """Masked tokens of the standard library; at the first place, instead of BERT's next sentence, which file the row is from.
+
+    Held out are the passages that are, whose files are unknown: their masked tokens alone, always the same.
+    """
 
     name = "masked_text"
 
@@ -174,9 +178,10 @@ class MaskedTask(_Nats):
         self._texts = (self._passages.text, self._passages.held_out.tokens)
         self.samples, self.held_out = (len(text) for text in self._texts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
-        self.terms = int(
+        self.held_out_terms = int(
             mask_rows(self._texts[0][:1], passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
         )
+        self.terms = self.held_out_terms + 1
 
     def model(
         self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -187,7 +192,10 @@ class MaskedTask(_Nats):
         tokens = self._texts[held_out][rows]
         seed, epoch = (0, -1) if held_out else (self._seed, epoch)
         given, masked = mask_rows(tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch)
-        return given, torch.where(masked, tokens, IGNORED)
+        target = torch.where(masked, tokens, IGNORED)
+        if not held_out:
+            target[:, 0] = self._passages.sources[rows]
+        return given, target
 
     def augmentation(self, epoch: int) -> int:
         return epoch + 1
@@ -204,7 +212,8 @@ class TextTask(_Nats):
         self.samples, available = ((len(text) - 1) // length for text in self._texts)
         self.held_out = min(most_held_out, available)
         self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)])
-        self.block_count, self.tokens, self.terms = config.num_layers, length, length
+        self.block_count, self.tokens = config.num_layers, length
+        self.terms = self.held_out_terms = length
 
     def model(
         self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
