@@ -20,10 +20,11 @@ T = TypeVar("T")
 PATIENCE = 2 * GRACE + 1  # others may come here only when they have waited for each other elsewhere
 
 
-def gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> list[T]:
     """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not running.
 
-    CommunicationError, which names it, for a rank that is lost.
+    CommunicationError, which names it, for a rank that is lost: one that gives no sign of life within `grace` seconds, by
+    default PATIENCE.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
@@ -33,14 +34,16 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     except RuntimeError as error:
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
-        raise lost_peer("telling one another", group=whole, cause=error, sequence=0, grace=PATIENCE) from error
+        seconds = PATIENCE if grace is None else grace
+        raise lost_peer("telling one another", group=whole, cause=error, sequence=0, grace=seconds) from error
     return values
 
 
-def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank."""
+def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> None:
+    """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank. grace: as for
+    `gather`."""
     message = None if error is None else (type(error), str(error))
-    for rank, failure in enumerate(gather(message, group=group)):
+    for rank, failure in enumerate(gather(message, group=group, grace=grace)):
         if failure is None:
             continue
         if error is not None and (not dist.is_initialized() or rank == dist.get_rank(group)):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["CommunicationError", "DisagreementError", "PeerError", "lost_peer", "ranks_without_note"]
+__all__ = ["CommunicationError", "DisagreementError", "PeerError", "lost_peer", "ranks_without_note", "wake_neighbours"]
 
 GRACE = 3.0  # seconds that a rank waits for the others' notes
 
@@ -50,7 +50,7 @@ def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GR
         of_all = dist.distributed_c10d._get_default_store()
         store.set(keys[rank], note)
         of_all.set(anywhere[rank], note)
-        _wake_neighbours(group)
+        wake_neighbours(group)
         end = time.monotonic() + grace
         while True:
             missing = [r for r in range(size) if not store.check([keys[r]]) and not of_all.check([anywhere[r]])]
@@ -61,7 +61,7 @@ def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GR
         return None
 
 
-def _wake_neighbours(group: dist.ProcessGroup) -> None:
+def wake_neighbours(group: dist.ProcessGroup) -> None:
     """Make every exchange of the others with this rank fail now, not after their timeout.
 
     Gloo closes all connections of a group when one receive is late, so ask for one that can't come.

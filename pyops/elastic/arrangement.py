@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyops.comm.agreement import agree
 from pyops.elastic.caching import CacheOptions, Caching
 from pyops.elastic.confirm import confirm
-from pyops.elastic.groups import Active
+from pyops.elastic.groups import Active, Everyone
 from pyops.elastic.holding import Initialise, freeze, is_held, lacks_tables, let_go, take, values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
@@ -49,8 +49,8 @@ class Options:
 
 
 class Arrangement:
-    """layers: of the whole model, by name, in order. message: the group of all ranks; None: one process alone. sampler: is told
-    which replica this rank is. worker is None on a rank that is idle; is_cached: what frozen layers say is read."""
+    """layers: of the whole model, by name, in order. everyone: the groups of all ranks. sampler: is told which replica this
+    rank is. worker is None on a rank that is idle; is_cached: what frozen layers say is read, as was decided."""
 
     layout: Layout
     worker: Worker | None = None
@@ -60,11 +60,25 @@ class Arrangement:
 
     def __init__(
         self, layers: Mapping[str, nn.Module], options: Options, *, sampler: Sampler, cache: CacheOptions, held_out: int,
-        message: dist.ProcessGroup | None,
+        everyone: Everyone,
     ) -> None:  # fmt: skip
-        self.layers, self._options, self._sampler, self.message = dict(layers), options, sampler, message
-        self.rank = 0 if message is None else dist.get_rank(message)
-        self.caching = Caching(cache, samples=sampler.samples, held_out=held_out, message=message)
+        self.layers, self._options, self._sampler, self._everyone = dict(layers), options, sampler, everyone
+        self.rank = 0 if everyone.message is None else dist.get_rank(everyone.message)
+        self.caching = Caching(cache, samples=sampler.samples, held_out=held_out, message=everyone.message)
+
+    @property
+    def message(self) -> dist.ProcessGroup | None:
+        """The group of all ranks; None: one process alone."""
+        return self._everyone.message
+
+    @property
+    def failure(self) -> Exception | None:
+        """What this rank's optimizer raised in a step that others took."""
+        return None if self.worker is None else self.worker.failure
+
+    def meet(self, error: Exception | None = None) -> None:
+        """Wait for all ranks, idle ones too, and raise on all what went wrong on one."""
+        self._everyone.meet(self._groups, error, is_idle=not self.is_active)
 
     @property
     def is_active(self) -> bool:
@@ -214,4 +228,3 @@ class Arrangement:
         """Let go of everything but the layers."""
         self.leave()
         self.caching.close()
-        self.message = None

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather, on_all_ranks
-from pyops.comm.communicator import release
 from pyops.comm.failure import CommunicationError
 from pyops.elastic.arrangement import Arrangement, Options
 from pyops.elastic.caching import CacheOptions
 from pyops.elastic.change import Change
 from pyops.elastic.checks import check_agreed, check_run, plain
-from pyops.elastic.groups import giving_up, message_group
+from pyops.elastic.groups import Everyone, giving_up
 from pyops.elastic.holding import Initialise, let_go
 from pyops.elastic.layout import Layout
 from pyops.elastic.packing import Machine, Packing, pack
@@ -73,7 +72,8 @@ class Elastic:
         a micro-batch at the start.
     trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of micro-batches is then chosen by
         trying; what the layout is, and with it last bits, then depends on the clock.
-    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once.
+    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once, and one that only
+        hangs after the default group's timeout.
 
     ValueError, on every rank alike, for what does not fit.
     """
@@ -104,7 +104,8 @@ class Elastic:
                 max_grad_norm=max_grad_norm, idle_timeout=idle_timeout, device=self.device,
             )  # fmt: skip
             self._replicas = self.ranks // stages
-            self._costs = costs if costs is not None else [float(_numel(layer)) for layer in self.layers.values()]
+            sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()]
+            self._costs = sizes if costs is None else costs
             self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
             first = self._pack(0)
             each = batch if batch_policy == "global" else batch // self._replicas
@@ -122,13 +123,13 @@ class Elastic:
              "cache": {**plain(cache), "disk": cache.disk is not None}, "chunk": chunk, "held_out": held_out,
              "trial": "given" if trial else "None", "the order of layers": list(self.layers)}, layers=self.layers,
         )  # fmt: skip
-        self.message = message_group(patience=idle_timeout)
+        self._all = Everyone(patience=idle_timeout)
         options = Options(
             loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, key=self._key,
             chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk, initialise=initialise, trial=trial,
         )  # fmt: skip
         self._here = Arrangement(
-            self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, message=self.message
+            self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, everyone=self._all
         )  # fmt: skip
         self._here.enter(first, self._layout(first), {}, first=True)
 
@@ -151,8 +152,8 @@ class Elastic:
 
     @property
     def is_cached(self) -> bool:
-        """Whether what the frozen layers say is read from the cache."""
-        return self._here.is_cached
+        """Whether what the frozen layers say is read from the cache, unless that was lost on this rank."""
+        return self._here.is_cached and not (self._here.worker is not None and self._here.worker.computes_frozen)
 
     def _machine(self) -> Machine:
         """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's seconds say what that is."""
@@ -229,7 +230,9 @@ class Elastic:
         any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
         at different times, 0 where they are always the same: what is kept of one is not read for another.
 
-        What goes wrong in the forward or backward of one rank is raised on all active ones; the next step may come.
+        What goes wrong in the forward or backward of one rank is raised on all active ones; the next step may come. What
+        goes wrong in its optimizer, while others take the step, is raised on all at whatever they call next, and again at
+        what comes then: go on from a checkpoint.
         """
         worker = self._here.worker
         if worker is None:
@@ -239,7 +242,7 @@ class Elastic:
             named["samples"] = share.samples
             worker.augment(augmentation)
         count = share.batch * self._terms
-        with giving_up(self.message):
+        with giving_up(self._all.meeting):
             loss = worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
             norm = worker.norm()
             if math.isfinite(norm):  # in all stages: a step that is not taken counts in none
@@ -270,15 +273,15 @@ class Elastic:
         try:
             if self._here.worker is not None:
                 total = scored(
-                    self._here.worker.pipeline, self._portions(count), rows_of, score, message=self.message,
-                    first=self.sampler.samples if cached and self.is_cached else None,
+                    self._here.worker.pipeline, self._portions(count), rows_of, score, meeting=self._all.meeting,
+                    first=self.sampler.samples if cached and self._here.is_cached else None,
                 )  # fmt: skip
         except CommunicationError:
             raise
         except Exception as caught:
             error = caught
-        agree(error, group=self.message)
-        return sum(gather(total, group=self.message))
+        self._here.meet(error or self._here.failure)
+        return sum(gather(total, group=self._all.message))
 
     def _portions(self, count: int) -> list[Portion]:
         """This replica's part of `count` held-out samples."""
@@ -289,7 +292,8 @@ class Elastic:
 
     def any_of(self, flag: bool) -> bool:
         """Whether it is set on any rank, idle ones too; all call it."""
-        return any(gather(flag, group=self.message))
+        self._here.meet(self._here.failure)
+        return any(gather(flag, group=self._all.message))
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -299,11 +303,11 @@ class Elastic:
         Where no step was taken since the last decision, the policy is asked at the next one. ValueError on every rank for
         policies that disagree.
         """
-        self._meet()
+        self._catch_up()
         self._since = 0
         if self.policy is None or self.frozen == self.blocks or (norms := self._norms()) is None:
             return None
-        frozen = decide_together(self.policy, norms, self.frozen, group=self.message)
+        frozen = decide_together(self.policy, norms, self.frozen, group=self._all.message)
         if frozen == self.frozen:
             return None
         started = time.perf_counter()
@@ -311,16 +315,17 @@ class Elastic:
         self.frozen, after = frozen, self._layout(packing)
         states = self.states()
         self._here.leave()
-        states = carry(states, before, after, group=self.message, device=self.device)
+        states = carry(states, before, after, group=self._all.message, device=self.device)
         reason = self._here.enter(packing, after, states)
-        seconds = max(gather(time.perf_counter() - started, group=self.message))
+        seconds = max(gather(time.perf_counter() - started, group=self._all.message))
         return Change(frozen, before, self.layout, seconds, reason)
 
-    def _meet(self) -> None:
+    def _catch_up(self) -> None:
         """Idle ranks come to where the others stopped, which may be short of the decision. A collective."""
+        self._here.meet(self._here.failure)
         if self.layout.active == self.ranks:
             return
-        place = gather((self.steps, self._since, self.sampler.state_dict()), group=self.message)[0]  # rank 0 is never idle
+        place = gather((self.steps, self._since, self.sampler.state_dict()), group=self._all.message)[0]  # rank 0 is never idle
         if not self.is_active:
             self.steps, self._since, cursor = place
             self.sampler.load_state_dict(cursor)
@@ -328,10 +333,10 @@ class Elastic:
     def _norms(self) -> list[float] | None:
         """Of each block's gradients since the last decision, on every rank, idle ones too; None where no step was taken."""
         measured = None if self._here.worker is None else self._here.meter.steps
-        if 0 in gather(measured, group=self.message):
+        if 0 in gather(measured, group=self._all.message):
             return None
         norms = self._here.gradient_norms()
-        return next(each for each in gather(norms, group=self.message) if each is not None)
+        return next(each for each in gather(norms, group=self._all.message) if each is not None)
 
     def states(self) -> dict[int, State]:
         """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's layers: those in use. A
@@ -341,7 +346,7 @@ class Elastic:
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
         it. A collective."""
-        self._meet()
+        self._catch_up()
         writes = self.is_active and self.layout.replica(self.rank) == 0
         run = {
             "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),
@@ -352,7 +357,7 @@ class Elastic:
 
     def _told(self, meter: dict[str, Any] | None) -> dict[str, Any]:
         """Of all stages together."""
-        several = [each for each in gather(meter, group=self.message) if each is not None][: self.layout.stages]
+        several = [each for each in gather(meter, group=self._all.message) if each is not None][: self.layout.stages]
         squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
         return {"squares": squares, "steps": several[0]["steps"]}
 
@@ -362,10 +367,11 @@ class Elastic:
         ValueError, on every rank alike and before anything is changed, for the state of another model, other data, another
         policy, or of a run that is not elastic.
         """
-        packing, layout, states = on_all_ranks(lambda: self._read(state), group=self.message)
+        self._here.meet()
+        packing, layout, states = on_all_ranks(lambda: self._read(state), group=self._all.message)
         run, policy = state["elastic"], self.policy
         if policy is not None:
-            on_all_ranks(lambda: policy.load_state_dict(run["policy"]), group=self.message)
+            on_all_ranks(lambda: policy.load_state_dict(run["policy"]), group=self._all.message)
         self.sampler.load_state_dict(run["sampler"])
         self._here.leave()
         self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]
@@ -390,11 +396,4 @@ class Elastic:
     def close(self) -> None:
         """Let go of groups and memory; every rank calls it at the end."""
         self._here.close()
-        if self.message is not None:
-            release(self.message)
-            dist.destroy_process_group(self.message)
-            self.message = None
-
-
-def _numel(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters())
+        self._all.close()

@@ -1,10 +1,12 @@
 """Groups: the process groups that train in a layout, made when it begins and destroyed when it ends.
 
-    message     0 1 2 3 4        all ranks, idle ones too; made once, outlives every layout
+    meeting     0 1 2 3 4        all ranks: where idle ones wait for the others, asleep, for hours if need be
+    message     0 1 2 3 4        all ranks: whatever follows once they have met
     pipeline    0 1 | 2 3        the stages of a replica
     line        0 2 | 1 3        the ranks that hold the same stage
 
-An idle rank waits in a collective of the message group, asleep: for its next decision, say. It learns at once when a rank dies.
+The first two are made once, and outlive every layout. Who waits in one learns at once when a rank dies; of one that only hangs
+after a timeout, which may be long in the meeting group alone.
 """
 
 from __future__ import annotations
@@ -16,35 +18,44 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import PATIENCE, agree, gather
 from pyops.comm.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout import Layout
+from pyops.elastic.watch import call_off, forget_calls, watched
 
-__all__ = ["Active", "agree_within", "giving_up", "message_group"]
+__all__ = ["Active", "Everyone", "agree_within", "giving_up", "message_group"]
+
+GRACE = 2 * PATIENCE + 1  # seconds; those who lost a rank look for signs of life in their own groups first, then come to all
 
 
-def message_group(*, patience: float = 86400.0) -> dist.ProcessGroup | None:
+def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | None:
     """A new Gloo group of all ranks, for carrying states and for waiting; None where torch.distributed is not running.
 
-    patience: seconds that a rank waits in it for one that comes late, longer than from one decision to the next. A rank that
-    dies is noticed at once; one that only hangs by those that train with it. A collective; destroy it with
+    patience: seconds that a rank waits in it for one that comes late: for waiting, longer than from one decision to the next;
+    None: as long as in the default group. A rank that dies is noticed at once. A collective; destroy it with
     torch.distributed.destroy_process_group.
     """
     if not dist.is_initialized():
         return None
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit(patience))
     return made
 
 
+def _limit(seconds: float | None) -> timedelta:
+    """None: that of the default group."""
+    return timedelta(seconds=Communicator.of(None).timeout(torch.device("cpu")) if seconds is None else seconds)
+
+
 @contextmanager
-def giving_up(message: dist.ProcessGroup | None) -> Iterator[None]:
-    """Around what ranks do in their own groups: if one is lost, whoever waits in the message group hears of it too."""
+def giving_up(meeting: dist.ProcessGroup | None) -> Iterator[None]:
+    """Around what ranks do in their own groups: if one is lost, whoever waits in this group of all hears of it too."""
     try:
         yield
     except CommunicationError:
-        if message is not None:
-            ranks_without_note(message, note="gave up in a group of its own", grace=0.0)
+        if meeting is not None:
+            call_off()
+            ranks_without_note(meeting, note="gave up in a group of its own", grace=0.0)
         raise
 
 
@@ -54,6 +65,35 @@ def agree_within(error: Exception | None, *, group: dist.ProcessGroup | None) ->
         agree(error, group=group)
     elif error is not None:
         raise error
+
+
+class Everyone:
+    """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not running. A collective.
+
+    patience: seconds that a rank waits in `meeting`; in `message` it is as long as in the default group.
+    """
+
+    def __init__(self, *, patience: float) -> None:
+        if dist.is_initialized() and dist.get_rank() == 0:
+            forget_calls()
+        self.meeting, self.message = message_group(patience=patience), message_group(patience=None)
+
+    def meet(self, active: Active, error: Exception | None = None, *, is_idle: bool = False) -> None:
+        """Wait for all ranks, and raise on all what went wrong on one. Idle ranks come long before the others, and wait so long
+        nowhere else; active ones wait for one another first, in groups of theirs, and then no longer than in these for idle
+        ones, so that a rank that hangs is noticed in time. A collective."""
+        with giving_up(self.meeting):
+            active.meet()
+            with watched(self.meeting, seconds=None if is_idle or self.meeting is None else _limit(None).total_seconds()):
+                agree(error, group=self.meeting, grace=GRACE)
+
+    def close(self) -> None:
+        """Destroy them. Not a collective; a second time it does nothing."""
+        for group in (self.meeting, self.message):
+            if group is not None:
+                release(group)
+                dist.destroy_process_group(group)
+        self.meeting = self.message = None
 
 
 class Active:
@@ -82,9 +122,7 @@ class Active:
         layouts = gather(layout, group=message)
         if (other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)) is not None:
             raise ValueError(f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all ranks the same")
-        default = Communicator.of(None).timeout(torch.device("cpu"))
-        limit = timedelta(seconds=default if timeout is None else timeout)
-        rank = dist.get_rank(message)
+        limit, rank = _limit(timeout), dist.get_rank(message)
         error: Exception | None = None
         try:
             # Every rank makes all of them in one order: torch numbers them, and a group that only its members make has a name
@@ -101,6 +139,12 @@ class Active:
     def _made(members: tuple[int, ...], rank: int, limit: timedelta) -> dist.ProcessGroup | None:
         made: dist.ProcessGroup = dist.new_group(list(members), timeout=limit)
         return made if rank in members else None
+
+    def meet(self) -> None:
+        """Wait for the ranks of this one's pipeline, and of its line. A collective of all active ranks."""
+        for group in (self.pipeline, self.line):
+            if group is not None:
+                gather(None, group=group)
 
     def close(self) -> None:
         """Destroy the groups, and let go of the threads and the shared memory that collectives made for them. What else uses

@@ -48,6 +48,7 @@ class Worker:
     ) -> None:  # fmt: skip
         self.layout, self.groups, self._names = layout, groups, list(layers)
         self._layers, self._before, self.flagged = list(layers.values()), before, False
+        self.failure: Exception | None = None  # of this rank's optimizer in a step that others took
         frozen = layout.frozen
         self._shift, self._prefix = max(0, frozen - 1), prefix
         self.own = [n for n in layout.layers(rank) if n >= frozen]
@@ -76,7 +77,14 @@ class Worker:
                 by_dtype.setdefault(parameter.dtype, []).append((f"{self._names[number]}.{name}", parameter))
         return [FlatBuffer(some) for some in by_dtype.values()]
 
+    @property
+    def computes_frozen(self) -> bool:
+        """Whether there are frozen layers here, and nothing of what they say is read."""
+        return self._prefix is not None and self._prefix.cache is None
+
     def _key(self, stage: Stage, number: int) -> None:
+        if self.failure is not None:
+            raise self.failure
         first = 1 if stage.first == 0 and self.layout.frozen else 0  # the prefix drops nothing
         begin = stage.first + first + self._shift
         self._before(self._names[begin : begin + len(stage.layers) - first], stage.layers[first:], number)
@@ -135,7 +143,8 @@ class Worker:
     def update(self, norm: float, *, lr: float, max_grad_norm: float | None) -> None:
         """One optimizer step with these gradients, of that norm; nothing where it is not finite.
 
-        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that.
+        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that. What the optimizer
+        raises while other ranks take the step is kept as `failure`: they would wait for a rank that leaves now.
         """
         if self.optimizer is None or not math.isfinite(norm):
             return
@@ -144,7 +153,12 @@ class Worker:
                 buffer.grad.mul_(max_grad_norm / (norm + 1e-6))
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = lr * rate
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if self.groups.pipeline is None and self.groups.line is None:
+                raise
+            self.failure = error
 
     # ------------------------------------------------------------------------------------------------ states
 

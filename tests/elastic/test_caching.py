@@ -84,7 +84,7 @@ ALL = networks.SAMPLES + networks.HELD_OUT
 
 @pytest.mark.parametrize(
     ("ranks", "ways", "options"),
-    [(1, 5, {}), (2, 3, {"stages": 2}), (4, 2, {"stages": 4}), (4, 2, {"stages": 4, "replicate": False})],
+    [(1, 5, {}), (2, 5, {"stages": 2}), (4, 2, {"stages": 4}), (4, 2, {"stages": 4, "replicate": False})],
 )
 def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options):
     small = {"mode": "on", "budget": 4096 + 16 * ALL + 9 * EACH}
@@ -165,9 +165,11 @@ def test_a_cache_that_fails_in_training_is_lost_once(monkeypatch, caplog):
 
     elastic = made({"mode": "on"})
     said = trained(elastic, 2)
+    assert elastic.is_cached
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="pyops"):
         patch.setattr(ActivationCache, "get", fail)
         said += trained(elastic, EPOCHS - 2)
+    assert not elastic.is_cached
     elastic.close()
     assert said == wanted
     assert len([record for record in caplog.records if "the memory is gone" in record.getMessage()]) == 1

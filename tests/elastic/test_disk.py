@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pyops.comm.agreement import gather
 from pyops.elastic import ActivationCache, Prefix, open_cache
 from pyops.elastic.disk import DiskTier
+from tests.elastic.test_cache import memory_of_caches
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -232,15 +233,16 @@ def _die(rank: int, group: dist.ProcessGroup, folder: str, where: str) -> list[b
     results = [torch.equal(cache.depths(samples), torch.where(old, 1, -1)), torch.equal(there, old)]
     results.append(torch.equal(found, values_of(samples[old], 1)))
     cache.put(samples, values_of(samples, 3), depth=2)
-    return [*results, torch.equal(cache.get(samples, depth=2)[0], values_of(samples, 3))]
+    results.append(torch.equal(cache.get(samples, depth=2)[0], values_of(samples, 3)))
+    assert memory_of_caches() == {"/memfd:pyops-activations (deleted)"}
+    cache.close()
+    assert not memory_of_caches()
+    return results
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_a_process_that_is_killed_in_a_put_leaves_the_others_whole_and_its_own_without_a_value(tmp_path, where):
-    before = {path.name for path in Path("/dev/shm").iterdir()}
     ends = spawn_ranks(2, _die, str(tmp_path), where)
     assert ends[1].exitcode == -signal.SIGKILL
     assert ends[0].result == [True] * 4, ends[0].error
     assert not list(tmp_path.iterdir())
-    left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    assert not [name for name in left if "pyops-activations" in name]

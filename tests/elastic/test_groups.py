@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyops.checkpoint import load, save
 from pyops.comm import all_reduce, probe
-from pyops.elastic import Bound, Elastic, Layout
+from pyops.elastic import Bound, CacheOptions, Elastic, Layout
 from pyops.elastic.groups import Active, message_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
@@ -98,10 +99,10 @@ def elastic_body(rank, group):
     for share in elastic.shares():
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
     assert elastic.decide() is not None
-    message = weakref.ref(elastic.message)
+    groups = [weakref.ref(each) for each in (elastic._all.meeting, elastic._all.message)]
     elastic.close()
     elastic.close()
-    return message() is None
+    return all(group() is None for group in groups)
 
 
 def test_a_closed_run_keeps_no_group(world):
@@ -168,10 +169,57 @@ def transitions_body(rank, group, count):
     return found
 
 
+def check_nothing_grows(found: list[tuple[int, int, int, int]], rank: int) -> None:
+    files, threads, shared, memory = zip(*found, strict=True)
+    assert max(files) == files[0], rank
+    assert max(threads) == threads[0], rank
+    assert max(shared) == shared[0], rank
+    assert max(memory[-10:]) < memory[0] + 48, (rank, memory)
+
+
 def test_nothing_is_left_after_50_transitions(world):
     for rank, found in enumerate(world(4).run(transitions_body, 50, timeout=120)):
-        files, threads, shared, memory = zip(*found[WARM:], strict=True)
-        assert max(files) == files[0], rank
-        assert max(threads) == threads[0], rank
-        assert max(shared) == shared[0], rank
-        assert max(memory[-10:]) < memory[0] + 48, (rank, memory)
+        check_nothing_grows(found[WARM:], rank)
+
+
+CYCLE = 4  # decisions, each of which changes the layout; then the run goes back to where it began
+
+
+def elastic_transitions_body(rank, group, count, folder):
+    """What this rank holds where an elastic run begins again, each time after CYCLE changes of layout."""
+    named = {
+        "embedding": nn.Linear(7, 512),
+        **{f"blocks.{i}": nn.Linear(512, 512) for i in range(8)},
+        "head": nn.Linear(512, 5),
+    }
+    repeats, probe._REPEATS = probe._REPEATS, 1
+    elastic = Elastic(
+        named, optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=4,
+        policy=Bound(1 / 2), cache=CacheOptions("on", example=lambda samples: (networks.rows(samples)[0], {})),
+    )  # fmt: skip
+    found = []
+    save(folder, elastic.state_dict())
+    gc.disable()
+    try:
+        for _ in range(-(-count // CYCLE)):
+            layouts = [elastic.layout]
+            for _ in range(CYCLE):
+                for share in elastic.shares():
+                    elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
+                assert elastic.decide() is not None
+                layouts.append(elastic.layout)
+            assert [each.stages for each in layouts] == [4, 4, 2, 2, 1]
+            elastic.load_state_dict(load(folder)[0])
+            gc.collect()
+            found.append(held())
+    finally:
+        gc.enable()
+        probe._REPEATS = repeats
+        elastic.close()
+    return found
+
+
+def test_an_elastic_run_keeps_nothing_of_50_changes(world, tmp_path):
+    for rank, found in enumerate(world(4).run(elastic_transitions_body, 52, str(tmp_path / "begin"), timeout=120)):
+        assert len(found) == 13
+        check_nothing_grows(found[3:], rank)

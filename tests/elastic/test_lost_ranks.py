@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.comm import CommunicationError
+from pyops.comm import CommunicationError, agreement
 from pyops.comm.transport import ProcessGroupTransport
-from pyops.elastic import Active, Layout, agree_on, carry, giving_up, message_group
+from pyops.elastic import Active, Bound, Elastic, Layout, agree_on, carry, giving_up, groups, message_group
 from pyops.pipeline import Pipeline, schedule
+from tests.elastic import networks
 from tests.elastic.test_transition import states_of
 from tests.workers import spawn_ranks
 
@@ -93,3 +94,71 @@ def test_a_rank_that_dies_while_layers_are_carried(victim):
             assert outcome.error is None, outcome.error
             message, ranks = outcome.result
             assert ranks == (victim,), (outcome.rank, message)
+
+
+# -------------------------------------------------------------------------------------------------- an elastic run
+
+TIMEOUT = 4.0  # seconds, of the default group; idle ranks would wait for a day
+
+
+def elastic_run(optimizer=networks.optimizer) -> Elastic:
+    """On four ranks: four stages, after the second decision two, and two ranks without work."""
+    return Elastic(
+        networks.layers(6), optimizer=optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=4,
+        policy=Bound(1 / 3), replicate=False,
+    )  # fmt: skip
+
+
+def epoch_of(elastic: Elastic) -> None:
+    for share in elastic.shares():
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+
+
+def lost_body(rank, group, place, victim):
+    """What each rank hears, and after how long, of the victim, which dies or hangs at this place; others may be idle there."""
+
+    agreement.PATIENCE, groups.GRACE = 1.0, 3.0
+
+    def optimizer(named):
+        if place == "hangs in a change" and rank == victim and made:
+            time.sleep(2.5 * TIMEOUT)
+            os._exit(7)
+        made.append(1)
+        return networks.optimizer(named)
+
+    def rows_of(share):
+        if place == "dies in scoring" and rank == victim:
+            os._exit(7)
+        return *networks.rows(share.samples, held_out=True), {}
+
+    made = []
+    elastic = elastic_run(optimizer)
+    epoch_of(elastic)
+    if place != "hangs in a change":
+        for _ in range(2):
+            elastic.decide()
+            epoch_of(elastic)
+        assert [elastic.layout.is_active(each) for each in range(4)] == [True, True, False, False]
+    begin = time.monotonic()
+    if place == "hangs before a decision" and rank == victim:
+        time.sleep(2.5 * TIMEOUT)
+        os._exit(7)
+    if place == "dies in scoring":
+        heard = caught(lambda: elastic.evaluate(networks.HELD_OUT, rows_of, score=networks.right))
+    else:
+        heard = caught(elastic.decide)
+    return time.monotonic() - begin, *heard
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [("dies in scoring", 0), ("hangs in a change", 3), ("hangs before a decision", 0), ("hangs before a decision", 2)],
+)
+def test_all_ranks_of_a_run_hear_of_one_that_is_lost(place, victim):
+    for outcome in spawn_ranks(4, lost_body, place, victim, timeout=40, group_timeout=TIMEOUT):
+        if outcome.rank != victim:
+            assert outcome.error is None, outcome.error
+            seconds, message, ranks = outcome.result
+            assert ranks == (victim,), (outcome.rank, message)
+            assert f"rank {victim} died or stalled" in message
+            assert seconds < 5 * TIMEOUT

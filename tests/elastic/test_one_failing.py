@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.elastic import Elastic
+from pyops.checkpoint import load, save
+from pyops.elastic import Bound, Elastic
 from pyops.elastic.portion import Portion
 from tests.elastic import networks
 from tests.elastic.test_bad_runs import BATCH, BLOCKS, make
@@ -101,3 +102,66 @@ def test_what_goes_wrong_in_an_evaluation_on_one_rank_is_told_to_all(world):
         assert texts == ["no such row", "no such score"]
         assert right == found[0][1]
         assert training
+
+
+NEXT = ("step", "decide", "state_dict", "evaluate", "any_of")
+
+
+def failing(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def step(*args: Any, **named: Any) -> None:
+        raise ArithmeticError("no such root")
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+def called(elastic: Elastic, name: str, shares: Any, rank: int) -> None:
+    if name == "step":
+        for share in shares:
+            elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+    elif name == "evaluate":
+        elastic.evaluate(13, rows_failing_on(None, rank), score=networks.right)
+    elif name == "any_of":
+        elastic.any_of(False)
+    else:
+        getattr(elastic, name)()
+
+
+def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
+    """What each rank is told next after rank 1's optimizer failed in a step, twice; and losses after going back."""
+    found: list[Any] = []
+    for number, name in enumerate(NEXT):
+        elastic = make(stages=2, policy=Bound(1 / 3))
+        saved = f"{folder}/{number}"
+        save(saved, elastic.state_dict())
+        if rank == 1:
+            failing(elastic._here.worker.optimizer)
+        shares = elastic.shares()
+        share = next(shares)
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)  # not known yet that one has not taken it
+        for _ in range(2):
+            with pytest.raises((ArithmeticError, RuntimeError)) as error:  # a pipeline tells its ranks where, too
+                called(elastic, name, shares, rank)
+            found.append(str(error.value).removeprefix("rank 1 of the pipeline failed in 1F0: "))
+            shares = elastic.shares()
+        elastic.load_state_dict(load(saved)[0])
+        found.append([elastic.step(*networks.rows(s.samples), share=s, lr=0.1).loss for s in elastic.shares()])
+        elastic.close()
+    return found
+
+
+def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world, tmp_path):
+    found = world(4).run(in_an_optimizer, str(tmp_path))
+    for told in found:
+        assert told[0::3] == told[1::3] == ["no such root"] * len(NEXT)
+        assert told[2::3] == [found[0][2]] * len(NEXT)
+        assert len(told[2]) == 4
+
+
+def test_one_process_alone_is_told_at_once():
+    elastic = make()
+    failing(elastic._here.worker.optimizer)
+    share = next(elastic.shares())
+    with pytest.raises(ArithmeticError, match="no such root"):
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+    elastic.close()
