@@ -24,7 +24,7 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 | policy, meter | how many layers are frozen, and the norms by which that is decided |
 | packing, overhead, confirm, trial, forecast | stages and micro-batches for what is left, and what they would bring |
 | sampler, portion | which samples a replica takes, and in which rows and micro-batches |
-| layout, groups, watch, holding, transition | which rank holds what, who talks with and waits for whom, how state gets to the next layout |
+| layout, groups, watch, holding, transition | which rank holds what, who talks with whom, how state gets to the next layout |
 | prefix, cache, disk, free_memory, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
 | elastic, checks, change, saving, scoring | Elastic: what users call, what must hold first, what it tells, saves and scores |
 | arrangement, worker | what a rank holds and does in one layout |
