@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pyops.comm.agreement import agree
 from pyops.elastic.caching import CacheOptions, Caching
 from pyops.elastic.confirm import confirm
-from pyops.elastic.groups import Active, Everyone
+from pyops.elastic.groups import Active, Everyone, giving_up
 from pyops.elastic.holding import Initialise, freeze, is_held, lacks_tables, let_go, take, values_of
 from pyops.elastic.layout import Layout
 from pyops.elastic.meter import Meter
@@ -76,9 +76,9 @@ class Arrangement:
         """What this rank's optimizer raised in a step that others took."""
         return None if self.worker is None else self.worker.failure
 
-    def meet(self, error: Exception | None = None) -> None:
-        """Wait for all ranks, idle ones too, and raise on all what went wrong on one."""
-        self._everyone.meet(self._groups, error, is_idle=not self.is_active)
+    def meet(self, what: str, error: Exception | None = None) -> None:
+        """Wait for all ranks, idle ones too, to call `what`, and raise on all what went wrong on one."""
+        self._everyone.meet(what, error, is_idle=not self.is_active)
 
     @property
     def is_active(self) -> bool:
@@ -126,7 +126,8 @@ class Arrangement:
             error = caught
         agree(error, group=self.message)
         if worker is not None:
-            worker.connect(loss=options.loss, schedule_name=options.schedule)
+            with giving_up(self._everyone.meeting):
+                worker.connect(loss=options.loss, schedule_name=options.schedule)
             self.worker = worker
             blocks = list(self.layers.values())[1:-1]
             self.meter = Meter([list(layer.parameters()) if is_held(layer) else [] for layer in blocks])

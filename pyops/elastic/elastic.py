@@ -73,7 +73,7 @@ class Elastic:
     trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of micro-batches is then chosen by
         trying; what the layout is, and with it last bits, then depends on the clock.
     idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once, and one that only
-        hangs after the default group's timeout.
+        hangs after the default group's timeout by those that have work.
 
     ValueError, on every rank alike, for what does not fit.
     """
@@ -280,7 +280,7 @@ class Elastic:
             raise
         except Exception as caught:
             error = caught
-        self._here.meet(error or self._here.failure)
+        self._here.meet("evaluate", error or self._here.failure)
         return sum(gather(total, group=self._all.message))
 
     def _portions(self, count: int) -> list[Portion]:
@@ -292,7 +292,7 @@ class Elastic:
 
     def any_of(self, flag: bool) -> bool:
         """Whether it is set on any rank, idle ones too; all call it."""
-        self._here.meet(self._here.failure)
+        self._here.meet("any_of", self._here.failure)
         return any(gather(flag, group=self._all.message))
 
     # ------------------------------------------------------------------------------------------------ decisions
@@ -303,7 +303,7 @@ class Elastic:
         Where no step was taken since the last decision, the policy is asked at the next one. ValueError on every rank for
         policies that disagree.
         """
-        self._catch_up()
+        self._catch_up("decide")
         self._since = 0
         if self.policy is None or self.frozen == self.blocks or (norms := self._norms()) is None:
             return None
@@ -320,9 +320,9 @@ class Elastic:
         seconds = max(gather(time.perf_counter() - started, group=self._all.message))
         return Change(frozen, before, self.layout, seconds, reason)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, what: str) -> None:
         """Idle ranks come to where the others stopped, which may be short of the decision. A collective."""
-        self._here.meet(self._here.failure)
+        self._here.meet(what, self._here.failure)
         if self.layout.active == self.ranks:
             return
         place = gather((self.steps, self._since, self.sampler.state_dict()), group=self._all.message)[0]  # rank 0 is never idle
@@ -346,7 +346,7 @@ class Elastic:
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
         it. A collective."""
-        self._catch_up()
+        self._catch_up("state_dict")
         writes = self.is_active and self.layout.replica(self.rank) == 0
         run = {
             "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),
@@ -367,7 +367,7 @@ class Elastic:
         ValueError, on every rank alike and before anything is changed, for the state of another model, other data, another
         policy, or of a run that is not elastic.
         """
-        self._here.meet()
+        self._here.meet("load_state_dict")
         packing, layout, states = on_all_ranks(lambda: self._read(state), group=self._all.message)
         run, policy = state["elastic"], self.policy
         if policy is not None:

@@ -22,7 +22,7 @@ from pyops.comm.agreement import PATIENCE, agree, gather
 from pyops.comm.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout import Layout
-from pyops.elastic.watch import call_off, forget_calls, watched
+from pyops.elastic.watch import call_off, watched
 
 __all__ = ["Active", "Everyone", "agree_within", "giving_up", "message_group"]
 
@@ -54,7 +54,7 @@ def giving_up(meeting: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except CommunicationError:
         if meeting is not None:
-            call_off()
+            call_off(meeting)
             ranks_without_note(meeting, note="gave up in a group of its own", grace=0.0)
         raise
 
@@ -74,18 +74,26 @@ class Everyone:
     """
 
     def __init__(self, *, patience: float) -> None:
-        if dist.is_initialized() and dist.get_rank() == 0:
-            forget_calls()
         self.meeting, self.message = message_group(patience=patience), message_group(patience=None)
 
-    def meet(self, active: Active, error: Exception | None = None, *, is_idle: bool = False) -> None:
-        """Wait for all ranks, and raise on all what went wrong on one. Idle ranks come long before the others, and wait so long
-        nowhere else; active ones wait for one another first, in groups of theirs, and then no longer than in these for idle
-        ones, so that a rank that hangs is noticed in time. A collective."""
-        with giving_up(self.meeting):
-            active.meet()
-            with watched(self.meeting, seconds=None if is_idle or self.meeting is None else _limit(None).total_seconds()):
-                agree(error, group=self.meeting, grace=GRACE)
+    def meet(self, what: str, error: Exception | None = None, *, is_idle: bool = False) -> None:
+        """Wait for all ranks, and raise on all what went wrong on one. A collective, for `what`: RuntimeError, on every rank,
+        where that differs.
+
+        Idle ranks come long before the others, and wait so long nowhere else; active ones come together, and wait as long as
+        in the default group. Whoever notices first that one is missing calls the others off.
+        """
+        if self.meeting is None:
+            agree(error)
+            return
+        with giving_up(self.meeting), watched(self.meeting, seconds=None if is_idle else _limit(None).total_seconds()):
+            calls = gather(what, group=self.meeting, grace=GRACE)
+        agree(error, group=self.message)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise RuntimeError(
+                    f"rank 0 called {calls[0]}, but rank {rank} {other}; all ranks must call the same, and where one failed end"
+                )
 
     def close(self) -> None:
         """Destroy them. Not a collective; a second time it does nothing."""
@@ -139,12 +147,6 @@ class Active:
     def _made(members: tuple[int, ...], rank: int, limit: timedelta) -> dist.ProcessGroup | None:
         made: dist.ProcessGroup = dist.new_group(list(members), timeout=limit)
         return made if rank in members else None
-
-    def meet(self) -> None:
-        """Wait for the ranks of this one's pipeline, and of its line. A collective of all active ranks."""
-        for group in (self.pipeline, self.line):
-            if group is not None:
-                gather(None, group=group)
 
     def close(self) -> None:
         """Destroy the groups, and let go of the threads and the shared memory that collectives made for them. What else uses

@@ -16,22 +16,16 @@ import torch.distributed as dist
 
 from pyops.comm.failure import wake_neighbours
 
-__all__ = ["call_off", "forget_calls", "watched"]
+__all__ = ["call_off", "watched"]
 
-KEY = "pyops/elastic/called off"  # in the store of all ranks
+KEY = "called off"  # in the group's part of the store
 EVERY = 0.5  # seconds between two looks
 
 
-def forget_calls() -> None:
-    """Nothing that was called off before counts any more. For one rank, before the group is made that others wait in."""
-    with contextlib.suppress(RuntimeError):  # of a store that forgets nothing, which has forgotten nothing to begin with
-        dist.distributed_c10d._get_default_store().delete_key(KEY)
-
-
-def call_off() -> None:
-    """End the waits of all other ranks within `watched`, now and from now on."""
-    with contextlib.suppress(RuntimeError):  # the store went with the rank that held it: everyone hears of that
-        dist.distributed_c10d._get_default_store().set(KEY, "")
+def call_off(group: dist.ProcessGroup) -> None:
+    """End the waits of the other ranks within `watched`, now and from now on: the group is of no use any more."""
+    with contextlib.suppress(RuntimeError):  # the store went with the rank that held it, and their watches see that
+        dist.distributed_c10d._get_process_group_store(group).set(KEY, "")
 
 
 @contextlib.contextmanager
@@ -47,19 +41,21 @@ def watched(group: dist.ProcessGroup | None, *, seconds: float | None = None) ->
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(timeout=EVERY)  # not for ever: a store that hangs holds it up
 
 
 def _watch(group: dist.ProcessGroup, over: threading.Event, seconds: float | None) -> None:
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_process_group_store(group)
     begin = time.monotonic()
     while not over.wait(EVERY):
+        if seconds is not None and time.monotonic() - begin > seconds:
+            wake_neighbours(group)  # before the store is asked, which may hang as well
+            call_off(group)  # for whom that did not wake
+            return
         try:
             off = store.check([KEY])
-        except RuntimeError:  # the store is gone
-            return
-        if late := seconds is not None and time.monotonic() - begin > seconds:
-            call_off()  # whoever is not woken by the next line is by this
-        if off or late:
+        except RuntimeError:  # the store is gone, and with it whoever held it
+            off = True
+        if off and not over.is_set():
             wake_neighbours(group)
             return

@@ -8,6 +8,7 @@ It is made when a layout begins and closed when it ends; what has to last is `st
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from pyops.pipeline.stage import Stage
 
 __all__ = ["MakeOptimizer", "Worker", "make_pipeline"]
 
+logger = logging.getLogger("pyops")
+
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -49,6 +52,7 @@ class Worker:
         self.layout, self.groups, self._names = layout, groups, list(layers)
         self._layers, self._before, self.flagged = list(layers.values()), before, False
         self.failure: Exception | None = None  # of this rank's optimizer in a step that others took
+        self._is_first = bool(layout.frozen) and layout.stage(rank) == 0
         frozen = layout.frozen
         self._shift, self._prefix = max(0, frozen - 1), prefix
         self.own = [n for n in layout.layers(rank) if n >= frozen]
@@ -79,8 +83,8 @@ class Worker:
 
     @property
     def computes_frozen(self) -> bool:
-        """Whether there are frozen layers here, and nothing of what they say is read."""
-        return self._prefix is not None and self._prefix.cache is None
+        """Whether the frozen layers are on this rank, and nothing of what they say is read."""
+        return self._is_first and self._prefix is not None and self._prefix.cache is None
 
     def _key(self, stage: Stage, number: int) -> None:
         if self.failure is not None:
@@ -155,10 +159,13 @@ class Worker:
             group["lr"] = lr * rate
         try:
             self.optimizer.step()
+        except CommunicationError:
+            raise
         except Exception as error:
-            if self.groups.pipeline is None and self.groups.line is None:
+            if self.layout.ranks == 1:
                 raise
-            self.failure = error
+            logger.exception("this rank's optimizer failed in a step that other ranks take; all hear of it at their next call")
+            self.failure = error.with_traceback(None)  # which would keep the optimizer
 
     # ------------------------------------------------------------------------------------------------ states
 
@@ -203,7 +210,7 @@ class Worker:
         self.pipeline.close()
         # The pipeline calls this worker: a circle, in which all of its memory would wait for Python to look for circles.
         self.pipeline.before = None
-        self.buffers, self.optimizer, self._prefix = [], None, None
+        self.buffers, self.optimizer, self._prefix, self.failure = [], None, None, None
 
 
 def make_pipeline(

@@ -102,6 +102,28 @@ def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options
     assert not list(tmp_path.iterdir())
 
 
+def read_where(rank: int, group: Any) -> list[tuple[int, bool]]:
+    """(stages, whether this rank says that it is cached) from one decision to the next, until the cache is lost on rank 0."""
+    elastic, found = made({"mode": "on"}, stages=2), []
+    for epoch in range(3):
+        for share in elastic.shares():
+            if epoch == 2 and rank == 0:
+                elastic._here.worker._prefix.give_up(OSError("the memory is gone"))
+            x, y = networks.rows(share.samples)
+            elastic.step(x, y, share=share, lr=0.01)
+        found.append((elastic.layout.stages, elastic.is_cached))
+        if epoch < 2:
+            elastic.decide()
+    elastic.close()
+    return found
+
+
+def test_ranks_say_whether_frozen_layers_are_read(world):
+    first, second = world(2).run(read_where)
+    assert second == [(2, False), (2, True), (1, True)]
+    assert first == [(2, False), (2, True), (1, False)]
+
+
 def test_16_bits_are_the_same_run_read_or_computed():
     rounded = {"stored": torch.bfloat16}
     off, on, exact = run(0, None, [{"mode": "off", **rounded}, {"mode": "on", **rounded}, {"mode": "off"}], {})

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cpu_only
 
 
 def told(call: Any) -> str:
-    with pytest.raises((ValueError, LookupError, RuntimeError)) as error:
+    with pytest.raises((ValueError, LookupError, RuntimeError, ArithmeticError)) as error:
         call()
     return str(error.value)
 
@@ -156,6 +156,40 @@ def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world,
         assert told[0::3] == told[1::3] == ["no such root"] * len(NEXT)
         assert told[2::3] == [found[0][2]] * len(NEXT)
         assert len(told[2]) == 4
+
+
+def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
+    """What each rank hears where two of four are idle, and rank 0's optimizer, or rank 1's, failed in the last step."""
+    elastic = Elastic(
+        networks.layers(6), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
+        stages=4, policy=Bound(1 / 3), replicate=False,
+    )  # fmt: skip
+    while elastic.layout.stages != stages:
+        called(elastic, "step", elastic.shares(), rank)
+        elastic.decide()
+    shares = list(elastic.shares())
+    for share in shares[:-1]:
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+    if rank == stages - 1:
+        failing(elastic._here.worker.optimizer)
+    for share in shares[-1:]:
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
+    found = told(elastic.decide if rank >= stages or then == "decide" else lambda: elastic.load_state_dict({}))
+    elastic.close()
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_idle_ranks_hear_of_what_went_wrong_in_an_optimizer(world, stages):
+    assert world(4).run(with_idle_ranks, stages, "decide") == ["no such root"] * 4
+
+
+def test_ranks_that_call_one_thing_while_idle_ones_wait_for_another(world):
+    found = world(4).run(with_idle_ranks, 2, "load_state_dict")
+    assert (
+        found
+        == ["rank 0 called load_state_dict, but rank 2 decide; all ranks must call the same, and where one failed end"] * 4
+    )
 
 
 def test_one_process_alone_is_told_at_once():
