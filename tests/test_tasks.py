@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
 from pyops.data import CorpusError, DataConfig, load_characters, load_digits, prepare
 from pyops.data.characters import CHARACTERS, FONTS
-from pyops.data.images import Images, split
 from pyops.data.corpus import find_documents
+from pyops.data.images import Images, split
 from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED

@@ -102,12 +102,11 @@ def test_a_rank_that_dies_while_layers_are_carried(victim):
 TIMEOUT = 4.0  # seconds, of the default group; idle ranks would wait for a day
 
 
-def hang_until_all_heard(ranks: int) -> None:
+def wait_until_all_heard(ranks: int) -> None:
     """For ever, if one of the others does not hear of it: the test's own timeout ends that."""
     store = dist.distributed_c10d._get_default_store()
     while sum(store.check([f"heard {rank}"]) for rank in range(ranks)) < ranks - 1:
         time.sleep(0.1)
-    os._exit(7)
 
 
 def lost_body(rank, group, place, victim, replicate):
@@ -117,7 +116,8 @@ def lost_body(rank, group, place, victim, replicate):
 
     def optimizer(named):
         if place == "hangs in a change" and rank == victim and made:
-            hang_until_all_heard(4)
+            wait_until_all_heard(4)
+            os._exit(7)
         made.append(1)
         return networks.optimizer(named)
 
@@ -139,14 +139,15 @@ def lost_body(rank, group, place, victim, replicate):
     if place != "hangs in a change":
         assert [elastic.layout.is_active(each) for each in range(4)] == [True, True, replicate, replicate]
     if place == "hangs before a decision" and rank == victim:
-        hang_until_all_heard(4)
-    if place == "dies before a decision" and rank == victim:
+        wait_until_all_heard(4)
+    if place.endswith("before a decision") and rank == victim:
         os._exit(7)
     if place == "dies in scoring":
         heard = caught(lambda: elastic.evaluate(networks.HELD_OUT, rows_of, score=networks.right))
     else:
         heard = caught(elastic.decide)
     dist.distributed_c10d._get_default_store().set(f"heard {rank}", "")
+    wait_until_all_heard(4)  # the end of a process would tell others
     return heard
 
 
