@@ -39,11 +39,10 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | N
     return values
 
 
-def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> None:
-    """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank. grace: as for
-    `gather`."""
+def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
+    """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank."""
     message = None if error is None else (type(error), str(error))
-    for rank, failure in enumerate(gather(message, group=group, grace=grace)):
+    for rank, failure in enumerate(gather(message, group=group)):
         if failure is None:
             continue
         if error is not None and (not dist.is_initialized() or rank == dist.get_rank(group)):

@@ -5,8 +5,8 @@
     pipeline    0 1 | 2 3        the stages of a replica
     line        0 2 | 1 3        the ranks that hold the same stage
 
-The first two are made once, and outlive every layout. Who waits in one learns at once when a rank dies; of one that only hangs
-after a timeout, which may be long in the meeting group alone.
+The first two are made once, and outlive every layout. Who waits learns at once when a rank dies; that one only hangs, after the
+default group's timeout: in the meeting group, where an idle rank's own is longer, those that have work notice, and tell it.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Everyone:
         """Wait for all ranks, and raise on all what went wrong on one. A collective, for `what`: RuntimeError, on every rank,
         where that differs.
 
-        Idle ranks come long before the others, and wait so long nowhere else; active ones come together, and wait as long as
-        in the default group. Whoever notices first that one is missing calls the others off.
+        Idle ranks come long before the others, and wait so long nowhere else; active ones come together, and wait only as long
+        as in the default group. Whoever notices first that one is missing calls off the others' waits.
         """
         if self.meeting is None:
             agree(error)
@@ -92,7 +92,8 @@ class Everyone:
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise RuntimeError(
-                    f"rank 0 called {calls[0]}, but rank {rank} {other}; all ranks must call the same, and where one failed end"
+                    f"rank 0 called {calls[0]}, but rank {rank} {other}; call the same on all ranks, and end the run after an "
+                    "error that idle ranks have not heard of"
                 )
 
     def close(self) -> None:
