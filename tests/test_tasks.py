@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from pyops.config import Config, ConfigError, PrecisionConfig, TaskConfig, TrainConfig
 from pyops.data import CorpusError, DataConfig, load_characters, load_digits, prepare
 from pyops.data.characters import CHARACTERS, FONTS
-from pyops.data.corpus import find_documents
 from pyops.data.images import Images, split
-from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
+from pyops.data.passages import prepare_passages
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.pipeline import Pipeline, schedule
@@ -227,66 +226,6 @@ def test_copies_differ_a_little_and_stay_the_same(cache):
     assert task.held_out == plain.held_out
 
 
-def test_no_file_is_in_both_parts_of_the_passages(cache):
-    options = config_of(cache, "passages")
-    passages = prepare_passages(options.data, vocab_size=258, length=32)
-    train, held_out = (set(part.files.tolist()) for part in (passages.train, passages.held_out))
-    assert train
-    assert held_out
-    assert not train & held_out
-    for part in (passages.train, passages.held_out):
-        assert part.labels.bincount().tolist() == [len(part.labels) // len(FAMILIES)] * len(FAMILIES)
-        assert bool((part.tokens[:, 0] == 256).all())
-        assert int(part.tokens[:, 1:].max()) < 256
-        for family in range(len(FAMILIES)):
-            assert len(part.files[part.labels == family].unique()) > 1
-    fewer = passages.train.fewer(9)
-    assert fewer.labels.bincount().tolist() == [9] * len(FAMILIES)
-    assert set(fewer.files.tolist()) <= train
-    assert {tuple(row) for row in fewer.tokens.tolist()} <= {tuple(row) for row in passages.train.tokens.tolist()}
-    assert len(fewer.files.unique()) > 2 * len(FAMILIES)
-    assert passages.train.fewer(0) is passages.train
-    again = prepare_passages(options.data, vocab_size=258, length=32)
-    assert torch.equal(again.train.tokens, passages.train.tokens)
-    assert len(passages.text) > 1000
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Passages:
-    """All of it, in bytes."""
-    data = DataConfig(cache=str(tmp_path_factory.mktemp("library")), validation_fraction=0.4)
-    return prepare_passages(data, vocab_size=258, length=129)
-
-
-def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
-    passages = library
-    text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
-    rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::10, 1:].to(torch.uint8)]
-    found = sum(row in text for row in rows)  # a line that many files have, such as one of a licence, may be there
-    assert found < 0.02 * len(rows)
-    own = [bytes(row.tolist()) for row in passages.train.tokens[::10, 1:].to(torch.uint8)]
-    assert sum(row in text for row in own) > 0.95 * len(own)
-
-
-def test_each_row_of_the_text_says_which_file_it_is_from(library):
-    passages = library
-    assert passages.sources.shape == passages.text.shape[:1]
-    assert int(passages.sources.min()) == 0
-    assert int(passages.sources.max()) == 257
-    texts = [Path(document.path).read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
-    found: dict[int, set[int]] = {}
-    for row in range(0, len(passages.text), 300):
-        needle = bytes(passages.text[row, 1:].to(torch.uint8).tolist())
-        where = [number for number, text in enumerate(texts) if needle in text]
-        if len(where) == 1:  # neither in several files nor across two
-            found.setdefault(where[0], set()).add(int(passages.sources[row]))
-    assert len(found) > 100
-    assert all(len(sources) == 1 for sources in found.values())
-    order = [found[file].pop() for file in sorted(found)]
-    assert order == sorted(order)
-    assert len(set(order)) > 50
-
-
 def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     task = make_task(config_of(cache, "masked_text"))
     config = config_of(cache, "masked_text")
@@ -297,22 +236,6 @@ def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     assert task.batch(torch.tensor([-1]))[1][0, 0] == IGNORED
     assert bool((task.batch(torch.arange(9), held_out=True)[1][:, 0] == IGNORED).all())
     assert task.terms == task.held_out_terms + 1
-
-
-def test_masks_are_those_of_the_sample_and_the_epoch(cache):
-    passages = prepare_passages(config_of(cache, "passages").data, vocab_size=258, length=32)
-    samples = torch.arange(400)
-    tokens = passages.train.tokens[:400]
-    given, masked = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=0)
-    assert masked.sum(dim=1).tolist() == [5] * 400  # 15 % of 31
-    assert not bool(masked[:, 0].any())
-    assert torch.equal(given[~masked], tokens[~masked])
-    parts = [float((given[masked] == value).float().mean()) for value in (passages.mask, tokens[masked])]
-    assert abs(parts[0] - 0.8) < 0.03
-    assert abs(parts[1] - 0.1) < 0.03
-    other = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=1)[1]
-    assert not torch.equal(other, masked)
-    assert torch.equal(mask_rows(tokens[9:10], passages=passages, samples=samples[9:10], seed=3, epoch=0)[1][0], masked[9])
 
 
 @pytest.mark.parametrize(("before", "then"), [("characters", "digits"), ("masked_text", "passages")])

@@ -1,0 +1,96 @@
+"""Passages: cut by file, parts that share nothing, rows that know their file, masks that are drawn by sample and epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyops.data import DataConfig
+from pyops.data.corpus import find_documents
+from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """A little of the library, in bytes."""
+    cache = tmp_path_factory.mktemp("cache")
+    return DataConfig(path="stdlib", cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16)
+
+
+def test_no_file_is_in_both_parts_of_the_passages(data):
+    passages = prepare_passages(data, vocab_size=258, length=32)
+    train, held_out = (set(part.files.tolist()) for part in (passages.train, passages.held_out))
+    assert train
+    assert held_out
+    assert not train & held_out
+    for part in (passages.train, passages.held_out):
+        assert part.labels.bincount().tolist() == [len(part.labels) // len(FAMILIES)] * len(FAMILIES)
+        assert bool((part.tokens[:, 0] == 256).all())
+        assert int(part.tokens[:, 1:].max()) < 256
+        for family in range(len(FAMILIES)):
+            assert len(part.files[part.labels == family].unique()) > 1
+    fewer = passages.train.fewer(9)
+    assert fewer.labels.bincount().tolist() == [9] * len(FAMILIES)
+    assert set(fewer.files.tolist()) <= train
+    assert {tuple(row) for row in fewer.tokens.tolist()} <= {tuple(row) for row in passages.train.tokens.tolist()}
+    assert len(fewer.files.unique()) > 2 * len(FAMILIES)
+    assert passages.train.fewer(0) is passages.train
+    again = prepare_passages(data, vocab_size=258, length=32)
+    assert torch.equal(again.train.tokens, passages.train.tokens)
+    assert len(passages.text) > 1000
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Passages:
+    """All of it, in bytes."""
+    data = DataConfig(cache=str(tmp_path_factory.mktemp("library")), validation_fraction=0.4)
+    return prepare_passages(data, vocab_size=258, length=129)
+
+
+def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
+    passages = library
+    text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
+    rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::10, 1:].to(torch.uint8)]
+    found = sum(row in text for row in rows)  # a line that many files have, such as one of a licence, may be there
+    assert found < 0.02 * len(rows)
+    own = [bytes(row.tolist()) for row in passages.train.tokens[::10, 1:].to(torch.uint8)]
+    assert sum(row in text for row in own) > 0.95 * len(own)
+
+
+def test_each_row_of_the_text_says_which_file_it_is_from(library):
+    passages = library
+    assert passages.sources.shape == passages.text.shape[:1]
+    assert int(passages.sources.min()) == 0
+    assert int(passages.sources.max()) == 257
+    texts = [Path(document.path).read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
+    found: dict[int, set[int]] = {}
+    for row in range(0, len(passages.text), 300):
+        needle = bytes(passages.text[row, 1:].to(torch.uint8).tolist())
+        where = [number for number, text in enumerate(texts) if needle in text]
+        if len(where) == 1:  # neither in several files nor across two
+            found.setdefault(where[0], set()).add(int(passages.sources[row]))
+    assert len(found) > 100
+    assert all(len(sources) == 1 for sources in found.values())
+    order = [found[file].pop() for file in sorted(found)]
+    assert order == sorted(order)
+    assert len(set(order)) > 50
+
+
+def test_masks_are_those_of_the_sample_and_the_epoch(data):
+    passages = prepare_passages(data, vocab_size=258, length=32)
+    samples = torch.arange(400)
+    tokens = passages.train.tokens[:400]
+    given, masked = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=0)
+    assert masked.sum(dim=1).tolist() == [5] * 400  # 15 % of 31
+    assert not bool(masked[:, 0].any())
+    assert torch.equal(given[~masked], tokens[~masked])
+    parts = [float((given[masked] == value).float().mean()) for value in (passages.mask, tokens[masked])]
+    assert abs(parts[0] - 0.8) < 0.03
+    assert abs(parts[1] - 0.1) < 0.03
+    other = mask_rows(tokens, passages=passages, samples=samples, seed=3, epoch=1)[1]
+    assert not torch.equal(other, masked)
+    assert torch.equal(mask_rows(tokens[9:10], passages=passages, samples=samples[9:10], seed=3, epoch=0)[1][0], masked[9])
