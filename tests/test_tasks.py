@@ -41,7 +41,7 @@ def config_of(cache: Path, kind: str, **options: object) -> Config:
         task=TaskConfig(kind, **options),
         model=GPTConfig(sequence_length=16, tied_head=False, **sizes),
         vit=ViTConfig(num_labels=62 if kind == "characters" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
-        bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, **sizes),
+        bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, positions="rotary", **sizes),
         data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
         train=TrainConfig(validation_sequences=8),
     )

@@ -4,7 +4,7 @@ load(folder, group=...) -> model       GPT, BERT, T5 or ViT; each rank reads the
 save(model, folder, group=...)         config.json and safetensors files that transformers reads
 to_checkpoint, from_checkpoint         between such folders and checkpoints; `pyops convert`
 
-Known: GPT-2, Llama, BERT, T5 (1.0 and 1.1), ViT. What is called how, and packed how, stands in one table each:
+Known: GPT-2, Llama, BERT, RoFormer, T5 (1.0 and 1.1), ViT. What is called how, and packed how, stands in a table each:
 gpt2.py, llama.py, bert.py, t5.py, vit.py.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from pyops.hub.architecture import Architecture
-from pyops.hub.bert import BERT_MODEL
+from pyops.hub.bert import BERT_MODEL, ROFORMER
 from pyops.hub.files import HubError
 from pyops.hub.gpt2 import GPT2
 from pyops.hub.llama import LLAMA
@@ -18,7 +18,7 @@ from pyops.hub.vit import VIT
 
 __all__ = ["ARCHITECTURES", "architecture_of", "find_architecture"]
 
-ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, T5_MODEL, VIT)
+ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, ROFORMER, T5_MODEL, VIT)
 
 
 def find_architecture(told: Mapping[str, Any]) -> Architecture:

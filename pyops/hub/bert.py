@@ -1,50 +1,61 @@
-"""BERT (BertForPreTraining, BertForMaskedLM): token types, norms behind the residuals, masked-token head, pooled head."""
+"""BERT (BertForPreTraining, BertForMaskedLM): token types, norms behind the residuals, masked-token head, pooled head.
+
+RoFormer (RoFormerForMaskedLM) is the same with rotary positions in place of learned ones, and without the pooled head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pyops.hub.architecture import Architecture, fixed
 from pyops.hub.files import HubError
-from pyops.hub.packing import Grouped, Heads, Same
+from pyops.hub.packing import Grouped, Heads, Packing, Same
 from pyops.models import BERT, BERTConfig
 
-__all__ = ["BERT_MODEL"]
+__all__ = ["BERT_MODEL", "ROFORMER"]
 
-LAYER = "bert.encoder.layer.{i}."
-SELF = LAYER + "attention.self."
-NAMES = {
-    "embedding.token.weight": Same("bert.embeddings.word_embeddings.weight"),
-    "embedding.position.weight": Same("bert.embeddings.position_embeddings.weight"),
-    "embedding.kind.weight": Same("bert.embeddings.token_type_embeddings.weight"),
-    "embedding.norm.weight": Same("bert.embeddings.LayerNorm.weight"),
-    "embedding.norm.bias": Same("bert.embeddings.LayerNorm.bias"),
-    "blocks.{i}.attention.qkv.weight": Grouped(SELF + "query.weight", SELF + "key.weight", SELF + "value.weight"),
-    "blocks.{i}.attention.qkv.bias": Grouped(SELF + "query.bias", SELF + "key.bias", SELF + "value.bias"),
-    "blocks.{i}.attention.output.weight": Same(LAYER + "attention.output.dense.weight"),
-    "blocks.{i}.attention.output.bias": Same(LAYER + "attention.output.dense.bias"),
-    "blocks.{i}.norm1.weight": Same(LAYER + "attention.output.LayerNorm.weight"),
-    "blocks.{i}.norm1.bias": Same(LAYER + "attention.output.LayerNorm.bias"),
-    "blocks.{i}.mlp.up.weight": Same(LAYER + "intermediate.dense.weight"),
-    "blocks.{i}.mlp.up.bias": Same(LAYER + "intermediate.dense.bias"),
-    "blocks.{i}.mlp.down.weight": Same(LAYER + "output.dense.weight"),
-    "blocks.{i}.mlp.down.bias": Same(LAYER + "output.dense.bias"),
-    "blocks.{i}.norm2.weight": Same(LAYER + "output.LayerNorm.weight"),
-    "blocks.{i}.norm2.bias": Same(LAYER + "output.LayerNorm.bias"),
-    "pooler.weight": Same("bert.pooler.dense.weight"),
-    "pooler.bias": Same("bert.pooler.dense.bias"),
-    "next_sentence.weight": Same("cls.seq_relationship.weight"),
-    "next_sentence.bias": Same("cls.seq_relationship.bias"),
-    "head.dense.weight": Same("cls.predictions.transform.dense.weight"),
-    "head.dense.bias": Same("cls.predictions.transform.dense.bias"),
-    "head.norm.weight": Same("cls.predictions.transform.LayerNorm.weight"),
-    "head.norm.bias": Same("cls.predictions.transform.LayerNorm.bias"),
-    "head.output.weight": Same("cls.predictions.decoder.weight"),
-    "head.output.bias": Same("cls.predictions.bias"),
-}
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 PRETRAINING, MASKED = "BertForPreTraining", "BertForMaskedLM"
+
+
+def names_under(base: str) -> dict[str, Packing]:
+    """base: of the names of all but the heads."""
+    layer = base + ".encoder.layer.{i}."
+    self_ = layer + "attention.self."
+    return {
+        "embedding.token.weight": Same(base + ".embeddings.word_embeddings.weight"),
+        "embedding.position.weight": Same(base + ".embeddings.position_embeddings.weight"),
+        "embedding.kind.weight": Same(base + ".embeddings.token_type_embeddings.weight"),
+        "embedding.norm.weight": Same(base + ".embeddings.LayerNorm.weight"),
+        "embedding.norm.bias": Same(base + ".embeddings.LayerNorm.bias"),
+        "blocks.{i}.attention.qkv.weight": Grouped(self_ + "query.weight", self_ + "key.weight", self_ + "value.weight"),
+        "blocks.{i}.attention.qkv.bias": Grouped(self_ + "query.bias", self_ + "key.bias", self_ + "value.bias"),
+        "blocks.{i}.attention.output.weight": Same(layer + "attention.output.dense.weight"),
+        "blocks.{i}.attention.output.bias": Same(layer + "attention.output.dense.bias"),
+        "blocks.{i}.norm1.weight": Same(layer + "attention.output.LayerNorm.weight"),
+        "blocks.{i}.norm1.bias": Same(layer + "attention.output.LayerNorm.bias"),
+        "blocks.{i}.mlp.up.weight": Same(layer + "intermediate.dense.weight"),
+        "blocks.{i}.mlp.up.bias": Same(layer + "intermediate.dense.bias"),
+        "blocks.{i}.mlp.down.weight": Same(layer + "output.dense.weight"),
+        "blocks.{i}.mlp.down.bias": Same(layer + "output.dense.bias"),
+        "blocks.{i}.norm2.weight": Same(layer + "output.LayerNorm.weight"),
+        "blocks.{i}.norm2.bias": Same(layer + "output.LayerNorm.bias"),
+        "pooler.weight": Same(base + ".pooler.dense.weight"),
+        "pooler.bias": Same(base + ".pooler.dense.bias"),
+        "next_sentence.weight": Same("cls.seq_relationship.weight"),
+        "next_sentence.bias": Same("cls.seq_relationship.bias"),
+        "head.dense.weight": Same("cls.predictions.transform.dense.weight"),
+        "head.dense.bias": Same("cls.predictions.transform.dense.bias"),
+        "head.norm.weight": Same("cls.predictions.transform.LayerNorm.weight"),
+        "head.norm.bias": Same("cls.predictions.transform.LayerNorm.bias"),
+        "head.output.weight": Same("cls.predictions.decoder.weight"),
+        "head.output.bias": Same("cls.predictions.bias"),
+    }
+
+
+NAMES = names_under("bert")
 
 
 def read(told: Mapping[str, Any], names: frozenset[str]) -> BERTConfig:
@@ -89,4 +100,33 @@ BERT_MODEL = Architecture(
     },
     ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
     renamed=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+)
+
+ROFORMER_MASKED = "RoFormerForMaskedLM"
+LACKED = ("embedding.position.", "pooler.", "next_sentence.")
+ROFORMER_NAMES = {name: packing for name, packing in names_under("roformer").items() if not name.startswith(LACKED)}
+
+
+def read_roformer(told: Mapping[str, Any], names: frozenset[str]) -> BERTConfig:
+    fixed(told, rotary_value=False, embedding_size=told["hidden_size"])
+    return replace(read({**told, "architectures": [MASKED]}, names), positions="rotary")
+
+
+def write_roformer(config: BERTConfig) -> dict[str, Any]:
+    return write(config) | {"architectures": [ROFORMER_MASKED], "embedding_size": config.dim, "rotary_value": False}
+
+
+ROFORMER = replace(
+    BERT_MODEL,
+    kind="roformer",
+    classes=(ROFORMER_MASKED,),
+    names=lambda config: ROFORMER_NAMES,
+    read=read_roformer,
+    write=write_roformer,
+    prefix="roformer.",
+    copies={
+        "cls.predictions.decoder.weight": "roformer.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    ignored=(r"encoder\.embed_positions\.weight$",),  # sines and cosines, which are computed
 )

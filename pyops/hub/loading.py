@@ -37,10 +37,10 @@ def load(
 ) -> nn.Module:  # fmt: skip
     """The model in `folder`, shared out over the ranks of `group`, in eval mode. A collective of the group.
 
-    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama, BERT, T5 or ViT. dtype: of
-    the parameters; None: as they are in the files. changes: fields of the model's configuration to set otherwise, such as
-    dropout=0.0. Raises, on every rank alike, HubError for an architecture that is not known, for tensors that are missing, not
-    expected or of another shape, and for files that are damaged; ValueError for heads that the ranks can't share.
+    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama, BERT, RoFormer, T5 or ViT.
+    dtype: of the parameters; None: as they are in the files. changes: fields of the model's configuration to set otherwise,
+    such as dropout=0.0. Raises, on every rank alike, HubError for an architecture that is not known, for tensors that are
+    missing, not expected or of another shape, and for files that are damaged; ValueError for heads that ranks can't share.
     """
     model, error = None, None
     try:

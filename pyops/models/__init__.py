@@ -1,7 +1,7 @@
 """Transformers that know nothing of how they are trained, of layers that a group of ranks can share.
 
 GPT(GPTConfig(dim=256, num_layers=4), seed=0)      tokens [B, T] -> logits [B, T, V]; GPT-2 or Llama by its options
-BERT(BERTConfig(...))                              tokens -> logits of masked tokens, and of the next sentence
+BERT(BERTConfig(...))                              tokens -> logits of masked tokens, and of the next sentence; or RoFormer
 BERTClassifier(BERTConfig(...), num_labels=8)      tokens -> logits of labels
 T5(T5Config(...))                                  tokens, decoder's tokens -> logits
 ViT(ViTConfig(...))                                images -> logits of labels

@@ -5,6 +5,8 @@
 
     block:  norm1(x_BTD + attention(x_BTD)) = y_BTD;    norm2(y_BTD + mlp(y_BTD))
 
+With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention turns queries and keys by them.
+
 Letters of tensor names: B batch, T sequence, D model width, V vocabulary.
 """
 
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.models.checks import ACTIVATIONS, check_config
+from pyops.models.checks import ACTIVATIONS, POSITIONS, check_config
 from pyops.models.layout import Layout, Shape, Table
+from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import IGNORED, Vocabulary
 from pyops.tensor_parallel import ParallelAttention, ParallelMLP, VocabParallelEmbedding, initialise_model_, set_dropout
 
@@ -30,8 +33,8 @@ class BERTConfig:
     """The shape of a BERT. Checked when made: ValueError names the field, its value and what would do.
 
     hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the second sentence. pooled_head:
-    there is a head for pairs of sentences. dropout: of the embedding and of what blocks add; attention_dropout: of the
-    attention probabilities.
+    there is a head for pairs of sentences. rotary_theta: of rotary positions. dropout: of the embedding and of what blocks
+    add; attention_dropout: of the attention probabilities.
     """
 
     vocab_size: int = 30522
@@ -43,6 +46,8 @@ class BERTConfig:
     num_types: int = 2
     norm_eps: float = 1e-12
     activation: str = "gelu"
+    positions: str = "learned"
+    rotary_theta: float = 10000.0
     tied_head: bool = True
     pooled_head: bool = True
     dropout: float = 0.0
@@ -51,7 +56,7 @@ class BERTConfig:
     def __post_init__(self) -> None:
         check_config(
             self, at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim", "num_types"),
-            choices={"activation": ("gelu", "gelu_tanh", "relu")},
+            choices={"activation": ("gelu", "gelu_tanh", "relu"), "positions": POSITIONS},
         )  # fmt: skip
 
     @property
@@ -71,36 +76,52 @@ class Embedding(nn.Module):
         super().__init__()
         self.layout = layout
         self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
-        self.position = Table(config.sequence_length, config.dim, layout=layout)
+        learned = config.positions == "learned"
+        self.position = Table(config.sequence_length, config.dim, layout=layout) if learned else None
         self.kind = Table(config.num_types, config.dim, layout=layout)
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.dropout = layout.dropout(config.dropout, config.dim)
 
     def forward(self, tokens_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
-        place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
         x = self.token(tokens_BT) + self.kind(self.layout.take_index(types_BT))
-        return self.dropout(self.norm(x + self.position(self.layout.take_index(place_BT))))
+        if self.position is not None:
+            place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+            x = x + self.position(self.layout.take_index(place_BT))
+        return self.dropout(self.norm(x))
 
 
 class Block(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
-    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: BERTConfig, *, layout: Layout, rotary: Rotary | None = None) -> None:
         super().__init__()
         self.attention = ParallelAttention(
-            config.dim, config.num_heads, dropout=config.attention_dropout, skip_bias=True, **layout.parallel
-        )
+            config.dim, config.num_heads, dropout=config.attention_dropout, interleaved=True, skip_bias=True,
+            **layout.parallel,
+        )  # fmt: skip
         self.norm1 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.mlp = ParallelMLP(
             config.dim, config.mlp_width, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
         )
         self.norm2 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+        self.rotary = rotary
 
     def forward(self, x: Tensor, shape: Shape | None = None, mask_BT: Tensor | None = None) -> Tensor:
-        y = self.norm1(self.dropout1(*self.attention(x, shape=shape, mask=mask_BT), residual=x))
+        length = x.shape[1] if shape is None else shape[1]
+        turns = None if self.rotary is None else self.rotary(length)
+        y = self.norm1(self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x))
         return self.norm2(self.dropout2(*self.mlp(y), residual=y))
+
+
+def make_blocks(config: BERTConfig, *, layout: Layout) -> nn.ModuleList:
+    """All of them, with one table of rotary positions between them where the model has these."""
+    rotary = None
+    if config.positions == "rotary":
+        width = config.dim // config.num_heads
+        rotary = Rotary(config.sequence_length, width, theta=config.rotary_theta, device=layout.device)
+    return nn.ModuleList(Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers))
 
 
 class Head(nn.Module):
@@ -144,7 +165,7 @@ class BERT(nn.Module):
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
-        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
+        self.blocks = make_blocks(config, layout=layout)
         self.head = Head(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
@@ -211,7 +232,9 @@ class BERT(nn.Module):
         return found
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        if isinstance(only, Rotary):
+            only.fill()
         initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:

@@ -1,11 +1,13 @@
-"""What the models' configurations have in common: which activations there are, and what is refused."""
+"""What the models' configurations have in common: which activations and positions there are, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ACTIVATIONS", "check_config"]
+__all__ = ["ACTIVATIONS", "POSITIONS", "check_config"]
+
+POSITIONS = ("learned", "rotary")
 
 # name: the activation of ParallelMLP, and whether it is gated
 ACTIVATIONS: Mapping[str, dict[str, Any]] = {
@@ -33,5 +35,18 @@ def check_config(config: Any, *, at_least_one: Sequence[str], choices: Mapping[s
     for field in ("dropout", "attention_dropout"):
         if not 0.0 <= getattr(config, field) < 1.0:
             raise ValueError(f"{field} is {getattr(config, field)}; it is a probability, 0 or more and less than 1")
+    if getattr(config, "positions", None) == "rotary":
+        _check_rotary(config)
     if not config.norm_eps > 0.0:
         raise ValueError(f"norm_eps is {config.norm_eps}; it must be more than 0")
+
+
+def _check_rotary(config: Any) -> None:
+    if (width := getattr(config, "head_dim", 0) or config.dim // config.num_heads) % 2:
+        of = "head_dim, or " if hasattr(config, "head_dim") else ""
+        raise ValueError(
+            f"positions is 'rotary', which turns pairs, but a head is {width} wide ({of}dim {config.dim} / num_heads "
+            f"{config.num_heads}); make that even"
+        )
+    if not config.rotary_theta > 0.0:
+        raise ValueError(f"rotary_theta is {config.rotary_theta}; it must be more than 0, such as 10000")

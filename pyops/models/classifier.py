@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.models.bert import BERTConfig, Block, Embedding
+from pyops.models.bert import BERTConfig, Embedding, make_blocks
 from pyops.models.layout import Layout, Shape
+from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import IGNORED
 from pyops.tensor_parallel import initialise_model_, set_dropout
 
@@ -51,7 +52,7 @@ class BERTClassifier(nn.Module):
         self.config = config
         layout = Layout(group, sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
-        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
+        self.blocks = make_blocks(config, layout=layout)
         self.head = Head(config, num_labels, layout=layout)
         if seed is not None:
             self.initialize(seed)
@@ -85,7 +86,9 @@ class BERTClassifier(nn.Module):
         return self(tokens_BT, labels_B, reduction=reduction, **inputs)
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        if isinstance(only, Rotary):
+            only.fill()
         initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:

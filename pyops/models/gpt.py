@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.models.checks import ACTIVATIONS, check_config
+from pyops.models.checks import ACTIVATIONS, POSITIONS, check_config
 from pyops.models.layout import Layout, Shape, Table
+from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import Vocabulary
 from pyops.tensor_parallel import (
     ParallelAttention,
@@ -31,12 +32,12 @@ from pyops.tensor_parallel import (
     set_dropout,
 )
 
-__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head", "Rotary"]
+__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head"]
 
 CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu", "gelu_tanh", "relu", "swiglu"),
-    "positions": ("learned", "rotary"),
+    "positions": POSITIONS,
 }
 
 
@@ -85,11 +86,6 @@ class GPTConfig:
             raise ValueError(
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = {self.num_heads}; change one of them"
             )
-        if self.positions == "rotary" and self.head_width % 2:
-            raise ValueError(
-                f"positions is 'rotary', which turns pairs, but a head is {self.head_width} wide (head_dim, or dim {self.dim} "
-                f"/ num_heads {self.num_heads}); make that even"
-            )
 
     @property
     def kv_heads(self) -> int:
@@ -111,40 +107,6 @@ class GPTConfig:
     def resolved(self) -> GPTConfig:
         """The same with every 0 that means a usual value replaced by it."""
         return replace(self, hidden=self.mlp_width, num_kv_heads=self.kv_heads, head_dim=self.head_width)
-
-
-class Rotary(nn.Module):
-    """Tables of rotary positions: pair (i, i + K/2) of a head turns by position * theta^(-2i/K) (Su et al., 2021, section 3.2).
-
-    One for all blocks, computed in fp64 and kept in fp32, whatever the model is cast to. forward(T) -> (cos, sin) [T, K / 2].
-    """
-
-    table_2TK: Tensor
-
-    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("table_2TK", self._make(device), persistent=False)
-
-    def _make(self, device: torch.device | str | None) -> Tensor:
-        config, pairs = self.config, torch.arange(0, self.config.head_width, 2, dtype=torch.float64, device="cpu")
-        angle_K = config.rotary_theta ** (-pairs / config.head_width)
-        if config.rotary_stretch != 1.0:
-            turns_K = config.rotary_length * angle_K / (2 * math.pi)
-            kept_K = ((turns_K - config.rotary_low) / (config.rotary_high - config.rotary_low)).clamp(0.0, 1.0)
-            angle_K = angle_K * (kept_K + (1.0 - kept_K) / config.rotary_stretch)
-        angle_TK = torch.arange(config.sequence_length, dtype=torch.float64, device="cpu")[:, None] * angle_K
-        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(device, torch.float32)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        # A cast of the model must not round the angles: of what happens to it, only the device counts.
-        super()._apply(fn, recurse)
-        self.table_2TK = self._make(self.table_2TK.device)
-        return self
-
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        cos_TK, sin_TK = self.table_2TK[:, :length]
-        return cos_TK, sin_TK
 
 
 class Embedding(nn.Module):
@@ -227,7 +189,12 @@ class GPT(nn.Module):
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
-        rotary = Rotary(config, device=device) if config.positions == "rotary" else None
+        rotary = None
+        if config.positions == "rotary":
+            rotary = Rotary(
+                config.sequence_length, config.head_width, theta=config.rotary_theta, stretch=config.rotary_stretch,
+                low=config.rotary_low, high=config.rotary_high, trained=config.rotary_length, device=device,
+            )  # fmt: skip
         self.blocks = nn.ModuleList(Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers))
         self.head = Head(config, layout=layout)
         if config.tied_head:
@@ -283,7 +250,7 @@ class GPT(nn.Module):
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
         """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
         if isinstance(only, Rotary):
-            only.table_2TK = only._make(only.table_2TK.device)
+            only.fill()
         residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         into_residual = ("attention.output.weight", "mlp.down.weight")
         initialise_model_(self, seed=seed, only=only,

@@ -61,6 +61,7 @@ def families() -> list[Family]:
         Family("llama_stretched", transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama, rope_parameters=STRETCHED)),
         Family("bert", transformers.BertForPreTraining, transformers.BertConfig(**bert)),
         Family("bert_masked", transformers.BertForMaskedLM, transformers.BertConfig(**bert, hidden_act="gelu_new")),
+        Family("bert_rotary", transformers.RoFormerForMaskedLM, transformers.RoFormerConfig(**bert)),
         Family("t5", transformers.T5ForConditionalGeneration, _t5()),
         Family("t5_gated", transformers.T5ForConditionalGeneration,
                # Its head is not scaled: smaller weights give outputs of the others' size, and rounding errors too.
@@ -96,7 +97,7 @@ def write_folder(family: Family, folder: Path, **options: Any) -> tuple[list[Ten
     torch.manual_seed(3)
     model = family.model(family.config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):  # all but RoFormer's sines and cosines
             parameter.add_(torch.randn_like(parameter) * 0.15)
     given = inputs(family)
     with torch.no_grad():

@@ -249,6 +249,9 @@ def test_a_model_that_no_architecture_computes(tmp_path):
     mixed = GPT(GPTConfig(vocab_size=9, num_layers=1, num_heads=1, dim=4, positions="rotary"))
     with pytest.raises(hub.HubError, match=r"gpt2 has no positions = 'rotary'; llama has no norm = 'layernorm', activation"):
         hub.save(mixed, tmp_path / "m")
+    both = BERTConfig(vocab_size=9, num_layers=1, num_heads=1, dim=4, positions="rotary", rotary_theta=500.0)
+    with pytest.raises(hub.HubError, match=r"roformer has no rotary_theta = 500\.0, pooled_head = True"):
+        hub.save(BERT(both), tmp_path / "m")
     with pytest.raises(hub.HubError, match="a Linear is no model that can be written"):
         hub.save(torch.nn.Linear(2, 2), tmp_path / "m")
     assert not (tmp_path / "m").exists()

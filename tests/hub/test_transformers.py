@@ -48,6 +48,7 @@ def test_outputs_on_several_ranks(world, made, ranks, sequence_parallel):
 
 def assert_same_folder(written: Path, folder: Path) -> None:
     found, wanted = load_file(written / "model.safetensors"), load_file(folder / "model.safetensors")
+    wanted.pop("roformer.encoder.embed_positions.weight", None)  # sines and cosines, which no model has to learn
     assert list(sorted(found)) == list(sorted(wanted))
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name

@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[type, Any]] = {
     "gpt": (GPT, GPTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES)),
     "llama": (GPT, GPTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES, **LLAMA)),
     "bert": (BERT, BERTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES)),
+    "roformer": (BERT, BERTConfig(vocab_size=VOCAB, sequence_length=LENGTH, positions="rotary", pooled_head=False, **SIZES)),
     "t5": (T5, T5Config(vocab_size=VOCAB, num_buckets=4, max_distance=4, **SIZES)),
     "vit": (ViT, ViTConfig(num_labels=VOCAB, image_size=4, patch_size=2, **SIZES)),
 }

@@ -114,6 +114,7 @@ def test_a_bert_without_a_pooled_head_gives_logits_alone():
     [
         ("bert", {"num_heads": 3}, "dim is 8, which num_heads = 3 does not divide"),
         ("bert", {"activation": "swiglu"}, "activation is 'swiglu'; choose one of gelu, gelu_tanh, relu"),
+        ("bert", {"num_heads": 8, "positions": "rotary"}, r"a head is 1 wide \(dim 8 / num_heads 8\); make that even"),
         ("bert", {"num_types": 0}, "num_types is 0; it must be 1 or more"),
         ("t5", {"num_buckets": 5}, "num_buckets is 5; it must be even, 4 or more"),
         ("t5", {"start_token": 13}, "start_token is 13, outside the vocabulary of 13"),
