@@ -68,7 +68,7 @@ def test_what_a_task_says_of_itself_is_so(task):
     assert len(model.layers()) == task.block_count + 2
     inputs, target, _ = task.batch(ROWS)
     assert len(inputs) == len(target) == 4
-    for held_out, terms in ((False, task.terms), (True, task.held_out_terms)):
+    for held_out, terms in ((False, task.terms + (task.name == "masked_text")), (True, task.held_out_terms)):
         target = task.batch(ROWS, held_out=held_out)[1]
         assert (target != IGNORED).flatten(1).sum(dim=1).tolist() == [terms] * 4 if terms > 1 else target.shape == (4,)
     assert model.layers()[0](inputs).shape[1] == task.tokens
@@ -235,7 +235,15 @@ def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     assert len(passages.sources[rows].unique()) > 1
     assert task.batch(torch.tensor([-1]))[1][0, 0] == IGNORED
     assert bool((task.batch(torch.arange(9), held_out=True)[1][:, 0] == IGNORED).all())
-    assert task.terms == task.held_out_terms + 1
+
+
+def test_which_file_a_row_is_from_counts_as_much_as_its_masked_tokens(cache):
+    task = make_task(config_of(cache, "masked_text"))
+    inputs, target, named = task.batch(ROWS)
+    nats = output_of(task, task.model(seed=1), inputs, named)
+    assert int((target[:, 1:] != IGNORED).sum()) == len(ROWS) * task.terms
+    mean = nats[:, 0].mean() + nats[:, 1:].sum() / (len(ROWS) * task.terms)
+    torch.testing.assert_close(task.loss(nats, target) / (len(ROWS) * task.terms), mean)
 
 
 @pytest.mark.parametrize(("before", "then"), [("characters", "digits"), ("masked_text", "passages")])
@@ -303,8 +311,10 @@ def test_a_pipeline_of_a_task_counts_the_blocks_of_its_own_model(cache):
         dataclasses.replace(config, parallel=parallel, model=GPTConfig(num_layers=12))
 
 
-def test_a_part_that_leaves_a_family_without_files_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"of the modules of .*none would be in the held_out part: set data.validation_fr"):
+def test_a_part_that_leaves_a_family_without_passages_is_refused(tmp_path):
+    with pytest.raises(
+        CorpusError, match=r"asyncio has no passage in the held_out part.*set data.validation_fraction to another part"
+    ):
         prepare_passages(DataConfig(cache=str(tmp_path), validation_fraction=1e-6), vocab_size=258, length=32)
     assert not list(tmp_path.glob("passages-*"))
 

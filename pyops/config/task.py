@@ -25,7 +25,7 @@ class TaskConfig:
     kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of digits by [vit], and before
     that "characters", printed letters and digits of matplotlib's fonts; "passages", which family of modules of the Python
     standard library a passage is from, by [bert], and before that "masked_text", masked tokens of the library and the file that
-    each row is from. [data] validation_fraction is held out, of passages by file.
+    each row is from. [data] validation_fraction is held out: of passages, each file's end.
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: train.steps steps,
     of the batch at the start, which may end in the middle of an epoch. copies: of each image in an epoch: itself,

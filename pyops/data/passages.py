@@ -1,8 +1,9 @@
 """Passages of code from families of modules of the Python standard library: which family is each from?
 
-    asyncio  ----files----> base_events.py streams.py ... | transports.py ...           split by file: no file is in both parts
-                            train                         | held out
-             --passages--> [first] 63 tokens, one after the other; as many of each family
+    asyncio  --files-->  streams.py  .................... | ......      of every file the end is held out
+                         transports.py  ................. | .....
+                         train                            | held out
+             --passages-->  [first] 63 tokens, one after the other; as many of each family
     the rest of the library, and what is trained on -> text, in the same lengths, to begin with: each row's label is its file
 
 Tokens are those of `DataConfig.tokenizer`, and two more: one that stands first, and one in place of those that are masked.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
 __all__ = ["FAMILIES", "Passages", "Rows", "mask_rows", "prepare_passages"]
 
-FORMAT = 2
+FORMAT = 3
 SPECIAL = 2  # the token that stands first, and that of masked places: the vocabulary's last two
 
 # name: files and folders below the library's folder, of every Python from 3.10 on
@@ -87,8 +88,8 @@ def prepare_passages(
 ) -> Passages:  # fmt: skip
     """Cut the library into passages of `length` tokens, unless the cache has them. Rank 0 of the group does it, others wait.
 
-    config.path must be "stdlib"; validation_fraction: of each family's bytes, about that part is held out; max_bytes: of the
-    text without labels. vocab_size: with the two special tokens. CorpusError, on every rank alike, for what can't be done.
+    config.path must be "stdlib"; validation_fraction: about that part of each file's bytes, its end, is held out; max_bytes: of
+    the text without labels. vocab_size: with the two special tokens. CorpusError, on every rank alike, for what can't be done.
     """
     if config.path != STANDARD_LIBRARY:
         raise CorpusError(f'data.path is {config.path!r}, but passages are of the Python standard library: set it to "stdlib"')
@@ -129,16 +130,23 @@ def _belongs(document: Document, parts: Sequence[str]) -> bool:
     return any(document.name.startswith(part) if part.endswith("/") else document.name == part for part in parts)
 
 
-def _split(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Files to train on and files held out, which have up to `fraction` of the bytes; the order decides."""
-    room = fraction * sum(d.size for d in documents)
-    train: list[Document] = []
-    held_out: list[Document] = []
+def _cut_end(document: Document, fraction: float) -> tuple[bytes, bytes]:
+    """A file's text without its end, and the end: whole lines, about that part of the bytes."""
+    text = b"".join(read_documents([document]))
+    place = text.rfind(b"\n", 0, round(len(text) * (1.0 - fraction))) + 1
+    return text[:place], text[place:]
+
+
+def _texts(documents: Sequence[Document], cut: Collection[str], config: DataConfig) -> Iterator[bytes]:
+    """The text of each file, of those whose names are in `cut` without the end; together no more than config.max_bytes."""
+    left = config.max_bytes or sys.maxsize
     for document in documents:
-        part = held_out if document.size <= room else train
-        part.append(document)
-        room -= document.size if part is held_out else 0
-    return train, held_out
+        fraction = config.validation_fraction if document.name in cut else 0.0
+        text = _cut_end(document, fraction)[0][:left]
+        left -= len(text)
+        yield text
+        if not left:
+            return
 
 
 def _build_once(config: DataConfig, vocab_size: int, length: int) -> Path:
@@ -156,55 +164,33 @@ def _build_once(config: DataConfig, vocab_size: int, length: int) -> Path:
 
 
 def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, vocab_size: int, length: int) -> None:
-    parts: dict[str, list[list[Document]]] = {"train": [], "held_out": []}
-    for family, members in FAMILIES.items():
-        own = [d for d in documents if _belongs(d, members)]
-        for part, some in zip(parts, _split(own, config.validation_fraction), strict=True):
-            if not some:
-                raise CorpusError(
-                    f"of the modules of {family} in the standard library, {len(own)} files, none would be in the {part} part: "
-                    "set data.validation_fraction to another part, such as 0.4"
-                )
-            parts[part].append(some)
-    kept_away = {d.name for some in parts["held_out"] for d in some}
-    rest = [d for d in documents if d.name not in kept_away]
+    families = [[d for d in documents if _belongs(d, members)] for members in FAMILIES.values()]
+    cut = {d.name for own in families for d in own}
     tokenizer: Tokenizer = ByteTokenizer()
     if config.tokenizer == "bpe":
-        texts = read_documents(rest, max_bytes=config.max_bytes)
-        tokenizer = trained = PairTokenizer.train(texts, vocab_size=vocab_size - SPECIAL)
+        tokenizer = trained = PairTokenizer.train(_texts(documents, cut, config), vocab_size=vocab_size - SPECIAL)
         trained.save(folder / "tokenizer.json")
     numbers = {d.name: i for i, d in enumerate(documents)}
-    for part, families in parts.items():
-        _write_rows(folder / part, [[(numbers[d.name], _rows(tokenizer, read_documents([d]), length)) for d in some]
-                                    for some in families])  # fmt: skip
-    text, begun = _text(tokenizer, rest, length, max_bytes=config.max_bytes)
+    for i, part in enumerate(("train", "held_out")):
+        _write_rows(folder / part, [
+            [(numbers[d.name], _cut(tokenizer.encode(_cut_end(d, config.validation_fraction)[i]), length)) for d in own]
+            for own in families
+        ])  # fmt: skip
+    text, begun = _text([tokenizer.encode(text) for text in _texts(documents, cut, config)], length)
     np.save(folder / "text.npy", text)
-    np.save(folder / "sources.npy", begun * vocab_size // len(rest) if len(rest) > vocab_size else begun)
+    np.save(folder / "sources.npy", begun * vocab_size // len(documents) if len(documents) > vocab_size else begun)
     (folder / "meta.json").write_text(json.dumps({"format": FORMAT, "first": vocab_size - 2, "mask": vocab_size - 1}))
 
 
-def _text(
-    tokenizer: Tokenizer, documents: Sequence[Document], length: int, *, max_bytes: int
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(tokens [n, T - 1] of these files, of each row the number of the file in which it begins). max_bytes: 0: all."""
-    left, parts = max_bytes or sys.maxsize, []
-    for document in documents:
-        texts = list(read_documents([document], max_bytes=left))
-        parts.append(np.concatenate([tokenizer.encode(text) for text in texts]))
-        left -= sum(len(text) for text in texts)
-        if left <= 0:
-            break
-    rows = _cut(np.concatenate(parts), length)
-    ends = np.cumsum([len(part) for part in parts])
+def _text(files: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [n, T - 1] of these files, of each row the number of the file in which it begins)."""
+    rows = _cut(np.concatenate(files), length)
+    ends = np.cumsum([len(file) for file in files])
     return rows, np.searchsorted(ends, np.arange(len(rows)) * (length - 1), side="right")
 
 
-def _rows(tokenizer: Tokenizer, texts: Iterable[bytes], length: int) -> np.ndarray:
-    """[n, T - 1] tokens of the text, what fills no row left out."""
-    return _cut(np.concatenate([tokenizer.encode(text) for text in texts]), length)
-
-
 def _cut(tokens: np.ndarray, length: int) -> np.ndarray:
+    """[n, T - 1] of the tokens; what fills no row is left out."""
     tokens = tokens.astype(np.int32)
     return tokens[: len(tokens) // (length - 1) * (length - 1)].reshape(-1, length - 1)
 
@@ -213,7 +199,11 @@ def _write_rows(stem: Path, families: Sequence[Sequence[tuple[int, np.ndarray]]]
     """tokens [n, T - 1], labels and files [n], of every family as many rows, spread over its files."""
     each = min(sum(len(rows) for _, rows in files) for files in families)
     if not each:
-        raise CorpusError(f"a family has no passage in the {stem.name} part; set bert.sequence_length to fewer tokens")
+        without = [name for name, files in zip(FAMILIES, families, strict=True) if not any(len(rows) for _, rows in files)]
+        raise CorpusError(
+            f"{without[0]} has no passage in the {stem.name} part; set data.validation_fraction to another part, such as 0.25, "
+            "or bert.sequence_length to fewer tokens"
+        )
     tokens, numbers = [], []
     for files in families:
         rows = np.concatenate([rows for _, rows in files])

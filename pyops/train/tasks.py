@@ -167,7 +167,8 @@ class PassagesTask(Task):
 class MaskedTask(_Nats):
     """Masked tokens of the standard library; at the first place, instead of BERT's next sentence, which file the row is from.
 
-    Held out are the passages that are, whose files are unknown: their masked tokens alone, always the same.
+    As in BERT the loss is the mean of each of the two, added: a row's file counts as much as all its masked tokens. Of what is
+    held out, masked tokens alone are scored, always the same ones.
     """
 
     name = "masked_text"
@@ -178,10 +179,9 @@ class MaskedTask(_Nats):
         self._texts = (self._passages.text, self._passages.held_out.tokens)
         self.samples, self.held_out = (len(text) for text in self._texts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
-        self.held_out_terms = int(
+        self.terms = self.held_out_terms = int(
             mask_rows(self._texts[0][:1], passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
         )
-        self.terms = self.held_out_terms + 1
 
     def model(
         self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -196,6 +196,12 @@ class MaskedTask(_Nats):
         if not held_out:
             target[:, 0] = self._passages.sources[rows]
         return given, target
+
+    def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
+        return super()._named(target, True)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output[:, 0].sum() * self.terms + output[:, 1:].sum()
 
     def augmentation(self, epoch: int) -> int:
         return epoch + 1

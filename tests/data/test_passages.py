@@ -1,4 +1,4 @@
-"""Passages: cut by file, parts that share nothing, rows that know their file, masks that are drawn by sample and epoch."""
+"""Passages: the end of each file held out, rows that know their file, masks that are drawn by sample and epoch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return DataConfig(path="stdlib", cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16)
 
 
-def test_no_file_is_in_both_parts_of_the_passages(data):
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Passages:
+    """All of it, in bytes."""
+    data = DataConfig(cache=str(tmp_path_factory.mktemp("library")), validation_fraction=0.4)
+    return prepare_passages(data, vocab_size=258, length=129)
+
+
+def test_of_each_file_the_end_is_held_out(library):
+    texts = [document.path.read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
+    files = library.held_out.files.unique().tolist()
+    assert len(files) > 100
+    for part in (library.train, library.held_out):
+        assert set(part.files.tolist()) & set(files)
+        for row, file in zip(part.tokens[::7, 1:].to(torch.uint8), part.files[::7].tolist(), strict=True):
+            place = texts[file].rfind(b"\n", 0, round((len(texts[file]) + 1) * 0.6)) + 1
+            own = texts[file][:place] if part is library.train else texts[file][place:] + b"\n"
+            assert bytes(row.tolist()) in own, file
+
+
+def test_as_many_passages_of_each_family_spread_over_its_files(data):
     passages = prepare_passages(data, vocab_size=258, length=32)
-    train, held_out = (set(part.files.tolist()) for part in (passages.train, passages.held_out))
-    assert train
-    assert held_out
-    assert not train & held_out
     for part in (passages.train, passages.held_out):
         assert part.labels.bincount().tolist() == [len(part.labels) // len(FAMILIES)] * len(FAMILIES)
         assert bool((part.tokens[:, 0] == 256).all())
@@ -35,20 +50,12 @@ def test_no_file_is_in_both_parts_of_the_passages(data):
             assert len(part.files[part.labels == family].unique()) > 1
     fewer = passages.train.fewer(9)
     assert fewer.labels.bincount().tolist() == [9] * len(FAMILIES)
-    assert set(fewer.files.tolist()) <= train
     assert {tuple(row) for row in fewer.tokens.tolist()} <= {tuple(row) for row in passages.train.tokens.tolist()}
     assert len(fewer.files.unique()) > 2 * len(FAMILIES)
     assert passages.train.fewer(0) is passages.train
     again = prepare_passages(data, vocab_size=258, length=32)
     assert torch.equal(again.train.tokens, passages.train.tokens)
     assert len(passages.text) > 1000
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Passages:
-    """All of it, in bytes."""
-    data = DataConfig(cache=str(tmp_path_factory.mktemp("library")), validation_fraction=0.4)
-    return prepare_passages(data, vocab_size=258, length=129)
 
 
 def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
