@@ -264,6 +264,8 @@ def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
     assert len(head) < len(weights)
     with pytest.raises(ConfigError, match=r"have no blocks.2.*weight; give a run of the same model"):
         first_values({name: p for name, p in weights.items() if not name.startswith("blocks.2")})
+    with pytest.raises(ConfigError, match=r"have embedding.place, which this model lacks; give a run of the same model"):
+        first_values({**weights, "embedding.place": torch.zeros(3)})
     with pytest.raises(ConfigError, match=r"is \(3, 3\) in the weights of task.pretrained, but"):
         first_values({**weights, "blocks.0.attention.output.weight": torch.zeros(3, 3)})
 
@@ -316,6 +318,8 @@ def test_a_part_that_leaves_a_family_without_passages_is_refused(tmp_path):
         CorpusError, match=r"asyncio has no passage in the held_out part.*set data.validation_fraction to another part"
     ):
         prepare_passages(DataConfig(cache=str(tmp_path), validation_fraction=1e-6), vocab_size=258, length=32)
+    with pytest.raises(CorpusError, match=r"data.max_bytes is 30, too little text for a row of 32 tokens; set it to more"):
+        prepare_passages(DataConfig(cache=str(tmp_path), max_bytes=30, validation_fraction=0.4), vocab_size=258, length=32)
     assert not list(tmp_path.glob("passages-*"))
 
 

@@ -22,7 +22,8 @@ from pyops.config import (
     ZeroConfig,
 )
 from pyops.config.task import TaskConfig
-from pyops.models import ViTConfig
+from pyops.data import DataConfig
+from pyops.models import BERTConfig, ViTConfig
 from pyops.train import train
 from pyops.train.task_run import TaskRun
 from tests.tiny_run import train_on_rank
@@ -69,6 +70,28 @@ def test_weights_and_checkpoints_of_other_runs(tmp_path):
         with pytest.raises(ConfigError, match=r"checkpoint .* does not fit this configuration: .*polic"):
             train(dataclasses.replace(first, elastic=elastic, task=again), resume=True)
     assert train(dataclasses.replace(first, task=again), resume=True).steps > 2, "it can go on all the same"
+
+
+def test_passages_begin_with_weights_that_have_not_seen_what_they_hold_out(tmp_path):
+    data = DataConfig(cache=str(tmp_path), validation_fraction=0.05, max_bytes=1 << 13)
+    bert = BERTConfig(vocab_size=258, sequence_length=128, num_layers=1, num_heads=1, dim=4, tied_head=False,
+                      pooled_head=False, positions="rotary")  # fmt: skip
+    options = {"data": data, "bert": bert, "elastic": ElasticConfig()}
+    before = config_of(tmp_path, name="before", task=TaskConfig("masked_text", epochs=1), **options)
+    train(before)
+    task = TaskConfig("passages", pretrained=str(before.folder), epochs=1, passages=4)
+    after = config_of(tmp_path, name="after", **options | {"task": task})
+    other = {"data": dataclasses.replace(data, validation_fraction=0.06)}
+    with pytest.raises(
+        ConfigError, match=r"before', a run over other text, or another split .* train it anew, with the same \["
+    ):
+        train(dataclasses.replace(after, **other))
+    assert train(after).accuracy is not None
+    with pytest.raises(ConfigError, match=r"a run over other data, or another split of it; set \[data\] to what it was"):
+        train(dataclasses.replace(after, task=dataclasses.replace(task, epochs=2), **other), resume=True)
+    learned = dataclasses.replace(bert, positions="learned")
+    with pytest.raises(ConfigError, match=r"have no embedding.position.weight; give a run of the same model"):
+        train(dataclasses.replace(after, name="third", bert=learned))
 
 
 def test_ranks_that_are_no_multiple_of_the_stages(tmp_path):

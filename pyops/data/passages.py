@@ -171,12 +171,13 @@ def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, v
         tokenizer = trained = PairTokenizer.train(_texts(documents, cut, config), vocab_size=vocab_size - SPECIAL)
         trained.save(folder / "tokenizer.json")
     numbers = {d.name: i for i, d in enumerate(documents)}
+    texts = [[(numbers[d.name], _cut_end(d, config.validation_fraction)) for d in own] for own in families]
     for i, part in enumerate(("train", "held_out")):
-        _write_rows(folder / part, [
-            [(numbers[d.name], _cut(tokenizer.encode(_cut_end(d, config.validation_fraction)[i]), length)) for d in own]
-            for own in families
-        ])  # fmt: skip
+        rows = [[(number, _cut(tokenizer.encode(both[i]), length)) for number, both in own] for own in texts]
+        _write_rows(folder / part, rows)
     text, begun = _text([tokenizer.encode(text) for text in _texts(documents, cut, config)], length)
+    if not len(text):
+        raise CorpusError(f"data.max_bytes is {config.max_bytes}, too little text for a row of {length} tokens; set it to more")
     np.save(folder / "text.npy", text)
     np.save(folder / "sources.npy", begun * vocab_size // len(documents) if len(documents) > vocab_size else begun)
     (folder / "meta.json").write_text(json.dumps({"format": FORMAT, "first": vocab_size - 2, "mask": vocab_size - 1}))

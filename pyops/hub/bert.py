@@ -55,6 +55,13 @@ def names_under(base: str) -> dict[str, Packing]:
     }
 
 
+def copies_under(base: str) -> dict[str, str]:
+    return {
+        "cls.predictions.decoder.weight": base + ".embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+
 NAMES = names_under("bert")
 
 
@@ -94,20 +101,17 @@ BERT_MODEL = Architecture(
     write=write,
     heads=lambda config: Heads(config.num_heads, config.num_heads, config.dim // config.num_heads),
     prefix="bert.",
-    copies={
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
+    copies=copies_under("bert"),
     ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
     renamed=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
 )
 
 ROFORMER_MASKED = "RoFormerForMaskedLM"
-LACKED = ("embedding.position.", "pooler.", "next_sentence.")
-ROFORMER_NAMES = {name: packing for name, packing in names_under("roformer").items() if not name.startswith(LACKED)}
+ROFORMER_NAMES = names_under("roformer")
 
 
 def read_roformer(told: Mapping[str, Any], names: frozenset[str]) -> BERTConfig:
+    told = {**told, "embedding_size": told.get("embedding_size") or told["hidden_size"]}
     fixed(told, rotary_value=False, embedding_size=told["hidden_size"])
     return replace(read({**told, "architectures": [MASKED]}, names), positions="rotary")
 
@@ -124,9 +128,6 @@ ROFORMER = replace(
     read=read_roformer,
     write=write_roformer,
     prefix="roformer.",
-    copies={
-        "cls.predictions.decoder.weight": "roformer.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
+    copies=copies_under("roformer"),
     ignored=(r"encoder\.embed_positions\.weight$",),  # sines and cosines, which are computed
 )

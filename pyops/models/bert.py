@@ -5,7 +5,8 @@
 
     block:  norm1(x_BTD + attention(x_BTD)) = y_BTD;    norm2(y_BTD + mlp(y_BTD))
 
-With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention turns queries and keys by them.
+With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention turns neighbours (2i, 2i + 1) of
+queries and keys by them.
 
 Letters of tensor names: B batch, T sequence, D model width, V vocabulary.
 """
@@ -33,7 +34,7 @@ class BERTConfig:
     """The shape of a BERT. Checked when made: ValueError names the field, its value and what would do.
 
     hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the second sentence. pooled_head:
-    there is a head for pairs of sentences. rotary_theta: of rotary positions. dropout: of the embedding and of what blocks
+    there is a head for pairs of sentences. rotary_theta: as of `Rotary`. dropout: of the embedding and of what blocks
     add; attention_dropout: of the attention probabilities.
     """
 

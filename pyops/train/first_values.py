@@ -8,14 +8,45 @@ from a run that was trained before       stays as it was drawn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from pyops.checkpoint import Stored
+from pyops.checkpoint import CheckpointError, Checkpoints, Stored, load
+from pyops.comm.agreement import on_first_rank
 from pyops.config import ConfigError
+from pyops.train.tasks import Task
 
-__all__ = ["FirstValues"]
+__all__ = ["FirstValues", "weights_of"]
+
+HEADS = ("head.", "pooler.", "next_sentence.")  # what a model may have had above its blocks
+SAME_DATA = {"masked_text", "passages"}  # tasks over one text, of which the same part is held out
+
+
+def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
+    """The model of a run's newest checkpoint, which stays on the disk.
+
+    ConfigError, on every rank alike, where there is none, and where it may have learnt from what the task holds out.
+    """
+    latest = on_first_rank(Checkpoints(folder / "checkpoints").latest)
+    if latest is None:
+        raise ConfigError(
+            f"task.pretrained is {str(folder)!r}, where no checkpoint is in {folder / 'checkpoints'}; name the folder of a run "
+            'that was trained before, or set it to ""'
+        )
+    try:
+        state, _ = load(latest, lazy=True, compare=True)
+    except CheckpointError as error:
+        raise ConfigError(f"task.pretrained: {error}") from None
+    kind = state.get("task", {}).get("kind")
+    if {kind, task.name} <= SAME_DATA and state.get("data") != task.digest:
+        raise ConfigError(
+            f"task.pretrained is {str(folder)!r}, a run over other text, or another split of it, which may have learnt what is "
+            "held out here; train it anew, with the same [data]"
+        )
+    weights: dict[str, Stored] = state["model"]
+    return weights
 
 
 class FirstValues:
@@ -23,14 +54,20 @@ class FirstValues:
 
     model: on the meta device, or not. draw: draws a module's own parameters, not its children's. weights: by name, in memory or
     in a checkpoint still; embedding and blocks begin with them, the head does not.
-    ConfigError for a parameter that is not among the weights, or has another shape there.
+    ConfigError for a parameter that is not among the weights, or has another shape there, and for weights that the model lacks.
     """
 
     def __init__(
         self, model: nn.Module, *, draw: Callable[[nn.Module], None], weights: Mapping[str, Tensor | Stored] | None = None
     ) -> None:  # fmt: skip
         self._draw, self._weights = draw, weights or {}
-        for name, parameter in model.named_parameters() if weights is not None else ():
+        own = dict(model.named_parameters())
+        for name in self._weights:
+            if name not in own and not name.startswith(HEADS):
+                raise ConfigError(
+                    f"the weights of task.pretrained have {name}, which this model lacks; give a run of the same model"
+                )
+        for name, parameter in own.items() if weights is not None else ():
             if name.startswith("head."):
                 continue
             if name not in self._weights:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.checkpoint import CheckpointError, Checkpoints, Stored, load
+from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
@@ -30,7 +30,7 @@ from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elast
 from pyops.metrics import MetricsLog, peak_memory_gib
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
-from pyops.train.first_values import FirstValues
+from pyops.train.first_values import FirstValues, weights_of
 from pyops.train.folder import prepare_folder
 from pyops.train.heap import trim_after
 from pyops.train.outcome import Outcome
@@ -54,7 +54,8 @@ class TaskRun:
         model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
         self.checkpoints = Checkpoints(config.folder / "checkpoints", keep=options.keep, background=True)
         latest = on_first_rank(self.checkpoints.latest) if resume else None
-        weights = _weights(Path(config.task.pretrained)) if config.task.pretrained and latest is None else None
+        pretrained = config.task.pretrained if latest is None else ""
+        weights = weights_of(Path(pretrained), task=self.task) if pretrained else None
         initialise = FirstValues(model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights)
         self.num_parameters = sum(p.numel() for p in model.parameters())
         elastic = config.elastic
@@ -286,7 +287,7 @@ class TaskRun:
         """Write a checkpoint of the steps done so far."""
         state = {
             **self.elastic.state_dict(), "step": self.elastic.steps, "skipped": self.skipped, "score": self.score,
-            "besides": self.besides,
+            "besides": self.besides, "data": self.task.digest,
             "task": asdict(self.config.task), "precision": self.precision.name, "optimizer_name": self.config.optimizer.name,
             "model_config": asdict(getattr(self.config, KINDS[self.config.task.kind])),
         }  # fmt: skip
@@ -311,6 +312,9 @@ class TaskRun:
             if before.get(key, value) != value:
                 raise ConfigError(f"{key} is {value!r}, but checkpoint {path} was made with {before[key]!r}; set it to that, "
                                   "or give this run another name")  # fmt: skip
+        if state.get("data", "") != self.task.digest:
+            raise ConfigError(f"checkpoint {path} is of a run over other data, or another split of it; set [data] to what it "
+                              "was, or give this run another name")  # fmt: skip
         try:
             self.elastic.load_state_dict(state)
         except ValueError as error:
@@ -371,19 +375,3 @@ def _check(config: Config) -> None:
         raise ConfigError(f"optimizer.name is {config.optimizer.name!r}, which communicates; with task.kind {kind!r} set adamw")
     if PRECISIONS[config.precision.dtype].scaled:
         raise ConfigError(f"precision.dtype is {config.precision.dtype!r}; with task.kind {kind!r} set fp32 or bf16")
-
-
-def _weights(folder: Path) -> dict[str, Stored]:
-    """The model of a run's newest checkpoint, which stays on the disk."""
-    latest = on_first_rank(Checkpoints(folder / "checkpoints").latest)
-    if latest is None:
-        raise ConfigError(
-            f"task.pretrained is {str(folder)!r}, where no checkpoint is in {folder / 'checkpoints'}; name the folder of a run "
-            'that was trained before, or set it to ""'
-        )
-    try:
-        state, _ = load(latest, lazy=True, compare=True)
-    except CheckpointError as error:
-        raise ConfigError(f"task.pretrained: {error}") from None
-    weights: dict[str, Stored] = state["model"]
-    return weights

@@ -3,7 +3,7 @@
 task = make_task(config)                                      of [task], [data], and its model's section
 inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; -1: a row that counts nothing
 pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)      with loss=task.loss, reduction="sum"
-task.loss(output, target)                                     the sum over what counts, in nats
+task.loss(output, target)                                     nats, summed: times 1 / (rows * terms) it is the mean
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
 
 pretraining    characters     masked_text
@@ -37,8 +37,9 @@ IMAGES = {"digits": load_digits, "characters": load_characters}
 
 class Task(ABC):
     """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of the model between embedding
-    and head. tokens: T, which a row has between them. terms: of the loss, for each row: gradients' scale is
+    and head. tokens: T, which a row has between them. terms: what a row's loss is divided by: gradients' scale is
     1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats" for each of held_out_terms.
+    digest: of the data and its split, where they are read from files; "" where the numbers of samples tell them apart.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Task(ABC):
     terms: int = 1
     held_out_terms: int = 1
     metric: str = "accuracy"
+    digest: str = ""
 
     @abstractmethod
     def model(
@@ -150,6 +152,7 @@ class PassagesTask(Task):
     def __init__(self, config: BERTConfig, data: DataConfig, *, each: int, group: dist.ProcessGroup | None) -> None:
         self._config = config
         passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        self.digest = passages.digest
         self._parts = (passages.train.fewer(each), passages.held_out)
         self.samples, self.held_out = (len(part.labels) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
@@ -176,6 +179,7 @@ class MaskedTask(_Nats):
     def __init__(self, config: BERTConfig, data: DataConfig, *, seed: int, group: dist.ProcessGroup | None) -> None:
         self._config, self._seed = config, seed
         self._passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        self.digest = self._passages.digest
         self._texts = (self._passages.text, self._passages.held_out.tokens)
         self.samples, self.held_out = (len(text) for text in self._texts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
@@ -198,7 +202,7 @@ class MaskedTask(_Nats):
         return given, target
 
     def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
-        return super()._named(target, True)
+        return {"targets_BT": target, "reduction": "none"}  # a sum could not tell the file from the tokens
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output[:, 0].sum() * self.terms + output[:, 1:].sum()
@@ -214,7 +218,7 @@ class TextTask(_Nats):
 
     def __init__(self, config: GPTConfig, corpus: Corpus, *, most_held_out: int) -> None:
         self._config, length = config, config.sequence_length
-        self._texts = (corpus.train, corpus.validation)
+        self._texts, self.digest = (corpus.train, corpus.validation), corpus.digest
         self.samples, available = ((len(text) - 1) // length for text in self._texts)
         self.held_out = min(most_held_out, available)
         self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)])

@@ -33,7 +33,7 @@ def test_of_each_file_the_end_is_held_out(library):
     files = library.held_out.files.unique().tolist()
     assert len(files) > 100
     for part in (library.train, library.held_out):
-        assert set(part.files.tolist()) & set(files)
+        assert len(set(part.files.tolist()) & set(files)) > 0.9 * len(files)
         for row, file in zip(part.tokens[::7, 1:].to(torch.uint8), part.files[::7].tolist(), strict=True):
             place = texts[file].rfind(b"\n", 0, round((len(texts[file]) + 1) * 0.6)) + 1
             own = texts[file][:place] if part is library.train else texts[file][place:] + b"\n"

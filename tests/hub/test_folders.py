@@ -257,6 +257,22 @@ def test_a_model_that_no_architecture_computes(tmp_path):
     assert not (tmp_path / "m").exists()
 
 
+def test_a_roformer_read_as_what_it_is_not(tmp_path):
+    config = BERTConfig(
+        vocab_size=9, sequence_length=8, num_layers=1, num_heads=1, dim=4, positions="rotary", pooled_head=False
+    )
+    hub.save(BERT(config), tmp_path / "m")
+    told = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"embedding_size": None}))
+    assert hub.load(tmp_path / "m").config == config.resolved()
+    for changes, name in (({"positions": "learned"}, "position_embeddings"), ({"pooled_head": True}, "pooler")):
+        with pytest.raises(hub.HubError, match=f"lack . tensors.*{name}"):
+            hub.load(tmp_path / "m", **changes)
+    (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"embedding_size": 3}))
+    with pytest.raises(hub.HubError, match="embedding_size = 3, pyops computes 4 only"):
+        hub.load(tmp_path / "m")
+
+
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, folder):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
