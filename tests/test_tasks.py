@@ -226,6 +226,20 @@ def test_copies_differ_a_little_and_stay_the_same(cache):
     assert task.held_out == plain.held_out
 
 
+def test_copies_of_passages_follow_each_passage_and_have_its_label(cache):
+    task, plain = (make_task(config_of(cache, "passages", **options)) for options in ({"copies": 3, "passages": 40}, {}))
+    config = config_of(cache, "passages")
+    every = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length).train.fewer(40)
+    assert task.samples == 3 * len(every.labels)
+    samples = torch.arange(task.samples)
+    tokens, labels, _ = task.batch(samples)
+    assert torch.equal(tokens, every.copies(3).flatten(0, 1))
+    assert torch.equal(labels, every.labels.repeat_interleave(3))
+    assert task.held_out == plain.held_out
+    for some in (torch.arange(0, task.held_out, 7), torch.tensor([0])):
+        assert all(torch.equal(a, b) for a, b in zip(*(t.batch(some, held_out=True)[:2] for t in (task, plain)), strict=True))
+
+
 def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     task = make_task(config_of(cache, "masked_text"))
     config = config_of(cache, "masked_text")
@@ -292,6 +306,8 @@ def test_images_have_the_dtype_of_the_model(cache):
         ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
         ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
         ("digits", {"task": {"copies": 0}}, "copies is 0; it must be 1 or more"),
+        ("masked_text", {"task": {"copies": 2}}, "task.copies is 2, but task.kind is 'masked_text', .* set it to 1"),
+        ("passages", {"task": {"copies": 4096}}, "task.copies is 4096, but bert.sequence_length is .* set it to that or less"),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(cache, kind, change, message):

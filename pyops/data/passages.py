@@ -3,7 +3,7 @@
     asyncio  --files-->  streams.py  .................... | ......      of every file the end is held out
                          transports.py  ................. | .....
                          train                            | held out
-             --passages-->  [first] 63 tokens, one after the other; as many of each family
+             --passages-->  [first] 63 tokens, one after the other; as many of each family; copies of them begin between
     the rest of the library, and what is trained on -> text, in the same lengths, to begin with: each row's label is its file
 
 Tokens are those of `DataConfig.tokenizer`, and two more: one that stands first, and one in place of those that are masked.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from pyops.data.tokenizer import ByteTokenizer, PairTokenizer, Tokenizer
 
 __all__ = ["FAMILIES", "Passages", "Rows", "mask_rows", "prepare_passages"]
 
-FORMAT = 3
+FORMAT = 4
 SPECIAL = 2  # the token that stands first, and that of masked places: the vocabulary's last two
 
 # name: files and folders below the library's folder, of every Python from 3.10 on
@@ -50,20 +50,52 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """tokens: int64 [n, T]. labels: int64 [n], the number of the family. files: of each row, the number of its file."""
+    """stream: int64 [N], the tokens of one part of all files. places: int64 [n, 4], of each row where it begins in the stream,
+    where what is there of its file ends, the number of its family, and that of its file. first: the token that stands first.
+    length: T.
+    """
 
-    tokens: Tensor
-    labels: Tensor
-    files: Tensor
+    stream: Tensor
+    places: Tensor
+    first: int
+    length: int
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [n], the number of the family."""
+        return self.places[:, 2]
+
+    @property
+    def files(self) -> Tensor:
+        """int64 [n], the number of the file."""
+        return self.places[:, 3]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [n, T]."""
+        return self.copies(1)[:, 0]
+
+    def copies(self, count: int) -> Tensor:
+        """int64 [n, count, T]: of each row itself, and count - 1 others, each of which begins a further part of a row's length
+        behind it, as far as its file goes.
+
+        ValueError for a count below 1, or above the T - 1 tokens of a row.
+        """
+        text = self.length - 1
+        if not 1 <= count <= text:
+            raise ValueError(f"count is {count}; it must be from 1 to {text}, the tokens of a row")
+        starts, ends = self.places[:, :2, None].unbind(1)
+        begin = torch.minimum(starts + torch.arange(count) * text // count, ends - text)
+        return _led(self.stream[begin[..., None] + torch.arange(text)], self.first)
 
     def fewer(self, each: int) -> Rows:
         """So many of each family, spread over them; all, where there are no more, or `each` is 0."""
         families = len(FAMILIES)
-        there = len(self.labels) // families
+        there = len(self.places) // families
         if not 0 < each < there:
             return self
         chosen = (torch.arange(families)[:, None] * there + torch.arange(each) * there // each).flatten()
-        return Rows(self.tokens[chosen], self.labels[chosen], self.files[chosen])
+        return replace(self, places=self.places[chosen])
 
 
 @dataclass(frozen=True)
@@ -126,6 +158,10 @@ def mask_rows(tokens_BT: Tensor, *, passages: Passages, samples: Tensor, seed: i
     return torch.where(masked & (kind < 0.9), changed, tokens_BT), masked
 
 
+def _led(tokens: Tensor, first: int) -> Tensor:
+    return torch.nn.functional.pad(tokens, (1, 0), value=first)
+
+
 def _belongs(document: Document, parts: Sequence[str]) -> bool:
     return any(document.name.startswith(part) if part.endswith("/") else document.name == part for part in parts)
 
@@ -173,8 +209,7 @@ def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, v
     numbers = {d.name: i for i, d in enumerate(documents)}
     texts = [[(numbers[d.name], _cut_end(d, config.validation_fraction)) for d in own] for own in families]
     for i, part in enumerate(("train", "held_out")):
-        rows = [[(number, _cut(tokenizer.encode(both[i]), length)) for number, both in own] for own in texts]
-        _write_rows(folder / part, rows)
+        _write_rows(folder / part, [[(number, tokenizer.encode(both[i])) for number, both in own] for own in texts], length)
     text, begun = _text([tokenizer.encode(text) for text in _texts(documents, cut, config)], length)
     if not len(text):
         raise CorpusError(f"data.max_bytes is {config.max_bytes}, too little text for a row of {length} tokens; set it to more")
@@ -196,25 +231,27 @@ def _cut(tokens: np.ndarray, length: int) -> np.ndarray:
     return tokens[: len(tokens) // (length - 1) * (length - 1)].reshape(-1, length - 1)
 
 
-def _write_rows(stem: Path, families: Sequence[Sequence[tuple[int, np.ndarray]]]) -> None:
-    """tokens [n, T - 1], labels and files [n], of every family as many rows, spread over its files."""
-    each = min(sum(len(rows) for _, rows in files) for files in families)
+def _write_rows(stem: Path, families: Sequence[Sequence[tuple[int, np.ndarray]]], length: int) -> None:
+    """What Rows has, of every family as many rows, spread over its files."""
+    counts = [sum(len(tokens) // (length - 1) for _, tokens in files) for files in families]
+    each = min(counts)
     if not each:
-        without = [name for name, files in zip(FAMILIES, families, strict=True) if not any(len(rows) for _, rows in files)]
         raise CorpusError(
-            f"{without[0]} has no passage in the {stem.name} part; set data.validation_fraction to another part, such as 0.25, "
-            "or bert.sequence_length to fewer tokens"
+            f"{list(FAMILIES)[counts.index(0)]} has no passage in the {stem.name} part; set data.validation_fraction to "
+            "another part, such as 0.25, or bert.sequence_length to fewer tokens"
         )
-    tokens, numbers = [], []
-    for files in families:
-        rows = np.concatenate([rows for _, rows in files])
-        number = np.concatenate([np.full(len(rows), number) for number, rows in files])
-        chosen = np.arange(each) * len(rows) // each
-        tokens.append(rows[chosen])
-        numbers.append(number[chosen])
-    np.save(f"{stem}.tokens.npy", np.concatenate(tokens))
-    np.save(f"{stem}.labels.npy", np.repeat(np.arange(len(families)), each))
-    np.save(f"{stem}.files.npy", np.concatenate(numbers))
+    stream, places, behind = [], [], 0
+    for label, files in enumerate(families):
+        own = []
+        for number, tokens in files:
+            starts = behind + np.arange(len(tokens) // (length - 1)) * (length - 1)
+            behind += len(tokens)
+            own.append(np.stack([starts, *(np.full_like(starts, same) for same in (behind, label, number))], axis=1))
+            stream.append(tokens.astype(np.int32))
+        every = np.concatenate(own)
+        places.append(every[np.arange(each) * len(every) // each])
+    np.save(f"{stem}.stream.npy", np.concatenate(stream))
+    np.save(f"{stem}.places.npy", np.concatenate(places))
 
 
 def _open(folder: Path, vocab_size: int) -> Passages:
@@ -223,14 +260,19 @@ def _open(folder: Path, vocab_size: int) -> Passages:
 
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        led: Callable[[Tensor], Tensor] = lambda rows: torch.nn.functional.pad(rows, (1, 0), value=meta["first"])  # noqa: E731
+        first, text = meta["first"], read("text")
         train, held_out = (
-            Rows(led(read(f"{part}.tokens")), read(f"{part}.labels"), read(f"{part}.files")) for part in ("train", "held_out")
+            Rows(read(f"{part}.stream"), read(f"{part}.places"), first=first, length=text.shape[1] + 1)
+            for part in ("train", "held_out")
         )
-        text = led(read("text"))
-        if max(int(rows.max()) for rows in (train.tokens, held_out.tokens, text)) >= vocab_size:
+        if max(int(tokens.max()) for tokens in (train.stream, held_out.stream, text)) >= vocab_size:
             raise ValueError(f"it has tokens of {vocab_size} and more")
-        return Passages(train, held_out, text, read("sources"), meta["first"], meta["mask"], folder.name)
+        for rows in (train, held_out):
+            if rows.places.shape[1:] != (4,) or not len(rows.places):
+                raise ValueError(f"its rows are of shape {list(rows.places.shape)}, not [n, 4]")
+            if int(rows.places[:, 1].max()) > len(rows.stream):
+                raise ValueError("it has rows beyond the text")
+        return Passages(train, held_out, _led(text, first), read("sources"), first, meta["mask"], folder.name)
     except FileNotFoundError as error:
         raise CorpusError(
             f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"

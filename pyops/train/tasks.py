@@ -145,16 +145,19 @@ class ImagesTask(Task):
 
 
 class PassagesTask(Task):
-    """Which family of modules of the standard library the passage is from."""
+    """Which family of modules of the standard library the passage is from: copies of each are trained on, as of images."""
 
     name = "passages"
 
-    def __init__(self, config: BERTConfig, data: DataConfig, *, each: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: BERTConfig, data: DataConfig, *, each: int, count: int, group: dist.ProcessGroup | None
+    ) -> None:  # fmt: skip
         self._config = config
         passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
         self.digest = passages.digest
-        self._parts = (passages.train.fewer(each), passages.held_out)
-        self.samples, self.held_out = (len(part.labels) for part in self._parts)
+        train, kept = passages.train.fewer(each), passages.held_out
+        self._labels, self._tokens = (train.labels, kept.labels), (train.copies(count), kept.copies(1))
+        self.samples, self.held_out = (tokens.shape[:2].numel() for tokens in self._tokens)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
 
     def model(
@@ -163,8 +166,9 @@ class PassagesTask(Task):
         return BERTClassifier(self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        part = self._parts[held_out]
-        return part.tokens[rows], part.labels[rows]
+        tokens = self._tokens[held_out]
+        passage, copy = rows // tokens.shape[1], rows % tokens.shape[1]
+        return tokens[passage, copy], self._labels[held_out][passage]
 
 
 class MaskedTask(_Nats):
@@ -249,7 +253,7 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
         parts = load(held_out=data.validation_fraction)
         return ImagesTask(options.kind, config.vit, parts, count=options.copies, dtype=dtype)
     if options.kind == "passages":
-        return PassagesTask(config.bert, data, each=options.passages, group=group)
+        return PassagesTask(config.bert, data, each=options.passages, count=options.copies, group=group)
     if options.kind == "masked_text":
         return MaskedTask(config.bert, data, seed=config.train.seed, group=group)
     if config.model.tied_head:

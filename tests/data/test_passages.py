@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from pyops.data import DataConfig
-from pyops.data.corpus import find_documents
+from pyops.data.corpus import CorpusError, find_documents
 from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
 
 pytestmark = pytest.mark.cpu_only
@@ -58,6 +59,39 @@ def test_as_many_passages_of_each_family_spread_over_its_files(data):
     assert len(passages.text) > 1000
 
 
+def test_copies_of_a_passage_begin_between_it_and_the_next(library):
+    for part in (library.train, library.held_out):
+        copies = part.copies(4)
+        assert torch.equal(copies[:, 0], part.tokens)
+        assert bool((copies[:, :, 0] == library.first).all())
+        inside = part.places[:, 0] + 96 + 128 <= part.places[:, 1]
+        assert bool(inside.any())
+        for copy in range(4):  # 32 tokens further each
+            assert torch.equal(copies[:, copy, 1 : 129 - 32 * copy][inside], part.tokens[:, 1 + 32 * copy :][inside])
+
+
+def test_no_copy_goes_beyond_its_own_part_of_the_file(library):
+    texts = [document.path.read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
+    part = library.train
+    last = part.places[:, 0] + 2 * 128 > part.places[:, 1]
+    assert int(last.sum()) > 20
+    for row, file in zip(part.copies(8)[last], part.files[last].tolist(), strict=True):
+        place = texts[file].rfind(b"\n", 0, round((len(texts[file]) + 1) * 0.6)) + 1
+        assert all(bytes(copy) in texts[file][:place] for copy in row[:, 1:].to(torch.uint8).tolist())
+
+
+def test_copies_of_fewer_passages_are_those_of_these(library):
+    copies, fewer = library.train.copies(3), library.train.fewer(5)
+    there = {tuple(row.flatten().tolist()) for row in copies}
+    assert {tuple(row.flatten().tolist()) for row in fewer.copies(3)} <= there
+
+
+@pytest.mark.parametrize("count", [0, 129])
+def test_a_count_of_copies_that_there_cannot_be_is_refused(library, count):
+    with pytest.raises(ValueError, match=f"count is {count}; it must be from 1 to 128"):
+        library.train.copies(count)
+
+
 def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
     passages = library
     text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
@@ -85,6 +119,24 @@ def test_each_row_of_the_text_says_which_file_it_is_from(library):
     order = [found[file].pop() for file in sorted(found)]
     assert order == sorted(order)
     assert len(set(order)) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("train.stream", lambda tokens: tokens[: len(tokens) // 2], "rows beyond the text"),
+        ("held_out.stream", lambda tokens: tokens + 300, "tokens of 258 and more"),
+        ("train.places", lambda places: places[:, :3], r"not [n, 4]"),
+        ("held_out.places", lambda places: places[:0], r"not [n, 4]"),
+    ],
+)
+def test_a_damaged_cache_is_named(tmp_path, name, damage, message):
+    data = DataConfig(path="stdlib", cache=str(tmp_path), validation_fraction=0.4, max_bytes=1 << 16)
+    path = tmp_path / prepare_passages(data, vocab_size=258, length=32).digest / f"{name}.npy"
+    np.save(path, damage(np.load(path)))
+    with pytest.raises(CorpusError, match=rf"{path.parent} is damaged .*delete that folder") as caught:
+        prepare_passages(data, vocab_size=258, length=32)
+    assert message in str(caught.value)
 
 
 def test_masks_are_those_of_the_sample_and_the_epoch(data):
