@@ -230,10 +230,10 @@ def test_copies_of_passages_follow_each_passage_and_have_its_label(cache):
     task, plain = (make_task(config_of(cache, "passages", **options)) for options in ({"copies": 3, "passages": 40}, {}))
     config = config_of(cache, "passages")
     every = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length).train.fewer(40)
-    assert task.samples == 3 * len(every.labels)
+    assert task.samples == 3 * len(every)
     samples = torch.arange(task.samples)
     tokens, labels, _ = task.batch(samples)
-    assert torch.equal(tokens, every.copies(3).flatten(0, 1))
+    assert torch.equal(tokens, every.copied(3).tokens)
     assert torch.equal(labels, every.labels.repeat_interleave(3))
     assert task.held_out == plain.held_out
     for some in (torch.arange(0, task.held_out, 7), torch.tensor([0])):
@@ -245,8 +245,14 @@ def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     config = config_of(cache, "masked_text")
     passages = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length)
     rows = torch.arange(0, task.samples, 97)
-    assert torch.equal(task.batch(rows)[1][:, 0], passages.sources[rows])
-    assert len(passages.sources[rows].unique()) > 1
+    assert torch.equal(task.batch(rows)[1][:, 0], passages.text.files[rows])
+    assert len(passages.text.files[rows].unique()) > 1
+    copied = make_task(config_of(cache, "masked_text", copies=4))
+    assert copied.samples == 4 * task.samples
+    inputs, target, _ = copied.batch(rows * 4 + 1)
+    assert torch.equal(target[:, 0], passages.text.files[rows])
+    tokens = torch.where(target[:, 1:] == IGNORED, inputs[:, 1:], target[:, 1:])
+    assert torch.equal(tokens, passages.text.copied(4).cut(rows * 4 + 1)[:, 1:])
     assert task.batch(torch.tensor([-1]))[1][0, 0] == IGNORED
     assert bool((task.batch(torch.arange(9), held_out=True)[1][:, 0] == IGNORED).all())
 
@@ -306,7 +312,7 @@ def test_images_have_the_dtype_of_the_model(cache):
         ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
         ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
         ("digits", {"task": {"copies": 0}}, "copies is 0; it must be 1 or more"),
-        ("masked_text", {"task": {"copies": 2}}, "task.copies is 2, but task.kind is 'masked_text', .* set it to 1"),
+        ("text", {"task": {"copies": 2}}, "task.copies is 2, but task.kind is 'text', .* set it to 1"),
         ("passages", {"task": {"copies": 4096}}, "task.copies is 4096, but bert.sequence_length is .* set it to that or less"),
     ],
 )

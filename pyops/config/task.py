@@ -14,7 +14,6 @@ __all__ = ["KINDS", "TaskConfig", "check_task"]
 
 # kind: the section of its model
 KINDS = {"text": "model", "digits": "vit", "characters": "vit", "passages": "bert", "masked_text": "bert"}
-COPIED = ("digits", "characters", "passages")
 SIZES = {"image_size": 8, "num_channels": 1}
 LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 
@@ -30,9 +29,9 @@ class TaskConfig:
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: train.steps steps,
     of the batch at the start, which may end in the middle of an epoch. copies: of each image in an epoch: itself,
-    and others that are turned, scaled and shifted a little, each its own way; of each passage: itself, and others that begin
-    a part of its length later, so that they overlap. passages: of each family to train on, spread over its files, before they
-    are copied; 0: all there are.
+    and others that are turned, scaled and shifted a little, each its own way; of each passage or row of
+    text: itself, and others that begin a part of its length later, so that they overlap. passages: of each family to train on,
+    spread over its files, before they are copied; 0: all there are.
     """
 
     kind: str = "text"
@@ -50,9 +49,9 @@ class TaskConfig:
 def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERTConfig) -> None:
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
-    if task.copies > 1 and task.kind not in COPIED:
+    if task.kind == "text" and task.copies > 1:
         raise ValueError(f"task.copies is {task.copies}, but task.kind is {task.kind!r}, which has no copies: set it to 1")
-    if task.kind == "passages" and task.copies >= bert.sequence_length:
+    if section == "bert" and task.copies >= bert.sequence_length:
         raise ValueError(
             f"task.copies is {task.copies}, but bert.sequence_length is {bert.sequence_length}: a passage can begin at "
             f"{bert.sequence_length - 1} places before the next; set it to that or less"

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from pyops import random
 from pyops.comm.agreement import agree, on_first_rank
@@ -50,43 +51,52 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """stream: int64 [N], the tokens of one part of all files. places: int64 [n, 4], of each row where it begins in the stream,
+    """Rows, numbered from 0, and the text that they are cut from.
+
+    stream: int64 [N], the tokens of one part of all files. places: int64 [m, 4], of each row where it begins in the stream,
     where what is there of its file ends, the number of its family, and that of its file. first: the token that stands first.
-    length: T.
+    length: T. copies: of each row there are so many, one after the other, of which number i begins i / copies of a row's text
+    behind the row itself, as far as its file goes; ValueError for fewer than 1, or more than the T - 1 tokens of a row.
     """
 
     stream: Tensor
     places: Tensor
     first: int
     length: int
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.copies < self.length:
+            raise ValueError(f"copies is {self.copies}; it must be from 1 to {self.length - 1}, the tokens of a row")
+
+    def __len__(self) -> int:
+        return len(self.places) * self.copies
 
     @property
     def labels(self) -> Tensor:
         """int64 [n], the number of the family."""
-        return self.places[:, 2]
+        return self.places[:, 2].repeat_interleave(self.copies)
 
     @property
     def files(self) -> Tensor:
         """int64 [n], the number of the file."""
-        return self.places[:, 3]
+        return self.places[:, 3].repeat_interleave(self.copies)
 
     @property
     def tokens(self) -> Tensor:
         """int64 [n, T]."""
-        return self.copies(1)[:, 0]
+        return self.cut(torch.arange(len(self)))
 
-    def copies(self, count: int) -> Tensor:
-        """int64 [n, count, T]: of each row itself, and count - 1 others, each of which begins a further part of a row's length
-        behind it, as far as its file goes.
-
-        ValueError for a count below 1, or above the T - 1 tokens of a row.
-        """
+    def cut(self, rows: Tensor) -> Tensor:
+        """int64 [k, T] of the rows int64 [k]."""
         text = self.length - 1
-        if not 1 <= count <= text:
-            raise ValueError(f"count is {count}; it must be from 1 to {text}, the tokens of a row")
-        starts, ends = self.places[:, :2, None].unbind(1)
-        begin = torch.minimum(starts + torch.arange(count) * text // count, ends - text)
-        return _led(self.stream[begin[..., None] + torch.arange(text)], self.first)
+        starts, ends = self.places[rows // self.copies, :2].unbind(1)
+        begin = torch.minimum(starts + rows % self.copies * text // self.copies, ends - text)
+        return functional.pad(self.stream[begin[:, None] + torch.arange(text)], (1, 0), value=self.first)
+
+    def copied(self, copies: int) -> Rows:
+        """These, each with so many copies."""
+        return replace(self, copies=copies)
 
     def fewer(self, each: int) -> Rows:
         """So many of each family, spread over them; all, where there are no more, or `each` is 0."""
@@ -100,16 +110,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Passages:
-    """text: int64 [m, T], of all the library but what is held out. sources: int64 [m], from which file each row is: numbers
-    below the vocabulary's, which neighbouring files share where they are more. first, mask: the two tokens that are no text.
+    """text: of all the library but what is held out, labels are 0; its files' numbers are below the vocabulary's, and
+    neighbouring files share one where they are more. first, mask: the two tokens that are no text.
 
     digest: of the text and the settings; equal digests mean equal tokens.
     """
 
     train: Rows
     held_out: Rows
-    text: Tensor
-    sources: Tensor
+    text: Rows
     first: int
     mask: int
     digest: str
@@ -158,10 +167,6 @@ def mask_rows(tokens_BT: Tensor, *, passages: Passages, samples: Tensor, seed: i
     return torch.where(masked & (kind < 0.9), changed, tokens_BT), masked
 
 
-def _led(tokens: Tensor, first: int) -> Tensor:
-    return torch.nn.functional.pad(tokens, (1, 0), value=first)
-
-
 def _belongs(document: Document, parts: Sequence[str]) -> bool:
     return any(document.name.startswith(part) if part.endswith("/") else document.name == part for part in parts)
 
@@ -207,32 +212,23 @@ def _build(folder: Path, config: DataConfig, documents: Sequence[Document], *, v
         tokenizer = trained = PairTokenizer.train(_texts(documents, cut, config), vocab_size=vocab_size - SPECIAL)
         trained.save(folder / "tokenizer.json")
     numbers = {d.name: i for i, d in enumerate(documents)}
-    texts = [[(numbers[d.name], _cut_end(d, config.validation_fraction)) for d in own] for own in families]
-    for i, part in enumerate(("train", "held_out")):
-        _write_rows(folder / part, [[(number, tokenizer.encode(both[i])) for number, both in own] for own in texts], length)
-    text, begun = _text([tokenizer.encode(text) for text in _texts(documents, cut, config)], length)
-    if not len(text):
+    text = [
+        (i * vocab_size // max(vocab_size, len(documents)), tokenizer.encode(t))
+        for i, t in enumerate(_texts(documents, cut, config))
+    ]
+    if all(len(tokens) < length - 1 for _, tokens in text):
         raise CorpusError(f"data.max_bytes is {config.max_bytes}, too little text for a row of {length} tokens; set it to more")
-    np.save(folder / "text.npy", text)
-    np.save(folder / "sources.npy", begun * vocab_size // len(documents) if len(documents) > vocab_size else begun)
-    (folder / "meta.json").write_text(json.dumps({"format": FORMAT, "first": vocab_size - 2, "mask": vocab_size - 1}))
-
-
-def _text(files: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [n, T - 1] of these files, of each row the number of the file in which it begins)."""
-    rows = _cut(np.concatenate(files), length)
-    ends = np.cumsum([len(file) for file in files])
-    return rows, np.searchsorted(ends, np.arange(len(rows)) * (length - 1), side="right")
-
-
-def _cut(tokens: np.ndarray, length: int) -> np.ndarray:
-    """[n, T - 1] of the tokens; what fills no row is left out."""
-    tokens = tokens.astype(np.int32)
-    return tokens[: len(tokens) // (length - 1) * (length - 1)].reshape(-1, length - 1)
+    _write_rows(folder / "text", [text], length)
+    both = [[(numbers[d.name], _cut_end(d, config.validation_fraction)) for d in own] for own in families]
+    for i, part in enumerate(("train", "held_out")):
+        _write_rows(folder / part, [[(number, tokenizer.encode(ends[i])) for number, ends in own] for own in both], length)
+    (folder / "meta.json").write_text(
+        json.dumps({"format": FORMAT, "length": length, "first": vocab_size - 2, "mask": vocab_size - 1})
+    )
 
 
 def _write_rows(stem: Path, families: Sequence[Sequence[tuple[int, np.ndarray]]], length: int) -> None:
-    """What Rows has, of every family as many rows, spread over its files."""
+    """What Rows has: of every family as many rows, spread over its files, one after the other; what fills none is left out."""
     counts = [sum(len(tokens) // (length - 1) for _, tokens in files) for files in families]
     each = min(counts)
     if not each:
@@ -260,19 +256,19 @@ def _open(folder: Path, vocab_size: int) -> Passages:
 
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        first, text = meta["first"], read("text")
-        train, held_out = (
-            Rows(read(f"{part}.stream"), read(f"{part}.places"), first=first, length=text.shape[1] + 1)
-            for part in ("train", "held_out")
+        length = meta["length"]
+        train, held_out, text = (
+            Rows(read(f"{part}.stream"), read(f"{part}.places"), meta["first"], length)
+            for part in ("train", "held_out", "text")
         )
-        if max(int(tokens.max()) for tokens in (train.stream, held_out.stream, text)) >= vocab_size:
-            raise ValueError(f"it has tokens of {vocab_size} and more")
-        for rows in (train, held_out):
+        for rows in (train, held_out, text):
             if rows.places.shape[1:] != (4,) or not len(rows.places):
                 raise ValueError(f"its rows are of shape {list(rows.places.shape)}, not [n, 4]")
             if int(rows.places[:, 1].max()) > len(rows.stream):
                 raise ValueError("it has rows beyond the text")
-        return Passages(train, held_out, _led(text, first), read("sources"), first, meta["mask"], folder.name)
+            if int(rows.stream.max()) >= vocab_size:
+                raise ValueError(f"it has tokens of {vocab_size} and more")
+        return Passages(train, held_out, text, meta["first"], meta["mask"], folder.name)
     except FileNotFoundError as error:
         raise CorpusError(
             f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"

@@ -155,9 +155,9 @@ class PassagesTask(Task):
         self._config = config
         passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
         self.digest = passages.digest
-        train, kept = passages.train.fewer(each), passages.held_out
-        self._labels, self._tokens = (train.labels, kept.labels), (train.copies(count), kept.copies(1))
-        self.samples, self.held_out = (tokens.shape[:2].numel() for tokens in self._tokens)
+        self._parts = (passages.train.fewer(each).copied(count), passages.held_out)
+        self._labels = tuple(part.labels for part in self._parts)
+        self.samples, self.held_out = (len(part) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
 
     def model(
@@ -166,9 +166,7 @@ class PassagesTask(Task):
         return BERTClassifier(self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        tokens = self._tokens[held_out]
-        passage, copy = rows // tokens.shape[1], rows % tokens.shape[1]
-        return tokens[passage, copy], self._labels[held_out][passage]
+        return self._parts[held_out].cut(rows), self._labels[held_out][rows]
 
 
 class MaskedTask(_Nats):
@@ -180,15 +178,18 @@ class MaskedTask(_Nats):
 
     name = "masked_text"
 
-    def __init__(self, config: BERTConfig, data: DataConfig, *, seed: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: BERTConfig, data: DataConfig, *, count: int, seed: int, group: dist.ProcessGroup | None
+    ) -> None:  # fmt: skip
         self._config, self._seed = config, seed
         self._passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
         self.digest = self._passages.digest
-        self._texts = (self._passages.text, self._passages.held_out.tokens)
-        self.samples, self.held_out = (len(text) for text in self._texts)
+        self._parts = (self._passages.text.copied(count), self._passages.held_out)
+        self._files = self._parts[False].files
+        self.samples, self.held_out = (len(part) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
         self.terms = self.held_out_terms = int(
-            mask_rows(self._texts[0][:1], passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
+            mask_rows(torch.zeros(1, self.tokens), passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
         )
 
     def model(
@@ -197,12 +198,12 @@ class MaskedTask(_Nats):
         return BERT(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        tokens = self._texts[held_out][rows]
+        tokens = self._parts[held_out].cut(rows)
         seed, epoch = (0, -1) if held_out else (self._seed, epoch)
         given, masked = mask_rows(tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch)
         target = torch.where(masked, tokens, IGNORED)
         if not held_out:
-            target[:, 0] = self._passages.sources[rows]
+            target[:, 0] = self._files[rows]
         return given, target
 
     def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     if options.kind == "passages":
         return PassagesTask(config.bert, data, each=options.passages, count=options.copies, group=group)
     if options.kind == "masked_text":
-        return MaskedTask(config.bert, data, seed=config.train.seed, group=group)
+        return MaskedTask(config.bert, data, count=options.copies, seed=config.train.seed, group=group)
     if config.model.tied_head:
         raise ConfigError(
             "model.tied_head is true: the head's table would be frozen with the embedding; set model.tied_head to false"

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pyops.data import DataConfig
 from pyops.data.corpus import CorpusError, find_documents
-from pyops.data.passages import FAMILIES, Passages, mask_rows, prepare_passages
+from pyops.data.passages import FAMILIES, Passages, Rows, mask_rows, prepare_passages
 
 pytestmark = pytest.mark.cpu_only
 
@@ -59,9 +60,14 @@ def test_as_many_passages_of_each_family_spread_over_its_files(data):
     assert len(passages.text) > 1000
 
 
+def copies_of(rows: Rows, count: int) -> Tensor:
+    """[n, count, T]."""
+    return rows.copied(count).tokens.unflatten(0, (len(rows), count))
+
+
 def test_copies_of_a_passage_begin_between_it_and_the_next(library):
-    for part in (library.train, library.held_out):
-        copies = part.copies(4)
+    for part in (library.train, library.held_out, library.text):
+        copies = copies_of(part, 4)
         assert torch.equal(copies[:, 0], part.tokens)
         assert bool((copies[:, :, 0] == library.first).all())
         inside = part.places[:, 0] + 96 + 128 <= part.places[:, 1]
@@ -75,26 +81,26 @@ def test_no_copy_goes_beyond_its_own_part_of_the_file(library):
     part = library.train
     last = part.places[:, 0] + 2 * 128 > part.places[:, 1]
     assert int(last.sum()) > 20
-    for row, file in zip(part.copies(8)[last], part.files[last].tolist(), strict=True):
+    for row, file in zip(copies_of(part, 8)[last], part.files[last].tolist(), strict=True):
         place = texts[file].rfind(b"\n", 0, round((len(texts[file]) + 1) * 0.6)) + 1
         assert all(bytes(copy) in texts[file][:place] for copy in row[:, 1:].to(torch.uint8).tolist())
 
 
 def test_copies_of_fewer_passages_are_those_of_these(library):
-    copies, fewer = library.train.copies(3), library.train.fewer(5)
-    there = {tuple(row.flatten().tolist()) for row in copies}
-    assert {tuple(row.flatten().tolist()) for row in fewer.copies(3)} <= there
+    fewer = library.train.fewer(5)
+    there = {tuple(row.flatten().tolist()) for row in copies_of(library.train, 3)}
+    assert {tuple(row.flatten().tolist()) for row in copies_of(fewer, 3)} <= there
 
 
 @pytest.mark.parametrize("count", [0, 129])
 def test_a_count_of_copies_that_there_cannot_be_is_refused(library, count):
-    with pytest.raises(ValueError, match=f"count is {count}; it must be from 1 to 128"):
-        library.train.copies(count)
+    with pytest.raises(ValueError, match=f"copies is {count}; it must be from 1 to 128"):
+        copies_of(library.train, count)
 
 
 def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
     passages = library
-    text = bytes(passages.text[:, 1:].flatten().to(torch.uint8).tolist())
+    text = bytes(passages.text.tokens[:, 1:].flatten().to(torch.uint8).tolist())
     rows = [bytes(row.tolist()) for row in passages.held_out.tokens[::10, 1:].to(torch.uint8)]
     found = sum(row in text for row in rows)  # a line that many files have, such as one of a licence, may be there
     assert found < 0.02 * len(rows)
@@ -104,18 +110,18 @@ def test_the_text_to_begin_with_has_nothing_of_what_is_held_out(library):
 
 def test_each_row_of_the_text_says_which_file_it_is_from(library):
     passages = library
-    assert passages.sources.shape == passages.text.shape[:1]
-    assert int(passages.sources.min()) == 0
-    assert int(passages.sources.max()) == 257
+    sources = passages.text.files
+    assert int(sources.min()) == 0
+    assert int(sources.max()) == 257
     texts = [Path(document.path).read_bytes() for document in find_documents(DataConfig(path="stdlib"))]
     found: dict[int, set[int]] = {}
     for row in range(0, len(passages.text), 300):
-        needle = bytes(passages.text[row, 1:].to(torch.uint8).tolist())
+        needle = bytes(passages.text.cut(torch.tensor([row]))[0, 1:].to(torch.uint8).tolist())
         where = [number for number, text in enumerate(texts) if needle in text]
         if len(where) == 1:  # neither in several files nor across two
-            found.setdefault(where[0], set()).add(int(passages.sources[row]))
+            found.setdefault(where[0], set()).add(int(sources[row]))
     assert len(found) > 100
-    assert all(len(sources) == 1 for sources in found.values())
+    assert all(len(numbers) == 1 for numbers in found.values())
     order = [found[file].pop() for file in sorted(found)]
     assert order == sorted(order)
     assert len(set(order)) > 50
