@@ -125,6 +125,19 @@ def test_ranks_share_a_batch(tmp_path):
         config.check_ranks(6)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.8, "optimizer.layer_decay is 0.8, which a run over text in which nothing is frozen has not; set it to 1"),
+        (0.0, "layer_decay is 0.0; it must be more than 0, up to 1"),
+        (1.5, "layer_decay is 1.5; it must be more than 0, up to 1"),
+    ],
+)
+def test_a_layer_decay_that_cannot_be_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        Config(optimizer=OptimizerConfig(layer_decay=value))
+
+
 def test_the_learning_rates_way():
     config = OptimizerConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.25)
     way = [config.lr_at(step, num_steps=12) for step in range(12)]

@@ -30,7 +30,8 @@ class OptimizerConfig:
 
     name: of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit kin, eps of these (but Lion) and
     of Adagrad, momentum of SGD and LARS. max_grad_norm: gradients with a larger norm are scaled down to it; 0: never.
-    weight_decay goes to weights of two or more dimensions only.
+    weight_decay goes to weights of two or more dimensions only. layer_decay: of runs over numbered samples, each layer's rate
+    is that part of the rate of the layer behind it; the head's is the whole one (Clark et al., 2020, ELECTRA; 1: all alike).
 
     compression_warmup_steps: how long a one-bit optimizer communicates in full before it compresses; "auto": until the
     variance is stable. A fifth of the run is a good choice.
@@ -43,6 +44,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     momentum: float = 0.9
     weight_decay: float = 0.1
+    layer_decay: float = 1.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 100
     final_lr_ratio: float = 0.1
@@ -54,6 +56,7 @@ class OptimizerConfig:
         require(self, "0 or more, and less than 1", ("beta1", "beta2", "momentum"), lambda v: 0 <= v < 1)
         require(self, "0 or more", ("weight_decay", "max_grad_norm", "warmup_steps"), lambda v: v >= 0)
         require(self, "between 0 and 1", ("final_lr_ratio",), lambda v: 0 <= v <= 1)
+        require(self, "more than 0, up to 1", ("layer_decay",), lambda v: 0 < v <= 1)
         require(
             self, '1 or more, or "auto"', ("compression_warmup_steps",), lambda v: v == "auto" if isinstance(v, str) else v >= 1
         )

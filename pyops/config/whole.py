@@ -52,6 +52,11 @@ class Config:
         if self.elastic.on:
             self._check_elastic()
         self._check_sharing()
+        if self.optimizer.layer_decay < 1 and not self.over_samples:
+            raise ValueError(
+                f"optimizer.layer_decay is {self.optimizer.layer_decay}, which a run over text in which nothing is frozen has "
+                "not; set it to 1, or another task.kind"
+            )
         if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
             raise ValueError(
                 f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "

@@ -56,6 +56,12 @@ def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
     return "decayed" if parameter.ndim >= 2 else "not decayed"
 
 
+def _depth(name: str, num_blocks: int) -> int:
+    """The number of the layer of which this parameter is: 0 the embedding, then the blocks, then the head."""
+    layer, *rest = name.split(".")
+    return {"embedding": 0, "head": num_blocks + 1}[layer] if layer != "blocks" else 1 + int(rest[0])
+
+
 def _codec(config: CommunicationConfig) -> Codec | None:
     return None if config.codec == "none" else parse(config.codec)
 
@@ -145,16 +151,19 @@ def make_loss_scale(options: PrecisionConfig) -> LossScale:
 
 
 def make_named_optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters alone. The caller clips their gradients, and zeroes them."""
-    keyed: dict[str, list[nn.Parameter]] = {}
+    """The optimizer of these parameters alone, by their names in the model; with groups for each layer where its learning rate
+    is its own (`layer_decay`). The caller clips their gradients, and zeroes them."""
+    options = config.optimizer
+    keyed: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        keyed.setdefault(_weight_decay_group(name, parameter), []).append(parameter)
+        rate = options.lr * options.layer_decay ** (config.num_blocks + 1 - _depth(name, config.num_blocks))
+        keyed.setdefault((_weight_decay_group(name, parameter), rate), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": config.optimizer.weight_decay if key == "decayed" else 0.0}
-        for key, some in keyed.items()
+        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0, "lr": rate}
+        for (key, rate), some in keyed.items()
     ]
-    arguments = {**_arguments(config.optimizer), "master_weights": PRECISIONS[config.precision.dtype].master_weights}
-    made: torch.optim.Optimizer = _class(config.optimizer)(groups, **arguments)
+    arguments = {**_arguments(options), "master_weights": PRECISIONS[config.precision.dtype].master_weights}
+    made: torch.optim.Optimizer = _class(options)(groups, **arguments)
     return made
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.config import COMMUNICATING, OPTIMIZERS, Config, OptimizerConfig
+from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ElasticConfig, OptimizerConfig
 from pyops.elastic import Bound, Elastic
+from pyops.models import GPTConfig
 from pyops.train.recipe import make_named_optimizer
 from tests.elastic import networks
 
@@ -60,31 +61,37 @@ def test_every_local_optimizer(world):
     assert len(seen) == len(LOCAL), "each has its own way"
 
 
-class Told(torch.optim.SGD):
-    """Notes the learning rate of each parameter in each step."""
-
-    seen: list[dict[int, float]]
-
-    def step(self, closure: Any = None) -> None:
-        self.seen.append({id(p): group["lr"] for group in self.param_groups for p in group["params"]})
-        super().step(closure)
+Named = list[tuple[str, torch.nn.Parameter]]
 
 
-def rates_of(rank: int, group: Any) -> tuple[list[dict[str, float]], list[tuple[int, int]]]:
-    """({parameter: learning rate} of each step, layout of each epoch) where the head's is a tenth of the others'."""
+def with_a_slow_head(named: Named) -> torch.optim.Optimizer:
+    head, others = ([p for name, p in named if name.startswith("head") == wanted] for wanted in (True, False))
+    groups = [{"params": some, **own} for some, own in ((head, {"lr": 0.05}), (others, {})) if some]
+    return torch.optim.SGD(groups, lr=0.5)
+
+
+def with_layer_decay(named: Named) -> torch.optim.Optimizer:
+    options = OptimizerConfig(name="sgd", lr=0.5, layer_decay=0.5)
+    model = GPTConfig(num_layers=BLOCKS, tied_head=False)
+    return make_named_optimizer(Config(optimizer=options, model=model, elastic=ElasticConfig(freeze="bound")), named)
+
+
+def rates_of(rank: int, group: Any, make: Any) -> tuple[list[dict[str, float]], list[tuple[int, int]]]:
+    """({parameter: learning rate} of each step, layout of each epoch)."""
     torch.set_num_threads(1)
-    made: list[tuple[list[tuple[str, torch.nn.Parameter]], Told]] = []
+    found: list[dict[str, float]] = []
 
-    def make(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        head, others = ([p for name, p in named if name.startswith("head") == wanted] for wanted in (True, False))
-        groups = [{"params": some, **own} for some, own in ((head, {"lr": 0.05}), (others, {})) if some]
-        optimizer = Told(groups, lr=0.5)
-        optimizer.seen = []
-        made.append((named, optimizer))
+    def noted(named: Named) -> torch.optim.Optimizer:
+        def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+            found.append({name: rates[id(p)] for name, p in named})
+
+        optimizer = make(named)
+        optimizer.register_step_pre_hook(note)
         return optimizer
 
     elastic = Elastic(
-        networks.layers(BLOCKS), optimizer=make, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=2,
+        networks.layers(BLOCKS), optimizer=noted, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=2,
         policy=Bound(1 / 2),
     )  # fmt: skip
     layouts = []
@@ -94,16 +101,27 @@ def rates_of(rank: int, group: Any) -> tuple[list[dict[str, float]], list[tuple[
             elastic.step(*networks.rows(share.samples), share=share, lr=0.25)
         elastic.decide()
     elastic.close()
-    found = [{name: step[id(p)] for name, p in named} for named, optimizer in made for step in optimizer.seen]
     return found, layouts
 
 
 def test_groups_keep_the_ratio_of_their_learning_rates(world):
-    for steps, layouts in world(2).run(rates_of):
+    for steps, layouts in world(2).run(rates_of, with_a_slow_head):
         assert layouts[0] != layouts[-1]
         for rates in steps:
             assert rates == pytest.approx({name: 0.025 if name.startswith("head") else 0.25 for name in rates})
         assert "head.weight" in steps[-1]
+
+
+def test_each_layer_learns_at_a_part_of_the_rate_of_the_layer_behind_it(world):
+    layers = {"embedding": 2.0**-5, **{f"blocks.{i}": 2.0 ** (i - 4) for i in range(BLOCKS)}, "head": 1.0}
+    seen = set()
+    for steps, layouts in world(2).run(rates_of, with_layer_decay):
+        assert layouts[0] != layouts[-1]
+        for rates in steps:
+            assert rates == {name: 0.25 * next(r for layer, r in layers.items() if name.startswith(layer)) for name in rates}
+            seen |= set(rates.values())
+        assert "head.weight" in steps[-1]
+    assert seen == {0.25 * rate for rate in layers.values()}
 
 
 def test_groups_have_no_ratio_to_a_rate_of_nothing():
