@@ -155,7 +155,15 @@ def _finished(folder: Path, config: Config) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     ended = last["epoch"] + 1 == config.task.epochs and any(key.startswith("validation_") for key in last)
-    return ended and found == json.loads(json.dumps(asdict(config))) and any((folder / "checkpoints").glob("*"))
+    same = _filled(found) == json.loads(json.dumps(asdict(config)))
+    return ended and same and any((folder / "checkpoints").glob("*"))
+
+
+def _filled(found: Row) -> Row:
+    """A configuration that was saved, and the defaults of keys that have come since, which leave a run as it was."""
+    defaults = json.loads(json.dumps(asdict(Config())))
+    sections = {key: value for key, value in defaults.items() if isinstance(value, dict)}
+    return {**found, **{key: {**value, **found.get(key, {})} for key, value in sections.items()}}
 
 
 def _measured(workload: str, processes: int, variant: str, seed: int) -> Taken:

@@ -63,6 +63,15 @@ def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path)
     assert _finished(tmp_path, config)
     other = dataclasses.replace(config.optimizer, weight_decay=1.0)
     assert not _finished(tmp_path, dataclasses.replace(config, optimizer=other))
+    saved = dataclasses.asdict(config)
+    del saved["optimizer"]["layer_decay"]  # as one of a time that knew no such key
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert _finished(tmp_path, config)
+    del saved["optimizer"]["weight_decay"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    other = dataclasses.replace(config.optimizer, weight_decay=1.0)
+    assert not _finished(tmp_path, dataclasses.replace(config, optimizer=other)), "the key was left at its default"
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     for row in ('{"step": 6, "epoch": 1, "validation_loss": 1.0}', '{"step": 8, "epoch": 2}'):
         (tmp_path / "metrics.jsonl").write_text(row + "\n")
         assert not _finished(tmp_path, config), "it was interrupted"
