@@ -210,6 +210,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     def _prepare(self) -> list[Launch]:
         """Every launch of this step. All checks come before any state is made."""
+        if self._captured():
+            return self._prepare_captured()
         if self._watch is not None and not self._watch.unchanged(self.state):
             self._forget()
         valid: set[int] = set()
@@ -230,10 +232,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             if g not in valid:
                 rows = self._make_plans(g, rows)
             launches += [(group, plan) for plan in self._plans.get(g, ()) if plan.table is not None]
-            for some in rows.values():
-                fast, others = split_rows(some)
-                each = ([fast] if fast else []) + others
-                launches += [(group, batch_of(one, zero_grads=self.zeroes_gradients)) for one in each]
+            launches += self._batches(group, rows)
         if self._plans and (self._watch is None or len(valid) != len(self.param_groups)):
             module = native()
             self._watch = module.StateWatch(self.state) if module is not None else None
@@ -254,6 +253,29 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             plans.append(plan)
         self._plans[g] = plans
         return {device: some for device, some in left.items() if some}
+
+    def _prepare_captured(self) -> list[Launch]:
+        """Launches that a CUDA graph holds by value: lists of tensors, whose addresses travel as arguments of the kernels.
+
+        The table of a plan would not do: a step between two replays writes other addresses into it, or frees it.
+        """
+        wanted = [[i for i, p in enumerate(group["params"]) if p.grad is not None] for group in self.param_groups]
+        for group, indices in zip(self.param_groups, wanted, strict=True):
+            self._check_group(group)
+            self._check_rows(group, indices)
+        launches: list[Launch] = []
+        for group, indices in zip(self.param_groups, wanted, strict=True):
+            launches += self._batches(group, self._gather(group, indices))
+        return launches
+
+    def _batches(self, group: Group, rows: dict[torch.device, list[Row]]) -> list[Launch]:
+        """Launches of lists of tensors, without a plan."""
+        launches: list[Launch] = []
+        for some in rows.values():
+            fast, others = split_rows(some)
+            each = ([fast] if fast else []) + others
+            launches += [(group, batch_of(one, zero_grads=self.zeroes_gradients)) for one in each]
+        return launches
 
     def _prepare_traced(self) -> list[Launch]:
         """Launches for torch.compile: lists of tensors that it can follow, no pointers, no checks of memory."""
@@ -292,8 +314,6 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         if first is None:  # groups that are still empty
             return
         device = first.device if not launches else device_of(launches[0][1])
-        if device.type == "cuda" and not compiling:
-            self._check_capture()
         squared = []
         for _, work in launches:
             if isinstance(work, Batch):
@@ -341,12 +361,17 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             batch.load(gradients=True)
             self._run(chosen, batch, None, None)
 
-    def _check_capture(self) -> None:
-        if torch.cuda.is_current_stream_capturing() and not all(group.get("capturable", True) for group in self.param_groups):
+    def _captured(self) -> bool:
+        """Whether this step is being captured in a CUDA graph. RuntimeError where it was not built for that."""
+        on_cuda = any(p.is_cuda for group in self.param_groups for p in group["params"][:1])
+        if not on_cuda or not torch.cuda.is_current_stream_capturing():
+            return False
+        if not all(group.get("capturable", True) for group in self.param_groups):
             raise RuntimeError(
                 f"step() of {type(self).__name__} is being captured in a CUDA graph, but capturable is False: build the "
                 "optimizer with capturable=True, and pass lr as a tensor on the device if it is to change between replays"
             )
+        return True
 
     def refresh_masters(self) -> None:
         """Set every master to its parameter: call it after loading weights into a model that has already been stepped."""

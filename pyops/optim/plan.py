@@ -68,7 +68,6 @@ class Plan:
     def _attach(self, table: Tensor) -> None:
         """Tell the scan where addresses of gradients go."""
         self._mirror: Tensor | None = None
-        self._uploads: list[Tensor] = []
         if table.device.type == "cpu":
             self._scan.attach(table.data_ptr(), table.shape[1], GRAD)
         else:
@@ -87,11 +86,8 @@ class Plan:
     def _upload(self, table: Tensor, mirror: Tensor) -> None:
         """Copy the gradient column to the device, without waiting.
 
-        The pinned source is new each time: the copy from the last one may not have happened yet. While a CUDA graph is
-        captured the copy becomes part of it, and replays read the source again, so it is kept.
+        The pinned source is new each time: the copy from the last one may not have happened yet.
         """
         source = torch.empty(mirror.shape, dtype=torch.int64, pin_memory=True)
         source.copy_(mirror)
-        if torch.cuda.is_current_stream_capturing():
-            self._uploads.append(source)
         table[:, GRAD].copy_(source, non_blocking=True)

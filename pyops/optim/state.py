@@ -27,7 +27,10 @@ def complete_state(
     """Add to `state` what is missing: a step of 0, moments of zeros, a master that equals the parameter."""
     step = state.get("step", 0.0)
     if not (isinstance(step, Tensor) and step.dtype == torch.float32 and step.device == param.device and step.numel() == 1):
-        state["step"] = torch.as_tensor(step, dtype=torch.float32).reshape(()).to(param.device)
+        if isinstance(step, Tensor):
+            state["step"] = step.detach().to(param.device, torch.float32).reshape(())
+        else:  # filled on the device: a copy of a number from the host would wait for all that is queued there
+            state["step"] = torch.full((), float(step), dtype=torch.float32, device=param.device)
     for name in moments:
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=state_dtype, memory_format=torch.preserve_format)

@@ -195,6 +195,29 @@ def test_steady_steps_reuse_the_table(device):
     assert optimizer._plans[0][0] is plan
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.skipif(native() is None, reason="there is no table without kernels")
+def test_a_captured_step_leaves_plans_alone(options, device, monkeypatch):
+    """A graph replays its own addresses, and a plan knows of none of them: each step takes the gradients that it is given."""
+    a = parameters(SHAPES, device=device)
+    b = twins(a)
+    mine, other = AdamW(a, **HYPER, **options), AdamW(b, **HYPER, **options)
+    run([mine, other], [a, b], steps=1)
+    plan, own, captured = mine._plans[0][0], [p.grad for p in a], False
+    table = plan.table.clone()
+    monkeypatch.setattr(mine, "_captured", lambda: captured)
+    for step, captured in enumerate((True, False, True, True, False), start=1):
+        give_gradients(a, b, seed=step)
+        if not captured:  # those of the plan, at their old addresses
+            for p, gradient in zip(a, own, strict=True):
+                p.grad = gradient.copy_(p.grad)
+        mine.step()
+        other.step()
+        assert mine._plans[0] == [plan]
+        assert torch.equal(plan.table, table)
+    assert_equal(a, b)
+
+
 def test_in_place_steps_are_seen_by_autograd(device):
     """A step between forward and backward would give a wrong gradient: autograd must refuse."""
     weight = torch.nn.Parameter(torch.randn(3, 3, device=device))
