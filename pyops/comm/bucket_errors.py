@@ -91,10 +91,14 @@ class BucketErrors:
         self._place = {(b.buffer, p): (i, j) for i, b in enumerate(buckets) for j, p in enumerate(b.parameters)}
         self._memories: list[Any] = []
         self._padding: list[Tensor] = []
+        self._own_padding: list[Tensor] = []  # of this rank's part: counted once, since counting waits for a GPU
         for bucket in buckets:
             layout, device = layout_of_bucket(bucket, layouts[bucket.buffer]), devices[bucket.buffer]
-            self._memories.append(new_memory(codec, layout, rank=rank, size=size, device=device))
-            self._padding.append(_padding(layout).to(device))
+            memory = new_memory(codec, layout, rank=rank, size=size, device=device)
+            self._memories.append(memory)
+            places, (begin, end) = _padding(layout), memory.starts[rank : rank + 2]
+            self._padding.append(places.to(device))
+            self._own_padding.append((places[(places >= begin) & (places < end)] - begin).to(device))
 
     def __getitem__(self, index: int) -> Any:
         return self._memories[index]
@@ -124,9 +128,7 @@ class BucketErrors:
             return
         gradient[places] = 0
         memory.worker[places] = 0
-        begin, end = memory.starts[memory.rank], memory.starts[memory.rank + 1]
-        mine = places[(places >= begin) & (places < end)] - begin
-        memory.server[mine] = 0
+        memory.server[self._own_padding[index]] = 0
 
     def state_dict(self) -> dict[str, Any]:
         """By parameter name; the tensors are `pyops.flat.Shard`s of all ranks' errors."""

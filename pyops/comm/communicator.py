@@ -125,7 +125,8 @@ class Communicator:
             return self._on_stream(call, tensor) if async_op else call(SPINS_ALONE)
         if not async_op and not self.worker.busy:
             return self._guarded(call, SPINS_ALONE, what, number)
-        work = self.worker.submit(lambda: self._guarded(call, SPINS_BESIDE_COMPUTE, what, number))
+        there = self._in_thread(call, tensor) if tensor.is_cuda else call
+        work = self.worker.submit(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
         return work if async_op else work.wait()
 
     def _guarded(self, call: Callable[[int], Tensor], spins: int, what: str, number: int) -> Tensor:
@@ -145,15 +146,34 @@ class Communicator:
 
     def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
         """Put the collective on a stream of its own, after what the current stream has so far."""
-        device = tensor.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream = self._stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
         tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             result = call(SPINS_ALONE)
             return StreamWork(result, stream.record_event())
+
+    def _in_thread(self, call: Callable[[int], Tensor], tensor: Tensor) -> Callable[[int], Tensor]:
+        """The call for the thread, whose current stream is not the caller's: after what that one has so far, and to its end, so
+        that whoever waits for the thread may use the result on any stream."""
+        stream = self._stream(tensor.device)
+        ready = torch.cuda.current_stream(tensor.device).record_event()
+        tensor.record_stream(stream)
+
+        def there(spins: int) -> Tensor:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                result = call(spins)
+                stream.synchronize()
+            return result
+
+        return there
+
+    def _stream(self, device: torch.device) -> Any:
+        """The one that collectives of this device's tensors have beside that of the program."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     # --- choosing -----------------------------------------------------------------------------------------------------------
 
@@ -181,6 +201,7 @@ class Communicator:
         any_order = self.size == 2 or flat.dtype in _ORDER_FREE
         if flat.is_cuda:
             names = ["native", "two_shot"] if any_order else ["native"]
+            names = ["two_shot"] if flat.dtype == torch.int16 else names  # of which NCCL knows no sums
         else:
             names = ["two_shot", "ring"] if any_order else ["two_shot"]
             try:

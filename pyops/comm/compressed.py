@@ -212,7 +212,8 @@ def _hierarchical(
         tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
         return tensor
 
-    return node.run(together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=False)
+    direct = tensor.is_cuda and not _staged(node, tensor)
+    return node.run(together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=direct)
 
 
 def _refuse_in_node(

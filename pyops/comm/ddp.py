@@ -111,7 +111,9 @@ class HookState:
         """A Future that `work` completes, without anybody waiting for it here."""
         if tensor.is_cuda:
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[tensor.device])
-            stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+            if tensor.device not in self._streams:
+                self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            stream = self._streams[tensor.device]
             with torch.cuda.stream(stream):  # the future's event is of this stream, so that backward goes on on its own
                 work.wait()
                 future.set_result(tensor)

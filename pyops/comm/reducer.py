@@ -182,6 +182,16 @@ class Reducer:
             tensor, communicator=self.communicator, op=op, algorithm=self.algorithm, async_op=True, offset=offset, label=label
         )
 
+    def _tell_used(self, absent: list[int]) -> Any:
+        """Sum over the ranks which parameters took part. Does not wait for a GPU where all did, as nearly always."""
+        if self.communicator is None:
+            return None
+        if absent:
+            self._used.copy_(torch.frombuffer(self._used_here, dtype=torch.uint8))
+        else:
+            self._used.fill_(1)
+        return self._all_reduce(self._used, op="sum", offset=0, label="which parameters took part")
+
     @torch.no_grad()
     def _finish(self) -> None:
         """Backward is over: launch the buckets that waited for unused parameters, then wait for all."""
@@ -205,17 +215,16 @@ class Reducer:
             self.buffers[b].restore_gradient(p)
         while len(self._works) < len(self.buckets):
             self._launch(len(self._works))
-        self._used.copy_(torch.frombuffer(self._used_here, dtype=torch.uint8))
-        used = self._all_reduce(self._used, op="sum", offset=0, label="which parameters took part")
-        for work in [*self._works, used]:
+        for work in [*self._works, self._tell_used(absent)]:
             if work is not None:
                 work.wait()
         if self.errors is not None:
             for index, bucket in enumerate(self.buckets):
                 self.errors.clear_padding(index, self.buffers[bucket.buffer].grad[bucket.start : bucket.stop])
         if absent:
-            for number, anywhere in zip(absent, self._used[absent].tolist(), strict=True):
-                if not anywhere:
+            everywhere = [0] * len(self._numbering) if self.communicator is None else self._used.tolist()
+            for number in absent:
+                if not everywhere[number]:
                     b, p = self._numbering[number]
                     if self.errors is not None:
                         self.errors.put_back(b, p, errors_before[number])

@@ -55,6 +55,8 @@ class ThreadWork(Work):
         self._done.wait()
         if self._error is not None:
             raise self._error
+        if self._result.is_cuda:  # its memory is of the thread's stream, and must not be used there again before this one's end
+            self._result.record_stream(torch.cuda.current_stream(self._result.device))
         return self._result
 
     def is_completed(self) -> bool:
