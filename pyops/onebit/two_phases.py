@@ -190,7 +190,7 @@ class TwoPhases(Saving):
         places = self._exchanged.places
         if not self._linked(places):
             self._link()  # somebody set other states
-        betas = [self._beta1(place.group, place.parameter) for place in places]
+        betas = self._first_betas(places)
         before = self._flat.clone() if self._needs_last else None
         gradients = [place.parameter.grad for place in places]
         take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
@@ -198,11 +198,14 @@ class TwoPhases(Saving):
         self._apply(places, betas, before)
         self._clear_gradients()
 
-    def _beta1(self, group: int, parameter: Tensor) -> float:
-        beta1 = float(self.param_groups[group]["betas"][0])
-        if self.compat is not None:
-            return beta1
-        return corrected_beta(beta1, int(self.state[parameter]["step"]) + 1)
+    def _first_betas(self, places: Places) -> list[float]:
+        """For each place, with how much of itself the momentum goes into this step."""
+        betas = [float(self.param_groups[place.group]["betas"][0]) for place in places]
+        if self.compat is not None or not betas:
+            return betas
+        steps = torch.stack([self.state[place.parameter]["step"] for place in places])
+        counts = steps.tolist()  # one look at the device for all
+        return [corrected_beta(beta, int(count) + 1) for beta, count in zip(betas, counts, strict=True)]
 
     # ------------------------------------------------------------------------------------------------ saving
 

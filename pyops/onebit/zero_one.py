@@ -179,7 +179,7 @@ class ZeroOneAdam(OneBitAdam):
         assert self._alone is not None
         self._relink()
         places, alone = self._exchanged.places, self._alone
-        betas = [self._beta1(place.group, place.parameter) for place in places]
+        betas = self._first_betas(places)
         gradients = [place.parameter.grad for place in places]
         take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in self.param_groups]

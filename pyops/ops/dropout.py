@@ -30,6 +30,7 @@ __all__ = [
     "check_stream",
     "dropout",
     "dropout_reference",
+    "dropout_state",
 ]
 
 
@@ -69,6 +70,13 @@ def dropout(x: Tensor, *, p: float, state: Tensor | None, row: int | None = None
     row_stride = row if row_stride is None else row_stride
     check_dropout(x, state, p, row, row_stride)
     return torch.ops.pyops.dropout.default(x, state, p=p, row=row, row_stride=row_stride)
+
+
+def dropout_state(key: int, first: int, *, device: torch.device | None = None) -> Tensor:
+    """The `state` of a stream: its unsigned 64-bit key, and the global index of the first element. Waits for no GPU."""
+    state = torch.full((2,), first, dtype=torch.int64, device=device)
+    state.select(0, 0).fill_(random.signed64(key))
+    return state
 
 
 def check_bias_dropout_add(

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.ops.random import signed64
+from pyops.ops.dropout import dropout_state
 from pyops.ops.rotary import rotary as turned
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.products import column_products
@@ -108,7 +108,7 @@ class ParallelAttention(nn.Module):
 
     def take_state(self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None) -> None:
         """(key, first sequence) for the next forward's dropout; see `set_dropout`."""
-        self.state = torch.tensor([signed64(key), first_row], device=device)
+        self.state = dropout_state(key, first_row, device=device)
 
     def forward(
         self, x: Tensor, *, memory: Tensor | None = None, shape: Shape | None = None, memory_shape: Shape | None = None,

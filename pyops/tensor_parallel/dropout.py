@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.ops.dropout import bias_dropout_add
-from pyops.ops.random import signed64
+from pyops.ops.dropout import bias_dropout_add, dropout_state
 from pyops.random import key_of
 from pyops.tensor_parallel.ranks import Ranks
 
@@ -43,7 +42,7 @@ class Dropout(nn.Module):
     def take_state(self, *, key: int, first_row: int, shape: tuple[int, int], device: torch.device | None = None) -> None:
         """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each."""
         first = first_row * shape[1] + (self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0)
-        self.state = torch.tensor([signed64(key), first * self.width], dtype=torch.int64, device=device)
+        self.state = dropout_state(key, first * self.width, device=device)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         p = self.p if self.training else 0.0

@@ -26,8 +26,9 @@ class VocabParallelEmbedding(nn.Module):
     the flattened tokens.
 
     weight: [ceil(num_embeddings / ranks), dim], padded with zeros where the ranks don't divide the vocabulary.
-    check_tokens: a token outside [0, num_embeddings) raises ValueError, on every rank, and names it and its place. That reads
-    two numbers back from a CUDA device; without it, such a token gives a zero row. Compiled code never checks.
+    check_tokens: a token outside [0, num_embeddings) raises ValueError, on every rank, and names it and its place. On CUDA
+        nothing waits for the device: it is an assertion there that fails. Without it, such a token gives a zero row where the
+        table is cut. Compiled code never checks.
     padding_idx: a token whose row gets no gradient from here.
     seed, name, std, group: as in ColumnParallelLinear.
     """
@@ -75,6 +76,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.numel() == 0:
+            return
+        if tokens.is_cuda:
+            if self.ranks.size > 1:  # else the look-up itself asserts
+                inside = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
+                torch._assert_async(inside, f"a token is outside the vocabulary of {self.num_embeddings}")
             return
         low, high = torch.stack(tokens.aminmax()).tolist()
         if low < 0 or high >= self.num_embeddings:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.ops.activation import ACTIVATIONS, bias_activation, bias_gated
-from pyops.ops.dropout import dropout
-from pyops.ops.random import signed64
+from pyops.ops.dropout import dropout, dropout_state
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["ParallelMLP"]
@@ -70,7 +69,7 @@ class ParallelMLP(nn.Module):
     def take_state(self, *, key: int, first_row: int, shape: tuple[int, int], device: torch.device | None = None) -> None:
         """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each; see `set_dropout`."""
         first = first_row * shape[1] * self.hidden + self.down.placements["weight"].start
-        self.state = torch.tensor([signed64(key), first], dtype=torch.int64, device=device)
+        self.state = dropout_state(key, first, device=device)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         h, bias = self.up(x)
