@@ -12,6 +12,7 @@ Host memory (csrc/native/arena.h).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from math import prod
 
@@ -26,7 +27,7 @@ __all__ = ["Arena"]
 class Arena:
     """`nbytes` of host memory, all of it in memory from now on, given out as tensors.
 
-    pin_memory: registered with CUDA, so that copies from and to a GPU overlap with computation.
+    pin_memory: registered with CUDA as long as this object lives, so that copies from and to a GPU overlap with computation.
 
     nbytes, used, peak: bytes in all, in tensors that are alive, and the most there were. room: what is free in one piece, above
     the mark. Every tensor begins at a page of 4096 bytes, and takes whole ones. A process that forks shares the memory with its
@@ -45,6 +46,7 @@ class Arena:
             error = torch.cuda.cudart().cudaHostRegister(self._arena.address, self.nbytes, 0)
             if int(error):
                 raise RuntimeError(f"CUDA could not pin {self.nbytes} bytes of host memory: error {int(error)}; ask for less")
+            weakref.finalize(self, _unpin, self._arena, self._arena.address).atexit = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised contiguous tensor. RuntimeError, naming the sizes, where that much is not free."""
@@ -78,3 +80,10 @@ class Arena:
     @property
     def room(self) -> int:
         return int(self._arena.room)
+
+
+def _unpin(arena: object, address: int) -> None:
+    """Before the memory goes, which `arena` holds until then: pages that CUDA keeps would stay taken, and their addresses could
+    not be pinned again."""
+    torch.cuda.synchronize()  # copies may still be under way
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -66,8 +66,8 @@ class _Copies:
             else:
                 copy.copy_(tensor.detach(), non_blocking=True)
             tensors[name] = copy
-        if on_cuda:
-            torch.cuda.synchronize()
+        for device in {tensor.device for _, _, tensor, _ in places if isinstance(tensor, Tensor) and tensor.is_cuda}:
+            torch.cuda.synchronize(device)
 
     def release(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)

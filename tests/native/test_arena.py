@@ -146,6 +146,30 @@ def test_mappings_go_with_the_arena():
     assert mapped() == before
 
 
+def test_pinned_memory_is_given_back_to_cuda_before_it_goes(monkeypatch):
+    class Runtime:
+        def __init__(self):
+            self.pinned, self.log = {}, []
+
+        def cudaHostRegister(self, address, nbytes, flags):
+            self.pinned[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address):
+            with open("/proc/self/maps") as file:
+                assert any(line.startswith(f"{address:x}-") for line in file), "it must still be there"
+            self.log.append(self.pinned.pop(address))
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.log.append("waited"))
+    arena = Arena(3 * PAGE, pin_memory=True)
+    assert list(runtime.pinned.values()) == [3 * PAGE]
+    del arena
+    gc.collect()
+    assert runtime.log == ["waited", 3 * PAGE]
+
+
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="an arena needs 1 byte or more, got 0"):
         Arena(0)
