@@ -180,10 +180,13 @@ def steps_without_waiting(device: torch.device, make: Make, *, parallel: bool = 
     assert not any(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["plain", "DataParallel"])
 @EACH
-def test_no_step_waits_for_the_device(device, make, options, parallel):
-    steps_without_waiting(device, make, parallel=parallel, **options)
+def test_no_step_waits_for_the_device(device, make, options):
+    steps_without_waiting(device, make, **options)
+
+
+def test_data_parallel_alone_does_not_wait(device):
+    steps_without_waiting(device, AdamW, parallel=True, max_grad_norm=0.5)
 
 
 def test_the_mode_that_finds_waiting_does(device):
