@@ -80,7 +80,8 @@ class Keeping:
             return flat.clone(), None
         if part.device == flat.device:
             return part.copy_(flat), None
-        # To the host beside what the device goes on to compute.
+        # To the host beside what the device goes on to compute, and from a copy: the input may be changed in place meanwhile.
+        flat = flat.clone()
         stream = torch.cuda.Stream(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
