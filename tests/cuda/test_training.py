@@ -52,13 +52,13 @@ class Training:
             loss: Tensor = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
         loss.backward()
         self.optimizer.step()
-        return loss
+        return loss.detach()  # nothing of this backward lives on, whose stream may be that of a capture
 
     def run(self, first: int, count: int) -> list[Tensor]:
         losses = []
         for number in range(first, first + count):
             self.put(number)
-            losses.append(self.step().detach().clone())
+            losses.append(self.step().clone())
         return losses
 
 
@@ -76,7 +76,7 @@ def captured(training: Training, device: torch.device) -> Callable[[int], Tensor
     def replay(number: int) -> Tensor:
         training.put(number)
         graph.replay()
-        return loss.detach().clone()
+        return loss.clone()
 
     return replay
 
