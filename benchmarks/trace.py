@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Interval", "covered", "export", "kernels", "launched", "profiled", "spans", "waits"]
+__all__ = ["Interval", "covered", "export", "kernels", "launched", "on_device", "profiled", "spans", "waits"]
 
 Interval = tuple[float, float]
 NO_KERNEL = ("Memcpy", "Memset")
@@ -28,18 +28,22 @@ def profiled(call: Callable[[], object], device: torch.device) -> Any:
     return found
 
 
-def _on_device(event: Any) -> bool:
-    return event.device_type == torch.autograd.DeviceType.CUDA
+def on_device(event: Any) -> bool:
+    """Whether an event of a profile is work of the device; spans that the program named are shown there too, and are not."""
+    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
 
 
 def kernels(events: Iterable[Any]) -> Counter[str]:
     """How often each kernel ran on the device; copies and fills are none."""
-    return Counter(e.name for e in events if _on_device(e) and not e.name.startswith(NO_KERNEL))
+    return Counter(e.name for e in events if on_device(e) and not e.name.startswith(NO_KERNEL))
 
 
 def waits(events: Iterable[Any]) -> Counter[str]:
-    """How often the host waited, by the call in which it did; the profile's own last wait is left out."""
-    found = Counter(e.name for e in events if not _on_device(e) and e.name in WAITS)
+    """How often the host waited, by the call in which it did; the profile's own last wait is left out.
+
+    aten::_local_scalar_dense: numbers read, on a GPU by a copy whose stream is then waited for.
+    """
+    found = Counter(e.name for e in events if not on_device(e) and e.name in WAITS)
     if found["cudaDeviceSynchronize"]:
         found["cudaDeviceSynchronize"] -= 1
     return +found
@@ -50,7 +54,7 @@ def spans(events: Iterable[Any], *names: str, device: bool) -> list[Interval]:
     return [
         (e.time_range.start, e.time_range.end)
         for e in events
-        if _on_device(e) == device and any(name in e.name for name in names)
+        if on_device(e) == device and any(name in e.name for name in names)
     ]
 
 
