@@ -2,7 +2,8 @@
 
 Each against torch eager's way to the same result; on CUDA also against torch.compile's and what else is installed, on as many
 tokens as make the widest tensor 256 MiB, which no cache holds and whose kernels outlast the host's work: GELU, SwiGLU and
-rotary at every width, the others at one. `bytes`: what has to be moved.
+rotary at every width; the others at one, and without torch.compile, which takes seconds for each shape. `bytes`: what has to
+be moved.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ Rivals = dict[str, tuple[Layer, list[Tensor]]]  # each with leaves of its own
 
 def case(
     name: str, ours: Layer, theirs: Layer, leaves: list[Tensor], *, shape: tuple[int, ...], moved: int, checked: bool = True,
-    others: Rivals | None = None,
+    others: Rivals | None = None, table: bool = False,
 ) -> Case:  # fmt: skip
-    """`moved`: elements read and written by both passes. `checked`: False where the two draw other random numbers."""
+    """`moved`: elements read and written by both passes. `checked`: False where the two draw other random numbers. `table`: on
+    a GPU torch.compile is a rival too."""
     x = leaves[0]
     seeds = [torch.randn(shape, device=x.device).to(x.dtype)]
     calls = {"pyops": forward_backward(ours, leaves, seeds), "torch eager": forward_backward(theirs, leaves, seeds)}
     more = {rival: forward_backward(layer, own, seeds) for rival, (layer, own) in (others or {}).items()}
-    if x.is_cuda:
+    if x.is_cuda and table:
         calls["torch.compile"] = forward_backward(compiled(theirs), leaves, seeds)
     return Case(
         "activation", name, calls | more, check=compare(calls["pyops"], theirs, leaves, seeds) if checked else lambda: None,
@@ -61,7 +63,7 @@ def biased(name: str, act: str, tokens: int, width: int, dtype: torch.dtype, dev
 
     leaves = [leaf(tokens, width, dtype=dtype, device=device), leaf(width, dtype=dtype, device=device)]
     ours = partial(activation.bias_activation, activation=act)
-    return case(name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width)
+    return case(name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width, table=act == "gelu")
 
 
 def gated(name: str, bias: bool, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -78,7 +80,16 @@ def gated(name: str, bias: bool, tokens: int, width: int, dtype: torch.dtype, de
             for rival, layer in found.items()
         }
     leaves += [leaf(2 * width, dtype=dtype, device=device)] if bias else []
-    return case(name, activation.bias_gated, theirs, leaves, shape=(tokens, width), moved=8 * tokens * width, others=others)
+    return case(
+        name,
+        activation.bias_gated,
+        theirs,
+        leaves,
+        shape=(tokens, width),
+        moved=8 * tokens * width,
+        others=others,
+        table=not bias,
+    )
 
 
 def dropped(name: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -106,7 +117,7 @@ def turned(name: str, tokens: int, width: int, dtype: torch.dtype, device: torch
     x = leaf(1, tokens, width // 64, 64, dtype=dtype, device=device)
     others: Rivals = {rival: (layer, [x]) for rival, layer in of_rotary(angle, dtype=dtype).items()}
     return case(
-        name, lambda t: rotary(t, cos, sin), theirs, [x], shape=tuple(x.shape), moved=4 * x.numel(), others=others
+        name, lambda t: rotary(t, cos, sin), theirs, [x], shape=tuple(x.shape), moved=4 * x.numel(), others=others, table=True
     )  # fmt: skip
 
 

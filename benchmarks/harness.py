@@ -203,6 +203,8 @@ def _roofs(case: Case, medians: Mapping[str, float]) -> Row:
             "bytes": case.bytes_moved, "gb_per_s": round(per_second / 1e9, 2),
             "percent_of_copy": round(100 * per_second / copy, 1), "copy_gb_per_s": round(copy / 1e9, 2),
         }  # fmt: skip
+        if case.device.type == "cuda":
+            row["matmul_tflop_per_s"] = _digits(machine.matmul_flops(case.device) / 1e12)
     if case.flops is not None:
         matmul = machine.matmul_flops(case.device)
         row |= {
@@ -210,6 +212,8 @@ def _roofs(case: Case, medians: Mapping[str, float]) -> Row:
             "percent_of_matmul": round(100 * case.flops / medians[ours] / matmul, 1),
             "matmul_tflop_per_s": _digits(matmul / 1e12),
         }  # fmt: skip
+        if case.device.type == "cuda":
+            row["copy_gb_per_s"] = round(machine.copy_bandwidth(case.device) / 1e9, 2)
     return row
 
 

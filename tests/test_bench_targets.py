@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import __main__ as entry
 from benchmarks import (
     accuracy,
     bench_activation,
@@ -301,3 +303,13 @@ def test_the_profile_of_a_step_names_what_ran(capsys):
     assert "a training step of GPT tiny on cpu" in said
     assert "aten::mm" in said
     assert "pyops::adam_from_table_" in said
+
+
+def test_the_script_names_benches_that_there_are():
+    script = (report.ROOT / "benchmarks" / "gpu.sh").read_text()
+    named = {*re.findall(r"\[(\w+)\]=\d+", script), *re.findall(r"timed \d+ (\w+)", script)}
+    for line in re.findall(r'benches\+?="([^"]+)"', script):
+        named |= set(line.split())
+    assert {"kernels", "optim", "cross_entropy", "zero", "gpt", "offload"} <= named <= set(entry.names())
+    for module in re.findall(r"-m benchmarks\.(\w+)", script):
+        assert (report.ROOT / "benchmarks" / f"{module}.py").exists()
