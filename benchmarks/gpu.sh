@@ -210,7 +210,7 @@ if wants profile; then
     say "ncu is not here, or no GPU: no counters"
   else
     profiled 90 "ncu" counters 0
-    last '== |gpu__time|dram__throughput' 80
+    last 'Context|gpu__time|dram__(bytes|throughput)' 120
   fi
 fi
 [ -s "$PYOPS_BENCH_ROWS" ] && "$PYTHON" -m benchmarks.verdicts "$PYOPS_BENCH_ROWS" 2>&1 | tee -a "$LOG" >>"$SUMMARY"
