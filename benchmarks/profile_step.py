@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpt_step import SIZES, PyopsStep
-from benchmarks.trace import kernels, on_device, profiled, waits
+from benchmarks.trace import CALL, kernels, profiled, takes_place, waits
 
 __all__ = ["longest", "main", "report"]
 
@@ -26,7 +26,7 @@ def longest(events: Iterable[Any], *, device: bool, most: int) -> str:
     """A table of what ran on the device, or on the host by itself, longest first; a last line adds up all."""
     time, count = Counter[str](), Counter[str]()
     for event in events:
-        if on_device(event) == device:
+        if takes_place(event, device=device) and event.name != CALL:
             time[event.name] += event.time_range.elapsed_us() if device else event.self_cpu_time_total
             count[event.name] += 1
     total = sum(time.values()) or 1.0

@@ -8,45 +8,55 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-__all__ = ["Interval", "covered", "export", "kernels", "launched", "on_device", "profiled", "spans", "waits"]
+__all__ = ["CALL", "Interval", "covered", "export", "kernels", "launched", "profiled", "spans", "takes_place", "waits"]
 
 Interval = tuple[float, float]
+CALL = "the call that is profiled"
 NO_KERNEL = ("Memcpy", "Memset")
 # Calls of the CUDA runtime in which the host waits for the device, and torch's own that copies a number to the host.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 
 
 def profiled(call: Callable[[], object], device: torch.device) -> Any:
-    """torch's profile of one call, which ends when the device is done."""
+    """torch's profile of one call, which ends when the device is done; the call itself is a span of it, named CALL."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities, acc_events=True) as found:
-        call()
+        with record_function(CALL):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return found
 
 
-def on_device(event: Any) -> bool:
-    """Whether an event of a profile is work of the device; spans that the program named are shown there too, and are not."""
-    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+def takes_place(event: Any, *, device: bool) -> bool:
+    """Whether an event of a profile is work of the device, or else of the host.
+
+    Spans that the program named, such as an optimizer's step, are shown on the device a second time, and are neither there.
+    """
+    if event.device_type != torch.autograd.DeviceType.CUDA:
+        return not device
+    return device and not getattr(event, "is_user_annotation", False)
 
 
 def kernels(events: Iterable[Any]) -> Counter[str]:
     """How often each kernel ran on the device; copies and fills are none."""
-    return Counter(e.name for e in events if on_device(e) and not e.name.startswith(NO_KERNEL))
+    return Counter(e.name for e in events if takes_place(e, device=True) and not e.name.startswith(NO_KERNEL))
 
 
 def waits(events: Iterable[Any]) -> Counter[str]:
-    """How often the host waited, by the call in which it did; the profile's own last wait is left out.
+    """How often the host waited during the call, by what it waited in; the profile's own waits lie outside.
 
     aten::_local_scalar_dense: numbers read, on a GPU by a copy whose stream is then waited for.
     """
-    found = Counter(e.name for e in events if not on_device(e) and e.name in WAITS)
-    if found["cudaDeviceSynchronize"]:
-        found["cudaDeviceSynchronize"] -= 1
-    return +found
+    events = list(events)
+    calls = spans(events, CALL, device=False)
+    return Counter(
+        e.name
+        for e in events
+        if takes_place(e, device=False) and e.name in WAITS and any(start <= e.time_range.start < end for start, end in calls)
+    )
 
 
 def spans(events: Iterable[Any], *names: str, device: bool) -> list[Interval]:
@@ -54,7 +64,7 @@ def spans(events: Iterable[Any], *names: str, device: bool) -> list[Interval]:
     return [
         (e.time_range.start, e.time_range.end)
         for e in events
-        if on_device(e) == device and any(name in e.name for name in names)
+        if takes_place(e, device=device) and any(name in e.name for name in names)
     ]
 
 
