@@ -210,7 +210,8 @@ STEP = [
     event("Memcpy HtoD (Pinned -> Device)", 30, 40, cuda=True), event("pyops::adam_from_table_", 5, 15),
     event("Memset (Device)", 0, 100, cuda=True), event("adam_kernel", 0, 3, cuda=True), event("adam_kernel", 5, 7, cuda=True),
     event("Optimizer.step#AdamW.step", 0, 50, cuda=True, annotation=True), event(trace.CALL, 0, 50),
-    event(trace.CALL, 0, 55, cuda=True, annotation=True), event("cudaStreamSynchronize", 40, 41), event("cudaDeviceSynchronize", 50, 60), event("aten::add", 1, 2),
+    event(trace.CALL, 0, 55, cuda=True, annotation=True),
+    event("cudaStreamSynchronize", 40, 41), event("cudaDeviceSynchronize", 50, 60), event("aten::add", 1, 2),
 ]  # fmt: skip
 
 
