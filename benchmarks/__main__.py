@@ -46,8 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no bench called {', '.join(unknown)}; there are {', '.join(names())}")
     options = Options(device=torch.device(given.device), rounds=given.rounds, only=given.only)
-    from benchmarks import harness, report
+    from benchmarks import harness, machine, report
 
+    if options.device.type == "cuda":  # now, while there is memory for it
+        copy, product = machine.copy_bandwidth(options.device) / 1e9, machine.matmul_flops(options.device) / 1e12
+        print(f"roofs of this process: a copy {copy:.0f} GB/s, a matrix product {product:.0f} TFLOP/s", flush=True)
+        torch.cuda.empty_cache()
     status = 0
     for name in given.names or names():
         print(f"{name} on {options.device}, {torch.get_num_threads()} threads", flush=True)

@@ -1,7 +1,8 @@
 """Cross entropy forward and backward beside plain torch, and the last layer with its loss: time, and the most memory it takes.
 
 Memory is what a process holds at most beyond weight, hidden states and targets, the gradients included: on the CPU by the
-kernel's count in a process of its own, on CUDA by torch's. A 16-bit weight's gradient is added up in fp32 by pyops alone.
+kernel's count in a process of its own, on CUDA by torch's. A 16-bit weight's gradient is added up in fp32 by pyops alone. The
+last layer with its loss does 6 N H V operations for N tokens, width H and V words: three products.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
+from benchmarks.rivals import compiled, installed
 from pyops.ops.cross_entropy import cross_entropy
 from pyops.tensor_parallel import linear_cross_entropy
 
@@ -34,13 +36,22 @@ def plain_linear(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(functional.linear(hidden, weight), targets)
 
 
-def liger() -> dict[str, Any]:
-    """Liger's two losses, where it is installed; it runs on CUDA only."""
-    try:
+def liger(what: str) -> dict[str, Loss]:
+    """Liger's loss, or its "linear" one, where it is installed."""
+
+    def make() -> Loss:
         from liger_kernel.transformers import functional as theirs
-    except ImportError:
-        return {}
-    return {"loss": theirs.liger_cross_entropy, "linear": lambda h, w, y: theirs.liger_fused_linear_cross_entropy(h, w, y)}
+
+        if what == "linear":
+            return lambda h, w, y: theirs.liger_fused_linear_cross_entropy(h, w, y)
+        return lambda x, y: theirs.liger_cross_entropy(x, y)
+
+    return installed({"Liger": make})
+
+
+def aims(calls: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """On a GPU no rival is to be faster."""
+    return dict.fromkeys(list(calls)[1:], 1.0) if device.type == "cuda" else {}
 
 
 def step(loss: Loss, leaves: list[Tensor], targets: Tensor) -> Tensor:
@@ -66,18 +77,34 @@ def check(ours: Loss, theirs: Loss, leaves: list[Tensor], targets: Tensor) -> fl
     return max(errors)
 
 
+def agrees(loss: Loss, plain: Loss, leaves: list[Tensor], targets: Tensor) -> Callable[[], None]:
+    """A check that a rival's loss is torch's, to a hundredth."""
+
+    def vet() -> None:
+        a, b = float(loss(*leaves, targets).detach()), float(plain(*leaves, targets).detach())
+        if not abs(a - b) <= 0.01 * abs(b):
+            raise AssertionError(f"its loss is {a}, torch's {b}")
+
+    return vet
+
+
 def loss_case(name: str, tokens: int, words: int, *, dtype: torch.dtype, device: torch.device) -> Case:
     """Bytes: the logits are read twice and their gradient is written."""
     logits = torch.randn(tokens, words, device=device).to(dtype).requires_grad_()
     targets = torch.randint(words, (tokens,), device=device)
-    implementations: dict[str, Loss] = {"pyops": cross_entropy, "torch": functional.cross_entropy}
+    losses: dict[str, Loss] = {"pyops": cross_entropy, "torch": functional.cross_entropy}
+    calls = {k: partial(step, f, [logits], targets) for k, f in losses.items()}
+    vet = {}
     if device.type == "cuda":
-        compiled = torch.compile(functional.cross_entropy, dynamic=False)
-        implementations |= {"torch.compile": compiled} | ({"Liger": liger()["loss"]} if liger() else {})
+        calls["torch.compile"] = partial(step, compiled(functional.cross_entropy), [logits], targets)
+        for rival, loss in liger("loss").items():
+            own = [logits.detach().clone().requires_grad_()]  # it writes the gradient over the logits
+            calls[rival] = partial(step, loss, own, targets)
+            vet[rival] = agrees(loss, functional.cross_entropy, [logits.detach().clone().requires_grad_()], targets)
     return Case(
-        "cross_entropy", name, {k: partial(step, f, [logits], targets) for k, f in implementations.items()},
-        check=partial(check, cross_entropy, functional.cross_entropy, [logits], targets), device=device,
-        bytes_moved=3 * dtype.itemsize * tokens * words, targets={"torch": 2.0},
+        "cross_entropy", name, calls, check=partial(check, cross_entropy, functional.cross_entropy, [logits], targets),
+        device=device, bytes_moved=3 * logits.numel() * dtype.itemsize, vet=vet, targets=aims(calls, device) or {"torch": 2.0},
+        least={"percent_of_copy": 85.0} if device.type == "cuda" else {},
     )  # fmt: skip
 
 
@@ -89,14 +116,20 @@ def operands(tokens: int, width: int, words: int, *, dtype: torch.dtype, device:
 
 def linear_case(name: str, tokens: int, width: int, words: int, *, dtype: torch.dtype, device: torch.device) -> Case:
     leaves, targets = operands(tokens, width, words, dtype=dtype, device=device)
-    implementations: dict[str, Loss] = {"pyops": linear_cross_entropy, "torch": plain_linear}
-    if device.type == "cuda" and liger():
-        implementations["Liger"] = liger()["linear"]
+    cuda = device.type == "cuda"
+    losses: dict[str, Loss] = {"pyops": linear_cross_entropy, "torch": plain_linear}
+    others = liger("linear") if cuda else {}
+    if cuda:
+        losses |= {"torch.compile": compiled(plain_linear)} | others
     peaks = {k: peak(k, tokens, width, words, dtype=dtype, device=device) for k in ("pyops", "torch")}
     gradients = dtype.itemsize * (tokens + words) * width
+    calls = {k: partial(step, f, leaves, targets) for k, f in losses.items()}
     return Case(
-        "cross_entropy", name, {k: partial(step, f, leaves, targets) for k, f in implementations.items()},
-        check=partial(check, linear_cross_entropy, plain_linear, leaves, targets), device=device, targets={"torch": 1.0},
+        "cross_entropy", name, calls, device=device, flops=6 * tokens * width * words,
+        check=partial(check, linear_cross_entropy, plain_linear, leaves, targets),
+        targets=aims(calls, device) or {"torch": 1.0},
+        vet={rival: agrees(loss, plain_linear, leaves, targets) for rival, loss in others.items()},
+        least={"memory_ratio_beside_gradients": 8.0} if cuda else {}, most={"ms": 40.0} if cuda else {},
         facts={
             "peak_bytes": peaks, "gradient_bytes": gradients,
             "memory_ratio": round(peaks["torch"] / peaks["pyops"], 2),
@@ -144,11 +177,13 @@ def _status(name: str) -> int:
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Names of the cases and how to make each."""
     cuda = device.type == "cuda"
-    sizes = [(8192, 32768), (8192, 131072)] if cuda else [(2048, 50304)]
-    for tokens, words in sizes:
-        for dtype in (torch.float32, torch.bfloat16):
-            name = f"cross entropy {str(dtype).removeprefix('torch.')}, {tokens} x {words}, forward + backward"
-            yield name, partial(loss_case, name, tokens, words, dtype=dtype, device=device)
+    sizes = [(2048, 50304, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    if cuda:  # logits of 2 GiB, whatever the vocabulary
+        sizes = [((1 << 30) // words, words, torch.bfloat16) for words in (32768, 65536, 131072, 262144)]
+        sizes.append((8192, 65536, torch.float32))
+    for tokens, words, dtype in sizes:
+        name = f"cross entropy {str(dtype).removeprefix('torch.')}, {tokens} x {words}, forward + backward"
+        yield name, partial(loss_case, name, tokens, words, dtype=dtype, device=device)
     shapes = [(8192, 4096, 131072)] if cuda else [(2048, 512, 50304), (2048, 1024, 50304)]
     for tokens, width, words in shapes:
         for dtype in (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
+from benchmarks.trace import launched
 from pyops.ops import grad_norm, optim, random, reduce
 from pyops.ops.table import optimizer_table
 
@@ -22,6 +23,7 @@ __all__ = ["cases", "run"]
 MI = 1 << 20
 HYPER: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FLAGS: dict[str, Any] = {"decoupled": True, "maximize": False, "zero_grads": False, "stochastic_rounding": False, "seed": 1}
+LARGE = 64 * MI  # elements, from which on a step ought to be bound by memory
 BF16 = torch.bfloat16
 
 
@@ -56,7 +58,12 @@ def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
             raise AssertionError(f"differs from torch by {worst}")
         return worst
 
-    return Case("kernels", name, {"pyops": ours, "torch fused": fused}, check=check, device=device, bytes_moved=28 * sum(sizes))
+    cuda = device.type == "cuda"
+    return Case(
+        "kernels", name, {"pyops": ours, "torch fused": fused}, check=check, device=device, bytes_moved=28 * sum(sizes),
+        targets={"torch fused": 1.0} if cuda else {}, observe=launched(ours, device), most={"launches": 1.0} if cuda else {},
+        least={"percent_of_copy": 95.0} if cuda and sum(sizes) >= LARGE else {},
+    )  # fmt: skip
 
 
 def norm(name: str, sizes: list[int], *, dtype: torch.dtype, device: torch.device) -> Case:

@@ -3,6 +3,7 @@
 A step over a file reads every state once and writes it once, so a copy of the states' bytes from one file of the same disk to
 another is what the disk allows: one after the other, as `dd` does it, and reading and writing at once from two threads. All
 files have their space beforehand. Before anything is timed, parameters are compared with an ordinary step's, bit for bit.
+On a GPU only what is there for one is timed: `offload_device`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import offload_device
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, format_row, run_cases
 from pyops.offload import Offloaded
@@ -36,12 +38,7 @@ LIMIT, BEYOND = 2048, 4096  # MiB: what a process may have, and what its states 
 
 def build(nbytes: int, *, pieces: int = 16) -> tuple[list[nn.Parameter], AdamW]:
     """bf16 parameters whose AdamW states with masters take about nbytes, with one gradient for all."""
-    numel = nbytes // STATES // pieces
-    params = [nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for _ in range(pieces)]
-    gradient = torch.randn(numel).bfloat16()
-    for p in params:
-        p.grad = gradient
-    return params, AdamW(params, lr=1e-3, master_weights=True)
+    return offload_device.with_masters([nbytes // STATES // pieces] * pieces, torch.device("cpu"))
 
 
 def same_bits(where: str) -> Callable[[], float]:
@@ -258,8 +255,7 @@ def cases(folder: str, device: torch.device) -> list[tuple[str, Callable[[], tup
 def run(options: Options) -> list[Row]:
     """Files are made in the folder for temporary files: TMPDIR chooses the disk."""
     if options.device.type != "cpu":
-        print("the offload bench runs on the CPU only")
-        return []
+        return offload_device.run(options)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, make in cases(folder, options.device):

@@ -1,26 +1,33 @@
 #!/usr/bin/env bash
 # `make gpu`: on a machine that has CUDA torch, nvcc, cmake and pytest, builds for its GPU, runs the test suite there, looks for
-# bad memory accesses and races, and runs the benches. Installs and downloads nothing. Under ten minutes a call: what does not fit
-# in one is left out, so give the parts to several calls, such as PARTS="kernels others" and then PARTS="sanitize bench".
+# bad memory accesses and races, runs the benches, and profiles a training step. Installs and downloads nothing. Under ten minutes a
+# call: what does not fit in one is left out, so give the parts to several calls. All of them in three, within 28 minutes:
+#
+#   PARTS="kernels others"      PARTS="bench profile"      PARTS="train sanitize"
 #
 #   OUT      where rows, log and summary go   (benchmarks/results/gpu)
 #   PYTHON   the Python that has torch        (python3)
 #   DEVICE   cuda; cpu rehearses the script on a machine without a GPU
-#   BUDGET   seconds for all of it            (565)
-#   PARTS    which of these, always in this order: kernels others sanitize bench   (all; building comes first in any case)
+#   BUDGET   seconds for all of it            (555)
+#   PARTS    which of these, always in this order: kernels others sanitize bench train profile   (all; building comes first)
+#   BENCHES  which benches part bench runs    (those of one GPU's kernels; with more GPUs also those of ranks)
+#   ONLY     only cases of benches whose name contains this
+#   PYOPS_COMMIT  what rows name as their commit where the sources are a copy outside of git
 #
 # Each part has its own time limit and never takes the others down; the summary comes last. A part that is stopped is interrupted
-# as by Ctrl-C, so that pytest names what had failed until then. Rows of benches are kept as they come, in OUT/rows.jsonl.
+# as by Ctrl-C, so that pytest names what had failed until then. Rows of benches are kept as they come, in OUT/rows.jsonl; the summary
+# ends with the targets they miss. To keep rows: append them to the machine's file in benchmarks/results, python -m benchmarks.report.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/results/gpu}
 DEVICE=${DEVICE:-cuda}
-BUDGET=${BUDGET:-565}
-PARTS=${PARTS:-kernels others sanitize bench}
+BUDGET=${BUDGET:-555}
+ALL_PARTS="kernels others sanitize bench train profile"
+PARTS=${PARTS:-$ALL_PARTS}
+ONLY=${ONLY:-}
 for word in $PARTS; do
-  [[ " kernels others sanitize bench " == *" $word "* ]] ||
-    { echo "PARTS has no part '$word'; there are kernels, others, sanitize and bench" >&2; exit 2; }
+  [[ " $ALL_PARTS " == *" $word "* ]] || { echo "PARTS has no part '$word'; there are: $ALL_PARTS" >&2; exit 2; }
 done
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
@@ -31,7 +38,7 @@ export PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}  # torch reads it once, at the first product
 export PYOPS_BENCH_ROWS=$OUT/rows.jsonl
 : >"$PYOPS_BENCH_ROWS"
-export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=$DEVICE PYTHON DEVICE
+export PYTHONUNBUFFERED=1 PYOPS_TEST_DEVICE=$DEVICE PYTHON DEVICE ONLY
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 say() { echo "$*" | tee -a "$LOG" >>"$SUMMARY"; }
 
@@ -101,11 +108,27 @@ sanitize() {
     tests/cuda/test_small.py -k "not graph and not waits and not stream and not one_launch"
 }
 
-bench() {
-  "$PYTHON" -m benchmarks "$1" --device "$DEVICE" --rounds 7
+bench() {  # a rehearsal keeps its rows in OUT alone
+  local options=(--device "$DEVICE" --rounds 7)
+  [ "$DEVICE" = cpu ] && options=(--device cpu --rounds 1 --no-save)
+  [ -n "$ONLY" ] && options+=(--only "$ONLY")
+  "$PYTHON" -m benchmarks "$1" "${options[@]}"
 }
 
-export -f machine build sanitize bench
+profile_step() { "$PYTHON" -m benchmarks.profile_step --device "$DEVICE"; }
+
+resources() {  # a line for each kernel in C++: registers, stack, shared and local memory, name
+  "$CUOBJDUMP" --dump-resource-usage pyops/_C.so 2>&1 | awk '/Function/ { name = $2; sub(/:$/, "", name) } /REG:/ { print $1, $2, $3, $4, name }' |
+    { c++filt 2>/dev/null || cat; } | sort -u
+}
+
+counters() {  # few enough to be taken in one pass, since a second would have to bring memory back as it was
+  local metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread
+  metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active
+  ncu --profile-from-start off --metrics "$metrics" "$PYTHON" -m benchmarks.profile_kernels
+}
+
+export -f machine build sanitize bench profile_step resources counters
 
 part 120 "machine" bash -c machine || { cat "$OUT/part.txt" "$SUMMARY"; exit 1; }
 last '^machine'
@@ -147,14 +170,50 @@ if wants sanitize; then
     say "compute-sanitizer is not here: skipped"
   fi
 fi
-# Those that time a GPU; the others time processes on CPUs whatever the device is. The last four need a GPU for each rank.
+timed() {  # seconds, bench: its rows go to the summary
+  part "$1" "bench $2" bash -c "bench $2"
+  tests=$((tests + $?))
+  sed 's/^/    /' "$OUT/part.txt" | cut -c1-400 >>"$SUMMARY"
+}
+# Those that time one device, with what torch.compile takes for its shapes; then those that need a GPU for each rank. The rest time
+# processes on CPUs whatever the device is.
 if wants bench; then
-  for name in kernels optim codec layerwise norm activation cross_entropy collectives data_parallel tensor_parallel zero; do
-    part 90 "bench $name" bash -c "bench $name"
-    tests=$((tests + $?))
-    sed 's/^/    /' "$OUT/part.txt" | cut -c1-200 >>"$SUMMARY"
+  declare -A limits=([kernels]=60 [optim]=100 [layerwise]=40 [codec]=70 [norm]=110 [activation]=120 [cross_entropy]=100)
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  benches="kernels optim layerwise codec norm activation cross_entropy"
+  { [ "$DEVICE" = cpu ] || ((gpus > 1)); } && benches+=" collectives data_parallel tensor_parallel zero"
+  for name in ${BENCHES:-$benches}; do
+    timed "${limits[$name]:-90}" "$name"
   done
 fi
+if wants train; then
+  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True timed 280 gpt  # the larger one fills most of 78 GiB
+  timed 130 offload
+fi
+profiled() {  # seconds, name, function, lines for the summary: all of it goes to profile.txt
+  part "$1" "$2" bash -c "$3"
+  { echo "== $2"; cat "$OUT/part.txt"; } >>"$OUT/profile.txt"
+  head -"$4" "$OUT/part.txt" | sed 's/^/    /' | cut -c1-160 >>"$SUMMARY"
+}
+if wants profile; then
+  : >"$OUT/profile.txt"
+  profiled 100 "profile of a GPT step" profile_step 24
+  CUOBJDUMP=$(command -v cuobjdump || "$PYTHON" -c 'import glob, triton; print(glob.glob(triton.__path__[0] + "/**/cuobjdump", recursive=True)[0])')
+  export CUOBJDUMP
+  if [ "$DEVICE" = cpu ] || [ -z "$CUOBJDUMP" ]; then
+    say "cuobjdump is not here, or no GPU: no registers"
+  else
+    profiled 30 "registers of kernels" resources 0
+    say "    $(grep -c '^REG:' "$OUT/part.txt") kernels, $(grep -cE '^REG:.*(STACK|LOCAL):[1-9]' "$OUT/part.txt") of them with a stack or local memory; see profile.txt"
+  fi
+  if [ "$DEVICE" = cpu ] || ! command -v ncu >/dev/null; then
+    say "ncu is not here, or no GPU: no counters"
+  else
+    profiled 90 "ncu" counters 0
+    last 'Context|gpu__time|dram__(bytes|throughput)' 120
+  fi
+fi
+[ -s "$PYOPS_BENCH_ROWS" ] && "$PYTHON" -m benchmarks.verdicts "$PYOPS_BENCH_ROWS" 2>&1 | tee -a "$LOG" >>"$SUMMARY"
 rm -f "$OUT/part.txt"
 say "$(wc -l <"$OUT/rows.jsonl") rows in rows.jsonl; the whole log is in log.txt; $SECONDS s in all"
 echo

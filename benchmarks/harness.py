@@ -3,7 +3,8 @@
     check -> calibrate -> ours peer ours peer ours peer ... -> median, 20 % and 80 % quantiles -> one JSON line
 
 Rounds are interleaved so that a machine that slows down for a while slows all alike; a speed-up is the median of the
-ratios within each round. A case that gives a wrong result raises instead of printing a number.
+ratios within each round. A case that gives a wrong result raises instead of printing a number; a rival that raises, or gives
+another result, is left out of the row.
 
 Several processes time a case together through `Ranks`: a barrier before each sample, the slowest rank's time counts,
 and the number of repetitions is the first rank's.
@@ -11,6 +12,7 @@ and the number of repetitions is the first rank's.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -25,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks import machine
+from benchmarks.verdicts import verdicts
 
 __all__ = [
     "Alone", "Case", "FailedCases", "Ranks", "Row", "append_rows", "format_row", "keep_row", "measure", "quantiles",
@@ -77,8 +80,12 @@ class Case:
     check: raises when our result is wrong; returns the largest error, or None where there is nothing to say.
     prepare: name -> callable run before each call and not timed (fresh gradients, say).
     bytes_moved: bytes that one call must read and write at least; gives GB/s and percent of a copy.
+    flops: operations that one call must do at least; gives TFLOP/s of all, and percent of a matrix product of ours.
     targets: rival -> how many times faster than it ours ought to be, for the report.
-    facts: anything else the row ought to record.
+    least, most: field of the row -> what it ought to reach, or stay within: percent_of_copy, or ms, our median time.
+    vet: rival -> callable that raises when the rival gives another result; called once, after `check`.
+    facts: anything else the row ought to record. observe: called with the row when all is timed, for facts that follow from it
+        or cost time; one that raises costs the row nothing else.
     """
 
     bench: str
@@ -88,8 +95,13 @@ class Case:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prepare: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     bytes_moved: int | None = None
+    flops: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
+    least: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
+    vet: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    observe: Callable[[Row], Mapping[str, Any]] | None = None
 
 
 def _sample(case: Case, name: str, *, repeats: int, ranks: Ranks) -> float:
@@ -120,6 +132,21 @@ def _calibrate(case: Case, name: str, *, sample_seconds: float, ranks: Ranks) ->
     return ranks.agree(max(1, min(1000, round(sample_seconds / max(once, 1e-7)))))
 
 
+def _contenders(case: Case, *, sample_seconds: float, ranks: Ranks) -> dict[str, int]:
+    """How many calls make a sample, of all implementations that work. Ours must; among several processes all must."""
+    repeats: dict[str, int] = {}
+    for name in case.implementations:
+        try:
+            if name in case.vet:
+                case.vet[name]()
+            repeats[name] = _calibrate(case, name, sample_seconds=sample_seconds, ranks=ranks)
+        except Exception as error:
+            if not repeats or not isinstance(ranks, Alone):
+                raise
+            print(f"{case.name}: {name} is left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return repeats
+
+
 def quantiles(seconds: list[float]) -> list[float]:
     """20 % quantile, median and 80 % quantile, in microseconds."""
     ordered = sorted(seconds)
@@ -136,8 +163,8 @@ def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks
     """
     ranks = ranks if ranks is not None else Alone()
     error = case.check()
-    names = list(case.implementations)
-    repeats = {name: _calibrate(case, name, sample_seconds=sample_seconds, ranks=ranks) for name in names}
+    repeats = _contenders(case, sample_seconds=sample_seconds, ranks=ranks)
+    names = list(repeats)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         # Each goes first in turn: what runs second finds caches as the first left them.
@@ -156,19 +183,51 @@ def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks
         "max_error": error,
         "rounds": rounds,
     }
-    if case.bytes_moved is not None:
-        per_second = case.bytes_moved / statistics.median(seconds[ours])
-        row["bytes"] = case.bytes_moved
-        row["gb_per_s"] = round(per_second / 1e9, 2)
-        row["percent_of_copy"] = round(100 * per_second / machine.copy_bandwidth(case.device), 1)
-        row["copy_gb_per_s"] = round(machine.copy_bandwidth(case.device) / 1e9, 2)
-    if case.targets:
-        row["targets"] = dict(case.targets)
+    row |= _roofs(case, {name: statistics.median(seconds[name]) for name in names})
+    row |= {key: dict(found) for key in ("targets", "least", "most") if (found := getattr(case, key))}
     row |= dict(case.facts)
+    row |= _observed(case, row)
     row["machine"] = machine.describe(case.device)
     row["versions"], row["commit"] = machine.versions(), machine.commit()
     row["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return row
+
+
+def _roofs(case: Case, medians: Mapping[str, float]) -> Row:
+    """What a case that states its bytes or operations does a second, beside a copy and a matrix product of this process."""
+    row: Row = {}
+    ours = next(iter(medians))
+    if case.bytes_moved is not None:
+        copy, per_second = machine.copy_bandwidth(case.device), case.bytes_moved / medians[ours]
+        row |= {
+            "bytes": case.bytes_moved, "gb_per_s": round(per_second / 1e9, 2),
+            "percent_of_copy": round(100 * per_second / copy, 1), "copy_gb_per_s": round(copy / 1e9, 2),
+        }  # fmt: skip
+        if case.device.type == "cuda":
+            row["matmul_tflop_per_s"] = _digits(machine.matmul_flops(case.device) / 1e12)
+    if case.flops is not None:
+        matmul = machine.matmul_flops(case.device)
+        row |= {
+            "flops": case.flops, "tflop_per_s": {name: _digits(case.flops / s / 1e12) for name, s in medians.items()},
+            "percent_of_matmul": round(100 * case.flops / medians[ours] / matmul, 1),
+            "matmul_tflop_per_s": _digits(matmul / 1e12),
+        }  # fmt: skip
+        if case.device.type == "cuda":
+            row["copy_gb_per_s"] = round(machine.copy_bandwidth(case.device) / 1e9, 2)
+    return row
+
+
+def _digits(value: float) -> float:
+    """Four of them."""
+    return float(f"{value:.4g}")
+
+
+def _observed(case: Case, row: Row) -> Mapping[str, Any]:
+    try:
+        return dict(case.observe(row)) if case.observe is not None else {}
+    except Exception as error:
+        print(f"{case.name}: not observed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return {}
 
 
 def format_row(row: Row) -> str:
@@ -178,11 +237,12 @@ def format_row(row: Row) -> str:
     line = f"{row['case']:<52} {middle:>10.1f} us ({low:.1f}-{high:.1f})"
     if "gb_per_s" in row:
         line += f" {row['gb_per_s']:6.1f} GB/s {row['percent_of_copy']:5.1f} % of copy"
+    if "tflop_per_s" in row:
+        line += f" {row['tflop_per_s'][ours]:6.1f} TFLOP/s {row['percent_of_matmul']:5.1f} % of a product"
     for name in rivals:
         line += f" | {row['speedup'][name]:.2f}x {name}"
-        if name in row.get("targets", {}):
-            met = row["speedup"][name] >= row["targets"][name]
-            line += f" ({'meets' if met else 'BELOW'} {row['targets'][name]:g}x)"
+    for verdict in verdicts(row):
+        line += f" | {'meets' if verdict.met else 'BELOW'} {verdict.target}"
     return line
 
 
@@ -214,12 +274,21 @@ def run_cases(cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, s
             failed.append(f"{type(error).__name__}: {error}")
             print(f"FAILED {failed[-1]}", flush=True)
             continue
+        finally:
+            _release()
         print(format_row(row), flush=True)
         keep_row(row)
         rows.append(row)
     if failed:
         raise FailedCases(rows, failed)
     return rows
+
+
+def _release() -> None:
+    """Give the memory of the case before back: the next may need all of a GPU, and an optimizer can be part of a cycle."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def keep_row(row: Row) -> None:

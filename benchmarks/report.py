@@ -67,10 +67,18 @@ def fewer(row: Row) -> str:
     return f"{row['wire_ratio']:.1f}x{aim}" if "wire_ratio" in row else ""
 
 
+def of_roof(row: Row, field: str) -> str:
+    """A percentage, and the aim where there is one."""
+    aim = row.get("least", {}).get(field)
+    return f"{row[field]:.0f}" + (f" (aim {aim:g})" if aim else "") if field in row else ""
+
+
 # Columns of rows that have something to say there.
 EXTRA: dict[str, Callable[[Row], str]] = {
     "GB/s": lambda row: f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else "",
-    "% of copy": lambda row: f"{row['percent_of_copy']:.0f}" if "percent_of_copy" in row else "",
+    "% of copy": lambda row: of_roof(row, "percent_of_copy"),
+    "TFLOP/s": lambda row: f"{next(iter(row['tflop_per_s'].values())):.4g}" if "tflop_per_s" in row else "",
+    "% of a matrix product": lambda row: of_roof(row, "percent_of_matmul"),
     "MB on the wire": lambda row: f"{row['wire_bytes'] / 1e6:.3g}" if "wire_bytes" in row else "",
     "fewer bytes": fewer,
     "bytes kept per parameter": lambda row: f"{row['kept_per_parameter']:.3f}" if "kept_per_parameter" in row else "",
