@@ -52,7 +52,7 @@ class Arena:
         """An uninitialised contiguous tensor. RuntimeError, naming the sizes, where that much is not free."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         block = self._arena.allocate(nbytes)
         if block is None:
             raise RuntimeError(

@@ -8,7 +8,11 @@ __all__ = ["assert_close_to_reference"]
 
 
 def assert_close_to_reference(
-    actual: torch.Tensor, plain: torch.Tensor, reference: torch.Tensor, *, tiny: float | None = None
+    actual: torch.Tensor,
+    plain: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    tiny: float | torch.Tensor | None = None,
 ) -> None:
     """Assert `|actual - reference| <= 2 |plain - reference| + tiny`, element by element.
 
@@ -23,7 +27,8 @@ def assert_close_to_reference(
     finite = reference.isfinite()
     assert torch.equal(actual64.isfinite(), finite), "finite in other places than the reference"
     eps = torch.finfo(actual.dtype).eps if actual.dtype.is_floating_point else 0.0
-    allowed = 2 * (plain64 - reference).abs() + (eps * reference.abs() if tiny is None else tiny)
+    tiny = eps * reference.abs() if tiny is None else tiny.cpu() if isinstance(tiny, torch.Tensor) else tiny
+    allowed = 2 * (plain64 - reference).abs() + tiny
     error = (actual64 - reference).abs()
     wrong = (error > allowed) & finite
     if wrong.any():

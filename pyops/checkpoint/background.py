@@ -43,7 +43,7 @@ class _Copies:
     """Host memory that a state is copied into, kept for the next one: fresh memory costs more than the copy."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, plan: Plan) -> None:
         """Put copies into the plan in place of its tensors."""
@@ -55,7 +55,7 @@ class _Copies:
         on_cuda = any(isinstance(tensor, Tensor) and tensor.is_cuda for _, _, tensor, _ in places)
         if len(self._buffer) < end or (on_cuda and not self._buffer.is_pinned()):
             self.release()
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True) if on_cuda else _huge_pages(end)
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True, device="cpu") if on_cuda else _huge_pages(end)
         for tensors, name, content, start in places:
             flat = self._buffer[start : start + _nbytes(content)]
             copy = flat.view(content.dtype).view(tuple(content.shape))
@@ -70,7 +70,7 @@ class _Copies:
             torch.cuda.synchronize(device)
 
     def release(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _nbytes(content: Content) -> int:

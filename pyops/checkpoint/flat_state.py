@@ -42,7 +42,7 @@ def flat_state(named: Mapping[str, Mapping[str, Any]], layout: FlatLayout) -> di
         for key, value in named[name].items():
             if isinstance(value, Tensor) and value.shape == shape and key != "step":
                 if key not in flat:
-                    flat[key] = torch.zeros(layout.numel, dtype=value.dtype)
+                    flat[key] = torch.zeros(layout.numel, dtype=value.dtype, device="cpu")
                 flat[key][layout.slice(name)] = value.flatten()
             else:
                 flat[key] = value

@@ -60,7 +60,7 @@ class Stored:
     def read(self) -> Tensor:
         """The whole tensor, in new CPU memory. CheckpointError for a damaged file."""
         self.compare()
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(whole)
         return whole
 
@@ -164,7 +164,7 @@ def _read_box(file: TensorFile, place: int, shape: tuple[int, ...], box: Box, ta
         file.read(place + low, bytes_of(target))
         return
     if high - low <= PIECE:
-        read = torch.empty((high - low) // itemsize, dtype=dtype)
+        read = torch.empty((high - low) // itemsize, dtype=dtype, device="cpu")
         file.read(place + low, bytes_of(read))
         target.copy_(read.as_strided(box[1], [prod(shape[i + 1 :]) for i in range(len(shape))]))
         return

@@ -71,7 +71,7 @@ def take(memory: Any, name: str, other: Any) -> None:
 
 def _padding(layout: FlatLayout) -> Tensor:
     """The places of a buffer that no tensor has."""
-    free = torch.ones(layout.numel, dtype=torch.bool)
+    free = torch.ones(layout.numel, dtype=torch.bool, device="cpu")
     for index in range(len(layout.names)):
         free[layout.slice_at(index)] = False
     return free.nonzero().flatten()

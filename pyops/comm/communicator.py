@@ -274,7 +274,7 @@ class Communicator:
         if not isinstance(self._shared, SharedMemory):
             return exchange_bytes(self.transport, payload, width=width)
         mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-        out = torch.empty(self.size * width, dtype=torch.uint8)
+        out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
         starts = [width * rank for rank in range(self.size + 1)]
         self.count(width * (self.size - 1))
         self._shared.all_gather(mine, out, starts=starts, tag=AGREEMENT, spins=SPINS_BESIDE_COMPUTE)

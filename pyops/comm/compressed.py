@@ -224,7 +224,7 @@ def _refuse_in_node(
         raise mistake
 
     def run(comm: Communicator, call: Any, async_op: bool) -> Any:
-        return comm.run(call, what=what, tensor=torch.empty(0), async_op=async_op, direct=False)
+        return comm.run(call, what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False)
 
     first = run(node, refusing(mistake, node, what=what), True)
     second = run(across, lambda spins: _or_tell(first, across, what), True)
@@ -248,7 +248,7 @@ class _OverHost:
         self._inner, self.rank, self.size = inner, inner.rank, inner.size
 
     def post(self, sends: Any, receives: Any) -> Pending:
-        arriving = [(torch.empty(t.shape, dtype=t.dtype), peer) for t, peer in receives]
+        arriving = [(torch.empty(t.shape, dtype=t.dtype, device="cpu"), peer) for t, peer in receives]
         pending = self._inner.post([(t.cpu(), peer) for t, peer in sends], arriving)
         return _Arriving(pending, [(t, host) for (t, _), (host, _) in zip(receives, arriving, strict=True)])
 

@@ -155,7 +155,7 @@ class ErrorFeedback:
     def _part(self, name: str, value: Tensor | Shard | None, part: slice) -> Tensor:
         start = value.offset[0] if isinstance(value, Shard) else 0
         there = value.tensor if isinstance(value, Shard) else value
-        there = torch.empty(0) if there is None else there.reshape(-1)
+        there = torch.empty(0, device="cpu") if there is None else there.reshape(-1)
         if not start <= part.start <= part.stop <= start + len(there):
             raise ValueError(
                 f"the state has elements [{start}, {start + len(there)}) of the server's errors of {name!r}, and this rank "
@@ -183,7 +183,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 found.setdefault(name, []).append(shard)
         merged[kind] = {name: _joined(name, shards) for name, shards in found.items()}
     for name, rows in merged["worker"].items():  # tensors without elements have no server errors
-        merged["server"].setdefault(name, torch.zeros(rows[0].numel()))
+        merged["server"].setdefault(name, torch.zeros(rows[0].numel(), device="cpu"))
     return merged
 
 
@@ -193,8 +193,8 @@ def _joined(name: str, shards: Sequence[Shard]) -> Tensor:
             f"the states' errors of {name!r} are parts of different tensors, of shapes {sorted(shapes)}; merge those of the "
             "ranks of one run"
         )
-    whole = torch.zeros(shards[0].global_shape, dtype=torch.float32)
-    seen = torch.zeros(len(whole), dtype=torch.bool)
+    whole = torch.zeros(shards[0].global_shape, dtype=torch.float32, device="cpu")
+    seen = torch.zeros(len(whole), dtype=torch.bool, device="cpu")
     for shard in shards:
         at = slice(shard.offset[0], shard.offset[0] + len(shard.tensor))
         whole[at], seen[at] = shard.tensor.cpu(), True

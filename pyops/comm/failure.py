@@ -66,7 +66,7 @@ def wake_neighbours(group: dist.ProcessGroup) -> None:
 
     Gloo closes all connections of a group when one receive is late, so ask for one that can't come.
     """
-    nothing = torch.empty(1, dtype=torch.uint8)
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
     for peer in range(dist.get_world_size(group)):
         if peer != dist.get_rank(group):
             with contextlib.suppress(RuntimeError):

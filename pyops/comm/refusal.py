@@ -37,7 +37,9 @@ def refuse(mistake: Exception, comm: Communicator | None, *, what: str, tensor: 
     """Raise `mistake`, from wait() when `async_op`, in the place of a collective in which the other ranks wait for this one."""
     if comm is None or comm.size == 1 or not compares(comm, tensor):
         raise mistake
-    return comm.run(refusing(mistake, comm, what=what), what=what, tensor=torch.empty(0), async_op=async_op, direct=False)
+    return comm.run(
+        refusing(mistake, comm, what=what), what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False
+    )
 
 
 def compares(comm: Communicator, tensor: object) -> bool:

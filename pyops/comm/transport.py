@@ -206,7 +206,7 @@ def exchange_bytes(transport: Transport, payload: bytes, *, width: int) -> list[
     if len(payload) > width:
         raise ValueError(f"payload of {len(payload)} bytes does not fit into width {width}")
     mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-    rows = [mine if r == transport.rank else torch.empty(width, dtype=torch.uint8) for r in range(transport.size)]
+    rows = [mine if r == transport.rank else torch.empty(width, dtype=torch.uint8, device="cpu") for r in range(transport.size)]
     others = [r for r in range(transport.size) if r != transport.rank]
     transport.post([(mine, r) for r in others], [(rows[r], r) for r in others]).wait()
     return [bytes(row.tolist()) for row in rows]

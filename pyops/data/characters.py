@@ -48,7 +48,7 @@ def load_characters(*, held_out: float = 0.1) -> tuple[Images, Images]:
             message = f"the font {name}.ttf can't be read from {folder}; install matplotlib and pillow again"
             raise CorpusError(message) from error
         images += [_image(font, character) for character in CHARACTERS]
-    labels = torch.arange(len(CHARACTERS)).repeat(len(FONTS))
+    labels = torch.arange(len(CHARACTERS), device="cpu").repeat(len(FONTS))
     return split(Images(torch.stack(images), labels), held_out, name="characters")
 
 
@@ -56,7 +56,7 @@ def _image(font: object, character: str) -> Tensor:
     """[1, SIDE, SIDE]: its ink, in the middle of the smallest square that holds it, each pixel the mean of what it covers."""
     mask = font.getmask(character, mode="L")  # type: ignore[attr-defined]
     width, height = mask.size
-    ink = torch.tensor(list(mask), dtype=torch.float32).view(height, width) / 255
+    ink = torch.tensor(list(mask), dtype=torch.float32, device="cpu").view(height, width) / 255
     rows, columns = (torch.nonzero(ink.sum(dim=dim))[:, 0] for dim in (1, 0))
     ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     height, width = ink.shape

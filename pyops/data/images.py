@@ -52,7 +52,9 @@ def copies(images: Tensor, count: int) -> Tensor:
         raise ValueError(f"count is {count}; it must be 1 or more")
     side = images.shape[-1]
     drawn = [random.uniform(0, f"copies.{i}", (count, 4)) for i in range(len(images))]
-    turn, size, down, right = (2 * torch.stack(drawn) - 1).flatten(0, 1).unbind(-1) if drawn else torch.zeros(4, 0)
+    turn, size, down, right = (
+        (2 * torch.stack(drawn) - 1).flatten(0, 1).unbind(-1) if drawn else torch.zeros(4, 0, device="cpu")
+    )
     turn, size = turn * math.radians(12.0), 1 + 0.12 * size
     down, right = (0.6 * 2 / side * each for each in (down, right))
     maps = torch.stack([turn.cos() * size, -turn.sin() * size, right, turn.sin() * size, turn.cos() * size, down], dim=-1)

@@ -85,14 +85,14 @@ class Rows:
     @property
     def tokens(self) -> Tensor:
         """int64 [n, T]."""
-        return self.cut(torch.arange(len(self)))
+        return self.cut(torch.arange(len(self), device="cpu"))
 
     def cut(self, rows: Tensor) -> Tensor:
         """int64 [k, T] of the rows int64 [k]."""
         text = self.length - 1
         starts, ends = self.places[rows // self.copies, :2].unbind(1)
         begin = torch.minimum(starts + rows % self.copies * text // self.copies, ends - text)
-        return functional.pad(self.stream[begin[:, None] + torch.arange(text)], (1, 0), value=self.first)
+        return functional.pad(self.stream[begin[:, None] + torch.arange(text, device="cpu")], (1, 0), value=self.first)
 
     def copied(self, copies: int) -> Rows:
         """These, each with so many copies."""
@@ -104,7 +104,9 @@ class Rows:
         there = len(self.places) // families
         if not 0 < each < there:
             return self
-        chosen = (torch.arange(families)[:, None] * there + torch.arange(each) * there // each).flatten()
+        chosen = (
+            torch.arange(families, device="cpu")[:, None] * there + torch.arange(each, device="cpu") * there // each
+        ).flatten()
         return replace(self, places=self.places[chosen])
 
 
@@ -159,11 +161,15 @@ def mask_rows(tokens_BT: Tensor, *, passages: Passages, samples: Tensor, seed: i
     rows, length = tokens_BT.shape
     count, texts = max(1, round(0.15 * (length - 1))), passages.first
     drawn = [random.uniform(seed, f"masks.{epoch}", (3 * length,), offset=int(n) * 3 * length) for n in samples.clamp(min=0)]
-    place, kind, other = (torch.stack(drawn) if rows else torch.zeros(0, 3 * length)).view(rows, 3, length).unbind(1)
+    place, kind, other = (
+        (torch.stack(drawn) if rows else torch.zeros(0, 3 * length, device="cpu")).view(rows, 3, length).unbind(1)
+    )
     place = place.clone()
     place[:, 0] = 2.0  # behind all others
-    masked = torch.zeros(rows, length, dtype=torch.bool).scatter_(1, place.argsort(dim=1, stable=True)[:, :count], True)
-    changed = torch.where(kind < 0.8, torch.tensor(passages.mask), (other * texts).long())
+    masked = torch.zeros(rows, length, dtype=torch.bool, device="cpu").scatter_(
+        1, place.argsort(dim=1, stable=True)[:, :count], True
+    )
+    changed = torch.where(kind < 0.8, torch.tensor(passages.mask, device="cpu"), (other * texts).long())
     return torch.where(masked & (kind < 0.9), changed, tokens_BT), masked
 
 

@@ -77,7 +77,7 @@ class ActivationCache:
         self.nbytes = begin + each * self.capacity
         self._map = _shared(self.nbytes, group) if group is not None else _alone(self.nbytes)
         self._tags = np.frombuffer(self._map, dtype=np.int64, count=2 * self.room, offset=HEADER).reshape(-1, 2)
-        flat = torch.empty(0, dtype=self.stored)
+        flat = torch.empty(0, dtype=self.stored, device="cpu")
         if self.capacity:
             count = each // self.stored.itemsize * self.capacity
             flat = torch.frombuffer(self._map, dtype=self.stored, count=count, offset=begin)
@@ -145,7 +145,7 @@ class ActivationCache:
         beyond = places >= self.capacity
         if self._disk is None or not bool(beyond.any()):
             return self._values[places]
-        values = torch.empty(len(places), *self.shape, dtype=self.stored)
+        values = torch.empty(len(places), *self.shape, dtype=self.stored, device="cpu")
         values[~beyond] = self._values[places[~beyond]]
         try:
             values[beyond] = self._disk.get(places[beyond] - self.capacity, [(depth, seed)] * int(beyond.sum()))
@@ -160,7 +160,7 @@ class ActivationCache:
     def close(self) -> None:
         """Let go of it in this process. It keeps and finds nothing from then on; memory goes when nobody has it."""
         self.room = self.capacity = 0
-        self._tags, self._values = self._tags[:0].copy(), torch.empty(0, *self.shape, dtype=self.stored)
+        self._tags, self._values = self._tags[:0].copy(), torch.empty(0, *self.shape, dtype=self.stored, device="cpu")
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()

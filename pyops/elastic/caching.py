@@ -75,7 +75,7 @@ class Caching:
         try:
             if prefix is not None and self.options.example is not None and not (self._pays and self.cache is not None):
                 count = min(MEASURED, self._samples)
-                spread = torch.linspace(0, self._samples - 1, count).long()
+                spread = torch.linspace(0, self._samples - 1, count, device="cpu").long()
                 numbers = (spread + replica) % self._samples
                 inputs, given = self.options.example(numbers)
                 named = dict(given)

@@ -286,7 +286,7 @@ class Elastic:
     def _portions(self, count: int) -> list[Portion]:
         """This replica's part of `count` held-out samples."""
         replica, replicas = self._here.replica, self.layout.replicas
-        mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas)
+        mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas, device="cpu")
         size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
         return [self._portion_of(some, batch=count, epoch=0) for some in (mine.split(size) if len(mine) else ())]
 

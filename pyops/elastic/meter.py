@@ -112,7 +112,7 @@ class Meter:
         """Go on from there. ValueError for another number of layers."""
         if len(state["squares"]) != len(self._layers):
             raise ValueError(f"the state is of {len(state['squares'])} layers, but there are {len(self._layers)}")
-        self._squares.copy_(torch.tensor(state["squares"], dtype=torch.float64))
+        self._squares.copy_(torch.tensor(state["squares"], dtype=torch.float64, device="cpu"))
         self._steps.fill_(state["steps"])
 
 

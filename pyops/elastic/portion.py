@@ -41,6 +41,6 @@ def portion_of(
 ) -> Portion:  # fmt: skip
     """The portion of these samples. most: how many a replica may have."""
     rows = -(-most // micro_batches)
-    padded = torch.full((rows * micro_batches,), -1, dtype=torch.int64)
+    padded = torch.full((rows * micro_batches,), -1, dtype=torch.int64, device="cpu")
     padded[: len(samples)] = samples
     return Portion(padded, first_row, batch, epoch, step, rows)

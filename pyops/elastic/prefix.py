@@ -104,7 +104,7 @@ class Prefix(nn.Module):
             out = values.new_zeros(rows, *values.shape[1:]) if out is None else out
             out[places.to(out.device)] = values
         if out is None:  # padding alone: computed for its shape
-            out = torch.zeros_like(self._computed(batch, torch.zeros(rows, dtype=torch.int64)))
+            out = torch.zeros_like(self._computed(batch, torch.zeros(rows, dtype=torch.int64, device="cpu")))
         return out
 
     def prefetch(self, samples: Tensor) -> None:
@@ -116,7 +116,7 @@ class Prefix(nn.Module):
     def _found(self, samples: Tensor | None, rows: int) -> list[tuple[int, Tensor]]:
         """(depth, which rows) of those that begin with what is there at that depth, 0: with the inputs; none of padding."""
         if samples is None:
-            return [(0, torch.arange(rows))]
+            return [(0, torch.arange(rows, device="cpu"))]
         samples = samples.to("cpu", torch.int64)
         depths = torch.where(samples < 0, -1, 0)
         if self.cache is not None:
@@ -166,7 +166,7 @@ class Prefix(nn.Module):
         """layers[depth:] of those rows of the batch, or of x, which has a row for each: in chunks, the last one filled up."""
         parts: list[Tensor] = []
         for begin in range(0, len(places), self.chunk):
-            chosen = torch.arange(begin, begin + self.chunk).clamp_(max=len(places) - 1)
+            chosen = torch.arange(begin, begin + self.chunk, device="cpu").clamp_(max=len(places) - 1)
             inputs, named = batch.chunk(places[chosen])
             y = self._called(inputs if x is None else (x[chosen.to(x.device)],), named, depth)
             parts.append(y[: len(places) - begin])
@@ -188,7 +188,7 @@ class Prefix(nn.Module):
     def _verify(self, batch: Batch) -> None:
         """Smaller chunks, until one sample's bits are the same at every place, and every sample's whoever the others are."""
         while not self._verified:
-            rows = torch.arange(self.chunk) % batch.rows
+            rows = torch.arange(self.chunk, device="cpu") % batch.rows
             straight, turned = (self._computed(batch, each) for each in (rows, rows.flip(0)))
             same = self._computed(batch, torch.zeros_like(rows))
             if torch.equal(straight, turned.flip(0)) and torch.equal(same, straight[:1].expand_as(same)):

@@ -113,7 +113,7 @@ class Sampler:
 
     def _permutation(self) -> Tensor:
         if not self._shuffle:
-            return torch.arange(self.samples)
+            return torch.arange(self.samples, device="cpu")
         return torch.argsort(random.uniform(self._seed, f"data.epoch.{self.epoch}", (self.samples,)), stable=True)
 
     def state_dict(self) -> dict[str, Any]:

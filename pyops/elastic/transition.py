@@ -155,7 +155,7 @@ def _passed_on(
             if place == 0:
                 message = pack(described[move.layer])
             else:
-                message = came[move.layer] = torch.empty(nbytes, dtype=torch.uint8)
+                message = came[move.layer] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 transport.post([], [(message, chain[place - 1])]).wait()
             if place + 1 < len(chain):
                 while len(sending) >= UNDER_WAY:

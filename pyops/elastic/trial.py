@@ -29,7 +29,7 @@ class Trial:
         self, make: Callable[[int], Pipeline], rows_of: RowsOf, *, rows: int, first: int, samples: int, numbered: bool
     ) -> None:  # fmt: skip
         self._make, self._rows_of, self._rows, self._numbered = make, rows_of, rows, numbered
-        self._numbers = (first + torch.arange(min(rows, samples))) % samples
+        self._numbers = (first + torch.arange(min(rows, samples), device="cpu")) % samples
         self._pipelines: dict[int, Pipeline] = {}
 
     def __call__(self, count: int) -> float:

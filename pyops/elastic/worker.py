@@ -121,7 +121,7 @@ class Worker:
             raise
         except Exception as caught:
             error = caught
-        told = torch.tensor([loss, float(flag), float(error is not None)], dtype=torch.float64)
+        told = torch.tensor([loss, float(flag), float(error is not None)], dtype=torch.float64, device="cpu")
         if self.groups.line is not None:
             all_reduce(told, group=self.groups.line, label="the loss over the replicas")
         loss, flags, errors = told.tolist()
@@ -135,7 +135,7 @@ class Worker:
 
     def norm(self) -> float:
         """Of these gradients over all stages; nan where it is not finite. The same on all ranks."""
-        told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64)
+        told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64, device="cpu")
         for buffer in self.buffers:
             told[0] += squared_norm([buffer.grad])[0].to("cpu")
         if self.groups.pipeline is not None:

@@ -44,7 +44,7 @@ class Rotary(nn.Module):
             kept_K = ((turns_K - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
             angle_K = angle_K * (kept_K + (1.0 - kept_K) / self.stretch)
         angle_TK = torch.arange(self.length, dtype=torch.float64, device="cpu")[:, None] * angle_K
-        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(device, torch.float32)
+        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(device or torch.get_default_device(), torch.float32)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         # A cast of the model must not round the angles: of what happens to it, only the device counts.

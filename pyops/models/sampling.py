@@ -23,7 +23,7 @@ def sample(
         raise ValueError(f"the prompt has shape {list(prompt.shape)}; give one sequence of at least one token, shape [T]")
     was_training = model.training
     model.eval()
-    uniform = random.uniform(seed, "sample", (num_tokens,)).double()
+    uniform = random.uniform(seed, "sample", (num_tokens,), device="cpu").double()
     tokens = prompt
     for i in range(num_tokens):
         # On the CPU, where a running sum has one order.

@@ -25,7 +25,7 @@ PAGE = 4096
 
 def aligned_empty(nbytes: int, *, pin_memory: bool = False) -> Tensor:
     """Uninitialised uint8 [nbytes] in host memory whose address O_DIRECT takes: nothing goes through a bounce buffer."""
-    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin_memory)
+    whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
     start = -whole.data_ptr() % PAGE
     return whole[start : start + nbytes]
 

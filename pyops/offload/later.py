@@ -36,7 +36,7 @@ class Later:
 
     def read(self) -> Tensor:
         """The state as it is now, in new memory."""
-        whole = torch.empty(self.shape.numel(), dtype=self.dtype)
+        whole = torch.empty(self.shape.numel(), dtype=self.dtype, device="cpu")
         for tile, field, start, stop in self._places:
             self._store.read(tile, field.start, whole[start:stop])
         return whole.view(self.shape)

@@ -40,9 +40,9 @@ def rehearse(optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype)
     TypeError for an optimizer that does not step each element by itself, or needs more than gradients.
     """
     who = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    start = torch.rand(NUMEL, generator=generator).add_(0.5).to(dtype)
-    gradients = [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(2)]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start = torch.rand(NUMEL, generator=generator, device="cpu").add_(0.5).to(dtype)
+    gradients = [torch.randn(NUMEL, generator=generator, device="cpu").to(dtype) for _ in range(2)]
     try:
         whole, states = _steps(optimizer, group, [start], [[g] for g in gradients])
         halves, _ = _steps(optimizer, group, list(start.split([32, 64])), [list(g.split([32, 64])) for g in gradients])

@@ -44,7 +44,7 @@ class HostStore:
     """Regions in host memory, pinned where CUDA tensors come and go."""
 
     def __init__(self, tiles: Sequence[Tile], *, pin_memory: bool) -> None:
-        self._regions = [torch.zeros(tile.nbytes, dtype=torch.uint8, pin_memory=pin_memory) for tile in tiles]
+        self._regions = [torch.zeros(tile.nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu") for tile in tiles]
         self.nbytes = self.resident_bytes = sum(tile.nbytes for tile in tiles)
 
     def visit(self, numbers: Sequence[int], *, fresh: set[int]) -> Iterator[tuple[int, Tensor]]:

@@ -87,7 +87,7 @@ class Far(Near):
         target = self.targets[segment.parameter]
         there = self.parameters[segment.parameter].detach() if target is None else target
         if loaded.parameter is None or values.dtype != there.dtype or not values.is_pinned():  # a tile is used again soon
-            values = torch.empty(values.shape, dtype=there.dtype, pin_memory=True).copy_(values)
+            values = torch.empty(values.shape, dtype=there.dtype, pin_memory=True, device="cpu").copy_(values)
         with torch.cuda.stream(self._up):
             there.view(-1)[segment.start : segment.stop].copy_(values, non_blocking=True)
 
@@ -96,4 +96,4 @@ class Far(Near):
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")

@@ -232,11 +232,11 @@ class OneBitLAMB(TwoPhases, LAMB):
     def _communication_state(self) -> dict[str, Any]:
         places = self._tabled()
         tables = [self._table(place.parameter) for place in places]
-        table = torch.cat(tables) if tables else torch.zeros(0, COLUMNS, dtype=torch.float64)
+        table = torch.cat(tables) if tables else torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu")
         return {**super()._communication_state(), "layers": list(places.layout.names), "trust": table}
 
     def _first_state(self) -> dict[str, Any]:
-        return {**super()._first_state(), "layers": [], "trust": torch.zeros(0, COLUMNS, dtype=torch.float64)}
+        return {**super()._first_state(), "layers": [], "trust": torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu")}
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         rows = dict(zip(state["layers"], state["trust"], strict=True))

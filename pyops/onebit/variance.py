@@ -62,7 +62,7 @@ class SharedVariance:
         self.places = Places(groups, moved={p for group in groups for p in group["params"]})
         self.layout = self.places.layout
         self.squares = self.places.zeros()
-        self.counts = torch.zeros(len(self.places))
+        self.counts = torch.zeros(len(self.places), device="cpu")
         self.means, self.owns = ([0.0] * len(self.layout.names) for _ in range(2))
 
     def extended(self, groups: Sequence[Group]) -> SharedVariance:

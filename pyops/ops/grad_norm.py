@@ -55,7 +55,7 @@ def squared_norm_from_table_reference(table: Tensor) -> Tensor:
     if table.dim() != 2 or table.shape[1] != COLUMNS:
         raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
     gradients = [g for row in table.tolist() if (g := tensor_at(row, GRAD)) is not None]
-    return squared_norm_reference(gradients) if gradients else torch.zeros(2, dtype=torch.float64)
+    return squared_norm_reference(gradients) if gradients else torch.zeros(2, dtype=torch.float64, device="cpu")
 
 
 def _fake(tensors: Sequence[Tensor]) -> Tensor:

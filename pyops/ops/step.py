@@ -154,7 +154,7 @@ def lists_of(table: Tensor) -> tuple[list[list[Tensor]], list[int]]:
         raise RuntimeError("without kernels a table works on the CPU only; call the op on lists instead")
     if table.dim() != 2 or table.shape[1] != COLUMNS:
         raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
-    none, rows = torch.empty(0), table.tolist()
+    none, rows = torch.empty(0, device="cpu"), table.tolist()
     lists: list[list[Tensor]] = [
         [found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in range(STEP + 1)
     ]

@@ -124,7 +124,7 @@ def table_of(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequenc
         # The field of the moments is or-ed in two or three times with the same number.
         chunks += -(-param.numel() // CHUNK)
         rows.append(row)
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, COLUMNS)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, COLUMNS)
 
 
 def tensor_at(row: Sequence[int], column: int) -> Tensor | None:

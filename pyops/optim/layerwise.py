@@ -69,7 +69,9 @@ def _layer_table(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int], ta
     lists: Any = [*wide, starts]
     layers = optimizer_table(*lists)
     counts = [1 if (layout := layout_of(p)) is None else len(layout.names) for p in params]
-    owner = torch.repeat_interleave(torch.arange(len(params)), torch.tensor(counts)).to(table.device)
+    owner = torch.repeat_interleave(torch.arange(len(params), device="cpu"), torch.tensor(counts, device="cpu")).to(
+        table.device
+    )
     return LayerTable(owner, layers - table.index_select(0, owner))
 
 

@@ -44,7 +44,7 @@ def has_overlap(t: Tensor) -> bool:
     else:
         return False
     extent = 1 + sum(stride * (size - 1) for stride, size in _dimensions(t))
-    places = torch.arange(extent).as_strided(tuple(t.shape), t.stride())
+    places = torch.arange(extent, device="cpu").as_strided(tuple(t.shape), t.stride())
     return places.unique().numel() != t.numel()
 
 

@@ -71,7 +71,7 @@ class Plan:
         if table.device.type == "cpu":
             self._scan.attach(table.data_ptr(), table.shape[1], GRAD)
         else:
-            self._mirror = torch.zeros(table.shape[0], dtype=torch.int64)
+            self._mirror = torch.zeros(table.shape[0], dtype=torch.int64, device="cpu")
             self._scan.attach(self._mirror.data_ptr(), 1, 0)
 
     def still_holds(self, params: list[Tensor], key: tuple[object, ...]) -> bool:
@@ -88,6 +88,6 @@ class Plan:
 
         The pinned source is new each time: the copy from the last one may not have happened yet.
         """
-        source = torch.empty(mirror.shape, dtype=torch.int64, pin_memory=True)
+        source = torch.empty(mirror.shape, dtype=torch.int64, pin_memory=True, device="cpu")
         source.copy_(mirror)
         table[:, GRAD].copy_(source, non_blocking=True)

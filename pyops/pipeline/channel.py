@@ -221,7 +221,7 @@ class Incoming:
             self._ahead += 1
 
     def _post(self, size: int, tag: int) -> tuple[Any, Tensor]:
-        message = torch.empty(size, dtype=torch.uint8)
+        message = torch.empty(size, dtype=torch.uint8, device="cpu")
         try:
             return self.group.recv([message], self.peer, tag), message
         except RuntimeError as error:
@@ -244,12 +244,12 @@ class Incoming:
         size = self.mailbox.wait(SPINS, self.timeout)
         if size < 0:
             raise PeerError(self.peer, "it died" if size == -2 else f"no sign of it within {self.timeout:g} s")
-        message = torch.empty(size, dtype=torch.uint8)
+        message = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.mailbox.take(message.data_ptr())
         return message
 
 
 def _header(flags: int, size: int, room: int) -> Tensor:
-    message = torch.empty(room, dtype=torch.uint8)
+    message = torch.empty(room, dtype=torch.uint8, device="cpu")
     HEADER.pack_into(message.numpy().data, 0, flags, size, 0, time.monotonic_ns())
     return message

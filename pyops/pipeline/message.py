@@ -57,7 +57,7 @@ def describe(value: Any, *, what: str) -> Described:
 
 def pack(described: Described, *, room: int | None = None, flags: int = 0) -> Tensor:
     """The message (1-D uint8 on the CPU) of `room` bytes, by default as many as it needs."""
-    message = torch.empty(described.end if room is None else room, dtype=torch.uint8)
+    message = torch.empty(described.end if room is None else room, dtype=torch.uint8, device="cpu")
     shape, view = described.shape, message.numpy().data
     HEADER.pack_into(view, 0, flags, described.end, len(shape), time.monotonic_ns())
     view[HEADER.size : HEADER.size + len(shape)] = shape
@@ -89,7 +89,9 @@ def unpack(message: Tensor, view: memoryview, head: Head) -> Any:
     for dtype, sizes, numel, nbytes in _tensors_of(shape):
         at = -(-at // ALIGNMENT) * ALIGNMENT
         # An empty run of bytes can't be seen as another type where it begins, so those are made anew.
-        tensors.append(message[at : at + nbytes].view(dtype).view(sizes) if numel else torch.empty(sizes, dtype=dtype))
+        tensors.append(
+            message[at : at + nbytes].view(dtype).view(sizes) if numel else torch.empty(sizes, dtype=dtype, device="cpu")
+        )
         at += nbytes
     return restore(shape, tensors)
 

@@ -269,7 +269,7 @@ class Pipeline(nn.Module):
     def _conclude(self, runner: Runner, feed: Feed | None, results: list[Any], problem: Exception | None) -> Tensor:
         """The loss, on every rank; raises what any rank raised."""
         self._steps += 1
-        ends = torch.zeros(2, dtype=torch.float64)
+        ends = torch.zeros(2, dtype=torch.float64, device="cpu")
         ends[1] = runner.failed
         if feed is not None and self.has_last and not runner.failed:
             ends[0] = sum(float(result) * weight for result, weight in zip(results, feed.weights, strict=True))

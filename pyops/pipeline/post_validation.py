@@ -128,7 +128,7 @@ class PostValidation:
         """Whether gradients of this norm are stepped with as they are, as torch.nn.utils.clip_grad_norm_ sees it."""
         if self.max_grad_norm is None or not math.isfinite(norm):
             return math.isfinite(norm)
-        return bool(self.max_grad_norm / (torch.tensor(norm) + 1e-6) >= 1.0)
+        return bool(self.max_grad_norm / (torch.tensor(norm, device="cpu") + 1e-6) >= 1.0)
 
     @torch.no_grad()
     def _repair(self) -> None:
@@ -140,7 +140,7 @@ class PostValidation:
             for p, gradient in zip(self._parameters, self._gradients, strict=True):
                 p.grad = gradient
             if self.max_grad_norm is not None:
-                norm = torch.tensor(self.grad_norm)
+                norm = torch.tensor(self.grad_norm, device="cpu")
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.max_grad_norm, norm)
             self.optimizer.step()
         else:

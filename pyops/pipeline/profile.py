@@ -91,7 +91,7 @@ class _Numbers:
 
 def _total(y: Any, _: Any) -> Tensor:
     several = [t.sum() for t in tensors_of(y) if t.requires_grad]
-    return torch.stack(several).sum() if several else torch.zeros(())
+    return torch.stack(several).sum() if several else torch.zeros((), device="cpu")
 
 
 class _Run:
@@ -105,7 +105,7 @@ class _Run:
         self.layers, self.named = layers, named
         self.inputs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs)
         self.loss: Loss | None = _total if target is None else loss
-        self.target: Any = torch.zeros(rows_of(inputs) or 1) if target is None else target
+        self.target: Any = torch.zeros(rows_of(inputs) or 1, device="cpu") if target is None else target
         self.device = next((t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu"))
         self.skips = sorted(skip_pairs(layers).items())
 

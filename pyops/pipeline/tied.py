@@ -139,7 +139,9 @@ class Ties:
         if not self.ties:
             return
         peers = sorted({peer for _, holders in self.ties for peer in holders if peer != self.rank})
-        mine = torch.tensor([not failed and parameter.grad is not None for parameter, _ in self.ties], dtype=torch.uint8)
+        mine = torch.tensor(
+            [not failed and parameter.grad is not None for parameter, _ in self.ties], dtype=torch.uint8, device="cpu"
+        )
         has: dict[int, list[bool]] = {self.rank: mine.bool().tolist()}
         arriving = {}
         for peer in peers:
@@ -186,7 +188,7 @@ class Ties:
         return self._exchange("send", tensor, peer)
 
     def _receive(self, like: Tensor, peer: int) -> tuple[Any, Tensor, int]:
-        return self._exchange("recv", torch.empty(like.shape, dtype=like.dtype), peer)
+        return self._exchange("recv", torch.empty(like.shape, dtype=like.dtype, device="cpu"), peer)
 
     def _exchange(self, what: str, tensor: Tensor, peer: int) -> tuple[Any, Tensor, int]:
         try:
@@ -212,7 +214,7 @@ def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) ->
 
 def squares_of(parameters: Iterable[Tensor]) -> Tensor:
     """The sum of the squares of their gradients: a float64 scalar on the CPU."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     fast: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad

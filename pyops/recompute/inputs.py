@@ -75,7 +75,7 @@ class Keeping:
         if self.arena is not None:
             part = self.arena.empty(flat.shape, dtype=flat.dtype)
         elif self.offload and flat.is_cuda:
-            part = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            part = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu")
         else:
             return flat.clone(), None
         if part.device == flat.device:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.failure import DisagreementError, PeerError
+from pyops.comm.refusal import compares
 from pyops.tensor_parallel.ranks import Ranks, pad_rows
 
 __all__ = [
@@ -112,7 +113,7 @@ def all_to_all(
     """Rows of x go to the ranks in their order, `sizes[r]` of them to rank r; returns what the ranks send here, in rank order.
 
     sizes: by default equal. received: how many rows come from each rank; by default the ranks ask one another, a collective of
-    8 bytes a pair of ranks. On the CPU they always do, because a message of another length would end the process.
+    8 bytes a pair of ranks. Over Gloo they always do, because a message of another length would end the process.
     ValueError: sizes that don't sum up to the rows of x, or unequal default ones. DisagreementError, on every rank, when some
     rank's `received` is not what is sent to it.
     """
@@ -122,7 +123,7 @@ def all_to_all(
         raise ValueError(f"sizes {sent} must be {ranks.size} numbers that sum up to the {len(x)} rows of x")
     if ranks.size == 1:
         return x
-    if received is None or not x.is_cuda:
+    if received is None or compares(ranks.communicator, x):
         received = _agreed_sizes(sent, received, ranks, x.device)
     return _AllToAll.apply(x, sent, tuple(received), ranks)
 

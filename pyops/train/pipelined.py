@@ -90,7 +90,7 @@ class Pipelined:
     def evaluate(self, rows_BT: Tensor) -> Tensor:
         """Nats of any number of sequences, on every rank."""
         self._keys = {}
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for some_BT in rows_BT.split(self.rows):
             lacking = self.rows - len(some_BT)
             if len(some_BT):

@@ -123,7 +123,7 @@ class TaskRun:
             return 0.0
 
         def rows_of(count: int) -> tuple[Any, Any, dict[str, Any]]:
-            samples = torch.arange(count) % self.task.samples
+            samples = torch.arange(count, device="cpu") % self.task.samples
             return self._rows(Portion(samples, 0, count, 0, 0, count))
 
         def layers() -> list[nn.Module]:  # a whole model, on the rank that measures

@@ -188,9 +188,8 @@ class MaskedTask(_Nats):
         self._files = self._parts[False].files
         self.samples, self.held_out = (len(part) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
-        self.terms = self.held_out_terms = int(
-            mask_rows(torch.zeros(1, self.tokens), passages=self._passages, samples=torch.zeros(1), seed=0, epoch=0)[1].sum()
-        )
+        row, first = torch.zeros(1, self.tokens, device="cpu"), torch.zeros(1, device="cpu")
+        self.terms = self.held_out_terms = int(mask_rows(row, passages=self._passages, samples=first, seed=0, epoch=0)[1].sum())
 
     def model(
         self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -226,7 +225,7 @@ class TextTask(_Nats):
         self._texts, self.digest = (corpus.train, corpus.validation), corpus.digest
         self.samples, available = ((len(text) - 1) // length for text in self._texts)
         self.held_out = min(most_held_out, available)
-        self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)])
+        self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)], device="cpu")
         self.block_count, self.tokens = config.num_layers, length
         self.terms = self.held_out_terms = length
 
@@ -239,7 +238,7 @@ class TextTask(_Nats):
         text, length = self._texts[held_out], self.tokens
         places = (self._places[rows] if held_out else rows).tolist()
         found = [torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64")) for n in places]
-        whole_BT = torch.stack(found) if found else torch.zeros(0, length + 1, dtype=torch.int64)
+        whole_BT = torch.stack(found) if found else torch.zeros(0, length + 1, dtype=torch.int64, device="cpu")
         return whole_BT[:, :-1], whole_BT[:, 1:]
 
 

@@ -81,4 +81,4 @@ class Delayed:
         else:
             with torch.cuda.stream(self._stream):
                 self._owned.step(factor=factor)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")

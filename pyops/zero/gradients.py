@@ -60,7 +60,7 @@ class GradientBucket:
     def kept_bytes(self) -> int:
         """What there is between backward and step, and where the memory stays, always."""
         chunk = self._own.stop - self._own.start
-        itemsize = torch.empty(0, dtype=self.flat.dtype).element_size()
+        itemsize = torch.empty(0, dtype=self.flat.dtype, device="cpu").element_size()
         return (self.numel if self._memory is not None else chunk) * itemsize
 
     @property

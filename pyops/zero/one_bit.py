@@ -106,7 +106,7 @@ class _Shared:
         self.p = flat.chunk(bucket.number).to(torch.float32, copy=True)
         self.w = torch.zeros_like(self.p)
         self.own_roots = torch.zeros_like(self.p)
-        self.roots = torch.empty(0)
+        self.roots = torch.empty(0, device="cpu")
         self.pieces: list[tuple[int, OwnedPiece]] = []
 
     @property

@@ -35,7 +35,7 @@ class Numbers:
         """What this step's gradients were multiplied by: what somebody else's scaler says, else our own; None for 1."""
         if "grad_scale" in vars(optimizer) or self.loss_scale is None:
             return getattr(optimizer, "grad_scale", None)
-        return torch.tensor(self.loss_scale.scale)
+        return torch.tensor(self.loss_scale.scale, device="cpu")
 
     def stepped(self, optimizer: Any, *, skipped: bool) -> None:
         """Set our own scale for the next step."""

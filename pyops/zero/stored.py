@@ -56,7 +56,7 @@ class Region:
         if not self.tensor.is_cuda:
             return self.tensor
         if self._host is None:
-            self._host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+            self._host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True, device="cpu")
         return self._host
 
     def fetch(self) -> None:

@@ -56,7 +56,7 @@ class Stretch:
         if hasattr(value, "read_into"):  # a tensor of a checkpoint that is still on disk
             self._check_shape(value.shape, name)
             if self.start < self.stop:
-                value.compare(self.shards(torch.empty(self.stop - self.start, dtype=value.dtype)))
+                value.compare(self.shards(torch.empty(self.stop - self.start, dtype=value.dtype, device="cpu")))
             return lambda: self._read(value)
         if isinstance(value, Tensor):
             self._check_shape(value.shape, name)
@@ -68,7 +68,7 @@ class Stretch:
         return lambda: mine
 
     def _read(self, value: Any) -> Tensor:
-        mine = torch.zeros(self.stop - self.start, dtype=value.dtype)
+        mine = torch.zeros(self.stop - self.start, dtype=value.dtype, device="cpu")
         if self.start < self.stop:
             value.read_into(self.shards(mine))
         return mine
@@ -96,12 +96,12 @@ class Stretch:
             at += tensor.numel()
         if at != self.stop or sum(t.numel() for _, t in found) != self.stop - self.start:
             raise self._partial(name)
-        return found[0][1] if len(found) == 1 else torch.cat([t for _, t in found]) if found else torch.empty(0)
+        return found[0][1] if len(found) == 1 else torch.cat([t for _, t in found]) if found else torch.empty(0, device="cpu")
 
     def _from_boxes(self, parts: Sequence[Shard], name: str) -> Tensor:
         """Of a state that this very layout gave: the boxes are the same."""
         dtype = parts[0].dtype if parts else torch.float32
-        mine = torch.zeros(self.stop - self.start, dtype=dtype)
+        mine = torch.zeros(self.stop - self.start, dtype=dtype, device="cpu")
         given = {(tuple(part.offset), part.shape): part for part in parts}
         wanted = self.shards(mine)
         for box in [wanted] if isinstance(wanted, Shard) else wanted:

@@ -42,7 +42,7 @@ def assert_step(rows: Rows, before: Rows, *, factor: float = 1.0) -> None:
         for a, b, c in zip(actual, x, p, strict=True):
             # One more rounding of fp32 at the size of the operands, which may cancel.
             tiny = torch.finfo(a.dtype).eps * b.abs() + torch.finfo(F32).eps * 4
-            assert_close_to_reference(a, c.to(a.dtype), b, tiny=tiny)  # type: ignore[arg-type]
+            assert_close_to_reference(a, c.to(a.dtype), b, tiny=tiny)
     for i, param in enumerate(params):
         assert steps[i].item() == before.lists[7][i].item() + 1
         if masters:

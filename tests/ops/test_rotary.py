@@ -50,7 +50,7 @@ def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, interleaved: bool, 
             leaf = layout.detach().requires_grad_()
             y = rotary(leaf, cos, sin, interleaved=interleaved)
             assert y.is_contiguous()
-            assert_close_to_reference(y, torchs, exact, tiny=tiny)  # type: ignore[arg-type]
+            assert_close_to_reference(y, torchs, exact, tiny=tiny)
             (dx,) = torch.autograd.grad(y, leaf, dy)
             back = (plain(dy.to(d), cos, -sin, interleaved=interleaved) for d in (dtype, torch.float64))
             assert_close_to_reference(dx, *back, tiny=tiny + terms.cpu() * 4)  # type: ignore[arg-type]

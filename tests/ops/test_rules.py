@@ -94,7 +94,7 @@ def assert_step(name: str, rows: Rows, before: Rows, *, factor: float = 1.0) -> 
             found.append((rows.lists[state][i], exact[i][1], plain[i][1]))
         for actual, x, p in found:
             tiny = torch.finfo(actual.dtype).eps * x.abs() + torch.finfo(F32).eps * 4
-            assert_close_to_reference(actual, p.to(actual.dtype), x, tiny=tiny)  # type: ignore[arg-type]
+            assert_close_to_reference(actual, p.to(actual.dtype), x, tiny=tiny)
         assert steps[i].item() == before.lists[STEP][i].item() + 1
         assert not masters or torch.equal(param, masters[i].to(param.dtype))
         assert not copies or torch.equal(copies[i], param.to(copies[i].dtype))
