@@ -144,7 +144,10 @@ TRITON: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norms, "activation": activations, "cross_entropy": cross_entropies, "dropout": dropouts, "rotary": rotaries,
 }  # fmt: skip
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
-HEAD = f"{'kernel':<54} {'warps':>5} {'registers':>9} {'local':>5} {'shared':>6} {'CTAs':>4} {'loads':>18} {'stores':>14} {'ahead':>6} "
+COLUMNS = {
+    "warps": 5, "registers": 9, "local": 5, "shared": 6, "CTAs": 4, "loads": 18, "stores": 14, "ahead": 6,
+}  # fmt: skip
+HEAD = " ".join([f"{'kernel':<54}", *(f"{name:>{width}}" for name, width in COLUMNS.items())])
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -158,18 +161,17 @@ def elements(launch: Compiled) -> int:
         "_rows_forward": lambda: a["ROWS"] * a["BLOCK"] * a["CHUNKS"],
         "_rows_backward": lambda: a["ROWS"] * a["BLOCK"] * a["CHUNKS"],
         "_combine": lambda: 4 * a["BLOCKS"],
+        "_statistics": lambda: a["LANES"] * a["GROUP"],
         "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
     }.get(launch.kernel, lambda: a.get("ROWS", 1) * a.get("COLUMNS", a.get("BLOCK", 1)))()
 
 
 def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:
     ctas = machine.ctas(32 * warps, dynamic)
-    widths = (" ".join(f"{size}x{n}" for size, n in found.items()) for found in (machine.loads, machine.stores))
-    loads, stores = widths
-    return (
-        f"{name:<54} {warps:>5} {machine.registers:>9} {machine.local:>5} {machine.shared + dynamic:>6} {ctas:>4} {loads:>18} "
-        f"{stores:>14} {machine.ahead * 32 * warps * ctas / 1024:>6.0f} "
-    )
+    loads, stores = (" ".join(f"{size}x{n}" for size, n in found.items()) for found in (machine.loads, machine.stores))
+    ahead = round(machine.ahead * 32 * warps * ctas / 1024)
+    facts = (warps, machine.registers, machine.local, machine.shared + dynamic, ctas, loads, stores, ahead)
+    return " ".join([f"{name:<54}", *(f"{fact:>{width}}" for fact, width in zip(facts, COLUMNS.values(), strict=True))])
 
 
 def of_triton(stem: str) -> None:
