@@ -65,7 +65,7 @@ def rms_norm_backward(
 
 
 def _tiling(x: Tensor, columns: int, offset: float | None, *, each: int) -> dict[str, Any]:
-    """Constants of the kernels that walk rows, `each` numbers a thread; offset None means layer norm everywhere in this file."""
+    """Constants of the kernels that walk rows, `each` numbers a thread. offset None: layer norm, everywhere in this file."""
     block = tile(columns, most=WIDEST)
     rows = min(max(TILE // block, 1), 16)
     return {"RMS": offset is not None, "OFFSET": offset or 0.0, "C": computed_in(x), "ROWS": rows, "BLOCK": block,
