@@ -146,9 +146,9 @@ def _machine(name: str, used: dict[str, int], code: list[tuple[int, str]]) -> Ma
         for kind, found in (("LDG", loads), ("STG", stores)):
             if (width := _width(text, kind)) is not None:
                 found[width] = found.get(width, 0) + 1
-    ordered = (dict(sorted(found.items(), reverse=True)) for found in (loads, stores))
+    loads, stores = (dict(sorted(found.items(), reverse=True)) for found in (loads, stores))
     local = used.get("STACK", 0) + used.get("LOCAL", 0)
-    return Machine(name, used["REG"], local, used.get("SHARED", 0), *ordered, _ahead(code), _loop(code))
+    return Machine(name, used["REG"], local, used.get("SHARED", 0), loads, stores, _ahead(code), _loop(code))
 
 
 def _width(text: str, kind: str) -> int | None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,21 +55,13 @@ def norms() -> Iterator[Case]:
 
     for dtype, width in [(BF16, w) for w in WIDTHS] + [(F32, w) for w in WIDTHS]:
         x, w, statistic = empty(TOKENS, width, dtype=dtype), empty(width, dtype=dtype), empty(TOKENS, dtype=F32)
-        size, label = x.element_size(), f"{width} {_short(dtype)}"
-        back: dict[str, Any] = {"offset": 0.0, "weight_grad": True}
-
-        def layer(x=x, w=w, s=statistic):
-            return kernels.layer_norm_backward(x, x, x, w, s, s, weight_grad=True)
-
-        yield Case(f"rms {label}", lambda x=x, w=w: kernels.rms_norm(x, w, eps=1e-6, offset=0.0), 2 * size, 4)
-        yield Case(f"add layer {label}", lambda x=x, w=w: kernels.add_layer_norm(x, x, w, w, eps=1e-6), 4 * size, 10)
-        yield Case(
-            f"rms back {label}",
-            lambda x=x, w=w, s=statistic, b=back: kernels.rms_norm_backward(x, None, x, w, s, **b),
-            3 * size,
-            9,
-        )
-        yield Case(f"add layer back {label}", layer, 4 * size, 14)
+        size, label = dtype.itemsize, f"{width} {_short(dtype)}"
+        rms_back = partial(kernels.rms_norm_backward, x, None, x, w, statistic, offset=0.0, weight_grad=True)
+        layer_back = partial(kernels.layer_norm_backward, x, x, x, w, statistic, statistic, weight_grad=True)
+        yield Case(f"rms {label}", partial(kernels.rms_norm, x, w, eps=1e-6, offset=0.0), 2 * size, 4)
+        yield Case(f"add layer {label}", partial(kernels.add_layer_norm, x, x, w, w, eps=1e-6), 4 * size, 10)
+        yield Case(f"rms back {label}", rms_back, 3 * size, 9)
+        yield Case(f"add layer back {label}", layer_back, 4 * size, 14)
 
 
 def activations() -> Iterator[Case]:
@@ -78,42 +71,28 @@ def activations() -> Iterator[Case]:
         x, bias, size = empty(TOKENS, 4096, dtype=dtype), empty(4096, dtype=dtype), dtype.itemsize
         half = empty(TOKENS, 2048, dtype=dtype)
         for name, flops in (("gelu", 40), ("gelu_tanh", 14), ("silu", 6), ("relu", 2)):
-
-            def back(name=name, x=x, bias=bias):
-                return kernels.bias_activation_backward(x, x, bias, activation=name, bias_grad=True)
-
-            forward = lambda x=x, b=bias, n=name: kernels.bias_activation(x, b, activation=n)  # noqa: E731
-            yield Case(f"{name} {_short(dtype)}", forward, 2 * size, flops)
+            back = partial(kernels.bias_activation_backward, x, x, bias, activation=name, bias_grad=True)
+            yield Case(f"{name} {_short(dtype)}", partial(kernels.bias_activation, x, bias, activation=name), 2 * size, flops)
             yield Case(f"{name} back {_short(dtype)}", back, 3 * size, flops + 10)
-        yield Case(f"swiglu {_short(dtype)}", lambda x=x: kernels.bias_gated(x, None, activation="silu"), 3 * size, 6)
-
-        def gated(x=x, half=half):
-            return kernels.bias_gated_backward(half, x, None, activation="silu", bias_grad=False)
-
-        yield Case(f"swiglu back {_short(dtype)}", gated, 5 * size, 12)
+        gated_back = partial(kernels.bias_gated_backward, half, x, None, activation="silu", bias_grad=False)
+        yield Case(f"swiglu {_short(dtype)}", partial(kernels.bias_gated, x, None, activation="silu"), 3 * size, 6)
+        yield Case(f"swiglu back {_short(dtype)}", gated_back, 5 * size, 12)
 
 
 def cross_entropies() -> Iterator[Case]:
     from pyops.ops.triton import cross_entropy as kernels
 
     rows = 4096
-    targets, maxima, coefficients = (empty(rows, dtype=torch.int64), empty(rows, dtype=F32), empty(rows, 3, dtype=F32))
+    y, maxima, coefficients = (empty(rows, dtype=torch.int64), empty(rows, dtype=F32), empty(rows, 3, dtype=F32))
     for dtype, columns in [(BF16, v) for v in VOCABULARIES] + [(F32, v) for v in VOCABULARIES]:
-        z, place = empty(rows, columns, dtype=dtype), {"ignore_index": -100, "first_column": 0, "columns": columns}
-        for numbers in (3, 4):
+        z, label = empty(rows, columns, dtype=dtype), f"{columns} {_short(dtype)}"
+        place: dict[str, Any] = {"ignore_index": -100, "first_column": 0, "columns": columns}
+        for name, numbers in (("statistics", 3), ("statistics + sum", 4)):
             out = empty(rows, numbers, dtype=F32)
-            name = f"statistics{' + sum' if numbers == 4 else ''} {columns} {_short(dtype)}"
-            yield Case(
-                name,
-                lambda z=z, o=out, p=place: kernels.cross_entropy_statistics_(o, z, targets, **p),
-                dtype.itemsize,
-                5 + numbers,
-            )
-
-        def gradient(z=z, place=place):
-            return kernels.cross_entropy_gradient_(z, z, targets, maxima, coefficients, **place)
-
-        yield Case(f"gradient {columns} {_short(dtype)}", gradient, 2 * dtype.itemsize, 5)
+            statistics = partial(kernels.cross_entropy_statistics_, out, z, y, **place)
+            yield Case(f"{name} {label}", statistics, dtype.itemsize, 5 + numbers)
+        gradient = partial(kernels.cross_entropy_gradient_, z, z, y, maxima, coefficients, **place)
+        yield Case(f"gradient {label}", gradient, 2 * dtype.itemsize, 5)
 
 
 def dropouts() -> Iterator[Case]:
@@ -122,10 +101,11 @@ def dropouts() -> Iterator[Case]:
     state = empty(2, dtype=torch.int64)
     for dtype in (BF16, F32):
         x, bias, size = empty(TOKENS, 4096, dtype=dtype), empty(4096, dtype=dtype), dtype.itemsize
-        whole = lambda x=x, b=bias: kernels.bias_dropout_add(x, b, x, state, p=0.1)  # noqa: E731
-        back = lambda x=x: kernels.bias_dropout_add_backward(x, state, p=0.1, bias_grad=True)  # noqa: E731
-        part = lambda x=x: kernels.dropout(x, state, p=0.1, row=4096, row_stride=8192)  # noqa: E731
-        yield Case(f"bias dropout add {_short(dtype)}", whole, 3 * size, 5)
+        back = partial(kernels.bias_dropout_add_backward, x, state, p=0.1, bias_grad=True)
+        part = partial(kernels.dropout, x, state, p=0.1, row=4096, row_stride=8192)
+        yield Case(
+            f"bias dropout add {_short(dtype)}", partial(kernels.bias_dropout_add, x, bias, x, state, p=0.1), 3 * size, 5
+        )
         yield Case(f"back {_short(dtype)}", back, 3 * size, 3)
         yield Case(f"part of rows {_short(dtype)}", part, 2 * size, 3)
 
@@ -135,9 +115,9 @@ def rotaries() -> Iterator[Case]:
 
     for dtype in (BF16, F32):
         x, angle = empty(2, 4096, 32, 128, dtype=dtype), empty(4096, 64, dtype=F32)
-        for interleaved in (False, True):
-            turn = lambda x=x, a=angle, i=interleaved: kernels.rotary(x, a, a, interleaved=i, inverse=False)  # noqa: E731
-            yield Case(f"{'pairs' if interleaved else 'halves'} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
+        for name, interleaved in (("halves", False), ("pairs", True)):
+            turn = partial(kernels.rotary, x, angle, angle, interleaved=interleaved, inverse=False)
+            yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
 
 
 TRITON: dict[str, Callable[[], Iterator[Case]]] = {
