@@ -77,21 +77,39 @@ __device__ __forceinline__ void store_four(void* base, int64_t i, int64_t end, c
 // The elements of a tensor.
 template <int DTYPE>
 struct Numbers {
+  static constexpr bool WHOLE = true;  // four elements may be one access
   const void* x;
+  __device__ __forceinline__ bool whole() const { return in_line(x, 4 * bytes_of(DTYPE)); }
+  __device__ __forceinline__ Pack<DTYPE, 4> pack(int64_t i) const { return load<DTYPE, 4>(x, i); }
   __device__ __forceinline__ void operator()(int64_t, int64_t i, int64_t end, float (&u)[4]) const { load_four<DTYPE>(x, i, end, u); }
 };
 
-// scale * ((row 0 + row 1) + ...); DECODE gives four numbers of one row.
+// scale * ((row 0 + row 1) + ...). DECODE fetches a word of one row and makes four numbers of it; the words of AHEAD rows are
+// asked for before the first is needed.
 template <typename Decode>
 struct RowSum {
+  static constexpr bool WHOLE = false;
+  static constexpr int AHEAD = 4;
   Payloads rows;
   __device__ __forceinline__ void operator()(int64_t block, int64_t i, int64_t end, float (&u)[4]) const {
-    for (int r = 0; r < rows.count; ++r) {
-      const float scale = rows.row_scales ? rows.row_scales[r] : scale_at(rows.row[r], block);
-      float values[4];
-      Decode::four(rows.row[r] + rows.head, scale, i, end, values);
+    for (int first = 0; first < rows.count; first += AHEAD) {
+      uint32_t word[AHEAD];
+      float scale[AHEAD];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) u[k] = r == 0 ? values[k] : u[k] + values[k];
+      for (int r = 0; r < AHEAD; ++r) {
+        if (first + r >= rows.count) continue;
+        const uint8_t* const row = rows.row[first + r];
+        word[r] = Decode::fetch(row + rows.head, i, end);
+        scale[r] = rows.row_scales ? rows.row_scales[first + r] : scale_at(row, block);
+      }
+#pragma unroll
+      for (int r = 0; r < AHEAD; ++r) {
+        if (first + r >= rows.count) continue;
+        float values[4];
+        Decode::four(word[r], scale[r], i, end, values);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) u[k] = first + r == 0 ? values[k] : u[k] + values[k];
+      }
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) u[k] *= rows.scale;
@@ -120,6 +138,45 @@ __device__ __forceinline__ void for_blocks(int64_t n, int64_t block, const Body&
   }
 }
 
+// u of a block's lines. Of a full block whose accesses are whole, four lines of the source and of the error are asked for before
+// any of them is needed: a check between two loads would have the second wait for the first.
+template <int LINES, typename Source>
+__device__ __forceinline__ void hold(const Codec& codec, const Source& source, int64_t block, int64_t begin, int64_t end,
+                                     float (&held)[LINES][4]) {
+  const int64_t mine = begin + 4 * (threadIdx.x % WARP);
+  if constexpr (Source::WHOLE) {
+    if (end - begin == LINES * LINE && source.whole() && in_line(codec.error, 16)) {
+      constexpr int AHEAD = LINES < 4 ? LINES : 4;
+#pragma unroll
+      for (int first = 0; first < LINES; first += AHEAD) {
+        decltype(source.pack(0)) raw[AHEAD];
+        Pack<FP32, 4> error[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+          raw[k] = source.pack(mine + (first + k) * LINE);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+          if (codec.error) error[k] = load<FP32, 4>(codec.error, mine + (first + k) * LINE);
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+          widen(raw[k], held[first + k]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (codec.error) held[first + k][j] += error[k].element[j];
+          }
+        }
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int line = 0; line < LINES; ++line) {
+    if (begin + line * LINE < end) four(codec, source, block, mine + line * LINE, end, held[line]);
+  }
+}
+
 // The lines of one block, up to LINES of them held in registers between the two looks: first(u) and second(i, u), called by all
 // lanes alike (an element at or beyond `end` is 0). `between` runs once in the middle.
 template <int LINES, typename Source, typename First, typename Between, typename Second>
@@ -128,10 +185,7 @@ __device__ __forceinline__ void look_twice(const Codec& codec, const Source& sou
   const int64_t mine = begin + 4 * (threadIdx.x % WARP);
   if constexpr (LINES > 0) {
     float held[LINES][4];
-#pragma unroll
-    for (int line = 0; line < LINES; ++line) {
-      if (begin + line * LINE < end) four(codec, source, block, mine + line * LINE, end, held[line]);
-    }
+    hold<LINES>(codec, source, block, begin, end, held);
 #pragma unroll
     for (int line = 0; line < LINES; ++line) {
       if (begin + line * LINE < end) first(held[line]);

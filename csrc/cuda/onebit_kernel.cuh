@@ -12,8 +12,9 @@ constexpr int HELD_LINES = 16;  // 2048 elements: 64 registers a thread
 constexpr int ONEBIT_CTAS = 1024;  // of onebit_norm, on every device
 
 struct SignBits {
-  __device__ static __forceinline__ void four(const uint8_t* bits, float scale, int64_t i, int64_t end, float (&values)[4]) {
-    const unsigned nibble = i < end ? bits[i / 8] >> (i % 8) : 0;
+  __device__ static __forceinline__ uint32_t fetch(const uint8_t* bits, int64_t i, int64_t end) { return i < end ? bits[i / 8] : 0u; }
+  __device__ static __forceinline__ void four(uint32_t byte, float scale, int64_t i, int64_t end, float (&values)[4]) {
+    const uint32_t nibble = byte >> (i % 8);
 #pragma unroll
     for (int k = 0; k < 4; ++k) values[k] = i + k < end ? onebit_value(scale, (nibble >> k) & 1) : 0.0f;
   }

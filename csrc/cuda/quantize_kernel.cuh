@@ -13,14 +13,14 @@ constexpr int QUANTIZE_LINES = 2;  // 256 elements
 
 template <int FORMAT>
 struct Codes {
-  __device__ static __forceinline__ void four(const uint8_t* codes, float scale, int64_t i, int64_t end, float (&values)[4]) {
+  __device__ static __forceinline__ uint32_t fetch(const uint8_t* codes, int64_t i, int64_t end) {
+    if (i + 4 <= end && in_line(codes, 4)) return *reinterpret_cast<const uint32_t*>(codes + i);
     uint32_t word = 0;
-    if (i + 4 <= end && in_line(codes, 4)) {
-      word = *reinterpret_cast<const uint32_t*>(codes + i);
-    } else {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) word |= i + k < end ? static_cast<uint32_t>(codes[i + k]) << (8 * k) : 0u;
-    }
+    for (int k = 0; k < 4; ++k) word |= i + k < end ? static_cast<uint32_t>(codes[i + k]) << (8 * k) : 0u;
+    return word;
+  }
+  __device__ static __forceinline__ void four(uint32_t word, float scale, int64_t, int64_t, float (&values)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) values[k] = scale * quantize_number<FORMAT>(static_cast<uint8_t>(word >> (8 * k)));
   }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void put_codes(uint8_t* codes, int64_t i, int64_t end
 }
 
 template <int FORMAT, int LINES, typename Source>
-__global__ __launch_bounds__(CODEC_THREADS) void quantize_encode_kernel(const __grid_constant__ Codec codec,
+__global__ __launch_bounds__(CODEC_THREADS, 3) void quantize_encode_kernel(const __grid_constant__ Codec codec,
                                                                         const __grid_constant__ Source source) {
   uint8_t* const codes = codec.payload + 4 * ((codec.n + codec.block - 1) / codec.block);
   for_blocks(codec.n, codec.block, [&](int64_t b, int64_t begin, int64_t end) {

@@ -62,7 +62,11 @@ __global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::t
   for (int64_t four = static_cast<int64_t>(blockIdx.x) * RANDOM_THREADS + threadIdx.x; four * 4 < numel; four += threads) {
     const int64_t first = four * 4;
     const int count = numel - first < 4 ? static_cast<int>(numel - first) : 4;
-    int64_t line = first / place.row, along = first % place.row;
+    int64_t line = 0, along = first;
+    if (first >= place.row) {  // a 64-bit division costs more than the block's Philox: not for a tensor that is one row
+      line = first / place.row;
+      along = first % place.row;
+    }
     uint64_t last = 0;
     PhiloxBlock block;
     Out drawn;

@@ -155,11 +155,11 @@ class _Gradients:
     bias: Tensor | None
 
     def __init__(self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...], plan: _Plan) -> None:
-        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        self.wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         self.rows, self.matrix, self.ranks = rows, weight, plan.part.ranks
         self.hidden = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format) if needs[1] else None
-        self.bias = weight.new_zeros(len(weight), dtype=wide) if needs[2] else None
+        self.weight, self.needs_weight = None, needs[1]
+        self.bias = weight.new_zeros(len(weight), dtype=self.wide) if needs[2] else None
         self.sums = plan.sums_hidden
         self.on_its_way: tuple[Work, Tensor] | None = None
 
@@ -167,8 +167,8 @@ class _Gradients:
         """A chunk's share, from the gradient of its logits; the ranks' sum travels while the weight's product is computed."""
         if self.hidden is not None:
             self._add_hidden(self.hidden[start:stop], dz)
-        if self.weight is not None:
-            accumulate_weight_gradient(self.weight, dz, self.rows[start:stop])
+        if self.needs_weight:
+            self._add_weight(dz, self.rows[start:stop])
         if self.bias is not None:
             self.bias += dz.sum(0, dtype=self.bias.dtype)
 
@@ -184,8 +184,23 @@ class _Gradients:
             product = dz.float() @ self.matrix.float() if sixteen else dz @ self.matrix
         self.on_its_way = self.ranks.sum_(product, async_op=True), out
 
+    def _add_weight(self, dz: Tensor, rows: Tensor) -> None:
+        """The first chunk's product is written, not added to zeros: 12 bytes of each weight less."""
+        if self.weight is None and dz.dtype == self.wide:
+            self.weight = dz.t() @ rows
+        elif self.weight is None and dz.is_cuda:
+            self.weight = torch.mm(dz.t(), rows, out_dtype=self.wide)
+        else:
+            self.weight = self._zeros() if self.weight is None else self.weight
+            accumulate_weight_gradient(self.weight, dz, rows)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self.matrix, dtype=self.wide, memory_format=torch.contiguous_format)
+
     def finish(self) -> None:
-        """Wait for the sum that is on its way."""
+        """Wait for the sum that is on its way; without tokens, nothing was added to the weight's."""
+        if self.needs_weight and self.weight is None:
+            self.weight = self._zeros()
         if self.on_its_way is not None:
             work, out = self.on_its_way
             out.copy_(work.wait())
@@ -231,8 +246,14 @@ class _LossOfAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Scaled where they are: autograd refuses a second backward, which would find them changed.
-        scaled = (None if x is None else _scale_(x, grads[0]) for x in ctx.saved_tensors)
-        return *_handed_over(*scaled, dtype=ctx.dtype, main_grad=ctx.main_grad), None, None, None
+        hidden, weight, bias = ctx.saved_tensors
+        hidden, bias = (None if x is None else _scale_(x, grads[0]) for x in (hidden, bias))
+        if weight is not None and ctx.main_grad is None and weight.dtype != ctx.dtype:
+            # Multiplied and rounded in one pass over the largest tensor there is.
+            weight = torch.mul(weight, grads[0].reshape(1), out=torch.empty_like(weight, dtype=ctx.dtype))
+        elif weight is not None:
+            weight = _scale_(weight, grads[0])
+        return *_handed_over(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad), None, None, None
 
 
 def _scale_(x: Tensor, factor: Tensor) -> Tensor:

@@ -147,8 +147,9 @@ def _backward(dy, x, bias, dx, partial, rows, columns, ACTIVATION: tl.constexpr,
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(C)  # before the arithmetic, which it would wait behind
         _, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
-        gradient = tl.load(dy + at, mask=inside, other=0.0).to(C) * slope
+        gradient *= slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
         total += gradient
     if BIAS_GRAD:
@@ -165,9 +166,9 @@ def _gated_backward(dy, x, bias, dx, partial, rows, columns, ACTIVATION: tl.cons
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * (2 * columns) + column[None, :]
-        value, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
-        up = _plus(x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C)
         gradient = tl.load(dy + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(C)
+        up = _plus(x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C)
+        value, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
         dgate, dup = gradient * up * slope, gradient * value
         tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + at + columns, dup.to(dx.dtype.element_ty), mask=inside)

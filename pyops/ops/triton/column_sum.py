@@ -1,7 +1,7 @@
-"""The second half of a bias or weight gradient: partial sums of row blocks, added in their order.
+"""The second half of a bias or weight gradient: partial sums of row blocks, added in a fixed order.
 
 kernel of the op:  block k of rows  -->  partial[k, columns]  fp32
-column_sum:        out[j] = partial[0, j] + partial[1, j] + ...
+column_sum:        out[j] = the sum of partial[k, j], in an order that depends on the number of blocks alone
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pyops.ops.triton.launch import on_device
 
 __all__ = ["column_sum", "row_blocks"]
 
+ROWS, COLUMNS = 64, 32  # of a tile: 4096 columns are 128 programs, and 256 blocks four turns
 MOST_BLOCKS = 256  # about two for each multiprocessor: partial sums stay small beside what was read
 
 
@@ -26,19 +27,23 @@ def row_blocks(rows: int, *, block: int) -> tuple[int, int]:
 
 
 def column_sum(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """[blocks, columns] -> [columns] in `dtype`, the blocks in order."""
+    """[blocks, columns] -> [columns] in `dtype`, in an order that the number of blocks alone decides."""
     blocks, columns = partial.shape
     out = partial.new_empty(columns, dtype=dtype)
     if columns:
         with on_device(partial):
-            _column_sum[(triton.cdiv(columns, 128),)](partial, out, blocks, columns, BLOCK=128)
+            _column_sum[(triton.cdiv(columns, COLUMNS),)](
+                partial, out, blocks, columns, TILES=triton.cdiv(blocks, ROWS), ROWS=ROWS, COLUMNS=COLUMNS
+            )
     return out
 
 
 @triton.jit
-def _column_sum(partial, out, blocks, columns, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=partial.dtype.element_ty)
-    for k in range(0, blocks):
-        total += tl.load(partial + k * columns + column, mask=column < columns, other=0.0)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < columns)
+def _column_sum(partial, out, blocks, columns, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=partial.dtype.element_ty)
+    for t in range(0, TILES):
+        block = t * ROWS + tl.arange(0, ROWS)
+        inside = (block < blocks)[:, None] & (column < columns)[None, :]
+        total += tl.load(partial + block[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    tl.store(out + column, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < columns)

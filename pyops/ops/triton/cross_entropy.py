@@ -1,6 +1,7 @@
 """The statistics of rows of logits and their gradient for CUDA: a launch each, each logit read once.
 
-statistics   a program per row: every lane keeps the maximum of what it saw and its sum of exp(z - maximum); merged at the end
+statistics   a program per row: a lane looks at the logits of one access together and keeps the maximum of what it saw and its
+             sum of exp(z - maximum); the lanes are merged at the end
 gradient     a program per tile of a row
 """
 
@@ -14,7 +15,8 @@ from pyops.ops.triton.launch import computed_in, on_device, tile
 
 __all__ = ["cross_entropy_gradient_", "cross_entropy_statistics_"]
 
-COLUMNS, WARPS = 4096, 8  # of a tile: 16 numbers a thread
+COLUMNS = 4096  # of a tile
+STATISTICS_WARPS, GRADIENT_WARPS = 8, 4  # 16 and 32 numbers a thread
 
 
 def cross_entropy_statistics_(
@@ -24,10 +26,12 @@ def cross_entropy_statistics_(
     if not len(logits):
         return
     width = tile(columns, most=COLUMNS)
+    group = min(width, 16 // logits.element_size())  # of one access
     with on_device(logits):
         _statistics[(len(logits),)](
             out, logits, targets, logits.stride(0), first_column, columns, ignore_index, C=computed_in(logits),
-            WITH_SUM=out.shape[1] == 4, COLUMNS=width, TILES=triton.cdiv(columns, width), num_warps=_warps(width),
+            WITH_SUM=out.shape[1] == 4, LANES=width // group, GROUP=group, WHOLE=columns // width, REST=columns % width > 0,
+            num_warps=_warps(width, STATISTICS_WARPS),
         )  # fmt: skip
 
 
@@ -43,53 +47,64 @@ def cross_entropy_gradient_(
     with on_device(logits):
         _gradient[(rows * triton.cdiv(everything, width),)](
             out, logits, targets, maxima, coefficients, out.stride(0), logits.stride(0), first_column, columns, everything,
-            ignore_index, C=computed_in(logits), COLUMNS=width, num_warps=_warps(width),
+            ignore_index, C=computed_in(logits), COLUMNS=width, num_warps=_warps(width, GRADIENT_WARPS),
         )  # fmt: skip
 
 
-def _warps(width: int) -> int:
-    return max(1, WARPS * width // COLUMNS)
+def _warps(width: int, most: int) -> int:
+    return max(1, most * width // COLUMNS)
+
+
+@triton.jit
+def _seen(z, highest, total):
+    """The maxima and sums of exp(z - maximum) of lanes that have now seen z [LANES, GROUP] as well."""
+    now = tl.maximum(highest, tl.max(z, axis=1))
+    shift = tl.where(now == float("-inf"), 0.0, now)  # inf - inf is nan, as it has to be; -inf - -inf must not be
+    return now, total * tl.exp(highest - shift) + tl.sum(tl.exp(z - shift[:, None]), axis=1)
 
 
 @triton.jit
 def _statistics(out, logits, targets, stride, first_column, columns, ignore_index, C: tl.constexpr, WITH_SUM: tl.constexpr,
-                COLUMNS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+                LANES: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    place = out + row * (4 if WITH_SUM else 3)
     target = tl.load(targets + row)
-    ignored = target == ignore_index
-    end = tl.where(ignored, 0, columns)
+    if target == ignore_index:
+        tl.store(place, 0.0)
+        tl.store(place + 1, 1.0)
+        tl.store(place + 2, 0.0)
+        if WITH_SUM:
+            tl.store(place + 3, 0.0)
+        return
     z_row = logits + row * stride
     # Differences to one logit of the row add up without loss where all have a large number in common.
-    pivot = tl.sum(tl.zeros([COLUMNS], dtype=C), axis=0)
-    if WITH_SUM and TILES > 0:
-        first = tl.load(z_row, mask=end > 0, other=0.0).to(C)
+    pivot = tl.sum(tl.zeros([LANES], dtype=C), axis=0)
+    if WITH_SUM and (WHOLE > 0 or REST):
+        first = tl.load(z_row).to(C)
         pivot = tl.where(tl.abs(first) < float("inf"), first, 0.0)
-    highest = tl.full([COLUMNS], float("-inf"), dtype=C)
-    total = tl.zeros([COLUMNS], dtype=C)
-    shifted = tl.zeros([COLUMNS], dtype=C)
-    for t in range(0, TILES):
-        column = t * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < end
-        z = tl.load(z_row + column, mask=inside, other=float("-inf")).to(C)
-        rises = z > highest
-        # One of exp(z - new maximum) and exp(old maximum - new maximum) is 1: the other is all there is to compute.
-        smaller = tl.exp(-tl.abs(highest - z))
-        smaller = tl.where(z == float("-inf"), 0.0, tl.where(z == float("inf"), float("nan"), smaller))
-        total = tl.where(rises, total * smaller + 1.0, total + smaller)
-        highest = tl.where(rises, z, highest)
+    highest = tl.full([LANES], float("-inf"), dtype=C)
+    total, shifted = tl.zeros([LANES], dtype=C), tl.zeros([LANES], dtype=C)
+    column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    for t in range(0, WHOLE):  # without masks, which would be a good part of the loop
+        z = tl.load(z_row + t * (LANES * GROUP) + column).to(C)
+        highest, total = _seen(z, highest, total)
         if WITH_SUM:
-            shifted += tl.where(inside, z - pivot, 0.0)
+            shifted += tl.sum(z - pivot, axis=1)
+    if REST:
+        at = WHOLE * (LANES * GROUP) + column
+        z = tl.load(z_row + at, mask=at < columns, other=float("-inf")).to(C)
+        highest, total = _seen(z, highest, total)
+        if WITH_SUM:
+            shifted += tl.sum(tl.where(at < columns, z - pivot, 0.0), axis=1)
     maximum = tl.max(highest, axis=0)
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    whole = tl.sum(total * tl.exp(highest - shift), axis=0)
     local = target - first_column
-    at_target = tl.load(z_row + local, mask=(local >= 0) & (local < end), other=0.0).to(C)
-    place = out + row * (4 if WITH_SUM else 3)
-    tl.store(place, tl.where(ignored, 0.0, maximum))
-    tl.store(place + 1, tl.where(ignored, 1.0, whole))
+    at_target = tl.load(z_row + local, mask=(local >= 0) & (local < columns), other=0.0).to(C)
+    tl.store(place, maximum)
+    tl.store(place + 1, tl.sum(total * tl.exp(highest - shift), axis=0))
     tl.store(place + 2, at_target)
     if WITH_SUM:
-        tl.store(place + 3, tl.where(ignored, 0.0, tl.sum(shifted, axis=0) + columns * (pivot - shift)))
+        tl.store(place + 3, tl.sum(shifted, axis=0) + columns * (pivot - shift))
 
 
 @triton.jit
@@ -107,6 +122,8 @@ def _gradient(out, logits, targets, maxima, coefficients, out_stride, stride, fi
     factor = tl.load(coefficients + 3 * row)
     hot = tl.load(coefficients + 3 * row + 1)
     uniform = tl.load(coefficients + 3 * row + 2)
-    gradient = factor * tl.exp(z - shift) + uniform + tl.where(column + first_column == target, hot, 0.0)
+    local = target - first_column
+    here = tl.where((local >= 0) & (local < columns), local, -1).to(tl.int32)  # compared in 32 bits
+    gradient = factor * tl.exp(z - shift) + uniform + tl.where(column == here, hot, 0.0)
     value = tl.where(inside, gradient, 0.0).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + column, value, mask=column < everything)

@@ -1,12 +1,15 @@
 """bias_dropout_add, its derivative, and dropout for CUDA: Philox words in registers, four elements to a block of the stream.
 
-    global index   offset + (i // row) * row_stride + i % row  =  4 * block + lane
-    a tile         [BLOCKS, 4]: a program draws each block once and uses all of its words
+    global index   offset + (i // row) * row_stride + i % row  =  4 * block + skip + lane
+    a tile         [BLOCKS, 4]: elements from a multiple of four of the row, so that accesses are whole
 
-A row rarely starts at a multiple of four: its first and last blocks are masked.
+An element is kept where (word >> 8) / 2^24 >= p in fp32, which whole numbers decide as well: word >> 8 >= ceil(2^24 p).
+Where the row's global index is no multiple of four, skip > 0, the words of four elements come from two blocks.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_devic
 
 __all__ = ["bias_dropout_add", "bias_dropout_add_backward", "dropout"]
 
-BLOCKS = 256  # of four elements, in a tile
+BLOCKS = 512  # of four elements, in a tile
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float) -> Tensor:
@@ -67,11 +70,11 @@ def _apply(
     if not n:
         return out
     row = min(row, n)
-    lines, across = triton.cdiv(n, row), triton.cdiv(row + 3, 4 * BLOCKS)
+    lines, across = triton.cdiv(n, row), triton.cdiv(row, 4 * BLOCKS)
     with on_device(x):
         _combine[(lines * across,)](
             x, dense(bias), dense(residual), dense(state), out, n, row, row_stride, across,
-            1 if bias is None else bias.shape[0], C=computed_in(x), DROPS=drops, P=float(np.float32(p)),
+            1 if bias is None else bias.shape[0], C=computed_in(x), DROPS=drops, LEAST=math.ceil(float(np.float32(p)) * 2**24),
             SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0, BLOCKS=BLOCKS,
         )  # fmt: skip
     return out
@@ -99,27 +102,43 @@ def _words(key, block):
 
 
 @triton.jit
+def _words_from(key, index, BLOCKS: tl.constexpr):
+    """The words of elements index + 4 i .. index + 4 i + 3 of the stream, i < BLOCKS."""
+    block = (index >> 2) + tl.arange(0, BLOCKS)
+    w0, w1, w2, w3 = _words(key, block)
+    skip = index & 3
+    if skip > 0:
+        n0, n1, n2, _ = _words(key, block + 1)
+        if skip == 1:
+            w0, w1, w2, w3 = w1, w2, w3, n0
+        elif skip == 2:
+            w0, w1, w2, w3 = w2, w3, n0, n1
+        else:
+            w0, w1, w2, w3 = w3, n0, n1, n2
+    return w0, w1, w2, w3
+
+
+@triton.jit
 def _combine(x, bias, residual, state, out, n, row, row_stride, across, columns, C: tl.constexpr, DROPS: tl.constexpr,
-             P: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    line = program // across
-    start = line * row_stride  # global index of the row's first element
-    if DROPS:
-        start += tl.load(state + 1)
-    lane = tl.arange(0, 4)
-    block = (start >> 2) + (program % across) * BLOCKS + tl.arange(0, BLOCKS)
-    place = block[:, None] * 4 + lane[None, :] - start  # within the row
-    at = line * row + place
-    inside = (place >= 0) & (place < row) & (at < n)
+             LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    line = (program // across).to(tl.int64)
+    first = (program % across).to(tl.int64) * (4 * BLOCKS)  # within the row
+    begin = line * row + first
+    lane = tl.arange(0, 4)[None, :]
+    ahead = tl.arange(0, BLOCKS)[:, None] * 4 + lane
+    at = begin + ahead
+    inside = (first + ahead < row) & (at < n)
     z = tl.load(x + at, mask=inside, other=0.0).to(C)
-    if bias is not None:
-        z += tl.load(bias + at % columns, mask=inside, other=0.0).to(C)
+    if bias is not None:  # a remainder in 64 bits costs as much as the rest of the kernel: only where it must be
+        column = begin.to(tl.int32) % columns if begin < 0x7FFFFFFF else (begin % columns).to(tl.int32)
+        column = (column + ahead) % columns
+        z += tl.load(bias + column, mask=inside, other=0.0).to(C)
     if DROPS:
-        w0, w1, w2, w3 = _words(tl.load(state), block)
-        low = tl.where(lane[None, :] == 0, w0[:, None], w1[:, None])
-        word = tl.where(lane[None, :] < 2, low, tl.where(lane[None, :] == 2, w2[:, None], w3[:, None]))
-        uniform = (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-8
-        z = tl.where(uniform >= P, z * tl.full([], SCALE, C), 0.0)
+        w0, w1, w2, w3 = _words_from(tl.load(state), tl.load(state + 1) + line * row_stride + first, BLOCKS)
+        low = tl.where(lane == 0, w0[:, None], w1[:, None])
+        word = tl.where(lane < 2, low, tl.where(lane == 2, w2[:, None], w3[:, None]))
+        z = tl.where((word >> 8).to(tl.int32) >= LEAST, z * tl.full([], SCALE, C), 0.0)
     if residual is not None:
         z += tl.load(residual + at, mask=inside, other=0.0).to(C)
     tl.store(out + at, z.to(out.dtype.element_ty), mask=inside)

@@ -19,9 +19,10 @@ from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_devic
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
-WIDEST = 8192  # numbers of a row in registers
+WIDEST = 16384  # numbers of a row in registers
+WIDEST_SUMMED = 8192  # beside them the sums over rows; twice that for RMSNorm of 16-bit numbers, which has one sum
 TILE = 4096  # numbers that a program works on together: several rows, where they are narrow
-COLUMNS = 128  # of a tile, where sums over rows take a launch of their own
+ROWS, COLUMNS = 16, 128  # of a tile, where sums over rows take a launch of their own
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,12 +64,12 @@ def rms_norm_backward(
     return _backward(dy, dsum, x, weight, rstd, rstd, offset=offset, weight_grad=weight_grad)[:2]
 
 
-def _tiling(x: Tensor, columns: int, offset: float | None) -> dict[str, Any]:
-    """Constants of the kernels that walk rows; offset None means layer norm everywhere in this file."""
+def _tiling(x: Tensor, columns: int, offset: float | None, *, each: int) -> dict[str, Any]:
+    """Constants of the kernels that walk rows, `each` numbers a thread. offset None: layer norm, everywhere in this file."""
     block = tile(columns, most=WIDEST)
     rows = min(max(TILE // block, 1), 16)
     return {"RMS": offset is not None, "OFFSET": offset or 0.0, "C": computed_in(x), "ROWS": rows, "BLOCK": block,
-            "CHUNKS": triton.cdiv(columns, block), "num_warps": min(max(rows * block // 512, 1), 16)}  # fmt: skip
+            "CHUNKS": triton.cdiv(columns, block), "num_warps": min(max(rows * block // (32 * each), 1), 32)}  # fmt: skip
 
 
 def _forward(x, residual, weight, bias, *, eps, offset):
@@ -80,7 +81,7 @@ def _forward(x, residual, weight, bias, *, eps, offset):
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
     if rows:
         residual, weight, bias = (dense(t) for t in (residual, weight, bias))
-        constants = _tiling(x, columns, offset)
+        constants = _tiling(x, columns, offset, each=16)
         with on_device(x):
             _rows_forward[(triton.cdiv(rows, constants["ROWS"]),)](
                 x, residual, weight, bias, y, s, mean, rstd, rows, columns, EPS=eps, ADD=residual is not None,
@@ -98,19 +99,23 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
     if not rows:
         return dx, *of_vectors
     dy, dsum, weight, mean, rstd = (dense(t) for t in (dy, dsum, weight, mean, rstd))
-    constants = _tiling(x, columns, offset)
-    together = constants["CHUNKS"] == 1  # then the sums are taken while the row is there
-    blocks, tiles = row_blocks(rows, block=constants["ROWS"])
+    # Beyond 4096, 16 numbers a thread and their sums leave room for one CTA of 16 warps: 8 of each make it 32.
+    constants = _tiling(x, columns, offset, each=16 if columns <= 4096 else 8)
+    widest = WIDEST_SUMMED * (2 if offset is not None and x.element_size() == 2 else 1)
+    together = constants["CHUNKS"] == 1 and columns <= widest  # then the sums are taken while the row is there
+    blocks, tiles = row_blocks(rows, block=constants["ROWS"] if together else ROWS)
+    sums = weight_grad and together
     partial = x.new_empty((vectors, blocks, columns) if weight_grad else 0, dtype=rstd.dtype)
+    programs = blocks if sums else triton.cdiv(rows, constants["ROWS"])  # without sums nothing is carried from row to row
     with on_device(x):
-        _rows_backward[(blocks,)](
-            dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, MORE=dsum is not None,
-            SUMS=weight_grad and together, TILES=tiles, **constants,
+        _rows_backward[(programs,)](
+            dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, MORE=dsum is not None, SUMS=sums,
+            TILES=tiles if sums else 1, **constants,
         )  # fmt: skip
         if weight_grad and not together:
             _columns_backward[(triton.cdiv(columns, COLUMNS), blocks)](
-                dy, x, mean, rstd, partial, rows, columns, RMS=constants["RMS"], TILES=tiles * constants["ROWS"],
-                C=constants["C"], BLOCK=COLUMNS,
+                dy, x, mean, rstd, partial, rows, columns, RMS=constants["RMS"], TILES=tiles, C=constants["C"], ROWS=ROWS,
+                COLUMNS=COLUMNS,
             )  # fmt: skip
     if weight_grad:
         of_vectors = [column_sum(p, dtype=weight.dtype) for p in partial]
@@ -237,19 +242,20 @@ def _rows_backward(dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, 
 
 @triton.jit
 def _columns_backward(dy, x, mean, rstd, partial, rows, columns, RMS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES rows of BLOCK columns."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES tiles of a block of rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1).to(tl.int64)
-    of_weight, of_bias = tl.zeros([BLOCK], dtype=C), tl.zeros([BLOCK], dtype=C)
+    of_weight, of_bias = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
     for t in range(0, TILES):
-        row = block * TILES + t + tl.arange(0, 1)
+        row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         centre, scale = tl.load(mean + row, mask=row < rows, other=0.0), tl.load(rstd + row, mask=row < rows, other=0.0)
-        inside = (column < columns) & (row < rows)
-        gradient, h = _operands(dy, x, row * columns + column, inside, centre, scale, C, RMS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row[:, None] * columns + column[None, :]
+        gradient, h = _operands(dy, x, at, inside, centre[:, None], scale[:, None], C, RMS)
         of_weight += gradient * h
         of_bias += gradient
     target = partial + block * columns + column
-    tl.store(target, of_weight, mask=column < columns)
+    tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
     if not RMS:
-        tl.store(target + tl.num_programs(1).to(tl.int64) * columns, of_bias, mask=column < columns)
+        tl.store(target + tl.num_programs(1).to(tl.int64) * columns, tl.sum(of_bias, axis=0), mask=column < columns)

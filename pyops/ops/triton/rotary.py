@@ -11,7 +11,7 @@ from pyops.ops.triton.launch import computed_in, on_device, tile
 
 __all__ = ["rotary"]
 
-HEADS = 8  # of a tile
+HEADS = 16  # of a tile: 8 numbers a thread for each half of heads of 128
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
@@ -22,9 +22,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: b
     if not x.numel():
         return out
     cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[-1]
+    heads = tile(H, most=HEADS)
     with on_device(x):
-        _rotary[(B * T, triton.cdiv(H, HEADS))](
-            x, cos, sin, out, *x.stride(), T, H, K, half, T * half if cos.dim() == 3 else 0, C=computed_in(x), HEADS=HEADS,
+        _rotary[(B * T, triton.cdiv(H, heads))](
+            x, cos, sin, out, *x.stride(), T, H, K, half, T * half if cos.dim() == 3 else 0, C=computed_in(x), HEADS=heads,
             PAIRS=tile(half, most=1 << 16), REST=tile(K - 2 * half, most=1 << 16), HAS_REST=bool(K - 2 * half),
             NEXT=int(interleaved), INVERSE=inverse,
         )  # fmt: skip
@@ -45,13 +46,20 @@ def _rotary(x, cos, sin, out, stride_b, stride_t, stride_h, stride_k, T, H, K, h
     s = tl.load(sin + b * table_stride + t * half + pair, mask=pair < half, other=0.0).to(C)[None, :]
     if INVERSE:
         s = -s
-    inside = (head < H)[:, None] & (pair < half)[None, :]
-    first = pair * (1 + NEXT)  # NEXT: the partner is the next element, else `half` further on
-    second = first + (1 if NEXT else half)
-    a = tl.load(source + first[None, :] * stride_k, mask=inside, other=0.0).to(C)
-    z = tl.load(source + second[None, :] * stride_k, mask=inside, other=0.0).to(C)
-    tl.store(target + first[None, :], (a * c - z * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + second[None, :], (z * c + a * s).to(out.dtype.element_ty), mask=inside)
+    valid = (head < H)[:, None]
+    if NEXT:  # the partner is the next element: loaded as they lie, in whole accesses, and split in registers
+        k = tl.arange(0, 2 * PAIRS)
+        inside = valid & (k < 2 * half)[None, :]
+        both = tl.load(source + k[None, :] * stride_k, mask=inside, other=0.0).to(C)
+        a, z = tl.split(tl.reshape(both, [HEADS, PAIRS, 2]))
+        turned = tl.reshape(tl.join(a * c - z * s, z * c + a * s), [HEADS, 2 * PAIRS])
+        tl.store(target + k[None, :], turned.to(out.dtype.element_ty), mask=inside)
+    else:  # it is `half` further on
+        inside = valid & (pair < half)[None, :]
+        a = tl.load(source + pair[None, :] * stride_k, mask=inside, other=0.0).to(C)
+        z = tl.load(source + (pair + half)[None, :] * stride_k, mask=inside, other=0.0).to(C)
+        tl.store(target + pair[None, :], (a * c - z * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(target + (pair + half)[None, :], (z * c + a * s).to(out.dtype.element_ty), mask=inside)
     if HAS_REST:
         k = 2 * half + tl.arange(0, REST)
         there = (head < H)[:, None] & (k < K)[None, :]

@@ -74,6 +74,14 @@ def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch):
     forward_and_backward((5, 37), (F32, None, F32), whole=True)
 
 
+def test_sums_over_rows_that_fit_without_them(monkeypatch: pytest.MonkeyPatch):
+    """Rows in registers, sums over rows by a kernel of their own; of 16-bit RMSNorm up to twice the width together."""
+    monkeypatch.setattr(kernels, "WIDEST_SUMMED", 16)
+    for shape in ((21, 43), (37, 30)):
+        for dtypes in ((F32, F32, F32), (BF16, BF16, BF16)):
+            forward_and_backward(shape, dtypes, whole=True)
+
+
 def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     """More tiles than blocks: each block walks several tiles, the last ones past the end."""
     monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)

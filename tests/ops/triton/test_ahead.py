@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.ops.triton.ahead import compile_launches
+from benchmarks.ahead import compile_launches
 
 pytestmark = pytest.mark.cpu_only
 
@@ -95,4 +95,4 @@ def test_kernels_compile_for_sm_90(stem: str):
     for name, call in STEMS[stem]():
         compiled = compile_launches(call)
         assert compiled, f"{name} launched nothing"
-        assert all(".target sm_90" in ptx and "st.global" in ptx for ptx in compiled), name
+        assert all(".target sm_90" in launch.ptx and "st.global" in launch.ptx for launch in compiled), name

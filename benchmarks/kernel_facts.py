@@ -1,0 +1,228 @@
+"""What the compiler made of every Triton and CUDA kernel for sm_90: registers, occupancy, widths of accesses. Needs no GPU.
+
+python -m benchmarks.kernel_facts [NAME...]      a stem of pyops/ops/triton or csrc/cuda; all when none is given
+
+warps           of a CTA
+registers       of a thread; `local` are bytes of it that lie in local memory instead: spills
+shared          bytes of a CTA
+CTAs            that a multiprocessor holds at a time
+loads, stores   widths of global accesses in bytes, and how many of each stand in the code
+ahead           KiB that a multiprocessor has asked for before it needs the first of them; 33 keep 4.3 TB/s going at 1 us
+issue           instructions per element, of the loop where there is one; B, FLOP: bytes and operations per element
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.ahead import Compiled, Machine, compile_launches, machine_code
+
+__all__ = ["CUDA", "TRITON", "main"]
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS = 8192
+WIDTHS, VOCABULARIES = (1024, 2048, 4096, 8192, 16384), (32000, 50304, 131072, 262144)
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class Case(NamedTuple):
+    """A launcher's call; bytes and operations are those of an element of its largest input, or of the output of a gate."""
+
+    name: str
+    call: Callable[[], object]
+    bytes: float
+    flops: int
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norms() -> Iterator[Case]:
+    from pyops.ops.triton import norm as kernels
+
+    for dtype, width in [(BF16, w) for w in WIDTHS] + [(F32, w) for w in WIDTHS]:
+        x, w, statistic = empty(TOKENS, width, dtype=dtype), empty(width, dtype=dtype), empty(TOKENS, dtype=F32)
+        size, label = dtype.itemsize, f"{width} {_short(dtype)}"
+        rms_back = partial(kernels.rms_norm_backward, x, None, x, w, statistic, offset=0.0, weight_grad=True)
+        layer_back = partial(kernels.layer_norm_backward, x, x, x, w, statistic, statistic, weight_grad=True)
+        yield Case(f"rms {label}", partial(kernels.rms_norm, x, w, eps=1e-6, offset=0.0), 2 * size, 4)
+        yield Case(f"add layer {label}", partial(kernels.add_layer_norm, x, x, w, w, eps=1e-6), 4 * size, 10)
+        yield Case(f"rms back {label}", rms_back, 3 * size, 9)
+        yield Case(f"add layer back {label}", layer_back, 4 * size, 14)
+
+
+def activations() -> Iterator[Case]:
+    from pyops.ops.triton import activation as kernels
+
+    for dtype in (BF16, F32):
+        x, bias, size = empty(TOKENS, 4096, dtype=dtype), empty(4096, dtype=dtype), dtype.itemsize
+        half = empty(TOKENS, 2048, dtype=dtype)
+        for name, flops in (("gelu", 40), ("gelu_tanh", 14), ("silu", 6), ("relu", 2)):
+            back = partial(kernels.bias_activation_backward, x, x, bias, activation=name, bias_grad=True)
+            yield Case(f"{name} {_short(dtype)}", partial(kernels.bias_activation, x, bias, activation=name), 2 * size, flops)
+            yield Case(f"{name} back {_short(dtype)}", back, 3 * size, flops + 10)
+        gated_back = partial(kernels.bias_gated_backward, half, x, None, activation="silu", bias_grad=False)
+        yield Case(f"swiglu {_short(dtype)}", partial(kernels.bias_gated, x, None, activation="silu"), 3 * size, 6)
+        yield Case(f"swiglu back {_short(dtype)}", gated_back, 5 * size, 12)
+
+
+def cross_entropies() -> Iterator[Case]:
+    from pyops.ops.triton import cross_entropy as kernels
+
+    rows = 4096
+    y, maxima, coefficients = (empty(rows, dtype=torch.int64), empty(rows, dtype=F32), empty(rows, 3, dtype=F32))
+    for dtype, columns in [(BF16, v) for v in VOCABULARIES] + [(F32, v) for v in VOCABULARIES]:
+        z, label = empty(rows, columns, dtype=dtype), f"{columns} {_short(dtype)}"
+        place: dict[str, Any] = {"ignore_index": -100, "first_column": 0, "columns": columns}
+        for name, numbers in (("statistics", 3), ("statistics + sum", 4)):
+            out = empty(rows, numbers, dtype=F32)
+            statistics = partial(kernels.cross_entropy_statistics_, out, z, y, **place)
+            yield Case(f"{name} {label}", statistics, dtype.itemsize, 5 + numbers)
+        gradient = partial(kernels.cross_entropy_gradient_, z, z, y, maxima, coefficients, **place)
+        yield Case(f"gradient {label}", gradient, 2 * dtype.itemsize, 5)
+
+
+def dropouts() -> Iterator[Case]:
+    from pyops.ops.triton import dropout as kernels
+
+    state = empty(2, dtype=torch.int64)
+    for dtype in (BF16, F32):
+        x, bias, size = empty(TOKENS, 4096, dtype=dtype), empty(4096, dtype=dtype), dtype.itemsize
+        back = partial(kernels.bias_dropout_add_backward, x, state, p=0.1, bias_grad=True)
+        part = partial(kernels.dropout, x, state, p=0.1, row=4096, row_stride=8192)
+        yield Case(
+            f"bias dropout add {_short(dtype)}", partial(kernels.bias_dropout_add, x, bias, x, state, p=0.1), 3 * size, 5
+        )
+        yield Case(f"back {_short(dtype)}", back, 3 * size, 3)
+        yield Case(f"part of rows {_short(dtype)}", part, 2 * size, 3)
+
+
+def rotaries() -> Iterator[Case]:
+    from pyops.ops.triton import rotary as kernels
+
+    for dtype in (BF16, F32):
+        x, angle = empty(2, 4096, 32, 128, dtype=dtype), empty(4096, 64, dtype=F32)
+        for name, interleaved in (("halves", False), ("pairs", True)):
+            turn = partial(kernels.rotary, x, angle, angle, interleaved=interleaved, inverse=False)
+            yield Case(f"{name} {_short(dtype)}", turn, 2 * dtype.itemsize, 3)
+
+
+TRITON: dict[str, Callable[[], Iterator[Case]]] = {
+    "norm": norms, "activation": activations, "cross_entropy": cross_entropies, "dropout": dropouts, "rotary": rotaries,
+}  # fmt: skip
+CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
+COLUMNS = {
+    "warps": 5, "registers": 9, "local": 5, "shared": 6, "CTAs": 4, "loads": 18, "stores": 14, "ahead": 6,
+}  # fmt: skip
+HEAD = " ".join([f"{'kernel':<54}", *(f"{name:>{width}}" for name, width in COLUMNS.items())])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == BF16 else "fp32"
+
+
+def elements(launch: Compiled) -> int:
+    """Elements that a program works on at a time: what its tile constants say."""
+    a = launch.arguments
+    return {
+        "_rows_forward": lambda: a["ROWS"] * a["BLOCK"] * a["CHUNKS"],
+        "_rows_backward": lambda: a["ROWS"] * a["BLOCK"] * a["CHUNKS"],
+        "_combine": lambda: 4 * a["BLOCKS"],
+        "_statistics": lambda: a["LANES"] * a["GROUP"],
+        "_rotary": lambda: a["HEADS"] * 2 * a["PAIRS"],
+    }.get(launch.kernel, lambda: a.get("ROWS", 1) * a.get("COLUMNS", a.get("BLOCK", 1)))()
+
+
+def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:
+    ctas = machine.ctas(32 * warps, dynamic)
+    loads, stores = (" ".join(f"{size}x{n}" for size, n in found.items()) for found in (machine.loads, machine.stores))
+    ahead = round(machine.ahead * 32 * warps * ctas / 1024)
+    facts = (warps, machine.registers, machine.local, machine.shared + dynamic, ctas, loads, stores, ahead)
+    return " ".join([f"{name:<54}", *(f"{fact:>{width}}" for fact, width in zip(facts, COLUMNS.values(), strict=True))])
+
+
+def of_triton(stem: str) -> None:
+    """A line for every launch of every case; `issue` is the instructions of a program over its elements."""
+    print(f"\n{stem} (Triton)\n{HEAD} {'issue':>6} {'B':>4} {'FLOP':>4}")
+    seen: dict[str, str] = {}
+    for case in TRITON[stem]():
+        for launch in compile_launches(case.call):
+            (machine,) = machine_code(launch.cubin)
+            facts = line(f"{case.name}: {launch.kernel.lstrip('_')}", machine, launch.warps, launch.shared)
+            facts += f" {machine.loop * 32 * launch.warps / elements(launch):>6.1f}"
+            if launch.kernel == "_column_sum":
+                facts = facts.replace(case.name, "any", 1)
+                if seen.setdefault(facts.split(":")[0], facts) is not facts:
+                    continue
+                print(facts)
+            else:
+                print(f"{facts} {case.bytes:>4.3g} {case.flops:>4}")
+
+
+def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:
+    """Compiled as .ci/compile_cuda.sh does."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    include, out = Path(spec.origin).parent / "include", folder / f"{stem}.cubin"
+    exact = re.search(rf"csrc/cuda/{stem}\.cu [^\n]*-fmad=false", (ROOT / "CMakeLists.txt").read_text())
+    options = ["-std=c++17", "-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA=1", "-isystem", str(include)]
+    source = ROOT / "csrc" / "cuda" / f"{stem}.cu"
+    subprocess.run(
+        [nvcc, *options, *(["-fmad=false"] if exact else []), "-arch=sm_90", "-cubin", "-o", str(out), str(source)], check=True
+    )
+    return out.read_bytes()
+
+
+def _readable(name: str) -> str:
+    """`step_kernel<Adam, false>`."""
+    text = subprocess.run(["c++filt", name], check=True, capture_output=True, text=True).stdout.strip()
+    for pattern, short in (
+        (r"pyops::cuda::|pyops::|\(anonymous namespace\)::", ""),
+        (r"^void ", ""),
+        (r"\(int\)|\(bool\)", ""),
+    ):
+        text = re.sub(pattern, short, text)
+    return text.split("(")[0]
+
+
+def of_cuda(stem: str) -> None:
+    """A line for every kernel; all are launched with 256 threads."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        print(f"\n{stem} (CUDA): no nvcc on this machine: skipped")
+        return
+    print(f"\n{stem} (CUDA)\n{HEAD}")
+    with tempfile.TemporaryDirectory() as folder:
+        for machine in machine_code(cubin_of(stem, nvcc, Path(folder))):
+            print(line(_readable(machine.name), machine, 8))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernel_facts", description="What the compiler made of the kernels."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*TRITON, *CUDA])}; all when none is given")
+    names = parser.parse_args().names or [*TRITON, *CUDA]
+    if unknown := sorted(set(names) - {*TRITON, *CUDA}):
+        parser.error(f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *CUDA])}")
+    for name in names:
+        (of_triton if name in TRITON else of_cuda)(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
