@@ -3,6 +3,7 @@
 #   make test    build, then run the tests
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff and mypy
+#   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
 #   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing; PARTS= chooses: see benchmarks/gpu.sh
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
@@ -11,9 +12,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
+TESTS  ?= tests
 SOURCES := setup.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test bench lint gpu clean
+.PHONY: train test bench lint rehearse gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -29,6 +31,10 @@ lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+rehearse: $(VENV)/.built
+	PYOPS_PRETEND_CUDA=$$($(BIN)/python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda \
+		$(BIN)/python -m pytest $(TESTS)
 
 gpu:
 	bash benchmarks/gpu.sh

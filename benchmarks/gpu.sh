@@ -139,24 +139,27 @@ part 240 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; ex
 # The kernels first: on a GPU the same tests run them there. Triton's, which are compiled as they are met, come after those in C++,
 # and on several processes where pytest can. What Triton's interpreter and its compiler can prove without a GPU is left out.
 pytest=("$PYTHON" -m pytest -p tests.optional_packages -rfE)
-triton=() others=() spread=() tests=0
+triton=() others=() spread=() fewer=() tests=0
 for stem in activation cross_entropy dropout norm rotary tracing; do
   triton+=("tests/ops/test_$stem.py") others+=("--ignore=tests/ops/test_$stem.py")
 done
-[ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8)
+[ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 4)  # fewer: each has ranks of its own
+steps=(tests/cuda/test_training.py tests/cuda/test_ranks.py tests/cuda/test_host.py)
 tested() {  # the status of the part before
   tests=$((tests + $1))
   last '^(FAILED|ERROR)' 40
   last '(passed|failed|error|Interrupt)'
 }
 if wants kernels; then
-  part 120 "C++ kernels on $DEVICE" "${pytest[@]}" tests/cuda tests/ops "${others[@]}"
+  part 120 "C++ kernels on $DEVICE" "${pytest[@]}" tests/cuda tests/ops "${others[@]}" "${steps[@]/#/--ignore=}"
   tested $?
   part 240 "Triton kernels on $DEVICE" "${pytest[@]}" "${spread[@]}" "${triton[@]}"
   tested $?
 fi
 if wants others; then
-  part 180 "other tests on $DEVICE" "${pytest[@]}" tests --ignore tests/ops --ignore tests/cuda
+  part 150 "steps, ranks, host on $DEVICE" "${pytest[@]}" "${steps[@]}"
+  tested $?
+  part 240 "other tests on $DEVICE" "${pytest[@]}" "${fewer[@]}" tests --ignore tests/ops --ignore tests/cuda
   tested $?
 fi
 if wants sanitize; then

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +14,35 @@ from tests.workers import world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it at the first product on a GPU, whoever makes it
 DEVICE = os.environ.get("PYOPS_TEST_DEVICE", "cpu")
+PRETENDED = "PYOPS_PRETEND_CUDA" in os.environ  # tests/pretend_cuda: a CUDA device over host memory
 
 
 def pytest_report_header() -> str:
     return f"pyops: device under test is {DEVICE}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
+def _is_for_the_device(item: pytest.Item) -> bool:
+    """Whether a test has something to prove on a device other than the CPU: it asks for it, or is made for it."""
+    if item.get_closest_marker("cpu_only") or (PRETENDED and item.get_closest_marker("real_device")):
+        return False
+    asks = "device" in getattr(item, "fixturenames", ()) or hasattr(getattr(item, "module", None), "DEVICE")
+    return asks or item.get_closest_marker("on_device") is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On another device, leave out what has nothing to prove there."""
     if DEVICE == "cpu":
         return
-    left_out = [item for item in items if item.get_closest_marker("cpu_only")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("cpu_only")]
+    config.hook.pytest_deselected(items=[item for item in items if not _is_for_the_device(item)])
+    items[:] = [item for item in items if _is_for_the_device(item)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """A test marked on_device makes its tensors there without naming it, its fixtures and the workers of its pool as well."""
+    there = DEVICE != "cpu" and item.get_closest_marker("on_device") is not None
+    with torch.device(DEVICE) if there else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from pyops.comm import reducer
 from pyops.data_parallel import DataParallel
 
+pytestmark = pytest.mark.on_device
+
 ROWS, WIDTH = 12, 10  # ROWS divides by 1, 2, 3, 4
 
 
@@ -85,7 +87,7 @@ def test_mean_of_the_parts_is_the_gradient_of_the_whole(world, size: int, bucket
             assert torch.equal(rank[name], found[0][name]), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "two_shot", "shared_memory", "auto"])
+@pytest.mark.parametrize("algorithm", ["ring", "two_shot", pytest.param("shared_memory", marks=pytest.mark.cpu_only), "auto"])
 def test_bucket_size_does_not_change_a_bit(world, algorithm: str):
     small, large = (world(3).run(_one_backward, size, algorithm)[0] for size in (1, 1 << 20))
     for name, gradient in small.items():
@@ -317,6 +319,7 @@ def test_a_backward_that_broke_off_is_forgotten():
     assert model.module.last.weight.grad is not None
 
 
+@pytest.mark.real_device
 def test_compiled_module_trains():
     model = DataParallel(torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), backend="aot_eager"))
     model(torch.ones(2, 4)).sum().backward()

@@ -17,6 +17,8 @@ from pyops.comm.codec import Int8, OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import Shard
 
+pytestmark = pytest.mark.on_device
+
 WIDTH = 20
 CODEC = OneBit(block=64)
 

@@ -15,6 +15,8 @@ from pyops import deferred, recompute
 from pyops.deferred import Deferred
 from tests.deferred_models import Embedded, Shared, Twice, assert_same_bits, batches, found, split, whole
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.mark.parametrize("together", [False, True])
 def test_apart_has_the_bits_of_one_backward(together: bool):

@@ -21,6 +21,8 @@ from pyops.zero import ZeroOptimizer
 from tests.deferred_models import Shared, Twice, assert_same_bits, batches, found, split, whole
 from tests.tolerance import assert_close_to_reference
 
+pytestmark = pytest.mark.on_device
+
 
 def test_main_grad_of_a_recomputed_layer():
     plain, model = Shared(), Shared()
@@ -80,6 +82,7 @@ def test_a_gpt_of_which_every_matrix_is_put_off():
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
 
+@pytest.mark.real_device
 def test_a_compiled_model_puts_nothing_off():
     model = nn.Sequential(Shared(), nn.Linear(6, 4))
     plain = copy.deepcopy(model)

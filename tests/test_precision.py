@@ -202,6 +202,7 @@ def test_calls_in_a_wrong_order(device):
         scaler.step(optimizer)
 
 
+@pytest.mark.real_device
 def test_overflow_is_found_in_any_gradient(device):
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
     fine = [torch.ones(5, device=device, dtype=d) for d in dtypes] + [torch.ones(4, 6, device=device)[:, ::2]]

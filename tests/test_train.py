@@ -185,6 +185,7 @@ def test_pairs_of_bytes(tmp_path, device):
     assert first < 5.7 * 0.7, "nats per byte: a token of ln(300) nats is more than one byte"
 
 
+@pytest.mark.real_device
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(tmp_path, device):
     eager, compiled = (

@@ -26,12 +26,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from pyops.comm.communicator import release
 
@@ -56,6 +58,22 @@ class Outcome:
     exitcode: int | None = None
 
 
+def _from_host(cls: type[torch.Tensor], host: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:
+    there = host.to(device)
+    return torch.nn.Parameter(there, requires_grad) if cls is torch.nn.Parameter else there.requires_grad_(requires_grad)
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """Tensors of a device travel between processes by way of the host: their memory ends with the process that made it."""
+    if tensor.device.type != "cuda":
+        return reductions.reduce_tensor(tensor)
+    return _from_host, (type(tensor), tensor.detach().cpu(), str(tensor.device), tensor.requires_grad)
+
+
+for _cls in (torch.Tensor, torch.nn.Parameter):
+    ForkingPickler.register(_cls, _reduce)
+
+
 def _context() -> Any:
     # The fork server has imported torch but started no thread, so a worker is ready in a tenth of a second instead of three.
     context = multiprocessing.get_context("forkserver")
@@ -74,13 +92,14 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         while True:
             try:
-                module, name, args = pipe.recv()
+                module, name, device, args = pipe.recv()
             except EOFError:
                 break
             try:
                 torch.manual_seed(0)
                 body = getattr(importlib.import_module(module), name)
-                answer = (body(rank, dist.group.WORLD, *args), None)
+                with contextlib.nullcontext() if device == "cpu" else torch.device(device):
+                    answer = (body(rank, dist.group.WORLD, *args), None)
             except BaseException:  # of a body: it belongs to the test, whatever it is
                 answer = (None, traceback.format_exc())
             else:
@@ -133,7 +152,7 @@ class Pool:
     def outcomes(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Outcome]:
         """As `run`, but failures are returned; the pool is not to be used again after one."""
         for pipe in self._pipes:
-            pipe.send((body.__module__, body.__qualname__, args))
+            pipe.send((body.__module__, body.__qualname__, str(torch.get_default_device()), args))
         waiting = dict(enumerate(self._pipes))
         found: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout

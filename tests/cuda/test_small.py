@@ -158,6 +158,7 @@ def test_a_graph_replays_the_step(device, from_table):
     assert lists[7][0].item() == 7.0
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("from_table", [False, True])
 def test_nothing_waits_for_the_device(device, from_table):
     lists = on(device, make_lists(FP32, BF16, FP32, None))
@@ -176,6 +177,7 @@ def test_nothing_waits_for_the_device(device, from_table):
     assert not waited, "the step returned only after the work before it was done"
 
 
+@pytest.mark.real_device
 def test_the_current_stream_is_used(device):
     out = torch.zeros(1 << 20, device=device)
     random.philox_uniform_(out, key=1, offset=0, row=1 << 20, row_stride=0)  # loaded at its first launch, which may wait
@@ -192,6 +194,7 @@ def test_the_current_stream_is_used(device):
     assert out.max() > 0.5
 
 
+@pytest.mark.real_device
 def test_one_launch(device):
     lists = on(device, make_lists(FP32, FP32, FP32, None, sizes=tuple(range(1, 500))))
     table = optimizer_table(*lists)

@@ -14,7 +14,7 @@ from pyops.tensor_parallel import finish_gradients
 from pyops.zero import ZeroOptimizer
 from tests.models.families import BATCH, LENGTH, loss_of, make
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 STEPS = 50
 OPTIONS = {"lr": 5e-3, "eps": 1e-6}

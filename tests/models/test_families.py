@@ -54,6 +54,7 @@ def test_every_dropout_draws_from_a_stream_of_its_own(name):
     assert len({state[0].item() for state in states}) == len(states)
 
 
+@pytest.mark.real_device
 @pytest.mark.slow
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", OTHERS)

@@ -221,6 +221,7 @@ def test_dropout_without_a_key_says_what_to_call(device):
         model(torch.zeros(1, 4, dtype=torch.int64, device=device))
 
 
+@pytest.mark.real_device
 @pytest.mark.slow
 def test_torch_compile_breaks_no_graph(device):
     model = perturbed(dataclasses.replace(TINY, dropout=0.2, positions="rotary", activation="swiglu"), device)

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.families import FAMILIES, gradients, losses, make
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 LAYOUTS = [(2, False), (2, True), (4, False), (4, True)]
 STEPS = 50

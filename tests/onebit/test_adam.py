@@ -11,7 +11,7 @@ from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import OneBitAdamRanks, random_gradients, random_parameters
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 4}
 SIMULATED = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup": 4}

@@ -13,7 +13,7 @@ from torch import nn
 from pyops.comm.codec import OneBit
 from pyops.optim import OneBitAdam, OneBitLAMB
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(

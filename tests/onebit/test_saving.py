@@ -17,7 +17,7 @@ from pyops.onebit import OneBitAdam
 from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 4, "codec": OneBit(block=64)}
 AVERAGES = {**OPTIONS, "frozen_beta2": 0.999}
@@ -102,6 +102,7 @@ def refused(rank, group, params, what):
         return type(error), str(error)
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize(
     ("what", "kinds", "text"),
     [

@@ -20,7 +20,7 @@ from tests.onebit.simulation import random_gradients, random_parameters
 from tests.onebit.zero_one_simulation import ZeroOneRanks
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 SCHEDULE = RoundSchedule(9, 1, 3, 4)  # exact: 1, 3, 7, 9
 ROUNDS = {"warmup_steps": 9, "var_update_scaler": 1, "local_step_scaler": 3, "local_step_clipper": 4}
@@ -184,6 +184,7 @@ def test_a_sketch_has_the_norm_of_its_layer_and_adds_up():
     assert torch.equal(sketch(x[:1000], "w"), x[:1000])
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("stop", [2, 7, 9, 12])
 def test_errors_are_those_of_the_simulation(world, stop):
     params, gradients = random_parameters(), noisy_gradients(stop, 2)

@@ -227,6 +227,7 @@ def test_parts_of_a_vocabulary_merge_into_the_whole(dtype: torch.dtype, device: 
     assert expected.abs().max() > 0
 
 
+@pytest.mark.real_device
 def test_autocast_and_compile(device: torch.device):
     z, y = data(6, 90, BF16, device)
     function = torch.compile(lambda z, y: cross_entropy(z * 2, y, label_smoothing=0.1, in_place=True), fullgraph=True,

@@ -92,6 +92,7 @@ def test_what_hides_behind_pointers_refuses_to_be_traced(op: str, device: torch.
         torch.compile(lambda *a: getattr(torch.ops.pyops, op)(*a, **kwargs), backend="eager", fullgraph=True)(*args)
 
 
+@pytest.mark.real_device
 def test_has_kernel(device: torch.device):
     built = library.build_info()["extension"]
     assert all(pyops.has_kernel(op, "cpu") == built for op in ops())

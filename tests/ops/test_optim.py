@@ -162,6 +162,7 @@ def compiled(rows: Rows) -> None:
     torch.compile(step, backend="aot_eager", fullgraph=True)(rows.lists)
 
 
+@pytest.mark.real_device
 def test_in_a_compiled_graph(device: torch.device):
     rows = make_rows(Dtypes(BF16, BF16, F32, master=F32), device, shapes=((20,), (5, 4)))
     eager = rows.clone()

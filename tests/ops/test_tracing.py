@@ -51,6 +51,7 @@ def forward_backward(layer: Layer, tensors: list[Tensor]) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, tensors, seeds)]
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_graph_forward_and_backward(name: str, device: torch.device):
     tensors = leaves(device)

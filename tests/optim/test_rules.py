@@ -207,6 +207,7 @@ def test_the_sums_of_adagrad_are_there_from_the_start():
     assert (optimizer.state[later[0]]["sum"] > 0.25).all()
 
 
+@pytest.mark.real_device
 @EVERY
 def test_compiled_step(name):
     ours, _, options, _ = RULES[name]

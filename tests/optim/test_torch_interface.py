@@ -99,6 +99,7 @@ def test_defaults_are_those_of_torch():
         }
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
 def test_compiled_step(options):
     """torch.compile of step() takes the op on lists: one graph, the same numbers."""

@@ -251,7 +251,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& value : *stack) value = mapped(value, up);
 }
 
-at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   constexpr c10::DispatchKeySet keys(DispatchKey::CUDA);
   return at::detail::empty_generic_symint(size, &device_memory, keys, c10::dtype_or_default(dtype), format);

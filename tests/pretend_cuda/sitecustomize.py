@@ -69,7 +69,10 @@ def _streams(cuda: Any, device: Any) -> None:
     cuda.current_stream = current
     cuda.default_stream = lambda _=None: Stream(stream_id=0, device_index=0, device_type=1)
     cuda.set_stream = torch.accelerator.set_stream
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
 
+
+def _graphs(cuda: Any, device: Any) -> None:
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False) -> None:
             self.graph = device.Graph()
@@ -90,7 +93,6 @@ def _streams(cuda: Any, device: Any) -> None:
             return (0, 1)
 
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
 
 
 def _memory(cuda: Any, device: Any) -> None:
@@ -103,13 +105,13 @@ def _memory(cuda: Any, device: Any) -> None:
     cuda.mem_get_info = lambda _=None: ((GIB << 30) - device.held(), GIB << 30)
 
     class Runtime:
-        cudaError = SimpleNamespace(success=0)  # noqa: N815 - CUDA's name
+        cudaError = SimpleNamespace(success=0)
 
-        def cudaHostRegister(self, address: int, nbytes: int, _: int) -> int:  # noqa: N802
+        def cudaHostRegister(self, address: int, nbytes: int, _: int) -> int:
             device.register_memory(address, nbytes)
             return 0
 
-        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        def cudaHostUnregister(self, address: int) -> int:
             return 0 if device.unregister_memory(address) else 1
 
     cuda.cudart = Runtime
@@ -149,7 +151,7 @@ def _storages(device: Any) -> None:
 
 
 def _kernels(device: Any) -> None:
-    """Ops of extensions: their CPU kernels answer for CUDA as well. Triton's do only where TRITON_INTERPRET says that they can."""
+    """CPU kernels of extensions answer for CUDA as well; Triton's do where TRITON_INTERPRET says that they can."""
     import torch
 
     load, impl = torch.ops.load_library, torch.library.Library.impl
@@ -170,6 +172,36 @@ def _kernels(device: Any) -> None:
 
     torch.ops.load_library = load_library  # type: ignore[method-assign]
     torch.library.Library.impl = impl_where_it_runs  # type: ignore[method-assign]
+
+
+def _nccl() -> None:
+    """A backend called nccl, which is Gloo: the order of pyops' calls is that of NCCL, their transport is not."""
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    if not dist.is_available() or c10d.is_nccl_available():
+        return
+
+    class ProcessGroupNCCL(c10d.ProcessGroupGloo):  # type: ignore[name-defined,misc]
+        class Options(SimpleNamespace):
+            pass
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            super().__init__(store, rank, size, timeout=options._timeout)
+
+    register = dist.ProcessGroup._register_backend
+
+    def register_backend(self: Any, device: Any, kind: Any, backend: Any = None) -> None:
+        register(self, device, kind, backend)
+        if isinstance(backend, ProcessGroupNCCL):  # the tensors' twins are on the CPU
+            try:
+                self._get_backend(type(device)("cpu"))
+            except RuntimeError:
+                register(self, type(device)("cpu"), kind, backend)
+
+    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    c10d._NCCL_AVAILABLE = True
+    dist.ProcessGroup._register_backend = register_backend
 
 
 def install(path: str) -> None:
@@ -211,9 +243,11 @@ def install(path: str) -> None:
     cuda.get_sync_debug_mode = device.get_sync_mode
     torch.backends.cuda.is_built = lambda: True
     _streams(cuda, device)
+    _graphs(cuda, device)
     _memory(cuda, device)
     _kernels(device)
     _storages(device)
+    _nccl()
 
 
 if path := os.environ.get("PYOPS_PRETEND_CUDA"):

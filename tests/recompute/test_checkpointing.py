@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from pyops.recompute import checkpoint
 from tests.recompute.parts import WIDTH, Part, Stack, assert_same_bits, run
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 
 def test_gradients_have_the_bits_of_a_run_without_it_dropout_included():
@@ -211,6 +211,7 @@ def test_offload_leaves_host_tensors_where_they_are():
     assert_same_bits(run(model, x), run(plain, x))
 
 
+@pytest.mark.real_device
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"offload": "cpu"}])
 def test_a_compiled_caller_is_recomputed_too(options):

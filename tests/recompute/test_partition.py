@@ -16,7 +16,7 @@ from pyops.recompute import apply, checkpoint
 from pyops.recompute.inputs import Keeping
 from tests.recompute.parts import WIDTH, Part, Stack, run
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 
 def _layouts() -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pyops.models import GPT, GPTConfig
 from pyops.recompute import apply, remove
 from tests.recompute.parts import WIDTH, Part, Stack, assert_same_bits, run
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 
 @pytest.mark.parametrize(

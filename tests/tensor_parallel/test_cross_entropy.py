@@ -16,7 +16,7 @@ from pyops.flat import Placement
 from pyops.tensor_parallel import vocab_parallel_cross_entropy
 from tests.ops.test_cross_entropy import plain
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 BOUND = {F64: 1e-12, F32: 1e-6, BF16: 2**-8, F16: 2**-11}
@@ -188,6 +188,7 @@ def mistake_on_rank(rank: int, group: dist.ProcessGroup, name: str) -> tuple[str
     return kind, text, float(after)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("name", MISTAKES)
 def test_one_ranks_mistake_is_raised_on_all(world: Any, name: str):
     _, kind, words = MISTAKES[name]

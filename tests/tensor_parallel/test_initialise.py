@@ -22,7 +22,7 @@ from pyops.tensor_parallel import (
     initialise_model_,
 )  # fmt: skip
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 
 def build(group: dist.ProcessGroup | None, seed: int | None = 4, dtype: torch.dtype | None = None) -> nn.ModuleDict:

@@ -29,7 +29,7 @@ from pyops.tensor_parallel import (
 )  # fmt: skip
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean, randomise, tokens_of
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 Shape = tuple[int, int]
 
@@ -181,6 +181,7 @@ def test_collectives_and_bytes_of_an_embedding(world):
     assert world(2).run(embedding_traffic, True) == [[(1, half), (1, half)]] * 2
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_embedding(world, size: int):
     if size == 1:
@@ -189,10 +190,12 @@ def test_embedding(world, size: int):
     world(size).run(embedded, torch.float32)
 
 
+@pytest.mark.cpu_only
 def test_embedding_is_exact_in_bf16(world):
     world(3).run(embedded, torch.bfloat16)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_with_and_without_residual(dtype: torch.dtype):
     x, residual = torch.randn(5, 8).to(dtype), torch.randn(5, 8).to(dtype)
@@ -237,6 +240,7 @@ def test_dropout_wants_a_state_in_training_only():
         ParallelMLP(4, 8, activation="swish")
 
 
+@pytest.mark.real_device
 def test_one_rank_alone_compiles_in_one_graph():
     block = Block(LayerNorm, gated=False, kv_heads=2, p=0.3)
     table = VocabParallelEmbedding(11, 8)

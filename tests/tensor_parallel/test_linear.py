@@ -16,7 +16,7 @@ from pyops.comm import Communicator
 from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear, symmetric
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 
 class Pair(nn.Module):
@@ -262,6 +262,7 @@ def autocast(rank: int, group: dist.ProcessGroup) -> None:
     assert layer.column.weight.grad.abs().max() > 0
 
 
+@pytest.mark.cpu_only
 def test_autocast(world):
     world(2).run(autocast)
 

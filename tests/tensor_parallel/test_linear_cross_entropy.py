@@ -19,7 +19,7 @@ from pyops.tensor_parallel import accumulate_weight_gradient, linear_cross_entro
 from tests.ops.test_cross_entropy import plain
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 WORDS, WIDTH = 13, 6
@@ -217,6 +217,7 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
+@pytest.mark.cpu_only
 def test_autocast_and_compile():
     h, w, y = leaves()
     with torch.autocast("cpu", BF16):
@@ -283,6 +284,7 @@ def mistake_on_rank(rank: int, group: dist.ProcessGroup, wrong: dict[str, Any]) 
     return "nothing", ""
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("wrong", "kind", "words"),
     [

@@ -14,7 +14,7 @@ from pyops.mesh import Axes, Mesh
 from pyops.tensor_parallel import finish_gradients, parallelize, whole_state_dict
 from tests.tensor_parallel.existing_models import MODELS, PLAN, build
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 BOUND = 1e-11
 SLOW = 240.0  # seconds; importing transformers on a busy machine

@@ -21,7 +21,7 @@ from pyops.zero import ZeroOptimizer
 from tests.tensor_parallel.existing_models import V, build
 from tests.tensor_parallel.test_parallelize import SLOW, as_cut
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 STEPS = 10
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyops.comm import Communicator
 from pyops.tensor_parallel import regions
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = pytest.mark.on_device
 
 # name: (operator, shape of x for t ranks, x is the same on all ranks, y is)
 OPERATORS = {

@@ -15,6 +15,8 @@ from pyops.zero import ZeroOptimizer
 from pyops.zero.parameters import FlatParameters
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 
 def _train(rank: int, group: Any, stage: int, overlap: bool | str, late: bool) -> tuple[dict[str, Tensor], list[Any]]:
     """late: gathers take long. (the parameters; of each step how many gathers step() left behind, and what was read then)"""

@@ -14,6 +14,8 @@ from pyops.precision import LossScaler
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import ROWS, Net, groups, mean_loss, rows
 
+pytestmark = pytest.mark.on_device
+
 SHARES = (1, 5, 7, 11)  # rows of each rank; together those of one process
 STEPS = 6
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -17,6 +17,8 @@ from pyops.zero import ZeroOptimizer
 from tests.workers import spawn_ranks
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 
 def _drive(rank: int, group: Any, stage: int) -> None:
     """Against the inner optimizer's class on one process' worth of gradients: the same program line by line."""

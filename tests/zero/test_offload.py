@@ -16,6 +16,8 @@ from pyops import checkpoint
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 
 def _run(
     rank: int, group: Any, stage: int, name: str, dtype: torch.dtype, offload: str | None, folder: str | None

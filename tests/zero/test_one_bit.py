@@ -18,6 +18,8 @@ from pyops.zero import ZeroOptimizer
 from pyops.zero.partition import Partition
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 WARMUP, STEPS, LR, BUCKET = 3, 9, 1e-2, 2000
 CODEC = OneBit(block=64)
 
@@ -25,7 +27,7 @@ CODEC = OneBit(block=64)
 def _net(dtype: torch.dtype) -> Net:
     """A column of a matrix that decays never has a gradient."""
     model = Net(mixed=False).to(dtype)
-    model.blocks[0].inner.weight.register_hook(lambda g: g.index_fill(1, torch.tensor([2]), 0.0))
+    model.blocks[0].inner.weight.register_hook(lambda g: g.index_fill(1, torch.tensor([2], device=g.device), 0.0))
     return model
 
 

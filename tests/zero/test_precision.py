@@ -15,6 +15,8 @@ from pyops.precision import PRECISIONS, LossScale, LossScaler, Precision
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 STEPS = 6
 
 

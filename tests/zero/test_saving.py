@@ -17,6 +17,8 @@ from pyops.flat import Shard
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
+pytestmark = pytest.mark.on_device
+
 Trace = tuple[list[float], dict[str, Tensor]]  # losses, and parameters after the last step
 
 

@@ -13,6 +13,8 @@ from pyops.elastic import Meter
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, mean_loss, part, rows
 
+pytestmark = pytest.mark.on_device
+
 
 def squares_body(rank, group, stage, quiet):
     """The squares at each of two steps, and the parameters afterwards; without asking, too."""

@@ -14,6 +14,8 @@ import pyops.optim
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, one_process, part
 
+pytestmark = pytest.mark.on_device
+
 STEPS = 20
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 

@@ -14,6 +14,8 @@ from pyops.comm.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
 
+pytestmark = pytest.mark.on_device
+
 WIDTH, LAYERS = 64, 6
 
 
