@@ -233,7 +233,7 @@ class _LossOfAll(torch.autograd.Function):
                 words = targets[start:stop]
                 logits = functional.linear(rows[start:stop], weight, bias)
                 losses, maxima, coefficients = plan.losses(logits, words)
-                total += losses.sum()
+                total = total + losses.sum()  # in place, torch.compile of torch 2.11 loses its gradient
                 if any(needs):
                     plan.gradient_(logits, words, maxima, coefficients)
                     gradients.add(start, stop, logits)
