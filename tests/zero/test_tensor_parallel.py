@@ -17,6 +17,8 @@ from pyops.mesh import Axes, Mesh
 from pyops.optim import LAMB, AdamW
 from pyops.zero import ZeroOptimizer
 
+pytestmark = pytest.mark.on_device
+
 BATCH, D, F, OUT = 4, 6, 10, 3
 STEPS = 4
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05}
@@ -122,7 +124,7 @@ def test_a_grid_takes_the_steps_of_one_process(world, tmp_path: Path, dp: int, t
     assert max(norms) > OPTIONS["max_grad_norm"], "clipping takes place"
     state, _ = checkpoint.load(tmp_path / "a")
     for name, whole in expected.items():
-        torch.testing.assert_close(state["model"][name], whole, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(state["model"][name], whole.cpu(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert state["optimizer"]["state"][name]["exp_avg"].shape == whole.shape
 
 
@@ -136,7 +138,7 @@ def test_a_checkpoint_of_one_grid_goes_on_in_another(
     world(after[0] * after[1]).run(_on_grid, *after, folder, STEPS, 2 * STEPS)
     state, _ = checkpoint.load(folder)
     for name, whole in expected.items():
-        torch.testing.assert_close(state["model"][name], whole, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(state["model"][name], whole.cpu(), rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _refused(rank: int, group: Any) -> list[str]:
