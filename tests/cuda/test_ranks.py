@@ -166,14 +166,26 @@ def _alone(device: torch.device, max_grad_norm: float | None) -> dict[str, Tenso
     return _parameters(model)
 
 
-def _replicas(rank: int, group: Any, device: torch.device, codec: Codec | None) -> dict[str, Tensor]:
-    model = DataParallel(Net(seed=rank, mixed=False).to(device), group=group, bucket_bytes=3000, codec=codec)
-    optimizer = AdamW(groups(model), **OPTIONS)
+def _take_steps(
+    rank: int,
+    group: Any,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    zero_grad: Callable[[], None],
+) -> None:
+    """STEPS steps on this rank's part of the rows."""
     for step in range(STEPS):
-        model.zero_grad()
+        zero_grad()
         x, y = (t.to(device) for t in part(step, rank, dist.get_world_size(group)))
         mean_loss(model, x, y, sometimes=step % 2 == 0).backward()
         optimizer.step()
+
+
+def _replicas(rank: int, group: Any, device: torch.device, codec: Codec | None) -> dict[str, Tensor]:
+    model = DataParallel(Net(seed=rank, mixed=False).to(device), group=group, bucket_bytes=3000, codec=codec)
+    optimizer = AdamW(groups(model), **OPTIONS)
+    _take_steps(rank, group, device, model, optimizer, model.zero_grad)
     return _parameters(model.module)
 
 
@@ -183,11 +195,7 @@ def _hooked(rank: int, group: Any, device: torch.device, codec: Codec) -> dict[s
     model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True)
     model.register_comm_hook(*ddp_hook(codec, group=group, model=model))
     optimizer = AdamW(groups(net), **OPTIONS)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (t.to(device) for t in part(step, rank, dist.get_world_size(group)))
-        mean_loss(model, x, y, sometimes=step % 2 == 0).backward()
-        optimizer.step()
+    _take_steps(rank, group, device, model, optimizer, optimizer.zero_grad)
     return _parameters(net)
 
 
@@ -196,11 +204,7 @@ def _zero(rank: int, group: Any, device: torch.device, stage: int, max_grad_norm
     optimizer = ZeroOptimizer(
         model, AdamW, stage=stage, group=group, params=groups(model), bucket_bytes=3000, max_grad_norm=max_grad_norm, **OPTIONS
     )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (t.to(device) for t in part(step, rank, dist.get_world_size(group)))
-        mean_loss(model, x, y, sometimes=step % 2 == 0).backward()
-        optimizer.step()
+    _take_steps(rank, group, device, model, optimizer, optimizer.zero_grad)
     with optimizer.whole_parameters():
         return _parameters(model)
 
