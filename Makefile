@@ -3,6 +3,7 @@
 #   make test    build, then run the tests
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff and mypy
+#   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
 #   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
 #   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing; PARTS= chooses: see benchmarks/gpu.sh
 TORCH  ?= torch==2.13.0
@@ -13,9 +14,9 @@ PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
-SOURCES := setup.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
+SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test bench lint rehearse gpu clean
+.PHONY: train test bench lint wheel rehearse gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -32,6 +33,13 @@ lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# torch is no part of the wheel: its libraries are those of the torch that pip installs beside it. A wheel holds kernels for every
+# torch from 2.11 on, and pyops/_native for one Python: call it once for each, make wheel VENV=.venv-3.12 PYTHON=python3.12.
+wheel: $(VENV)/.built
+	rm -rf build/lib.* build/bdist.* build/wheel
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+
 rehearse: $(VENV)/.built
 	PYOPS_PRETEND_CUDA=$$($(BIN)/python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda \
 		$(BIN)/python -m pytest $(TESTS)
@@ -47,7 +55,7 @@ $(VENV)/.packages: pyproject.toml Makefile
 	touch $@
 
 $(VENV)/.built: $(VENV)/.packages $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[train,test,lint]"
+	$(PIP) --no-build-isolation -e ".[train,test,lint,wheel]"
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """Runs CMake and places what it built into the package; everything about compiling stands in CMakeLists.txt.
 
 PYOPS_NO_EXT=1            install the plain-torch path, no compiler needed
+PYOPS_TORCH=FOLDER        compile against the torch package in this folder, whichever Python it is for
 PYOPS_CUDA=AUTO|ON|OFF    AUTO: CUDA kernels when nvcc exists and torch is a CUDA build; no GPU is asked for
 CMAKE_CUDA_ARCHITECTURES  default 80-real;90-real;90-virtual
 CXX, MAX_JOBS             the compiler; how many compile jobs at once
@@ -24,8 +25,9 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
+from build_backend import OLDEST_TORCH, find_torch, is_new_enough, torch_version, without_kernels
+
 ROOT = Path(__file__).resolve().parent
-OLDEST_TORCH = (2, 11)
 ARTEFACTS = ("_C.so", f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", "_build.json")
 
 
@@ -44,19 +46,20 @@ def package_folder(name: str, fix: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def find_torch() -> tuple[Path, str]:
-    folder = package_folder(
-        "torch",
-        f"torch is not installed for {sys.executable}, and the kernels are compiled against its headers. Install it, then "
-        "build without isolation so that the build can see it: `pip install torch`, `pip install --no-build-isolation .`",
-    )
-    version = re.search(r"__version__ = '([^']+)'", (folder / "version.py").read_text())
-    number = version.group(1) if version else "unknown"
-    parts = tuple(int(part) for part in re.findall(r"\d+", number)[:2])
-    if parts < OLDEST_TORCH or not (folder / "include/torch/csrc/stable/library.h").exists():
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise BuildError(f"torch {number} in {folder} is too old: pyops needs torch {oldest} or newer.")
-    return folder, number
+def torch_to_build_against() -> tuple[Path, str]:
+    """(folder, version) of the torch that was found, if it will do."""
+    folder, oldest = find_torch(), ".".join(map(str, OLDEST_TORCH))
+    if folder is None:
+        raise BuildError(
+            f"no torch was found for {sys.executable}, and the kernels are compiled against its headers. Install {oldest} or "
+            "newer there (`pip install torch`) and build again; without --no-build-isolation pip fetches one for the build."
+        )
+    if not is_new_enough(folder):
+        raise BuildError(
+            f"the torch in {folder} is {torch_version(folder)}, and pyops needs torch {oldest} or newer, with its headers "
+            f"(include/torch/csrc/stable/library.h). Install one: `pip install 'torch>={oldest}'`."
+        )
+    return folder, torch_version(folder)
 
 
 def find_program(*names: str) -> str | None:
@@ -115,7 +118,7 @@ def run_cmake(build: Path) -> None:
     cmake = find_program("cmake")
     if cmake is None:
         raise BuildError("cmake was not found. `pip install cmake ninja` is enough; or set PYOPS_NO_EXT=1 to build no kernels.")
-    torch, torch_version = find_torch()
+    torch, version_of_torch = torch_to_build_against()
     pybind11 = package_folder("pybind11", "pybind11 is not installed; `pip install pybind11` and build again.") / "include"
     cuda = wants_cuda(torch)
     ninja = find_program("ninja")
@@ -123,7 +126,7 @@ def run_cmake(build: Path) -> None:
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_CXX_COMPILER": find_compiler(),
         "PYOPS_TORCH": torch,
-        "PYOPS_TORCH_VERSION": torch_version,
+        "PYOPS_TORCH_VERSION": version_of_torch,
         "PYOPS_CUDA": "ON" if cuda else "OFF",
         "PYOPS_PYBIND11": pybind11,
         "PYOPS_PYTHON_INCLUDE": sysconfig.get_paths()["include"],
@@ -135,7 +138,7 @@ def run_cmake(build: Path) -> None:
         arguments["CMAKE_CUDA_ARCHITECTURES"] = os.environ.get("CMAKE_CUDA_ARCHITECTURES", "80-real;90-real;90-virtual")
     if ninja:
         arguments["CMAKE_MAKE_PROGRAM"] = ninja
-    print(f"pyops: torch {torch_version} in {torch}; CUDA kernels {'on' if cuda else 'off'}", flush=True)
+    print(f"pyops: torch {version_of_torch} in {torch}; CUDA kernels {'on' if cuda else 'off'}", flush=True)
     if not (Path(arguments["PYOPS_PYTHON_INCLUDE"]) / "Python.h").exists():
         headers = arguments["PYOPS_PYTHON_INCLUDE"]
         raise BuildError(f"Python.h is not in {headers}: install Python's headers (`apt-get install python3-dev`).")
@@ -155,7 +158,7 @@ class CMakeBuild(build_ext):
 
     def run(self) -> None:
         target = self.target()
-        if os.environ.get("PYOPS_NO_EXT", "0") not in ("", "0"):
+        if without_kernels():
             self.install_without_kernels(target)
             return
         flavour = f"{sys.implementation.cache_tag}-{os.environ.get('PYOPS_CUDA', 'AUTO').lower()}"

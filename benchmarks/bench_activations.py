@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import machine
 from benchmarks.harness import Row
@@ -158,8 +158,13 @@ def _grown(forward: Callable[[], Tensor]) -> int:
 
 
 def _storages() -> dict[int, int]:
+    """Bytes by address of the storages that hold floating-point numbers.
+
+    torch.compile's traces leave fake and functional tensors in a process, which own no memory. They are left out.
+    """
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_floating_point()]
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+    tensors = [each for each in tensors if each.is_floating_point() and not torch._is_functional_tensor(each)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 

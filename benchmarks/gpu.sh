@@ -91,7 +91,7 @@ if importlib.util.find_spec("pybind11") is None:
     stand_in = build / "of_torch" / "pybind11"
     stand_in.mkdir(parents=True, exist_ok=True)
     if not (stand_in / "include").exists():
-        (stand_in / "include").symlink_to(setup.find_torch()[0] / "include")
+        (stand_in / "include").symlink_to(setup.torch_to_build_against()[0] / "include")
     sys.path.append(str(stand_in.parent))
 setup.run_cmake(build)
 for name in setup.ARTEFACTS:

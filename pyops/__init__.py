@@ -46,6 +46,9 @@ _ROOMS = frozenset(
         "elastic",
         "config",
         "train",
+        "metrics",
+        "display",
+        "cli",
     ]
 )
 
@@ -55,7 +58,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"pyops.{name}")
     if name == "has_kernel":
         return importlib.import_module("pyops.ops.library").has_kernel
-    raise AttributeError(f"module 'pyops' has no attribute {name!r}; its rooms are {sorted(_ROOMS)}")
+    raise AttributeError(f"module 'pyops' has no attribute {name!r}; it has {', '.join(sorted([*__all__, *_ROOMS]))}")
 
 
 def __dir__() -> list[str]:

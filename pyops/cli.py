@@ -20,6 +20,7 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from pyops.simulation import add_arguments, report
 __all__ = ["main"]
 
 STOPPED = 128
+WIDTH = 80  # columns of what is to be pasted into a report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,10 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     convert.add_argument("--like", metavar="FOLDER", help="take other fields of config.json from this Hugging Face folder")
     simulate = commands.add_parser("simulate", help="a pipeline's schedule: its picture, bubble and memory")
     add_arguments(simulate)
-    bench = commands.add_parser("bench", help="check and time the kernels beside their rivals", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="NAME")
+    commands.add_parser("bench", help="check and time the kernels beside their rivals")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
-    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # All the rest is for the benches: argparse.REMAINDER would keep --help and other leading options for itself.
+    if words[:1] == ["bench"]:
+        return _bench(words[1:])
+    given = parser.parse_args(words)
     if given.command == "train":
         return _train(given.config, given.overrides, resume=given.resume, lr_range=given.lr_range)
     if given.command == "plan":
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, ImportError, OSError) as error:
             return _fail(error)
         return 0
-    return _bench(given.rest) if given.command == "bench" else _env()
+    return _env()
 
 
 def _first_rank() -> bool:
@@ -150,7 +155,7 @@ def _bench(arguments: Sequence[str]) -> int:
     if not (checkout / "benchmarks" / "__main__.py").exists():
         return _fail(
             f"the benches are part of a source checkout, and {checkout} is none: clone the repository, install it with "
-            "pip install --no-build-isolation -e . and call pyops bench again"
+            "pip install -e . and call pyops bench again"
         )
     return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=checkout).returncode
 
@@ -173,20 +178,24 @@ def _env() -> int:
         **{f"build {key}": _show(value) for key, value in info.items() if key != "extension"},
         "cpu isa": f"{library.isa()} (of {', '.join(library.isas()) or 'none'})",
     }
-    for key, value in lines.items():
-        print(f"{key:26s}{value}")
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        print(f"{f'gpu {i}':26s}{torch.cuda.get_device_name(i)}, sm_{major}{minor}")
-    print(f"{'kernels':26s}cpu   cuda")
-    for name in sorted(_ops()):
+        lines[f"gpu {i}"] = f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}"
+    names = sorted(_ops())
+    column = max(map(len, [*lines, *names])) + 4
+    for key, value in lines.items():
+        print(textwrap.fill(f"{key:{column}s}{value}", WIDTH, subsequent_indent=" " * column, break_on_hyphens=False))
+    print(f"{'kernels':{column}s}cpu   cuda")
+    for name in names:
         present = ["yes" if pyops.has_kernel(name, device) else "-" for device in ("cpu", "cuda")]
-        print(f"  {name:24s}{present[0]:6s}{present[1]}")
+        print(f"  {name:{column - 2}s}{present[0]:6s}{present[1]}")
     return 0
 
 
 def _show(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value) or "none"
 
 
 def _ops() -> set[str]:

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import agree, gather, naming_lost_ranks
 from pyops.comm.codec import Codec
 from pyops.comm.communicator import Communicator
 from pyops.comm.reducer import Reducer
-from pyops.flat import FlatBuffer
+from pyops.flat import FlatBuffer, InPlace, check_free, claim, release
+from pyops.mesh import check_initialized
 
 __all__ = ["DataParallel"]
 
+FIX = "call close() of the old one before; load_state_dict() without assign=True loads values in place"
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,12 +104,14 @@ class DataParallel(nn.Module):
         algorithm: str = "auto", op: str = "mean", group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
         codec: Codec | None = None,
     ) -> None:  # fmt: skip
+        check_initialized("DataParallel", group)
         super().__init__()
         named: list[tuple[str, nn.Parameter]] = []
         error: Exception | None = None
         try:
             named = _trainable(module)
             _check_codec(codec, named)
+            check_free(named, who="DataParallel")
         except (TypeError, ValueError) as caught:
             error = caught
         agree(error, group=group)
@@ -139,6 +143,8 @@ class DataParallel(nn.Module):
             self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat], codec=codec,
         )  # fmt: skip
+        self._in_place = InPlace("DataParallel", module, self.flat, fix=FIX)
+        claim((p for _, p in named), self.reducer, who="DataParallel")
 
     @torch.no_grad()
     def _broadcast(self, group: dist.ProcessGroup | None) -> None:
@@ -149,12 +155,17 @@ class DataParallel(nn.Module):
         source = dist.get_global_rank(group, 0) if group is not None else 0
         for tensor in [*(buffer.data for buffer in self.flat), *rest]:
             whole = tensor.detach().contiguous()
-            dist.broadcast(whole, source, group=group)
+            with naming_lost_ranks("the broadcast of rank 0's values", group=group):
+                dist.broadcast(whole, source, group=group)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module(*args, **kwargs)`."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            error = self._in_place.problem()
+            if error is not None:
+                self.reducer.leave(error)
         self.reducer.prepare()
         return self.module(*args, **kwargs)
 
@@ -183,6 +194,19 @@ class DataParallel(nn.Module):
         else:
             for buffer in self.flat:
                 buffer.zero_grad()
+
+    def close(self) -> None:
+        """Take the hooks off the module, which gets memory of its own, so that it can be moved, or go to another wrapper.
+
+        Gradients are no longer reduced afterwards. A second time it does nothing.
+        """
+        self.reducer.remove()
+        release((p for buffer in self.flat for p in buffer.parameters), self.reducer)
+        for buffer in self.flat:
+            for parameter in buffer.parameters:
+                parameter.grad = None
+                parameter.data = parameter.data.clone()
+        self.flat = []
 
     def communication_state(self) -> dict[str, Any]:
         """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without a codec, or alone.

@@ -1,14 +1,17 @@
-"""What a person sees of a run: one live line on a terminal, plain lines anywhere else, nothing but on rank 0.
+"""What a person sees of a run: lines that stay, and below them on a terminal a live one; nothing but on rank 0.
 
-small  ━━━╸━━  validation 2.40  step 120/600  loss 2.31  5,210 tokens/s  0.6 GiB  236 kB sent (31x less than fp32)  0:03:12 left
-digits ━━━╸━━  epoch 3  step 12/60  loss 0.41  frozen 5  2 stages x 2 replicas  812 samples/s, cached  0.4 GiB  0:00:41 left
+step 100/600  loss 2.401  validation 2.403  5,210 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:38 left
+step 120/600  loss 2.314  5,190 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:12 left
+small ━━━╸━━━━━━ step 121/600  loss 2.309  validation 2.403        0:03:11 left
+
+On a narrow terminal the live line has its bar and the time left, and of the rest what there is room for.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["Display", "describe", "describe_memory", "describe_transition"]
@@ -29,6 +32,12 @@ def _size(nbytes: float) -> str:
 
 def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | None) -> str:
     """One line about a step: of what the row has."""
+    left = [] if seconds_left is None else [f"{_time(seconds_left)} left"]
+    return "  ".join([*_parts(row, num_steps), *left])
+
+
+def _parts(row: Mapping[str, Any], num_steps: int) -> list[str]:
+    """What there is to say, the most important first."""
     loss = "not finite" if row.get("loss") is None else f"{row['loss']:.3f}"
     parts = [f"epoch {row['epoch'] + 1}"] if "epoch" in row else []
     parts += [f"step {row['step'] + 1}/{num_steps}", f"loss {loss}"]
@@ -49,9 +58,16 @@ def describe(row: Mapping[str, Any], *, num_steps: int, seconds_left: float | No
         parts.append(f"scale {row['loss_scale']:g}")
     if row.get("skipped"):
         parts.append(f"{row['skipped']} skipped")
-    if seconds_left is not None:
-        parts.append(f"{_time(seconds_left)} left")
-    return "  ".join(parts)
+    return parts
+
+
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """Those parts, in their order, that `width` columns have room for."""
+    line = ""
+    for part in parts:
+        longer = f"{line}  {part}" if line else part
+        line = longer if len(longer) <= width else line
+    return line
 
 
 RATES = {"tokens_per_s": "tokens", "samples_per_s": "samples"}
@@ -91,37 +107,42 @@ def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
     return f"memory per rank: {', '.join(parts)}"
 
 
+WIDE = 100  # columns of a terminal that has room for a longer bar
+TIME = len("100:00:00 left")
+
+
 class Display:
     """Shows rows of metrics as they come. `quiet`: shows nothing, for all ranks but one."""
 
     def __init__(self, name: str, *, num_steps: int, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
-        self._num_steps, self._first, self._every, self._quiet = num_steps, first_step, every, quiet
+        self.num_steps, self._first, self._every, self._quiet = num_steps, first_step, every, quiet
         self._started = time.monotonic()
-        self._validation = ""
+        self._held_out: dict[str, Any] = {}
         self._progress: Any = None
         if not quiet and sys.stdout.isatty():
-            self._progress, self._task = _make_progress(name, num_steps, first_step)
+            self._progress, self._task, self._taken = _make_progress(name, num_steps, first_step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a step: on a terminal each, else every `every`-th, and those that measured on held-out data."""
+        """A line that stays for every `every`-th step, and for those that measured on held-out data; the live line for each."""
         if self._quiet:
             return
         done = row["step"] + 1 - self._first
-        left = (time.monotonic() - self._started) / done * (self._num_steps - row["step"] - 1)
+        left = (time.monotonic() - self._started) / done * (self.num_steps - row["step"] - 1)
+        measured = {key: row[key] for key in VALIDATION if key in row}
+        if measured or (row["step"] + 1) % self._every == 0:
+            self.note(describe(row, num_steps=self.num_steps, seconds_left=left))
         if self._progress is not None:
-            if measured := _validation(row):
-                self._validation = "  ".join([*measured, ""])
-            text = describe({k: v for k, v in row.items() if k not in VALIDATION}, num_steps=self._num_steps, seconds_left=left)
-            self._progress.update(self._task, completed=row["step"] + 1, text=self._validation + text)
-        elif (row["step"] + 1) % self._every == 0 or any(key in row for key in VALIDATION):
-            print(describe(row, num_steps=self._num_steps, seconds_left=left), flush=True)
+            self._held_out |= measured
+            parts = _parts({**row, **self._held_out}, self.num_steps)
+            text = _fitting(parts, self._progress.console.width - self._taken)
+            self._progress.update(self._task, completed=row["step"] + 1, text=text, left=f"{_time(left)} left")
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
         if self._quiet:
             return
         if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, flush=True)
 
@@ -132,13 +153,18 @@ class Display:
             self._progress = None
 
 
-def _make_progress(name: str, num_steps: int, first_step: int) -> tuple[Any, Any]:
+def _make_progress(name: str, num_steps: int, first_step: int) -> tuple[Any, Any, int]:
+    """A live line (None without rich), its task, and the columns of it that are not for text."""
     try:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
     except ModuleNotFoundError:
-        return None, None
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}")
-    progress = Progress(*columns, refresh_per_second=4)
-    task = progress.add_task(name, total=num_steps, completed=first_step, text="starting")
+        return None, None, 0
+    console = Console()
+    bar = 20 if console.width >= WIDE else 10
+    short = name[: max(0, console.width - bar - TIME - 3)]
+    columns = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[text]", "fields[left]")]
+    progress = Progress(columns[0], BarColumn(bar_width=bar), *columns[1:], console=console, refresh_per_second=4)
+    task = progress.add_task(short, total=num_steps, completed=first_step, text="starting", left="")
     progress.start()
-    return progress, task
+    return progress, task, len(short) + bar + TIME + 3  # a space between two columns

@@ -10,18 +10,53 @@ neighbours, on one host where possible (Narayanan et al., 2021, section 3.2).
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from math import prod
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Axes", "Mesh"]
+__all__ = ["Axes", "Mesh", "alone", "check_initialized"]
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within, a process that torchrun started as one of several may work without the others, before it has joined them: count
+    the parameters of a model, say."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def check_initialized(who: str, group: dist.ProcessGroup | None = None) -> None:
+    """ValueError where `who`, given this group, would work alone although this process was started as one rank of several.
+
+    Every strategy calls it first: group=None is one process where torch.distributed is not initialised, and ranks that train
+    each for itself look well until somebody compares them, or until both save into one folder.
+    """
+    if torch.compiler.is_compiling() or group is not None or dist.is_initialized():
+        return
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdigit() and int(size) > 1 and not _alone.get():
+        raise ValueError(
+            f"{who}: torch.distributed is not initialised, but the environment has WORLD_SIZE={size}, so this is one of {size} "
+            "ranks, each of which would work alone; call torch.distributed.init_process_group() first, or, where this process "
+            "is meant to be alone, start it without WORLD_SIZE in its environment, or use pyops.mesh.alone()"
+        )
 
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each axis has; 1 for an axis that is not used."""
+    """How many ranks each axis has; 1 for an axis that is not used. cp has its place in the order, but takes only 1 as yet."""
 
     pp: int = 1
     dp: int = 1
@@ -32,6 +67,11 @@ class Axes:
         for name, degree in self.degrees().items():
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise ValueError(f"{name} is {degree!r}; an axis has 1 rank or more")
+        if self.cp > 1:
+            raise ValueError(
+                f"cp is {self.cp}, but context parallelism is not there yet: no layer shares out a sequence over that axis; "
+                "leave it 1, and use tp with sequence_parallel=True for long sequences"
+            )
 
     def degrees(self) -> dict[str, int]:
         """Axis name -> degree, outermost first."""
@@ -47,10 +87,12 @@ class Mesh:
     """A grid of all ranks, with a process group for every line of ranks along an axis.
 
     axes: the degrees; their product must be the number of ranks. device_type: "cpu" or "cuda".
-    Works without torch.distributed as well, for one rank: then every group is None.
+    Works without torch.distributed as well, for one rank: then every group is None. ValueError for degrees whose product is
+    another number than that of the ranks, and where torchrun started several that have not called init_process_group.
     """
 
     def __init__(self, axes: Axes, *, device_type: str = "cpu") -> None:
+        check_initialized("Mesh")
         world = dist.get_world_size() if dist.is_initialized() else 1
         if axes.size != world:
             product = " x ".join(f"{name} {degree}" for name, degree in axes.degrees().items())

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.mesh import check_initialized
 from pyops.ops.grad_norm import squared_norm
+from pyops.ops.memory import require_memory
 
 __all__ = ["PRECISIONS", "LossScale", "LossScaler", "Precision", "overflowed"]
 
@@ -139,6 +141,7 @@ def overflowed(gradients: Iterable[Tensor], *, group: dist.ProcessGroup | None =
     for device, tensors in lists.items():
         bad = (squared_norm(tensors)[1:] != 0).float()
         found[device] = torch.maximum(found[device], bad) if device in found else bad
+    check_initialized("overflowed", group)
     together = dist.is_initialized() and dist.get_world_size(group) > 1
     nccl = together and "nccl" in str(dist.get_backend(group))
     home = next(iter(found), torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
@@ -171,6 +174,7 @@ class LossScaler:
     """
 
     def __init__(self, *, group: dist.ProcessGroup | None = None, enabled: bool = True, **options: Any) -> None:
+        check_initialized("LossScaler", group)
         self.loss_scale, self.enabled, self._group = LossScale(**options), enabled, group
         self._found: dict[int, Tensor] = {}  # by optimizer: whether its gradients overflowed
         self._unscaled: set[int] = set()
@@ -184,6 +188,8 @@ class LossScaler:
         """The loss, or each in a list or tuple of them, times the scale."""
         if isinstance(loss, list | tuple):
             return type(loss)(self.scale(one) for one in loss)
+        if isinstance(loss, Tensor) and loss.layout == torch.strided:
+            require_memory(loss, "the loss")
         return loss * self.loss_scale.scale if self.enabled else loss
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, gradients: Iterable[Tensor] | None = None) -> None:

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from shutil import get_terminal_size
 from typing import Any
 
 from pyops.pipeline import NAMES, Costs, Profile, Schedule, Timeline, balance, draw, schedule, simulate, text, trace
 
 __all__ = ["add_arguments", "report"]
+
+
+WIDTH = 120  # columns of a timeline, where the terminal has as many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,16 +69,16 @@ def report(given: argparse.Namespace) -> str:
     timeline, more = _of_profile(made, given) if given.profile else (_of_times(made, given, parts), [])
     kept = " ".join(f"{made.peak(rank) / parts:g}" for rank in range(made.num_ranks))
     lines = [
-        text(timeline, fit=bool(given.profile)),
+        text(timeline, width=min(WIDTH, get_terminal_size((WIDTH, 24)).columns), fit=bool(given.profile)),
         f"{made.name}, {made.num_ranks} ranks, {made.num_microbatches} micro-batches: {timeline.makespan:g} long, "
         f"{timeline.bubble:.1%} idle, {timeline.overhead:.1%} longer than without a bubble",
         f"micro-batches kept, rank by rank: {kept}",
         *more,
     ]
+    if given.trace:  # before the picture, which needs matplotlib
+        lines.append(f"trace: {trace(timeline, given.trace)}")
     if given.draw:
         lines.append(f"picture: {draw(timeline, given.draw)}")
-    if given.trace:
-        lines.append(f"trace: {trace(timeline, given.trace)}")
     return "\n".join(lines)
 
 

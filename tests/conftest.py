@@ -30,7 +30,10 @@ def _is_for_the_device(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On another device, leave out what has nothing to prove there."""
+    """Leave out full grids unless `-m` was given, and on another device what has nothing to prove there."""
+    if not config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if DEVICE == "cpu":
         return
     config.hook.pytest_deselected(items=[item for item in items if not _is_for_the_device(item)])

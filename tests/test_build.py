@@ -7,6 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,8 +45,8 @@ def one_paragraph(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_setup_finds_torch_without_importing_it():
-    done = run_setup(then="folder, number = setup['find_torch'](); assert (folder / 'version.py').exists(); print(number)\n"
-                          "assert 'torch' not in sys.modules")  # fmt: skip
+    then = "folder, number = setup['torch_to_build_against']()\nassert (folder / 'version.py').exists()\nprint(number)\n"
+    done = run_setup(then=then + "assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
     import torch
 
@@ -56,9 +59,65 @@ def test_setup_finds_torch_without_importing_it():
 @pytest.mark.parametrize(("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")])
 def test_a_missing_package_is_named_with_its_fix(missing: str, words: str):
     hide = "find = importlib.util.find_spec\n"
-    hide += f"importlib.util.find_spec = lambda n, *a: None if n == {missing!r} else find(n, *a)"
+    hide += f"importlib.util.find_spec = lambda n, *a: None if n == {missing!r} else find(n, *a)\n"
+    hide += "import build_backend\nbuild_backend._torch_of_target = lambda: None"
     message = one_paragraph(run_setup(hide, "from pathlib import Path\nsetup['run_cmake'](Path('nowhere'))"))
     assert words in message
+
+
+def test_a_torch_that_is_too_old_is_called_that(tmp_path: Path):
+    (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    message = one_paragraph(run_setup("", "setup['torch_to_build_against']()", PYOPS_TORCH=str(tmp_path)))
+    assert f"the torch in {tmp_path} is 2.9.1+cpu, and pyops needs torch 2.11 or newer" in message
+    assert "pip install 'torch>=2.11'" in message
+
+
+def in_isolation(tmp_path: Path, program: str, **environment: str) -> list[str]:
+    """What `program` prints in an environment as pip makes it for a build: setuptools, and nothing of where pip runs."""
+    overlay = tmp_path / "overlay"
+    if not overlay.exists():
+        overlay.mkdir()
+        for name in ("setuptools", "_distutils_hack"):
+            (overlay / name).symlink_to(Path(sysconfig.get_paths()["purelib"]) / name)
+        (overlay / "sitecustomize.py").write_text(
+            "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('site-packages')]\n"
+        )
+    environment = {**os.environ, "PYTHONPATH": str(overlay), "PYTHONNOUSERSITE": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_isolated_build_finds_the_torch_of_the_environment_it_is_for(tmp_path: Path):
+    """None is fetched where there is one that will do; one is where there is none; none at all without kernels."""
+    program = "import build_backend as b, importlib.util\nassert importlib.util.find_spec('torch') is None\n{}"
+    asked = "print(b.find_torch())\nprint(b._torch_to_install())"
+    import torch
+
+    assert in_isolation(tmp_path, program.format(asked)) == [str(Path(torch.__file__).parent), "[]"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "version.py").write_text("__version__ = '2.9.1'")
+    for hidden, more in (("b._torch_of_target = lambda: None\n", {}), ("", {"PYOPS_TORCH": str(tmp_path / "old")})):
+        told = in_isolation(tmp_path, program.format(hidden + asked), **more)
+        assert told[1] == "['torch>=2.11']"
+        assert in_isolation(tmp_path, program.format(hidden + asked), **more, PYOPS_NO_EXT="1")[1] == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files of the project are those that git knows")
+def test_the_sdist_holds_every_file_of_the_project(tmp_path: Path):
+    program = "import sys, build_backend; print(build_backend.build_sdist(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    name = done.stdout.split()[-1]
+    assert name == f"pyops_train-{version('pyops-train')}.tar.gz"
+    with tarfile.open(tmp_path / name) as archive:
+        packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert set(tracked) - packed == set()
+    assert not [file for file in packed if file.endswith((".so", ".pyc", "_build.json"))]
 
 
 def test_no_compiler_points_to_the_way_without():
@@ -91,7 +150,7 @@ def test_install_without_kernels(tmp_path: Path):
     """A wheel built with PYOPS_NO_EXT=1 holds no binary, imports, and steps in plain torch."""
     copy = tmp_path / "source"
     copy.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
     shutil.copytree(ROOT / "pyops", copy / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
@@ -114,11 +173,44 @@ def test_install_without_kernels(tmp_path: Path):
 @pytest.mark.slow
 def test_an_unbuilt_tree_says_how_to_build(tmp_path: Path):
     shutil.copytree(ROOT / "pyops", tmp_path / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYOPS_NO_EXT", "PYTHONPATH")}
     done = subprocess.run([sys.executable, "-c", "import pyops; pyops.ops"], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert "ImportError: pyops is not built." in done.stderr
-    assert "pip install --no-build-isolation" in done.stderr
+    assert f"ImportError: pyops is not built in {tmp_path / 'pyops'}. In the folder that holds setup.py, run: " in done.stderr
+    assert "pip install -e ." in done.stderr
+    assert "hides" not in done.stderr
+
+
+def test_a_checkout_that_hides_an_installed_pyops_says_so(tmp_path: Path):
+    """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops comes later on the path."""
+    shutil.copytree(
+        ROOT / "pyops", tmp_path / "checkout" / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
+    )
+    installed = tmp_path / "site" / "pyops"
+    installed.mkdir(parents=True)
+    (installed / "_build.json").write_text('{"extension": true}')
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"} | {"PYTHONPATH": str(tmp_path / "site")}
+    words = f"It is a checkout that hides the pyops installed in {installed}: to use that one, start Python in another folder"
+    for begin in (f"pyops is not built in {tmp_path / 'checkout' / 'pyops'}. ", "_C.so is missing although pyops was built"):
+        done = subprocess.run([sys.executable, "-c", "import pyops; pyops.has_kernel('adam_', 'cpu')"], env=environment,
+                              cwd=tmp_path / "checkout", capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert begin in done.stderr
+        assert words in done.stderr
+        (tmp_path / "checkout" / "pyops" / "_build.json").write_text('{"extension": true}')
+
+
+def test_all_that_is_listed_can_be_imported():
+    """README's rooms and the modules beside it; what is not there is named with what is."""
+    modules = {path.stem for path in (ROOT / "pyops").glob("*.py")}
+    modules |= {path.parent.name for path in (ROOT / "pyops").glob("*/__init__.py")}
+    program = (
+        "import sys, pyops\nfor name in sys.argv[1:]: assert getattr(pyops, name).__name__ == 'pyops.' + name\npyops.nonsense"
+    )
+    names = sorted(modules - {"__init__", "__main__"})
+    done = subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("AttributeError: module 'pyops' has no attribute 'nonsense'; it has "), done.stderr
+    assert set(told.partition("it has ")[2].split(", ")) == {*names, "has_kernel", "__version__"}
 
 
 def test_importing_pyops_is_light():

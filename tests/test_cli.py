@@ -41,6 +41,17 @@ def test_train(tmp_path, capsys):
     assert len(read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
 
 
+def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
+    assert main(settings(tmp_path)) == 0
+    rows = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main([*settings(tmp_path), "--resume"]) == 0
+    shown = capsys.readouterr().out
+    assert f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.steps to more" in shown
+    assert "a sample" not in shown
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == rows
+
+
 def test_lr_range_test(tmp_path, capsys):
     assert main([*settings(tmp_path), "--lr-range-test", "1e-5:100:40"]) == 0
     folder = tmp_path / "runs" / "run-lr-range"
@@ -102,6 +113,18 @@ def test_env_says_what_a_bug_report_needs(capsys):
         assert word in shown, word
 
 
+def test_env_fits_80_columns_that_stay_apart(capsys):
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    kernels = lines[lines.index(next(line for line in lines if line.startswith("kernels"))) :]
+    cpu, cuda = kernels[0].index("cpu"), kernels[0].index("cuda")
+    for line in kernels[1:]:
+        assert line[2:].split()[0] == line[:cpu].strip(), f"the name runs into the next column: {line}"
+        assert {line[cpu:cuda].strip(), line[cuda:].strip()} <= {"yes", "-"}, line
+    assert not [line for line in lines if len(line.split("  ")) == 1 and not line.startswith(" ")], "a key without a value"
+
+
 def test_bench_without_a_checkout(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pyops, "__file__", str(tmp_path / "pyops" / "__init__.py"))
     assert main(["bench"]) == 2
@@ -112,6 +135,13 @@ def test_bench_hands_its_arguments_on():
     done = subprocess.run([sys.executable, "-m", "pyops", "bench", "nonsense"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "no bench called nonsense" in done.stderr
+
+
+def test_bench_says_what_it_takes(capfd):
+    assert main(["bench", "--help"]) == 0
+    shown = capfd.readouterr().out
+    assert "--rounds" in shown
+    assert "optim" in shown
 
 
 def wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
@@ -61,8 +63,16 @@ def test_overrides(tmp_path):
         ("[train]\nbucket_mib = 1e-9", r"train.bucket_mib is 1e-09; it must be at least one byte"),
         (
             "[optimizer]\nname = 'onebit_adam'\n[communication]\ncodec = 'power_sgd'",
-            r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' travel as one flat tensor",
+            r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' travel as one flat tensor: "
+            "set communication.codec to onebit or int8",
         ),
+        ("[communication]\ncodec = 'int7'", r"^communication.codec is 'int7'; choose one of none, .*int8, .*power_sgd$"),
+        (
+            "[communication]\ncodec = 'int8'\n[zero]\nstage = 1",
+            r"'int8': set communication.codec to \"none\", or zero.stage to 0$",
+        ),
+        ("[communication]\ncodec = 'int8'\n[parallel]\ntp = 2", r"'int8': set communication.codec to .*, or parallel.tp to 1$"),
+        ("[optimizer]\nname = 'onebit_adam'\n[parallel]\npp = 2", r"set parallel.pp to 1, or optimizer.name to adamw, say$"),
         ("model = 3", r"model is 3; it is a section: write \[model\]"),
         ("[train]\nsteps = 0", r"train.steps is 0; it must be 1 or more"),
         ("[precision]\ndtype = 'fp8'", r"precision.dtype is 'fp8'; it must be one of fp32, bf16, fp16"),
@@ -147,3 +157,21 @@ def test_the_learning_rates_way():
     assert way == sorted(way[:4]) + sorted(way[4:], reverse=True)
     assert config.lr_at(12, num_steps=12) == pytest.approx(0.5)
     assert OptimizerConfig(lr=2.0, warmup_steps=0).lr_at(0, num_steps=1) == 2.0
+
+
+def test_every_refusal_of_a_section_begins_with_a_key():
+    """The reader puts the section's name before it: what is left must be something that can be typed."""
+    sections = {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config) if f.name != "name"}
+    wrong = {int: (-1, 2**70), float: (-1.0, 1e300), str: ("nonsense",), bool: ()}
+    found: list[tuple[str, list[str], str]] = []
+    for section, kind in sections.items():
+        for field in dataclasses.fields(kind):
+            for value in wrong.get(typing.get_type_hints(kind)[field.name], ()):
+                try:
+                    kind(**{field.name: value})
+                except ValueError as error:
+                    found.append((section, [f.name for f in dataclasses.fields(kind)], str(error)))
+                except OverflowError:
+                    pass  # a size that nothing holds: not a matter of words
+    assert len(found) > 60
+    assert not [(section, text) for section, keys, text in found if text.split(" ")[0].rstrip(",") not in keys]

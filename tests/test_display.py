@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -95,7 +96,7 @@ def test_other_ranks_are_silent(capsys):
     assert capsys.readouterr().out == ""
 
 
-def shown_of(monkeypatch, rows) -> str:
+def shown_of(monkeypatch, rows, *, columns: int = 160, every: int = 1) -> str:
     """All that a terminal gets."""
     pytest.importorskip("rich")
 
@@ -105,9 +106,9 @@ def shown_of(monkeypatch, rows) -> str:
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    display = Display("my run", num_steps=20)
+    display = Display("my run", num_steps=20, every=every)
     for row in rows:
         display.step(row)
     display.note("a [note]")
@@ -125,4 +126,25 @@ def test_a_terminal_gets_a_live_line(monkeypatch):
 
 def test_a_terminal_keeps_the_accuracy(monkeypatch):
     shown = shown_of(monkeypatch, [{**ELASTIC, "validation_accuracy": 0.5}, {**ELASTIC, "step": 12}])
-    assert "validation 50.0 %  epoch 3  step 13/20" in shown
+    assert "epoch 3  step 13/20  loss 0.414  validation 50.0 %  " in shown
+
+
+def test_a_narrow_terminal_keeps_the_bar_and_the_time_left(monkeypatch):
+    """A long row at 80 columns: one line, whose bar and time are whole; the rest gives way from its end."""
+    row = {**ELASTIC, "accuracy": 0.9314, "bytes_sent": 7_200_000, "compression": 31.0, "loss_scale": 65536.0, "skipped": 3}
+    for columns in (80, 40, 160):
+        shown = shown_of(monkeypatch, [{**row, "step": step} for step in range(13)], columns=columns, every=100)
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r")[-1].rstrip("\n").split("\n")[-1]
+        assert len(last) <= columns
+        assert re.search(r"[━╸╺]{10}", last), last
+        assert re.search(r" 0:00:0\d left *$", last), last
+        assert ("loss 0.414" in last, "0.40 GiB" in last) == (columns >= 80, columns == 160), last
+
+
+def test_a_terminal_keeps_the_lines_of_a_log(monkeypatch):
+    """Every `every`-th step, and what was measured, stays above the live line, whole."""
+    rows = [{**ROW, "step": step, **({"validation_loss": 2.5} if step == 6 else {})} for step in range(10)]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown_of(monkeypatch, rows, columns=60, every=5))
+    kept = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("step ")]
+    assert [line.split()[1] for line in kept] == ["5/20", "7/20", "10/20"]
+    assert all("12,346 tokens/s  0.50 GiB" in line for line in kept), "longer than the terminal, and nothing is lost"

@@ -46,6 +46,12 @@ def test_one_rank_needs_no_torch_distributed():
         mesh.size("data")
 
 
+def test_context_parallelism_is_refused_until_it_is_there():
+    assert Axes(cp=1).size == 1
+    with pytest.raises(ValueError, match="cp is 2, but context parallelism is not there yet"):
+        Axes(cp=2)
+
+
 @pytest.mark.parametrize("degree", [0, -1, True, 2.0])
 def test_degrees_are_positive_integers(degree):
     with pytest.raises(ValueError, match=r"dp is .*; an axis has 1 rank or more"):

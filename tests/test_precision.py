@@ -270,3 +270,10 @@ def test_what_precisions_mean():
     assert {n: (p.dtype, p.master_weights, p.scaled) for n, p in PRECISIONS.items()} == {
         "fp32": (torch.float32, False, False), "bf16": (torch.bfloat16, True, False), "fp16": (torch.float16, True, True),
     }  # fmt: skip
+
+
+def test_a_loss_without_memory_is_refused():
+    loss = torch.ones(())
+    loss.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="the loss has elements but no memory"):
+        LossScaler().scale([torch.ones(()), loss])

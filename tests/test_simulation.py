@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,29 @@ def test_options_and_files(capsys, tmp_path: Path):
     assert f"picture: {picture}" in out
     assert picture.stat().st_size > 1000
     assert trace.stat().st_size > 1000
+
+
+def test_a_trace_needs_no_matplotlib(capsys, tmp_path: Path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.patches"):
+        monkeypatch.setitem(sys.modules, name, None)
+    trace = tmp_path / "a.json"
+    assert main(["simulate", "1f1b", "--trace", str(trace)]) == 0
+    assert f"trace: {trace}" in capsys.readouterr().out
+    written = trace.read_bytes()
+    trace.unlink()
+    assert main(["simulate", "1f1b", "--trace", str(trace), "--draw", str(tmp_path / "a.svg")]) == 2
+    assert "drawing a schedule needs matplotlib: pip install matplotlib, or pyops-train[train]" in capsys.readouterr().err
+    assert trace.read_bytes() == written, "what can be written is written"
+
+
+def test_a_timeline_is_as_wide_as_the_terminal(capsys, monkeypatch):
+    widths = []
+    for columns in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["simulate", "1f1b", "--microbatches", "32"]) == 0
+        widths.append(max(len(line) for line in capsys.readouterr().out.splitlines() if " | " in line))
+    assert 70 <= widths[0] <= 80
+    assert 110 <= widths[1] <= 120
 
 
 def test_a_profile_is_balanced_and_simulated(capsys, tmp_path: Path):

@@ -15,6 +15,7 @@ from pyops.data import CorpusError, DataConfig, load_characters, load_digits, pr
 from pyops.data.characters import CHARACTERS, FONTS
 from pyops.data.images import Images, split
 from pyops.data.passages import prepare_passages
+from pyops.elastic import PADDING
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.pipeline import Pipeline, schedule
@@ -94,7 +95,7 @@ def test_augmentation_says_whether_epochs_differ(task):
 
 def test_rows_of_padding_count_nothing(task):
     model = task.model(seed=1)
-    some = torch.tensor([3, 0, 7, 5, -1, -1])
+    some = torch.tensor([3, 0, 7, 5, PADDING, PADDING])
     for held_out in (False, True):
         padded, alone = (task.batch(each, held_out=held_out) for each in (some, some[:4]))
         outputs = [output_of(task, model, inputs, named) for inputs, _, named in (padded, alone)]
@@ -103,7 +104,7 @@ def test_rows_of_padding_count_nothing(task):
         torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
         scores = [task.score(output, each[1]) for output, each in zip(outputs, (padded, alone), strict=True)]
         torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
-    nothing = task.batch(torch.tensor([-1, -1]))
+    nothing = task.batch(torch.tensor([PADDING, PADDING]))
     assert float(task.loss(output_of(task, model, nothing[0], nothing[2]), nothing[1])) == 0.0
 
 
@@ -123,7 +124,7 @@ def test_a_step_in_micro_batches_is_that_of_the_rows(task):
 
 def test_the_score_of_held_out_rows_whatever_the_micro_batches(task):
     model = task.model(seed=1).eval()
-    inputs, target, named = task.batch(torch.tensor([3, 0, 7, -1]), held_out=True)
+    inputs, target, named = task.batch(torch.tensor([3, 0, 7, PADDING]), held_out=True)
     scores = []
     for several in (1, 2):
         output = one_stage(task, model, several)(inputs, shape=(4 // several, task.tokens), **named)
@@ -253,7 +254,7 @@ def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     assert torch.equal(target[:, 0], passages.text.files[rows])
     tokens = torch.where(target[:, 1:] == IGNORED, inputs[:, 1:], target[:, 1:])
     assert torch.equal(tokens, passages.text.copied(4).cut(rows * 4 + 1)[:, 1:])
-    assert task.batch(torch.tensor([-1]))[1][0, 0] == IGNORED
+    assert task.batch(torch.tensor([PADDING]))[1][0, 0] == IGNORED
     assert bool((task.batch(torch.arange(9), held_out=True)[1][:, 0] == IGNORED).all())
 
 

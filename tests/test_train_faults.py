@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pyops.checkpoint import load
+from pyops.comm.failure import CommunicationError
 from pyops.config import Config
-from pyops.train import train
+from pyops.train import Run, train
 from tests.tiny_run import STEPS, config_of, losses, same
+from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
 
@@ -59,3 +64,27 @@ def test_a_killed_rank(tmp_path, where, stage):
     whole = [load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"] for step in (10, 15, STEPS)]
     assert whole == [10, 15, STEPS]
     assert not list((broken.folder / "checkpoints").glob("*.tmp"))
+
+
+def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> str:
+    inner = Run._sum
+
+    def dying(self: Run, totals: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and self.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, totals)
+
+    Run._sum = dying  # type: ignore[method-assign]
+    try:
+        train(config)
+    except CommunicationError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_rank_that_dies_before_losses_are_summed_is_named(tmp_path):
+    config = config_of(tmp_path, "cpu", stage=3)
+    first, second = spawn_ranks(2, _killed_before_losses_are_summed, config, timeout=60, group_timeout=10)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error is None, first.error
+    assert "the sum of losses failed because rank 1 died or stalled" in first.result

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(world, tmp_path):
         config.check_ranks(3)
     with pytest.raises(ConfigError, match=r"train.batch is 8 sequences, which 3 ranks can't share"):
         config.check_ranks(6)
-    with pytest.raises(ValueError, match=r"parallel.tp is 2, but optimizer.name 'onebit_adam' communicates itself: set 1"):
+    with pytest.raises(ValueError, match=r"tp is 2, but optimizer.name 'onebit_adam'.* set parallel\.tp to 1"):
         dataclasses.replace(config, optimizer=OptimizerConfig("onebit_adam"))
     with pytest.raises(ValueError, match=r"parallel.tp is 2, but optimizer.name 'lamb' goes by sums over each layer"):
         dataclasses.replace(config, optimizer=OptimizerConfig("lamb"))

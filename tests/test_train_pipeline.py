@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path):
         cut(config, "run", stage=2, pp=2)
     with pytest.raises(ValueError, match=r"parallel.pp is 5, 5 stages by schedule '1f1b', but the model has 4 layers"):
         parallel(pp=5)
-    with pytest.raises(ValueError, match=r"parallel.pp is 2, but optimizer.name 'onebit_adam' communicates itself: set 1"):
+    with pytest.raises(ValueError, match=r"pp is 2, but optimizer.name 'onebit_adam'.* set parallel\.pp to 1"):
         dataclasses.replace(parallel(pp=2), optimizer=OptimizerConfig("onebit_adam"))
     with pytest.raises(ValueError, match=r"parallel.pp is 2, which does not take communication.codec 'int8'"):
         dataclasses.replace(config_of(tmp_path, "cpu", codec="int8"), parallel=ParallelConfig(pp=2))

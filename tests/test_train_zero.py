@@ -194,7 +194,7 @@ def test_what_is_asked_for_is_what_runs(world, tmp_path):
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"zero.stage is 1, but optimizer.name 'onebit_adam' communicates itself: set 0"):
+    with pytest.raises(ValueError, match=r"stage is 1, but optimizer.name 'onebit_adam'.* set zero\.stage to 0"):
         Config(optimizer=OptimizerConfig(name="onebit_adam"), zero=ZeroConfig(1))
     with pytest.raises(ValueError, match=r"zero.stage is 2, which does not take communication.codec 'int8'"):
         config_of(tmp_path, "cpu", codec="int8", stage=2)

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "../math/activation.h"
+#include "box.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 
@@ -60,8 +61,10 @@ std::tuple<Tensor, Tensor> backward(const Tensor& given, const Tensor& x, const 
                                     bool bias_grad, bool gated, const char* op) {
     Layer layer(x, bias, activation, gated, op);
     const Tensor dy = dense(given);
-    require(dtype_code(dy) == layer.span.dtype && dy.numel() == layer.rows * layer.span.columns && dy.is_cpu(), "pyops::", op,
-            ": dy must be of x's dtype and y's shape, got shape ", Shape{given});
+    const auto own = dy.sizes(), all = x.sizes();
+    require(dtype_code(dy) == layer.span.dtype && own.size() == all.size() && own[own.size() - 1] == layer.span.columns &&
+                std::equal(own.begin(), own.end() - 1, all.begin()) && dy.is_cpu(),
+            "pyops::", op, ": dy must be of x's dtype and y's shape, got shape ", Shape{given});
     Tensor dx = in_huge_pages(torch::stable::empty_like(layer.x));
     const std::vector<int64_t> shape = {bias_grad ? layer.width : 0};
     Tensor dbias = torch::stable::new_empty(layer.x, shape);
@@ -95,8 +98,8 @@ std::tuple<Tensor, Tensor> bias_gated_backward(const Tensor dy, const Tensor x, 
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("bias_activation", TORCH_BOX(&pyops::bias_activation));
-    m.impl("bias_gated", TORCH_BOX(&pyops::bias_gated));
-    m.impl("bias_activation_backward", TORCH_BOX(&pyops::bias_activation_backward));
-    m.impl("bias_gated_backward", TORCH_BOX(&pyops::bias_gated_backward));
+    PYOPS_IMPL(m, "bias_activation", &pyops::bias_activation);
+    PYOPS_IMPL(m, "bias_gated", &pyops::bias_gated);
+    PYOPS_IMPL(m, "bias_activation_backward", &pyops::bias_activation_backward);
+    PYOPS_IMPL(m, "bias_gated_backward", &pyops::bias_gated_backward);
 }

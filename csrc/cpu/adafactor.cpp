@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "../math/adafactor.h"
+#include "box.h"
 #include "layer.h"
 
 namespace pyops {
@@ -197,4 +198,4 @@ void adafactor_(const Tensors params, const Tensors grads, const Tensors row_var
 }  // namespace
 }  // namespace pyops
 
-STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { m.impl("adafactor_", TORCH_BOX(&pyops::adafactor_)); }
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { PYOPS_IMPL(m, "adafactor_", &pyops::adafactor_); }

@@ -1,5 +1,6 @@
 // Cross entropy on tensors: checks, then blocks of rows dealt out to torch's threads in turn, because rows that are ignored cost
 // nothing and often stand together.
+#include "box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"
@@ -76,8 +77,8 @@ void cross_entropy_gradient_(const Tensor out, const Tensor logits, const Tensor
     check_values(maxima, n, 0, rows.dtype, "maxima", op);
     check_values(coefficients, n, 3, rows.dtype, "coefficients [rows, 3]", op);
     require(out.dim() == 2 && out.size(0) == n && out.size(1) == logits.size(1) && dtype_code(out) == rows.dtype && out.is_cpu() &&
-                (out.size(1) <= 1 || out.stride(1) == 1),
-            "pyops::", op, ": out must be like the logits ", Shape{logits}, ", got ", Shape{out});
+                (out.size(1) <= 1 || out.stride(1) == 1) && (n <= 1 || out.stride(0) >= out.size(1)),
+            "pyops::", op, ": out must be like the logits ", Shape{logits}, ", its rows apart, got ", Shape{out});
     if (out.data_ptr() != logits.data_ptr() && out.is_contiguous()) in_huge_pages(out);
     void* const result = out.data_ptr();
     const void *const m = maxima.data_ptr(), *const c = coefficients.data_ptr();
@@ -92,6 +93,6 @@ void cross_entropy_gradient_(const Tensor out, const Tensor logits, const Tensor
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("cross_entropy_statistics_", TORCH_BOX(&pyops::cross_entropy_statistics_));
-    m.impl("cross_entropy_gradient_", TORCH_BOX(&pyops::cross_entropy_gradient_));
+    PYOPS_IMPL(m, "cross_entropy_statistics_", &pyops::cross_entropy_statistics_);
+    PYOPS_IMPL(m, "cross_entropy_gradient_", &pyops::cross_entropy_gradient_);
 }

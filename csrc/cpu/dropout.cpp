@@ -1,6 +1,7 @@
 // bias_dropout_add, dropout and the first one's derivative on tensors: checks, then runs of consecutive indices on torch's threads.
 #include <tuple>
 
+#include "box.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 
@@ -22,9 +23,10 @@ struct Stream {
         if (!state) return;
         int32_t dtype = 0;
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(state->get(), &dtype));
-        require(dtype == aoti_torch_dtype_int64() && state->numel() == 2 && state->is_contiguous() && state->is_cpu(), "pyops::", op,
+        require(dtype == aoti_torch_dtype_int64() && state->dim() == 1 && state->numel() == 2 && state->is_contiguous() && state->is_cpu(), "pyops::", op,
                 ": state must be contiguous int64 [2], key and offset, on x's device, got shape ", Shape{*state});
         const int64_t* numbers = static_cast<const int64_t*>(state->data_ptr());
+        require(numbers[1] >= 0, "pyops::", op, ": state's second number is an offset, 0 or more; got ", numbers[1]);
         span.key = static_cast<uint64_t>(numbers[0]);
         offset = static_cast<uint64_t>(numbers[1]);
     }
@@ -61,6 +63,7 @@ Tensor bias_dropout_add(const Tensor given, const Bias bias, const Bias residual
 
 std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor given, const Bias state, double p, bool bias_grad) {
     Stream stream(given, state, p, "bias_dropout_add_backward");
+    require(!bias_grad || given.dim() > 0, "pyops::bias_dropout_add_backward: a number without dimensions has no bias; bias_grad=False");
     const Tensor dy = dense(given);
     const int64_t columns = last_size(dy), rows = columns ? dy.numel() / columns : 0;
     const std::vector<int64_t> none = {0}, one = {bias_grad ? columns : 0};
@@ -102,7 +105,7 @@ Tensor dropout(const Tensor given, const Tensor state, double p, int64_t row, in
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("bias_dropout_add", TORCH_BOX(&pyops::bias_dropout_add));
-    m.impl("bias_dropout_add_backward", TORCH_BOX(&pyops::bias_dropout_add_backward));
-    m.impl("dropout", TORCH_BOX(&pyops::dropout));
+    PYOPS_IMPL(m, "bias_dropout_add", &pyops::bias_dropout_add);
+    PYOPS_IMPL(m, "bias_dropout_add_backward", &pyops::bias_dropout_add_backward);
+    PYOPS_IMPL(m, "dropout", &pyops::dropout);
 }

@@ -1,6 +1,7 @@
 // Squared norm of a list: float64 partial sums of fixed blocks, added in the order of the list, whoever computed them.
 #include <cmath>
 
+#include "box.h"
 #include "kernels.h"
 #include "loop.h"
 #include "table.h"
@@ -80,6 +81,6 @@ Tensor squared_norm_from_table(const Tensor table) {
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("squared_norm", TORCH_BOX(&pyops::squared_norm));
-    m.impl("squared_norm_from_table", TORCH_BOX(&pyops::squared_norm_from_table));
+    PYOPS_IMPL(m, "squared_norm", &pyops::squared_norm);
+    PYOPS_IMPL(m, "squared_norm_from_table", &pyops::squared_norm_from_table);
 }

@@ -1,4 +1,5 @@
 // LAMB on the CPU: two passes over the blocks of all rows, the norms of each row between them.
+#include "box.h"
 #include "lamb_ops.h"
 #include "layer.h"
 
@@ -76,6 +77,6 @@ void LayersOnCpu::lamb(const CpuRows& work, const Tensor& norms, LambOptions opt
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("lamb_", TORCH_BOX(&pyops::LambOps<pyops::LayersOnCpu>::lamb_));
-    m.impl("lamb_from_table_", TORCH_BOX(&pyops::LambOps<pyops::LayersOnCpu>::lamb_from_table_));
+    PYOPS_IMPL(m, "lamb_", &pyops::LambOps<pyops::LayersOnCpu>::lamb_);
+    PYOPS_IMPL(m, "lamb_from_table_", &pyops::LambOps<pyops::LayersOnCpu>::lamb_from_table_);
 }

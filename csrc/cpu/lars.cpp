@@ -1,4 +1,5 @@
 // LARS on the CPU: the norms of each row's parameter and gradient, then SGD with a rate for each row.
+#include "box.h"
 #include "lars_ops.h"
 #include "layer.h"
 
@@ -58,6 +59,6 @@ void LayersOnCpu::lars(const CpuRows& work, const Tensor& norms, LarsOptions opt
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("lars_", TORCH_BOX(&pyops::LarsOps<pyops::LayersOnCpu>::lars_));
-    m.impl("lars_from_table_", TORCH_BOX(&pyops::LarsOps<pyops::LayersOnCpu>::lars_from_table_));
+    PYOPS_IMPL(m, "lars_", &pyops::LarsOps<pyops::LayersOnCpu>::lars_);
+    PYOPS_IMPL(m, "lars_from_table_", &pyops::LarsOps<pyops::LayersOnCpu>::lars_from_table_);
 }

@@ -1,8 +1,9 @@
 // Lion on the CPU.
+#include "box.h"
 #include "lion_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("lion_", TORCH_BOX(&pyops::LionOps<pyops::Cpu>::lion_));
-    m.impl("lion_from_table_", TORCH_BOX(&pyops::LionOps<pyops::Cpu>::lion_from_table_));
+    PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::Cpu>::lion_);
+    PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::Cpu>::lion_from_table_);
 }

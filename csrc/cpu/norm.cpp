@@ -1,6 +1,7 @@
 // Norms of tensors' rows: checks, then rows on torch's threads. Sums over rows go by fixed groups, added in their order.
 #include <memory>
 
+#include "box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"
@@ -155,8 +156,11 @@ Backward backward(const Tensor& of_y, const Optional& of_sum, const Tensor& inpu
         return dense(t);
     };
     const auto per_row = [&](const Tensor& t, const char* name) {
-        require(check_dtype(t, name, float64, op) == (float64 ? FP64 : FP32) && t.numel() == count, "pyops::", op, ": ", name,
-                " must be what the forward op gave, float32 or float64 of ", count, " rows, got ", Shape{t});
+        const auto own = t.sizes(), all = input.sizes();
+        require(check_dtype(t, name, float64, op) == (float64 ? FP64 : FP32) && own.size() + 1 == all.size() &&
+                    std::equal(own.begin(), own.end(), all.begin()),
+                "pyops::", op, ": ", name, " must be what the forward op gave, float32 or float64 of x's shape ", Shape{input},
+                " but its last dimension, got ", Shape{t});
         return dense(t);
     };
     const Tensor x = dense(input), dy = operand(of_y, "dy"), deviations = per_row(rstd, "rstd");
@@ -238,10 +242,10 @@ Two rms_norm_backward(const Tensor dy, const Optional dsum, const Tensor x, cons
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("layer_norm", TORCH_BOX(&pyops::layer_norm));
-    m.impl("rms_norm", TORCH_BOX(&pyops::rms_norm));
-    m.impl("add_layer_norm", TORCH_BOX(&pyops::add_layer_norm));
-    m.impl("add_rms_norm", TORCH_BOX(&pyops::add_rms_norm));
-    m.impl("layer_norm_backward", TORCH_BOX(&pyops::layer_norm_backward));
-    m.impl("rms_norm_backward", TORCH_BOX(&pyops::rms_norm_backward));
+    PYOPS_IMPL(m, "layer_norm", &pyops::layer_norm);
+    PYOPS_IMPL(m, "rms_norm", &pyops::rms_norm);
+    PYOPS_IMPL(m, "add_layer_norm", &pyops::add_layer_norm);
+    PYOPS_IMPL(m, "add_rms_norm", &pyops::add_rms_norm);
+    PYOPS_IMPL(m, "layer_norm_backward", &pyops::layer_norm_backward);
+    PYOPS_IMPL(m, "rms_norm_backward", &pyops::rms_norm_backward);
 }

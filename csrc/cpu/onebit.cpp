@@ -1,4 +1,5 @@
 // One-bit compression of tensors: checks, then blocks on torch's threads.
+#include "box.h"
 #include "codec_loop.h"
 
 namespace pyops {
@@ -67,10 +68,10 @@ void onebit_sum_rows_(const Tensor out, const Tensors payloads, const OptionalTe
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("onebit_encode_", TORCH_BOX(&pyops::onebit_encode_));
-    m.impl("onebit_reencode_", TORCH_BOX(&pyops::onebit_reencode_));
-    m.impl("onebit_norm", TORCH_BOX(&pyops::onebit_norm));
-    m.impl("onebit_encode_scaled_", TORCH_BOX(&pyops::onebit_encode_scaled_));
-    m.impl("onebit_decode_", TORCH_BOX(&pyops::onebit_decode_));
-    m.impl("onebit_sum_rows_", TORCH_BOX(&pyops::onebit_sum_rows_));
+    PYOPS_IMPL(m, "onebit_encode_", &pyops::onebit_encode_);
+    PYOPS_IMPL(m, "onebit_reencode_", &pyops::onebit_reencode_);
+    PYOPS_IMPL(m, "onebit_norm", &pyops::onebit_norm);
+    PYOPS_IMPL(m, "onebit_encode_scaled_", &pyops::onebit_encode_scaled_);
+    PYOPS_IMPL(m, "onebit_decode_", &pyops::onebit_decode_);
+    PYOPS_IMPL(m, "onebit_sum_rows_", &pyops::onebit_sum_rows_);
 }

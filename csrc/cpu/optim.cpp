@@ -1,8 +1,9 @@
 // Adam on the CPU.
+#include "box.h"
 #include "optim_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("adam_", TORCH_BOX(&pyops::AdamOps<pyops::Cpu>::adam_));
-    m.impl("adam_from_table_", TORCH_BOX(&pyops::AdamOps<pyops::Cpu>::adam_from_table_));
+    PYOPS_IMPL(m, "adam_", &pyops::AdamOps<pyops::Cpu>::adam_);
+    PYOPS_IMPL(m, "adam_from_table_", &pyops::AdamOps<pyops::Cpu>::adam_from_table_);
 }

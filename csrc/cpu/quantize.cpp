@@ -1,4 +1,5 @@
 // Eight-bit compression of tensors: checks, then blocks on torch's threads.
+#include "box.h"
 #include "codec_loop.h"
 
 namespace pyops {
@@ -40,8 +41,8 @@ void quantize_sum_rows_(const Tensor out, const Tensors payloads, int64_t block,
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("quantize_encode_", TORCH_BOX(&pyops::quantize_encode_));
-    m.impl("quantize_reencode_", TORCH_BOX(&pyops::quantize_reencode_));
-    m.impl("quantize_decode_", TORCH_BOX(&pyops::quantize_decode_));
-    m.impl("quantize_sum_rows_", TORCH_BOX(&pyops::quantize_sum_rows_));
+    PYOPS_IMPL(m, "quantize_encode_", &pyops::quantize_encode_);
+    PYOPS_IMPL(m, "quantize_reencode_", &pyops::quantize_reencode_);
+    PYOPS_IMPL(m, "quantize_decode_", &pyops::quantize_decode_);
+    PYOPS_IMPL(m, "quantize_sum_rows_", &pyops::quantize_sum_rows_);
 }

@@ -1,4 +1,5 @@
 // Philox streams into tensors: a part of `out` is a few runs of consecutive global indices (pyops/ops/random.py).
+#include "box.h"
 #include "kernels.h"
 #include "loop.h"
 #include "table.h"
@@ -69,7 +70,7 @@ void philox_dropout_mask_(const Tensor out, double p, int64_t key, int64_t offse
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("philox_uniform_", TORCH_BOX(&pyops::philox_uniform_));
-    m.impl("philox_normal_", TORCH_BOX(&pyops::philox_normal_));
-    m.impl("philox_dropout_mask_", TORCH_BOX(&pyops::philox_dropout_mask_));
+    PYOPS_IMPL(m, "philox_uniform_", &pyops::philox_uniform_);
+    PYOPS_IMPL(m, "philox_normal_", &pyops::philox_normal_);
+    PYOPS_IMPL(m, "philox_dropout_mask_", &pyops::philox_dropout_mask_);
 }

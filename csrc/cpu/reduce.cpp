@@ -1,4 +1,5 @@
 // The arithmetic of collectives on tensors: checks, then parts of [0, n) on torch's threads.
+#include "box.h"
 #include "kernels.h"
 #include "loop.h"
 #include "table.h"
@@ -63,7 +64,7 @@ void sum_rows_(const Tensor out, const Tensors rows, double scale) {
 }  // namespace pyops
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("accumulate_", TORCH_BOX(&pyops::accumulate_));
-    m.impl("sum_rows_", TORCH_BOX(&pyops::sum_rows_));
-    m.impl("scale_cast_", TORCH_BOX(&pyops::scale_cast_));
+    PYOPS_IMPL(m, "accumulate_", &pyops::accumulate_);
+    PYOPS_IMPL(m, "sum_rows_", &pyops::sum_rows_);
+    PYOPS_IMPL(m, "scale_cast_", &pyops::scale_cast_);
 }

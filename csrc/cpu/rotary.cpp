@@ -1,4 +1,5 @@
 // rotary on tensors: checks, then heads on torch's threads.
+#include "box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"
@@ -35,4 +36,4 @@ Tensor rotary(const Tensor given, const Tensor cos_table, const Tensor sin_table
 }  // namespace
 }  // namespace pyops
 
-STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { m.impl("rotary", TORCH_BOX(&pyops::rotary)); }
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { PYOPS_IMPL(m, "rotary", &pyops::rotary); }

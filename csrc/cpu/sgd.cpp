@@ -1,8 +1,9 @@
 // SGD on the CPU.
+#include "box.h"
 #include "sgd_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    m.impl("sgd_", TORCH_BOX(&pyops::SgdOps<pyops::Cpu>::sgd_));
-    m.impl("sgd_from_table_", TORCH_BOX(&pyops::SgdOps<pyops::Cpu>::sgd_from_table_));
+    PYOPS_IMPL(m, "sgd_", &pyops::SgdOps<pyops::Cpu>::sgd_);
+    PYOPS_IMPL(m, "sgd_from_table_", &pyops::SgdOps<pyops::Cpu>::sgd_from_table_);
 }

@@ -1,4 +1,5 @@
 // The checks and the table of csrc/cpu/table.h, and what library.py asks the shared object.
+#include "box.h"
 #include "table.h"
 
 #include <algorithm>
@@ -105,6 +106,57 @@ std::ostream& operator<<(std::ostream& text, const Shape& shape) {
     return text;
 }
 
+namespace {
+
+// How far a tensor's elements reach into its storage, and how long that is.
+struct Reach {
+    int64_t offset = 0, needed = 0, held = 0;
+    bool fits() const { return needed <= held; }
+};
+
+Reach reach_of(const Tensor& tensor) {
+    const int64_t numel = tensor.numel();
+    Reach reach;
+    if (numel == 0) return reach;
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &reach.offset));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &reach.held));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    int64_t elements = reach.offset + numel;
+    if (!tensor.is_contiguous()) {
+        const auto sizes = tensor.sizes(), strides = tensor.strides();
+        elements = reach.offset + 1;
+        for (size_t d = 0; d < sizes.size(); ++d) elements += (sizes[d] - 1) * strides[d];
+    }
+    reach.needed = elements * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+    if (!tensor.data_ptr()) reach.held = 0;
+    return reach;
+}
+
+}  // namespace
+
+void check_memory(const Tensor& tensor, const ArgumentOf& argument) {
+    const Reach reach = reach_of(tensor);
+    if (reach.fits()) return;
+    std::ostringstream where;
+    where << "argument " << argument.number;
+    if (argument.place >= 0) where << "[" << argument.place << "]";
+    require(false, "pyops::", argument.op, ": ", where.str(), " has elements but no memory for them: its shape ", Shape{tensor},
+            " from element ", reach.offset, " on needs ", reach.needed, " bytes, its storage has ", reach.held,
+            "; it was resized or given back (resize_), allocate it before the call");
+}
+
+bool gradients_fit(const Tensors gradients, const std::vector<int64_t> expected) {
+    require(gradients.size() == expected.size(), "pyops::gradients_fit: expected has ", expected.size(), " numbers for ",
+            gradients.size(), " gradients; give one for each");
+    for (size_t i = 0; i < gradients.size(); ++i) {
+        const Tensor& t = gradients[i];
+        const int64_t kind = (t.numel() << 4) | (t.is_cpu() ? 8 : 0) | dtype_code(t);
+        if (kind != expected[i] || !t.is_contiguous() || !reach_of(t).fits()) return false;
+    }
+    return true;
+}
+
 std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, unsigned required, const char* op) {
     const List columns[] = {{"params", lists.params, PARAM_DTYPE},
                             {"grads", lists.grads, GRAD_DTYPE},
@@ -148,7 +200,6 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
                 if (moment) moment_dtype = dtype;
             }
             row[column] = t.numel ? reinterpret_cast<int64_t>(t.tensor.data_ptr()) : 0;
-            require(!t.numel || row[column], "pyops::", op, ": ", c.name, "[", i, "] has elements but no memory: its storage was resized to nothing");
         }
         row[NUMEL] = param.numel;
         row[OFFSET] = offsets.empty() ? 0 : offsets[i];
@@ -199,7 +250,10 @@ Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors 
 }  // namespace
 }  // namespace pyops
 
-STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) { m.impl("optimizer_table", TORCH_BOX(&pyops::optimizer_table)); }
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
+    PYOPS_IMPL(m, "optimizer_table", &pyops::optimizer_table);
+    m.impl("gradients_fit", TORCH_BOX(&pyops::gradients_fit));  // it answers about memory, and does not walk it
+}
 
 // Asked by pyops/ops/library.py through ctypes.
 extern "C" {

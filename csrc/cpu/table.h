@@ -49,6 +49,8 @@ std::ostream& operator<<(std::ostream& text, const Shape& shape);
 int64_t check_table(const Tensor& table, const char* op);
 // Throws unless every row of a table in the CPU's memory that has elements has the `required` columns.
 void check_columns(const int64_t* table, int64_t rows, unsigned required, const char* op);
+// Whether each of new gradients can stand in the table for the one before it; `expected`: numel * 16 + 8 on the CPU + dtype code.
+bool gradients_fit(const Tensors gradients, const std::vector<int64_t> expected);
 // A one-element fp32 tensor (or float64 where allowed) on the same kind of device as the op; throws otherwise.
 void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed);
 

@@ -1,8 +1,9 @@
 // Adagrad on CUDA.
 #include "../cpu/adagrad_ops.h"
+#include "../cpu/box.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("adagrad_", TORCH_BOX(&pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_));
-  m.impl("adagrad_from_table_", TORCH_BOX(&pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_from_table_));
+  PYOPS_IMPL(m, "adagrad_", &pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_);
+  PYOPS_IMPL(m, "adagrad_from_table_", &pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_from_table_);
 }

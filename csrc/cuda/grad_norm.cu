@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "../cpu/box.h"
 #include "../cpu/table.h"
 #include "grad_norm_kernel.cuh"
 #include "launch.cuh"
@@ -81,6 +82,6 @@ Tensor squared_norm_from_table(const Tensor table) {
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("squared_norm", TORCH_BOX(&pyops::cuda::squared_norm));
-  m.impl("squared_norm_from_table", TORCH_BOX(&pyops::cuda::squared_norm_from_table));
+  PYOPS_IMPL(m, "squared_norm", &pyops::cuda::squared_norm);
+  PYOPS_IMPL(m, "squared_norm_from_table", &pyops::cuda::squared_norm_from_table);
 }

@@ -1,4 +1,5 @@
 // LAMB on CUDA.
+#include "../cpu/box.h"
 #include "../cpu/lamb_ops.h"
 #include "layer.cuh"
 #include "optim.cuh"
@@ -23,6 +24,6 @@ void LayersOnCuda::lamb(const CudaRows& rows, const Tensor& norms, const LambOpt
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("lamb_", TORCH_BOX(&pyops::LambOps<pyops::cuda::LayersOnCuda>::lamb_));
-  m.impl("lamb_from_table_", TORCH_BOX(&pyops::LambOps<pyops::cuda::LayersOnCuda>::lamb_from_table_));
+  PYOPS_IMPL(m, "lamb_", &pyops::LambOps<pyops::cuda::LayersOnCuda>::lamb_);
+  PYOPS_IMPL(m, "lamb_from_table_", &pyops::LambOps<pyops::cuda::LayersOnCuda>::lamb_from_table_);
 }

@@ -1,4 +1,5 @@
 // LARS on CUDA.
+#include "../cpu/box.h"
 #include "../cpu/lars_ops.h"
 #include "layer.cuh"
 
@@ -15,6 +16,6 @@ void LayersOnCuda::lars(const CudaRows& rows, const Tensor& norms, const LarsOpt
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("lars_", TORCH_BOX(&pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_));
-  m.impl("lars_from_table_", TORCH_BOX(&pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_from_table_));
+  PYOPS_IMPL(m, "lars_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_);
+  PYOPS_IMPL(m, "lars_from_table_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_from_table_);
 }

@@ -1,8 +1,9 @@
 // Lion on CUDA.
+#include "../cpu/box.h"
 #include "../cpu/lion_ops.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("lion_", TORCH_BOX(&pyops::LionOps<pyops::cuda::Cuda>::lion_));
-  m.impl("lion_from_table_", TORCH_BOX(&pyops::LionOps<pyops::cuda::Cuda>::lion_from_table_));
+  PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::cuda::Cuda>::lion_);
+  PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::cuda::Cuda>::lion_from_table_);
 }

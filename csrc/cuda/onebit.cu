@@ -1,4 +1,5 @@
 // One-bit compression on the GPU: no host synchronisation, no memory but the workspace of the norm.
+#include "../cpu/box.h"
 #include "codec_launch.cuh"
 #include "onebit_kernel.cuh"
 
@@ -95,10 +96,10 @@ void onebit_sum_rows_(const Tensor out, const Tensors payloads, const OptionalTe
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("onebit_encode_", TORCH_BOX(&pyops::cuda::onebit_encode_));
-  m.impl("onebit_reencode_", TORCH_BOX(&pyops::cuda::onebit_reencode_));
-  m.impl("onebit_norm", TORCH_BOX(&pyops::cuda::onebit_norm));
-  m.impl("onebit_encode_scaled_", TORCH_BOX(&pyops::cuda::onebit_encode_scaled_));
-  m.impl("onebit_decode_", TORCH_BOX(&pyops::cuda::onebit_decode_));
-  m.impl("onebit_sum_rows_", TORCH_BOX(&pyops::cuda::onebit_sum_rows_));
+  PYOPS_IMPL(m, "onebit_encode_", &pyops::cuda::onebit_encode_);
+  PYOPS_IMPL(m, "onebit_reencode_", &pyops::cuda::onebit_reencode_);
+  PYOPS_IMPL(m, "onebit_norm", &pyops::cuda::onebit_norm);
+  PYOPS_IMPL(m, "onebit_encode_scaled_", &pyops::cuda::onebit_encode_scaled_);
+  PYOPS_IMPL(m, "onebit_decode_", &pyops::cuda::onebit_decode_);
+  PYOPS_IMPL(m, "onebit_sum_rows_", &pyops::cuda::onebit_sum_rows_);
 }

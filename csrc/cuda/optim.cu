@@ -1,4 +1,5 @@
 // Adam on CUDA.
+#include "../cpu/box.h"
 #include "optim.cuh"
 
 #include "../cpu/optim_ops.h"
@@ -12,6 +13,6 @@ void adam_rows(const Tensor& table, const AdamOptions& options, const Around& ar
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("adam_", TORCH_BOX(&pyops::AdamOps<pyops::cuda::Cuda>::adam_));
-  m.impl("adam_from_table_", TORCH_BOX(&pyops::AdamOps<pyops::cuda::Cuda>::adam_from_table_));
+  PYOPS_IMPL(m, "adam_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_);
+  PYOPS_IMPL(m, "adam_from_table_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_from_table_);
 }

@@ -1,4 +1,5 @@
 // Eight-bit compression on the GPU: no host synchronisation, no memory of its own.
+#include "../cpu/box.h"
 #include "codec_launch.cuh"
 #include "quantize_kernel.cuh"
 
@@ -75,8 +76,8 @@ void quantize_sum_rows_(const Tensor out, const Tensors payloads, int64_t block,
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("quantize_encode_", TORCH_BOX(&pyops::cuda::quantize_encode_));
-  m.impl("quantize_reencode_", TORCH_BOX(&pyops::cuda::quantize_reencode_));
-  m.impl("quantize_decode_", TORCH_BOX(&pyops::cuda::quantize_decode_));
-  m.impl("quantize_sum_rows_", TORCH_BOX(&pyops::cuda::quantize_sum_rows_));
+  PYOPS_IMPL(m, "quantize_encode_", &pyops::cuda::quantize_encode_);
+  PYOPS_IMPL(m, "quantize_reencode_", &pyops::cuda::quantize_reencode_);
+  PYOPS_IMPL(m, "quantize_decode_", &pyops::cuda::quantize_decode_);
+  PYOPS_IMPL(m, "quantize_sum_rows_", &pyops::cuda::quantize_sum_rows_);
 }

@@ -1,4 +1,5 @@
 // Philox streams into CUDA tensors: uniform numbers, normal numbers, dropout masks.
+#include "../cpu/box.h"
 #include "../cpu/table.h"
 #include "launch.cuh"
 #include "random_kernel.cuh"
@@ -42,7 +43,7 @@ void philox_dropout_mask_(const Tensor out, double p, int64_t key, int64_t offse
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("philox_uniform_", TORCH_BOX(&pyops::cuda::philox_uniform_));
-  m.impl("philox_normal_", TORCH_BOX(&pyops::cuda::philox_normal_));
-  m.impl("philox_dropout_mask_", TORCH_BOX(&pyops::cuda::philox_dropout_mask_));
+  PYOPS_IMPL(m, "philox_uniform_", &pyops::cuda::philox_uniform_);
+  PYOPS_IMPL(m, "philox_normal_", &pyops::cuda::philox_normal_);
+  PYOPS_IMPL(m, "philox_dropout_mask_", &pyops::cuda::philox_dropout_mask_);
 }

@@ -1,6 +1,7 @@
 // The local half of a collective: accumulate_, sum_rows_ and scale_cast_, all one kernel.
 #include <type_traits>
 
+#include "../cpu/box.h"
 #include "../cpu/table.h"
 #include "launch.cuh"
 #include "reduce_kernel.cuh"
@@ -78,7 +79,7 @@ void scale_cast_(const Tensor out, const Tensor a, double scale) { run(out, {a},
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("accumulate_", TORCH_BOX(&pyops::cuda::accumulate_));
-  m.impl("sum_rows_", TORCH_BOX(&pyops::cuda::sum_rows_));
-  m.impl("scale_cast_", TORCH_BOX(&pyops::cuda::scale_cast_));
+  PYOPS_IMPL(m, "accumulate_", &pyops::cuda::accumulate_);
+  PYOPS_IMPL(m, "sum_rows_", &pyops::cuda::sum_rows_);
+  PYOPS_IMPL(m, "scale_cast_", &pyops::cuda::scale_cast_);
 }

@@ -1,8 +1,9 @@
 // SGD on CUDA.
+#include "../cpu/box.h"
 #include "../cpu/sgd_ops.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  m.impl("sgd_", TORCH_BOX(&pyops::SgdOps<pyops::cuda::Cuda>::sgd_));
-  m.impl("sgd_from_table_", TORCH_BOX(&pyops::SgdOps<pyops::cuda::Cuda>::sgd_from_table_));
+  PYOPS_IMPL(m, "sgd_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_);
+  PYOPS_IMPL(m, "sgd_from_table_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_from_table_);
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../cpu/box.h"
 #include "../cpu/table.h"
 #include "table.cuh"
 #include "upload.cuh"
@@ -53,4 +54,7 @@ Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors 
 }  // namespace
 }  // namespace pyops::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) { m.impl("optimizer_table", TORCH_BOX(&pyops::cuda::optimizer_table)); }
+STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
+  PYOPS_IMPL(m, "optimizer_table", &pyops::cuda::optimizer_table);
+  m.impl("gradients_fit", TORCH_BOX(&pyops::gradients_fit));
+}

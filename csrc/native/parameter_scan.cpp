@@ -9,13 +9,14 @@
 //
 // It asks the tensors through Python (no torch headers), about 0.1 us each. It holds no reference to a gradient, which
 // would keep its memory alive through the next forward pass; weak references tell whether a gradient is the same
-// object, and only a new one is asked for its dtype, size and strides.
+// object, and only new ones are asked for dtype, size, strides and memory: all of them in one call (pyops::gradients_fit).
 //
 // StateWatch: is every entry of the optimizer's state the same object as before? It keeps the entries alive, so that
 // an address is never that of a freed tensor.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace py = pybind11;
@@ -112,8 +113,8 @@ bool leads_to(const py::object& reference, PyObject* object) {
 
 class ParameterScan {
 public:
-    ParameterScan(py::list parameters, py::list kinds, py::type tensor, py::type parameter)
-        : protocol_(tensor, parameter), list_(parameters) {
+    ParameterScan(py::list parameters, py::list kinds, py::type tensor, py::type parameter, py::object gradients_fit)
+        : protocol_(tensor, parameter), list_(parameters), gradients_fit_(gradients_fit) {
         if (parameters.size() != kinds.size())
             throw py::value_error("ParameterScan: kinds must have one entry per parameter");
         for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -147,9 +148,9 @@ private:
         py::object parameter;
         std::int64_t address = 0, bytes = 0;
         int kind = ABSENT;
-        bool contiguous = false, on_cpu = false, flat = false;
-        std::int64_t gradient = 0, gradient_bytes = 0;
-        py::object weak, dtype, strides, layout;
+        bool flat = false;
+        std::int64_t gradient = 0;
+        py::object weak, strides, layout, kind_of_gradient;
     };
 
     Seen remember(py::object parameter, int kind) const {
@@ -165,11 +166,9 @@ private:
         if (protocol_.call(protocol_.is_contiguous, parameter.ptr()).ptr() != Py_True)
             seen.layout = protocol_.call(protocol_.stride, parameter.ptr());
         seen.gradient = protocol_.address(gradient.ptr());
-        seen.gradient_bytes = protocol_.integer(protocol_.get(protocol_.nbytes, gradient.ptr()));
-        seen.dtype = protocol_.get(protocol_.dtype, gradient.ptr());
-        seen.on_cpu = protocol_.get(protocol_.is_cpu, gradient.ptr()).ptr() == Py_True;
-        seen.contiguous = protocol_.call(protocol_.is_contiguous, gradient.ptr()).ptr() == Py_True;
-        if (!seen.contiguous) seen.strides = protocol_.call(protocol_.stride, gradient.ptr());
+        if (protocol_.call(protocol_.is_contiguous, gradient.ptr()).ptr() != Py_True)
+            seen.strides = protocol_.call(protocol_.stride, gradient.ptr());
+        seen.kind_of_gradient = kind_of(gradient.ptr());
         seen.weak = weak(gradient.ptr());
         return seen;
     }
@@ -180,13 +179,31 @@ private:
         return py::reinterpret_steal<py::object>(made);
     }
 
-    // Whether a gradient that has not been seen before can stand in for the last one.
+    // A gradient's elements, place and dtype in one number, as the op gradients_fit reads it (pyops/ops/table.py).
+    py::object kind_of(PyObject* gradient) const {
+        const auto dtype = py::str(protocol_.get(protocol_.dtype, gradient)).cast<std::string>();
+        const std::int64_t code = dtype == "torch.float32" ? 0 : dtype == "torch.bfloat16" ? 1 : 2;
+        const std::int64_t numel = protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) / (code == 0 ? 4 : 2);
+        const std::int64_t on_cpu = protocol_.get(protocol_.is_cpu, gradient).ptr() == Py_True ? 8 : 0;
+        return py::int_(numel << 4 | on_cpu | code);
+    }
+
+    // Whether gradients that have not been seen before can stand in for the last ones: the op asks the contiguous ones all that
+    // matters, their memory and a sign that is still to be taken included.
+    bool fit(const py::list& strangers, const py::list& kinds) const {
+        return PyList_GET_SIZE(strangers.ptr()) == 0 || gradients_fit_(strangers, kinds).cast<bool>();
+    }
+
+    // One that is laid out in another way is asked by itself, as it would be if it lay one element after the other.
     bool fits(const Seen& seen, PyObject* gradient) const {
-        if (protocol_.get(protocol_.dtype, gradient).ptr() != seen.dtype.ptr()) return false;
-        if ((protocol_.get(protocol_.is_cpu, gradient).ptr() == Py_True) != seen.on_cpu) return false;
-        if (protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) != seen.gradient_bytes) return false;
-        if (seen.contiguous) return protocol_.call(protocol_.is_contiguous, gradient).ptr() == Py_True;
-        return protocol_.call(protocol_.stride, gradient).equal(seen.strides);
+        if (!protocol_.call(protocol_.stride, gradient).equal(seen.strides)) return false;
+        const std::int64_t numel = seen.kind_of_gradient.cast<std::int64_t>() >> 4;
+        const py::object asked = py::reinterpret_borrow<py::object>(gradient);
+        if (asked.attr("numel")().cast<std::int64_t>() != numel) return false;
+        py::list one, kind;
+        one.append(asked.attr("as_strided")(py::make_tuple(numel), py::make_tuple(1)));
+        kind.append(seen.kind_of_gradient);
+        return fit(one, kind);
     }
 
     bool parameter_holds(const Seen& seen, PyObject* parameter) const {
@@ -202,6 +219,7 @@ private:
         if (count != seen_.size()) return REBUILD;
         int verdict = SAME;
         std::int64_t row = 0, strangers = 0;
+        py::list unknown, kinds;
         const bool make_weak = patience_ == 0;
         if (patience_ > 0) --patience_;
         for (std::size_t i = 0; i < count; ++i) {
@@ -217,7 +235,12 @@ private:
             if (!address && seen.gradient) return REBUILD;  // its storage was given back: the caller explains
             const bool known = leads_to(seen.weak, gradient.ptr()) && address == seen.gradient;
             if (!known) {
-                if (!fits(seen, gradient.ptr())) return REBUILD;
+                if (seen.strides) {
+                    if (!fits(seen, gradient.ptr())) return REBUILD;
+                } else {
+                    unknown.append(gradient);
+                    kinds.append(seen.kind_of_gradient);
+                }
                 seen.weak = make_weak ? weak(gradient.ptr()) : py::object();
                 ++strangers;
             }
@@ -228,6 +251,7 @@ private:
             }
             ++row;
         }
+        if (!fit(unknown, kinds)) return REBUILD;
         // Gradients made anew each step: don't pay for weak references that will be dead by the next.
         if (make_weak && 2 * strangers > rows_) patience_ = 31;
         return verdict;
@@ -235,6 +259,7 @@ private:
 
     TensorProtocol protocol_;
     py::list list_;
+    py::object gradients_fit_;
     std::vector<Seen> seen_;
     std::int64_t rows_ = 0, patience_ = 0, columns_ = 1;
     std::int64_t* column_ = nullptr;
@@ -281,8 +306,8 @@ private:
 
 void bind_parameter_scan(py::module_& m) {
     py::class_<ParameterScan>(m, "ParameterScan", "Notices what changed in parameters and gradients since it was made.")
-        .def(py::init<py::list, py::list, py::type, py::type>(), py::arg("parameters"), py::arg("kinds"),
-             py::arg("tensor"), py::arg("parameter"))
+        .def(py::init<py::list, py::list, py::type, py::type, py::object>(), py::arg("parameters"), py::arg("kinds"),
+             py::arg("tensor"), py::arg("parameter"), py::arg("gradients_fit"))
         .def("attach", &ParameterScan::attach, py::arg("base"), py::arg("columns"), py::arg("column"))
         .def("check", &ParameterScan::check)
         .def_property_readonly("rows", &ParameterScan::rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 from pyops.checkpoint.folder import save
 from pyops.checkpoint.loading import Reader
 from pyops.checkpoint.manifest import MANIFEST, CheckpointError
+from pyops.checkpoint.repository import how_to_fetch
 from pyops.checkpoint.stored import Stored
 from pyops.checkpoint.tensor_file import write_tensors
 
@@ -140,7 +141,10 @@ def weight_files(source: Path) -> dict[Path, list[str] | None]:
         return {source / WEIGHTS: None}
     index = source / INDEX
     if not index.is_file():
-        raise CheckpointError(f"{source} is no safetensors file, and no folder with {WEIGHTS} or {INDEX}; name one of these")
+        raise CheckpointError(
+            f"{source} is no safetensors file, and no folder with {WEIGHTS} or {INDEX}; name one of these"
+            f"{how_to_fetch(source, bare=True)}"
+        )
     found: dict[Path, list[str] | None] = {}
     try:
         weights = json.loads(index.read_text())["weight_map"]

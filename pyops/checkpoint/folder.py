@@ -22,8 +22,8 @@ __all__ = ["Checkpoints", "save"]
 
 
 def save(folder: Path | str, state: Any, *, own: Any = None, group: dist.ProcessGroup | None = None) -> None:
-    """Write `state` (rank 0's, and every rank's shards) and each rank's `own` to `folder`, replacing what is there when all is
-    on the disk.
+    """Write `state` (rank 0's, and every rank's shards) and each rank's `own` to `folder`. A checkpoint that is there is
+    replaced when all is on the disk; a folder with anything else in it is refused (as `pyops.hub.save` does it).
 
     state, own: nested dicts, lists and tuples of tensors, numbers, strings, booleans and None. Anywhere in `state`, ranks may
     hold a `pyops.flat.Shard` or `Shards` of one tensor at one path, also where rank 0 has none: together they must cover the

@@ -19,6 +19,7 @@ from pyops.checkpoint.stored import Part, Stored
 from pyops.checkpoint.tensor_file import TensorFile
 from pyops.comm.agreement import agree
 from pyops.flat import Shard, Shards
+from pyops.mesh import check_initialized
 
 __all__ = ["Reader", "load"]
 
@@ -99,7 +100,11 @@ class Reader:
             found = {n: (str(e.dtype).removeprefix("torch."), list(e.shape)) for n, e in file.entries.items()}
             wanted = {n: (e["dtype"], e["shape"]) for n, e in self._manifest["tensors"].get(name, {}).items()}
             if found != wanted:
-                raise CheckpointError(f"{path} does not hold the tensors that the manifest lists; {self._fix}")
+                first = min(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+                raise CheckpointError(
+                    f"{path} does not hold the tensors that the manifest lists: {first!r} is {found.get(first, 'not there')}, "
+                    f"by {MANIFEST} {wanted.get(first, 'not there')}; {self._fix}"
+                )
             self._files[name] = file
         return self._files[name]
 
@@ -131,6 +136,7 @@ def load(
     that can't be true, or the tensor of `into` that the checkpoint has not, or in another shape. What a Stored reads is
     compared with its checksum when it is read. A collective.
     """
+    check_initialized("checkpoint.load", group)
     rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     error: Exception | None = None
     state = own = None

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from pyops.checkpoint.repository import how_to_fetch
 from pyops.checkpoint.tensor_file import Content
 
 __all__ = [
@@ -130,14 +131,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except FileNotFoundError:
         what = "has no manifest.json: it is no checkpoint of pyops" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"checkpoint {folder} {what}; name a folder that pyops.checkpoint.save wrote") from None
+        raise CheckpointError(
+            f"checkpoint {folder} {what}; name a folder that pyops.checkpoint.save wrote{how_to_fetch(folder)}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged ({error}); {fix}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no manifest of pyops; name a folder that pyops.checkpoint.save wrote")
-    if manifest.get("version") not in VERSIONS:
+        which = f": its format is {manifest.get('format')!r:.80}" if isinstance(manifest, dict) else ""
+        raise CheckpointError(f"{path} is no manifest of pyops{which}; name a folder that pyops.checkpoint.save wrote")
+    if type(manifest.get("version")) is not int or manifest["version"] not in VERSIONS:
         raise CheckpointError(
             f"{path} is of version {manifest.get('version')!r}, this pyops reads versions {VERSIONS[0]} to {VERSIONS[-1]}; "
             "read it with the pyops that wrote it"

@@ -19,11 +19,22 @@ from pyops.checkpoint.boxes import views
 from pyops.checkpoint.manifest import CheckpointError
 from pyops.checkpoint.tensor_file import TensorFile, bytes_of
 from pyops.flat import Box, Shard, ShardElsewhere, Shards, boxes_of_range, meeting
+from pyops.ops.memory import memory_problem
 
 __all__ = ["Part", "Stored"]
 
 PIECE = 4 << 20  # bytes that are read at a time where they can't be read to where they belong
 Target = Tensor | Shard | Shards
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: no dimension's stride may be less than what the smaller ones take."""
+    taken = 1
+    for stride, size in sorted((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride < taken:
+            return tensor.numel() > 0
+        taken = stride * (size - 1) + taken
+    return False
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,15 @@ class Stored:
                 raise CheckpointError(f"{self.name} is {self.dtype} in the checkpoint, {tensor.dtype} here; convert it by hand")
             if tensor.is_meta:
                 raise CheckpointError(f"{self.name} is on the meta device here; give it memory first (to_empty, empty_like)")
+            if tensor.layout != torch.strided:
+                raise CheckpointError(f"{self.name} has layout {tensor.layout} here; give a dense tensor to fill")
+            if (problem := memory_problem(tensor)) is not None:
+                raise CheckpointError(f"{self.name} {problem}")
+            if _overlaps(tensor):
+                raise CheckpointError(
+                    f"{self.name} has shape {list(tensor.shape)} and strides {list(tensor.stride())} here, so that elements "
+                    "share memory; give a tensor whose elements lie apart, such as clone() of it"
+                )
 
     @torch.no_grad()
     def read_into(self, target: Target) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyops.flat import TensorElsewhere
+from pyops.ops.memory import memory_problem
 
 __all__ = ["DTYPES", "Content", "Entry", "TensorFile", "bytes_of", "check_dtypes", "write_tensors"]
 
@@ -54,13 +55,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def check_dtypes(tensors: Mapping[str, Content], *, what: str = "state") -> None:
-    """TypeError naming a tensor that a file can't hold."""
+    """TypeError naming a tensor that a file can't hold, or that has lost its memory."""
     for name, tensor in tensors.items():
         kind: Any = "unread"
         if isinstance(tensor, Tensor):
             kind = "meta" if tensor.is_meta else tensor.layout
         if tensor.dtype not in NAMES or kind not in (torch.strided, "unread"):
             raise TypeError(f"{what}[{name!r}] is a {tensor.dtype}, {kind} tensor, which a checkpoint can't hold: convert it")
+        if isinstance(tensor, Tensor) and (problem := memory_problem(tensor)) is not None:
+            raise TypeError(f"{what}[{name!r}] {problem}")
 
 
 class _Checksums:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ from pyops.checkpoint.refusal import SHARD_FILES, SHARED, own_file
 from pyops.checkpoint.shards import Card, StatePath, describe, find_shards, insert, merge, path_text
 from pyops.checkpoint.tensor_file import Content, check_dtypes, write_tensors
 from pyops.comm.agreement import agree, gather
+from pyops.mesh import check_initialized
 
-__all__ = ["Plan", "commit", "discard", "prepare", "refusal", "write"]
+__all__ = ["Plan", "commit", "discard", "prepare", "refusal", "replace_folder", "write"]
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Plan:
 
 def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGroup | None) -> Plan:
     """This rank's plan, and the empty folder aside. A collective; CheckpointError or TypeError on all ranks alike."""
+    check_initialized("checkpoint.save", group)
     plan = Plan(Path(folder), dist.get_rank(group) if dist.is_initialized() else 0)
     shard_file = f"{SHARD_FILES}{plan.rank:05}.safetensors"
     cards: dict[StatePath, list[Card]] = {}
@@ -71,6 +74,7 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
         try:
             plan.state_tree = take_apart(insert(state, wholes), plan.files.setdefault(SHARED, {}))
             check_dtypes(plan.files[SHARED])
+            _check_place(plan.folder)
             _make_empty(plan.aside)
         except (TypeError, CheckpointError) as caught:
             error = caught
@@ -106,7 +110,7 @@ def commit(plan: Plan, entries: Sequence[dict[str, Any]]) -> None:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(plan.aside)
-        _replace(plan.folder, plan.aside)
+        replace_folder(plan.folder, plan.aside)
     except OSError as error:
         raise refusal(plan.folder, error) from error
 
@@ -125,7 +129,23 @@ def refusal(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _replace(folder: Path, aside: Path) -> None:
+def _check_place(folder: Path) -> None:
+    """CheckpointError unless there is nothing, an empty folder, or a checkpoint and nothing else, which is then replaced."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is there already and is no folder; remove it, or name another place")
+    there = sorted(os.listdir(folder))
+    foreign = [name for name in there if name != MANIFEST and not re.fullmatch(r"(shared|(own|shards)-\d+)\.safetensors", name)]
+    if there and (foreign or MANIFEST not in there):
+        what = f"holds {', '.join(foreign[:3])}, which no checkpoint has" if foreign else f"has no {MANIFEST}"
+        raise CheckpointError(
+            f"{folder} is there already and {what}; a save replaces checkpoints and nothing else: remove it, or name another "
+            "place"
+        )
+
+
+def replace_folder(folder: Path, aside: Path) -> None:
     """Put `aside` in the place of `folder`. Killed in between, the old one is whole under the name .old."""
     old = folder.with_name(folder.name + ".old")
     if folder.exists():

@@ -7,14 +7,16 @@ rank 2: fine                --'                      '--  CorpusError("...")
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pyops.comm.failure import GRACE, lost_peer
+from pyops.comm.failure import GRACE, CommunicationError, lost_peer
+from pyops.mesh import check_initialized
 
-__all__ = ["agree", "gather", "on_all_ranks", "on_first_rank"]
+__all__ = ["agree", "gather", "naming_lost_ranks", "on_all_ranks", "on_first_rank"]
 
 T = TypeVar("T")
 PATIENCE = 2 * GRACE + 1  # others may come here only when they have waited for each other elsewhere
@@ -26,26 +28,41 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | N
     CommunicationError, which names it, for a rank that is lost: one that gives no sign of life within `grace` seconds, by
     default PATIENCE.
     """
+    check_initialized("what ranks tell one another", group)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    try:
+    with naming_lost_ranks("telling one another", group=group, grace=grace):
         dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def naming_lost_ranks(what: str, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> Iterator[None]:
+    """Within, an error of torch's own collectives becomes a CommunicationError that names the ranks that are lost.
+
+    what: for the message. grace: as for `gather`.
+    """
+    try:
+        yield
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         whole = dist.group.WORLD if group is None else group
         assert whole is not None
         seconds = PATIENCE if grace is None else grace
-        raise lost_peer("telling one another", group=whole, cause=error, sequence=0, grace=seconds) from error
-    return values
+        raise lost_peer(what, group=whole, cause=error, sequence=0, grace=seconds) from error
 
 
 def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
     """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank."""
+    if error is not None and not dist.is_initialized():
+        raise error
     message = None if error is None else (type(error), str(error))
     for rank, failure in enumerate(gather(message, group=group)):
         if failure is None:
             continue
-        if error is not None and (not dist.is_initialized() or rank == dist.get_rank(group)):
+        if error is not None and rank == dist.get_rank(group):
             raise error
         kind, text = failure
         try:
@@ -57,6 +74,7 @@ def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) ->
 
 def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `function`, which communicates nothing, on every rank; each one's own result, or on all the error of any."""
+    check_initialized("what ranks do together", group)
     error: Exception | None = None
     result: Any = None
     try:
@@ -70,6 +88,7 @@ def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None =
 
 def on_first_rank(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `function` on rank 0 of the group while the others wait; its result, or its error, on every rank."""
+    check_initialized("what the first rank does for all", group)
     error: Exception | None = None
     result: Any = None
     if not dist.is_initialized() or dist.get_rank(group) == 0:

@@ -15,9 +15,11 @@ nan; the error of that block stays as it was, and `flag` becomes 1. Payloads are
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,11 @@ from pyops.ops.onebit import payload_bytes as onebit_bytes
 from pyops.ops.quantize import payload_bytes as quantize_bytes
 from pyops.ops.quantize import quantize_decode_, quantize_encode_, quantize_reencode_, quantize_sum_rows_
 
-__all__ = ["BF16", "FP8", "Codec", "Identity", "Int8", "OneBit", "check_whole", "parse"]
+if TYPE_CHECKING:
+    from pyops.comm.power_sgd import PowerSGD
+    from pyops.comm.topk import TopK
+
+__all__ = ["BF16", "FP8", "Codec", "Identity", "Int8", "OneBit", "PowerSGD", "TopK", "check_whole", "parse"]
 
 LINE = 64  # numbers: pieces of a tensor begin at multiples of it, whatever the codec
 
@@ -338,7 +344,7 @@ class OneBit(Codec):
 
 def parse(text: str) -> Codec:
     """The codec of a name as a configuration gives it. ValueError lists the names."""
-    from pyops.comm.power_sgd import PowerSGD  # they are made of what is above
+    from pyops.comm.power_sgd import PowerSGD
     from pyops.comm.topk import TopK
 
     known: dict[str, Callable[[], Codec]] = {
@@ -349,3 +355,11 @@ def parse(text: str) -> Codec:
     if not isinstance(text, str) or text not in known:
         raise ValueError(f"there is no codec {text!r}; choose one of {', '.join(known)}")
     return known[text]()
+
+
+def __getattr__(name: str) -> Any:
+    # Two codecs with files of their own, which are made of what is above.
+    homes = {"PowerSGD": "power_sgd", "TopK": "topk"}
+    if name in homes:
+        return getattr(importlib.import_module(f"pyops.comm.{homes[name]}"), name)
+    raise AttributeError(f"module 'pyops.comm.codec' has no attribute {name!r}; it has {sorted(__all__)}")

@@ -19,6 +19,7 @@ from pyops.comm import ring, two_shot
 from pyops.comm.arithmetic import check_reducible, scale_in_place, summable_view
 from pyops.comm.communicator import ALGORITHMS, Communicator
 from pyops.comm.failure import PeerError
+from pyops.ops.memory import require_memory
 
 __all__ = ["all_gather", "all_reduce", "gather_bytes", "reduce_scatter"]
 
@@ -259,6 +260,7 @@ def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written
         raise ValueError(f"a tensor of layout {tensor.layout} can't be communicated; pass tensor.to_dense()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor on {tensor.device} has no memory that ranks can exchange; pass one on the CPU or on CUDA")
+    require_memory(tensor, "a tensor that")
     if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
     if algorithm == "shared_memory" and tensor.is_cuda:
@@ -278,6 +280,11 @@ def _check_out(out: Tensor | None, tensor: Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(
             f"out is {tuple(out.shape)} of {out.dtype} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}; the "
             f"result is {shape} of {tensor.dtype} on {tensor.device}"
+        )
+    require_memory(out, "out")
+    if out.is_neg() or out.is_conj():
+        raise ValueError(
+            "out is a view whose sign or conjugate is still to be taken; pass a plain tensor, as torch.empty makes it"
         )
 
 

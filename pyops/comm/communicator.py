@@ -8,12 +8,14 @@ Communicator.of(group)     made at the first collective of the group, kept as lo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import weakref
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from pyops.comm.failure import CommunicationError, DisagreementError, PeerError,
 from pyops.comm.shared_memory import AGREEMENT, SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
 from pyops.comm.transport import ProcessGroupTransport, exchange_bytes
 from pyops.comm.work import StreamWork, Work, Worker
+from pyops.mesh import check_initialized
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
 
@@ -49,7 +52,13 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 
 
 class Communicator:
-    """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`."""
+    """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`.
+
+    presumed_costs: what "auto" need not measure, by (device type, dtype); the same on every rank. A table counts where it
+    has every algorithm that can run.
+    """
+
+    presumed_costs: ClassVar[Mapping[tuple[str, str], probe.Table]] = {}
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -68,6 +77,7 @@ class Communicator:
     def of(cls, group: dist.ProcessGroup | None = None) -> Communicator:
         """The communicator of a group, by default of all ranks. ValueError where torch.distributed is not running."""
         if group is None:
+            check_initialized("a collective of the default group")
             if not dist.is_initialized():
                 raise ValueError(
                     "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group"
@@ -135,7 +145,10 @@ class Communicator:
         self._current = number
         try:
             return call(spins)
-        except DisagreementError as error:  # all ranks raise it, and the group is as good as before
+        except DisagreementError as error:  # all ranks raise it, and the group is as good as before, unless one leaves
+            if (gone := self._gone()) is not None:
+                self._broken = CommunicationError(f"{what}: {gone[1]}", ranks=gone[0])
+                raise self._broken from None
             raise DisagreementError(f"{what}: {error}", ranks=error.ranks) from None
         except CommunicationError as error:
             self._broken = CommunicationError(f"{what}: {error}", ranks=error.ranks)
@@ -143,6 +156,43 @@ class Communicator:
         except PeerError as error:
             self._broken = lost_peer(what, group=self.group, cause=error, sequence=number)
             raise self._broken from error
+
+    def leave(self, error: Exception, *, device: torch.device) -> NoReturn:
+        """Raise `error`, for which this rank can take part in nothing any more. The others raise a CommunicationError with its
+        text in the collective that they come to next. Where all ranks leave, the group is as good as before.
+
+        device: of the tensors in that collective. Over NCCL ranks don't compare what they call: the others then hear nothing.
+        """
+        if self.size > 1 and (device.type == "cpu" or self.backend(device) == "gloo"):
+            with contextlib.suppress(Exception):
+                self.run(partial(self._leaving, error), what="leaving", tensor=torch.empty(0), async_op=False, direct=False)
+        raise error
+
+    def _leaving(self, error: Exception, spins: int) -> Tensor:
+        self._store.set(self._note(self.rank), f"{type(error).__name__}: {error}")
+        try:
+            self.agree("leaving", refusal=error)
+        finally:
+            gone = self._gone()
+            if gone is not None and len(gone[0]) < self.size:
+                self._broken = CommunicationError(f"this rank left: {error}", ranks=[self.rank])
+        raise error
+
+    @property
+    def _store(self) -> dist.Store:
+        store: dist.Store = dist.distributed_c10d._get_process_group_store(self.group)
+        return store
+
+    def _note(self, rank: int) -> str:
+        return f"pyops/left/{self._current}/{rank}"
+
+    def _gone(self) -> tuple[list[int], str] | None:
+        """Which ranks have left in the place of the present collective, and why, in words. None: none."""
+        ranks = [rank for rank in range(self.size) if self._store.check([self._note(rank)])]
+        if not ranks:
+            return None
+        why = "; ".join(f"rank {rank} left: {self._store.get(self._note(rank)).decode()}" for rank in ranks)
+        return ranks, f"{why}; start the ranks anew, or make new groups"
 
     def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
         """Put the collective on a stream of its own, after what the current stream has so far."""
@@ -214,6 +264,9 @@ class Communicator:
         if len(names) == 1:
             return names[0]
         key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
+        presumed = self.presumed_costs.get(key, {})
+        if key not in self._costs and presumed.keys() >= set(names):
+            self._costs[key] = {name: presumed[name] for name in names}
         if key not in self._costs:
             if not flat.is_cuda:
                 self.agree("the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names))

@@ -28,6 +28,7 @@ from pyops.comm.failure import DisagreementError
 from pyops.comm.refusal import check_error, check_length, check_tensor, compares, mistake_of, refuse, refusing
 from pyops.comm.transport import Pending, Transport
 from pyops.comm.work import Work
+from pyops.mesh import check_initialized
 
 __all__ = ["compressed_all_gather", "compressed_all_reduce", "compressed_reduce_scatter"]
 
@@ -276,6 +277,7 @@ def _transport(comm: Communicator | None, tensor: Tensor) -> Transport:
 def _communicator(group: dist.ProcessGroup | None, communicator: Communicator | None) -> Communicator | None:
     if communicator is not None:
         return communicator
+    check_initialized("a compressed collective", group)
     return None if group is None and not dist.is_initialized() else Communicator.of(group)
 
 

@@ -28,6 +28,7 @@ from pyops.comm.communicator import Communicator
 from pyops.comm.compressed import compressed_all_reduce
 from pyops.comm.refusal import refuse
 from pyops.flat import FlatLayout
+from pyops.mesh import check_initialized
 
 __all__ = ["HookState", "ddp_hook"]
 
@@ -170,6 +171,7 @@ def ddp_hook(
 
     Li et al., PyTorch Distributed, VLDB 2020; error feedback: Karimireddy et al., ICML 2019.
     """
+    check_initialized("ddp_hook", group)
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.codec.OneBit()")
     return HookState(codec, group=group, model=model), _hook

@@ -59,7 +59,10 @@ def fresh_basis(family: Family, names: Sequence[str], *, seed: int) -> Tensor:
 
 
 def sum_last(x: Tensor) -> Tensor:
-    """The sum over the last dimension, by halving: an order that nothing but the length decides."""
+    """The sum over the last dimension, in an order that nothing but the length decides: one after the other on a CPU, where
+    running sums are one operation; by halving elsewhere."""
+    if x.device.type == "cpu":
+        return x.cumsum(-1)[..., -1]
     while (length := x.shape[-1]) > 1:
         half = length // 2
         folded = x[..., :half] + x[..., half : 2 * half]
@@ -84,11 +87,11 @@ def orthonormal(columns: Tensor) -> Tensor:
     return torch.stack(left, dim=1).float()
 
 
-def product(p: Tensor, q: Tensor) -> Tensor:
-    """P Q^T, [K, n, m], of the columns [K, r, n] and [K, r, m]; the sum over r in its order."""
-    out = p[:, 0, :, None] * q[:, 0, None, :]
-    for k in range(1, p.shape[1]):
-        out.addcmul_(p[:, k, :, None], q[:, k, None, :])
+def product(p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """P Q^T, [..., n, m], of the columns [..., r, n] and [..., r, m]; the sum over r in its order. out: where to put it."""
+    out = torch.mul(p[..., 0, :, None], q[..., 0, None, :], out=out)
+    for k in range(1, p.shape[-2]):
+        out.addcmul_(p[..., k, :, None], q[..., k, None, :])
     return out
 
 

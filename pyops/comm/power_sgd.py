@@ -30,6 +30,8 @@ from pyops.flat import FlatLayout, Shard
 __all__ = ["PowerSGD", "PowerSGDMemory", "low_rank_mean"]
 
 SEGMENT = 1 << 18  # elements of a slice of the exact collectives
+SMALL = 1 << 12  # elements up to which everyone sends all of them to everyone
+BAND = 1 << 16  # elements of a matrix that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ class PowerSGD(Codec):
         self.check_memory(error, numel=flat.numel(), rank=transport.rank, size=transport.size)
 
         def exchange(x: Tensor) -> None:
-            two_shot.all_reduce(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
+            if transport.size == 2 or x.numel() <= SMALL:  # as many bytes, or so few that the messages decide
+                two_shot.sum_of_whole(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
+            else:
+                two_shot.all_reduce(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
 
         low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
 
@@ -176,15 +181,9 @@ class PowerSGDMemory:
     def _part(self, index: int) -> Tensor:
         return self.worker[self.layout.slice_at(index)]
 
-    def matrices(self, flat: Tensor, family: Family) -> Tensor:
-        """A copy of the family's part of a flat tensor, fp32 [members, rows, columns]."""
-        parts = [flat[self.layout.slice_at(i)] for i in family.members]
-        return torch.stack(parts).float().view(-1, family.rows, family.columns)
-
-    def put(self, flat: Tensor, family: Family, matrices: Tensor) -> None:
-        """Write [members, rows, columns] back to a flat tensor."""
-        for i, matrix in zip(family.members, matrices, strict=True):
-            flat[self.layout.slice_at(i)].copy_(matrix.view(-1))
+    def matrices(self, flat: Tensor, family: Family) -> list[Tensor]:
+        """Views of the family's part of a flat tensor, [rows, columns] each."""
+        return [flat[self.layout.slice_at(i)].view(family.rows, family.columns) for i in family.members]
 
 
 def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[Tensor], None], factor: float = 1.0) -> None:
@@ -193,30 +192,68 @@ def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[T
     flat: laid out as memory.layout; padding stays as it is. exchange(x): x = mean of x over the ranks, fp32, the same bits
     everywhere. A matrix whose P or Q is not finite on any rank becomes nan, and its error and directions stay as they were.
     """
+    if flat.dtype != torch.float32:
+        wide = flat.float()
+        low_rank_mean(wide, memory, exchange=exchange, factor=factor)
+        flat.copy_(wide)
+        return
     slices = [memory.layout.slice_at(i) for i in memory.whole]
-    us = [memory.matrices(flat, f) + memory.matrices(memory.worker, f) for f in memory.families]
-    ps = [torch.bmm(q, u.transpose(1, 2)) for q, u in zip(memory.bases, us, strict=True)]
-    means = _together([*(flat[s].float() for s in slices), *ps], exchange)
-    exact, ps = means[: len(slices)], means[len(slices) :]
-    finite = [p.isfinite().flatten(1).all(dim=1)[:, None, None] for p in ps]
-    ps = [orthonormal(torch.where(ok, p, 0.0)) for ok, p in zip(finite, ps, strict=True)]
-    qs = _together([torch.bmm(p, u) for p, u in zip(ps, us, strict=True)], exchange)
-    for place, mean in zip(slices, exact, strict=True):
-        flat[place].copy_(mean * factor)
-        memory.overflowed.copy_(torch.where(mean.isfinite().all(), memory.overflowed, 1.0))
-    for i, (family, u, p, q) in enumerate(zip(memory.families, us, ps, qs, strict=True)):
-        ok = finite[i] & q.isfinite().flatten(1).all(dim=1)[:, None, None]
-        out = product(p, q)
-        memory.put(memory.worker, family, torch.where(ok, u - out, memory.matrices(memory.worker, family)))
-        memory.put(flat, family, torch.where(ok, out * factor, torch.nan))
-        memory.bases[i] = torch.where(ok, unit_columns(q, fresh=memory.bases[i]), memory.bases[i])
-        memory.overflowed.copy_(torch.where(ok.all(), memory.overflowed, 1.0))
+    us = [memory.matrices(flat, family) for family in memory.families]  # the gradients' own memory, in place
+    errors = [memory.matrices(memory.worker, family) for family in memory.families]
+    families = memory.families
+    message, parts = _message(
+        flat, [*((s.stop - s.start,) for s in slices), *((len(f.members), f.rank, f.rows) for f in families)]
+    )
+    exact, ps = parts[: len(slices)], parts[len(slices) :]
+    for part, place in zip(exact, slices, strict=True):
+        part.copy_(flat[place])
+    for u_batch, e_batch, q, p in zip(us, errors, memory.bases, ps, strict=True):
+        for i, (u, error) in enumerate(zip(u_batch, e_batch, strict=True)):
+            for rows in _bands(u):
+                torch.mm(q[i], u[rows].add_(error[rows]).t(), out=p[i, :, rows])
+    if parts:
+        exchange(message)
+    ok = [p.isfinite().flatten(1).all(dim=1) for p in ps]
+    ps = [orthonormal(torch.where(fine[:, None, None], p, 0.0)) for fine, p in zip(ok, ps, strict=True)]
+    message_q, qs = _message(flat, [(len(f.members), f.rank, f.columns) for f in families])
+    for u_batch, p, q in zip(us, ps, qs, strict=True):
+        for i, u in enumerate(u_batch):
+            torch.mm(p[i], u, out=q[i])
+    if families:
+        exchange(message_q)
+    for mean, place in zip(exact, slices, strict=True):
+        torch.mul(mean, factor, out=flat[place])
+    if slices and not bool(message[: sum(part.numel() for part in exact)].isfinite().all()):
+        memory.overflowed.fill_(1.0)
+    for i, (p, q) in enumerate(zip(ps, qs, strict=True)):
+        fine = ok[i] & q.isfinite().flatten(1).all(dim=1)
+        _put_products(us[i], errors[i], p, q, fine=fine.tolist(), factor=factor)
+        memory.bases[i] = torch.where(fine[:, None, None], unit_columns(q, fresh=memory.bases[i]), memory.bases[i])
+        memory.overflowed.copy_(torch.where(fine.all(), memory.overflowed, 1.0))
 
 
-def _together(tensors: list[Tensor], exchange: Callable[[Tensor], None]) -> list[Tensor]:
-    """The tensors after one `exchange` of all of them."""
-    if not tensors:
-        return []
-    message = torch.cat([t.flatten() for t in tensors])
-    exchange(message)
-    return [part.view(t.shape) for part, t in zip(message.split([t.numel() for t in tensors]), tensors, strict=True)]
+def _put_products(us: list[Tensor], errors: list[Tensor], p: Tensor, q: Tensor, *, fine: Sequence[bool], factor: float) -> None:
+    """Of each matrix: error = U - P Q^T and U = factor * P Q^T, a band of rows at a time, which stays in the cache."""
+    scratch = torch.empty(max(BAND, us[0].shape[1]), device=us[0].device)
+    for i, (u, error) in enumerate(zip(us, errors, strict=True)):
+        if not fine[i]:
+            u.fill_(torch.nan)
+            continue
+        for rows in _bands(u):
+            band = u[rows]
+            mean = product(p[i, :, rows], q[i], out=scratch[: band.numel()].view(band.shape))
+            torch.sub(band, mean, out=error[rows])
+            torch.mul(mean, factor, out=band)
+
+
+def _bands(matrix: Tensor) -> list[slice]:
+    rows, columns = matrix.shape
+    many = max(1, BAND // columns)
+    return [slice(start, min(start + many, rows)) for start in range(0, rows, many)]
+
+
+def _message(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:
+    """One fp32 tensor for an exchange, and its parts of these shapes as views."""
+    sizes = [prod(shape) for shape in shapes]
+    message = torch.empty(sum(sizes), dtype=torch.float32, device=like.device)
+    return message, [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)] if sizes else []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -88,6 +88,12 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def leave(self, error: Exception) -> NoReturn:
+        """Raise `error` on this rank; the others hear of it in their next reduction."""
+        if self.communicator is not None:
+            self.communicator.leave(error, device=self.buffers[0].data.device)
+        raise error
 
     def communication_state(self) -> dict[str, Any]:
         """The errors of compression by parameter name (see `BucketErrors`); {} where nothing is compressed."""

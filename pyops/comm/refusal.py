@@ -18,6 +18,7 @@ from torch import Tensor
 from pyops.comm.codec import Codec
 from pyops.comm.communicator import Communicator
 from pyops.comm.error_feedback import ErrorFeedback
+from pyops.ops.memory import require_memory
 
 __all__ = ["check_error", "check_length", "check_tensor", "compares", "mistake_of", "refuse", "refusing"]
 
@@ -78,6 +79,9 @@ def check_tensor(tensor: Any, codec: Any, *, op: Any, segment_bytes: Any, in_pie
         raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be compressed; pass a dense one")
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
+    require_memory(tensor, "tensor")
+    if tensor.is_neg():
+        raise ValueError("tensor is a view whose sign is still to be taken (torch._neg_view); pass tensor.resolve_neg()")
     if segment_bytes is not None and (isinstance(segment_bytes, bool) or not isinstance(segment_bytes, int)):
         raise TypeError(f"segment_bytes is {segment_bytes!r}; give a whole number of bytes, or None")
     if segment_bytes is not None and segment_bytes < 1024:

@@ -20,7 +20,7 @@ from pyops.comm.arithmetic import scale_in_place, sum_rows
 from pyops.comm.ring import shards_of
 from pyops.comm.transport import Pending, Transport, run_staggered
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "reduce_scatter", "sum_of_whole"]
 
 WINDOW = 3  # chunks on their way at once
 LINE = 64  # elements: slices begin at multiples of it
@@ -69,6 +69,25 @@ def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 
     chunk = segment * transport.size
     cuts = range(0, x.numel(), chunk)
     run_staggered((steps(start, min(x.numel(), start + chunk)) for start in cuts), window=WINDOW)
+
+
+def sum_of_whole(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0) -> None:
+    """`all_reduce` in one shot, with the same bits: each rank sends all it has to all others and adds in the order of ranks.
+
+    Two ranks send as many bytes as in two shots; for more it pays where the message is small.
+    """
+    others = _others(transport)
+
+    def steps(part: Tensor) -> Iterator[Pending]:
+        block = torch.empty(transport.size, part.numel(), dtype=x.dtype, device=x.device)
+        rows = [part if p == transport.rank else block[p] for p in range(transport.size)]
+        yield transport.post([(part, p) for p in others], [(rows[p], p) for p in others])
+        sum_rows(part, rows, scale=scale)
+
+    if transport.size == 1:
+        scale_in_place(x, scale=scale)
+    else:
+        run_staggered((steps(part) for part in x.split(segment)), window=WINDOW)
 
 
 def reduce_scatter(

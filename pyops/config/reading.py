@@ -86,6 +86,10 @@ def _convert(value: Any, hint: Any, *, key: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]')
         return tuple(value)
+    if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        raise ConfigError(f"{key} is {str(value)[:40]}; TOML has whole numbers of 64 bits, up to {2**63 - 1}")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{key} is {value[:40]!r}; a text with a null byte names nothing: leave it out")
     kinds = typing.get_args(hint) or (hint,)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

@@ -85,8 +85,10 @@ class CommunicationConfig:
     codec: str = "none"
 
     def __post_init__(self) -> None:
-        if self.codec != "none":
+        try:
             parse(self.codec)
+        except ValueError as error:
+            raise ValueError(f"codec is {self.codec!r}; {str(error).partition('; ')[2]}") from None
 
 
 @dataclass(frozen=True)

@@ -60,23 +60,27 @@ class Config:
         if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
             raise ValueError(
                 f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "
-                f"{self.optimizer.name!r} travel as one flat tensor: set the codec to onebit or int8"
+                f"{self.optimizer.name!r} travel as one flat tensor: set communication.codec to onebit or int8"
             )
 
     def _check_sharing(self) -> None:
         """What doesn't go with [zero] or [parallel]."""
         tp, pp, optimizer = self.parallel.tp, self.parallel.pp, self.optimizer.name
-        axis = f"parallel.tp is {tp}" if tp > 1 else f"parallel.pp is {pp}"
-        shared, off = (f"zero.stage is {self.zero.stage}", "0") if self.zero.stage else (axis, "1")
+        axis, ranks = ("parallel.tp", tp) if tp > 1 else ("parallel.pp", pp)
+        key, value, off = ("zero.stage", self.zero.stage, 0) if self.zero.stage else (axis, ranks, 1)
         if pp > 1:
             self._check_pipeline()
         if not self.zero.stage and tp == pp == 1:
             return
         if self.optimizer.communicates:
-            raise ValueError(f"{shared}, but optimizer.name {optimizer!r} communicates itself: set {off}")
+            raise ValueError(
+                f"{key} is {value}, but optimizer.name {optimizer!r} communicates itself: set {key} to {off}, or "
+                "optimizer.name to adamw, say"
+            )
         if self.communication.codec != "none":
             raise ValueError(
-                f'{shared}, which does not take communication.codec {self.communication.codec!r}: set "none", or {off} there'
+                f"{key} is {value}, which does not take communication.codec {self.communication.codec!r}: set "
+                f'communication.codec to "none", or {key} to {off}'
             )
         if tp > 1 and optimizer in ("lamb", "lars", "adafactor"):
             raise ValueError(

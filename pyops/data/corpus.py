@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyops.checkpoint.repository import how_to_fetch
+
 __all__ = ["CorpusError", "DataConfig", "Document", "find_documents", "read_documents"]
 
 STANDARD_LIBRARY = "stdlib"
@@ -73,7 +75,10 @@ def find_documents(config: DataConfig) -> list[Document]:
     else:
         root = Path(config.path).expanduser()
         if not root.exists():
-            raise CorpusError(f"corpus {config.path} does not exist; set data.path to a file, a folder, or stdlib")
+            raise CorpusError(
+                f"corpus {config.path} does not exist; set data.path to a file, a folder, or stdlib"
+                f"{how_to_fetch(config.path, dataset=True)}"
+            )
         paths = [root] if root.is_file() else list(_walk(root, suffixes=config.suffixes, excludes=()))
         root = root.parent if root.is_file() else root
     documents = [Document(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]

@@ -160,7 +160,7 @@ def mask_rows(tokens_BT: Tensor, *, passages: Passages, samples: Tensor, seed: i
     """
     rows, length = tokens_BT.shape
     count, texts = max(1, round(0.15 * (length - 1))), passages.first
-    drawn = [random.uniform(seed, f"masks.{epoch}", (3 * length,), offset=int(n) * 3 * length) for n in samples.clamp(min=0)]
+    drawn = [random.uniform(seed, f"masks.{epoch}", (3 * length,), offset=int(n) * 3 * length) for n in samples]
     place, kind, other = (
         (torch.stack(drawn) if rows else torch.zeros(0, 3 * length, device="cpu")).view(rows, 3, length).unbind(1)
     )

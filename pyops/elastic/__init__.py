@@ -1,7 +1,7 @@
 """Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set free to new replicas.
 
     elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
-    for share in elastic.shares(): elastic.step(*rows_of(share.samples), share=share, lr=...)
+    for share in elastic.shares(): elastic.step(*rows_of(*indices_of(share.samples)), share=share, lr=...)
     change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
 
 After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can be used alone:
@@ -46,13 +46,14 @@ from pyops.elastic.overhead import machine_of, rows_besides
 from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
-from pyops.elastic.portion import Portion, Step
+from pyops.elastic.portion import PADDING, Portion, Step, indices_of
 from pyops.elastic.prefix import Prefix
 from pyops.elastic.reading import Times, measure, reading_pays
 from pyops.elastic.sampler import Sampler, Share
 from pyops.elastic.transition import Move, carry, moves, transition
 
 __all__ = [
+    "PADDING",
     "ActivationCache",
     "Active",
     "Bound",
@@ -85,6 +86,7 @@ __all__ = [
     "forecast",
     "frozen_share",
     "giving_up",
+    "indices_of",
     "machine_of",
     "measure",
     "message_group",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import gather
+from pyops.mesh import check_initialized
 
 __all__ = ["check_agreed", "check_run", "plain"]
 
@@ -25,6 +26,7 @@ def check_run(
 ) -> None:  # fmt: skip
     """ValueError for numbers that can't be or don't fit each other, parameters that are of two layers, not to be trained, or
     given values by nothing, layers on another device, and norms over the rows of a batch."""
+    check_initialized("Elastic")
     if len(layers) < 3:
         raise ValueError(f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more")
     if stages < 1 or ranks % stages:

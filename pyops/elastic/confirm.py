@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pyops.comm.agreement import agree, gather
 from pyops.elastic.packing import Packing
+from pyops.mesh import check_initialized
 
 __all__ = ["confirm", "fastest"]
 
@@ -34,6 +35,7 @@ def confirm(
 
     What measure raises on one rank is raised on all. ValueError for no rounds, nothing to try, or seconds that are none.
     """
+    check_initialized("confirm", group)
     for what, value in (("most", most), ("rounds", rounds)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")

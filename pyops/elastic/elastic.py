@@ -1,7 +1,7 @@
 """Elastic: training on all ranks, in a layout that follows what is frozen.
 
     for share in elastic.shares():                              this rank's part of each batch; nothing on idle ranks
-        inputs, targets = rows_of(share.samples)                samples of number -1 are padding: their rows must count nothing
+        inputs, targets = rows_of(*indices_of(share.samples))   (indices, padding): rows of padding must count nothing
         elastic.step(inputs, targets, share=share, lr=...)
     change = elastic.decide()                                   freezes, packs, moves, and says so; None where nothing changed
 

@@ -23,6 +23,7 @@ from pyops.comm.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout import Layout
 from pyops.elastic.watch import call_off, watched
+from pyops.mesh import check_initialized
 
 __all__ = ["Active", "Everyone", "agree_within", "giving_up", "message_group"]
 
@@ -36,6 +37,7 @@ def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | No
     None: as long as in the default group. A rank that dies is noticed at once. A collective; destroy it with
     torch.distributed.destroy_process_group.
     """
+    check_initialized("message_group")
     if not dist.is_initialized():
         return None
     made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit(patience))

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pyops import random
 from pyops.elastic.cache import ActivationCache
+from pyops.elastic.portion import PADDING, indices_of
 from pyops.pipeline.microbatch import rows_of
 from pyops.pipeline.stage import named_arguments
 
@@ -89,7 +90,7 @@ class Prefix(nn.Module):
 
         inputs: of the first layer, tensors [n, ...]. named: arguments that layers name: tensors [n, ...] go by rows, others
             whole, and `shape` (rows, ...) with the rows of a chunk.
-        samples: [n] int64, the number of each row in the cache; -1: padding, which gets zeros. None: nothing is read or kept.
+        samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None: nothing is read or kept.
         """
         rows = rows_of(inputs)
         if not rows:
@@ -111,18 +112,19 @@ class Prefix(nn.Module):
         """Begin to read what is on disk of samples [n] int64, those of the next batch, while this one is computed."""
         if self.cache is not None:
             samples = samples.to("cpu", torch.int64)
-            self.cache.prefetch(samples[samples >= 0], seed=self.key)
+            self.cache.prefetch(samples[samples != PADDING], seed=self.key)
 
     def _found(self, samples: Tensor | None, rows: int) -> list[tuple[int, Tensor]]:
         """(depth, which rows) of those that begin with what is there at that depth, 0: with the inputs; none of padding."""
         if samples is None:
             return [(0, torch.arange(rows, device="cpu"))]
         samples = samples.to("cpu", torch.int64)
-        depths = torch.where(samples < 0, -1, 0)
+        _, padding = indices_of(samples)
+        depths = torch.where(padding, -1, 0)
         if self.cache is not None:
-            there = self.cache.depths(samples[samples >= 0], seed=self.key)
+            there = self.cache.depths(samples[~padding], seed=self.key)
             usable = (there > 0) & (there <= self.depth)
-            depths[samples >= 0] = torch.where(usable, there, 0)
+            depths[~padding] = torch.where(usable, there, 0)
         return [(depth, (depths == depth).nonzero().flatten()) for depth in depths.unique().tolist() if depth >= 0]
 
     def _values(self, batch: Batch, samples: Tensor | None, places: Tensor, depth: int) -> Tensor:

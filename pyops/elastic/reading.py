@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
+from pyops.elastic.portion import PADDING
 from pyops.elastic.prefix import Prefix
+from pyops.mesh import check_initialized
 
 __all__ = ["Times", "measure", "reading_pays"]
 
@@ -53,7 +55,7 @@ def measure(prefix: Prefix, *inputs: Any, samples: Tensor, rounds: int = 3, **na
         nothing of these was kept.
     """
     values = prefix(*inputs, samples=samples, **named)  # and the check of its chunks
-    cache, real = prefix.cache, samples.to("cpu", torch.int64) >= 0
+    cache, real = prefix.cache, samples.to("cpu", torch.int64) != PADDING
     mine, kept = samples.to("cpu", torch.int64)[real], 0
     if cache is None or not bool(real.any()):
         return None
@@ -80,6 +82,7 @@ def reading_pays(times: Times | None, *, mode: str = "auto", group: dist.Process
     mode: "on" and "off" decide by themselves; "auto": if compute > put + get, added up over the ranks.
     ValueError, on every rank, for another mode.
     """
+    check_initialized("reading_pays", group)
     error = None if mode in MODES else ValueError(f"cache is {mode!r}; choose one of {', '.join(MODES)}")
     if group is not None:
         agree(error, group=group)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.elastic.groups import agree_within, giving_up
-from pyops.elastic.portion import Portion
+from pyops.elastic.portion import PADDING, Portion
 from pyops.elastic.trial import RowsOf
 from pyops.pipeline import Pipeline
 
@@ -40,7 +40,7 @@ def scored(
                 agree_within(error, group=pipeline.group)
             if first is not None:
                 numbers = portion.samples
-                named = {**named, "samples": torch.where(numbers < 0, numbers, numbers + first)}
+                named = {**named, "samples": torch.where(numbers == PADDING, numbers, numbers + first)}
             with giving_up(meeting):
                 output = pipeline(inputs, **named)
             if pipeline.has_last:

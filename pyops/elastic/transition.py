@@ -28,6 +28,7 @@ from pyops.comm.agreement import agree, gather
 from pyops.comm.failure import PeerError, lost_peer
 from pyops.comm.transport import Pending, ProcessGroupTransport
 from pyops.elastic.layout import Layout
+from pyops.mesh import check_initialized
 from pyops.pipeline.message import HEADER, Described, describe, moved, pack, unpack
 
 __all__ = ["Move", "State", "carry", "moves", "transition"]
@@ -104,6 +105,7 @@ def carry(
     Before anything is sent, ValueError or TypeError on every rank for a state of other layers, for what can't be sent, for
     ranks that differ in the layouts. CommunicationError, which names it, on every rank, for a rank that is lost.
     """
+    check_initialized("carry", group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     described: dict[int, Described] = {}

@@ -12,6 +12,7 @@ copied in or out.
 from pyops.flat.buffer import FlatBuffer
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Placement
+from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
 from pyops.flat.shard import Box, Shard, ShardElsewhere, Shards, TensorElsewhere, boxes_of_range, meeting
 
 __all__ = [
@@ -19,11 +20,17 @@ __all__ = [
     "Box",
     "FlatBuffer",
     "FlatLayout",
+    "InPlace",
     "Placement",
     "Shard",
     "ShardElsewhere",
     "Shards",
     "TensorElsewhere",
     "boxes_of_range",
+    "check_free",
+    "check_watches",
+    "claim",
     "meeting",
+    "release",
+    "watches_of",
 ]

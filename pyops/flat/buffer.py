@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pyops.flat.dtensor import is_dtensor
 from pyops.flat.layout import FlatLayout
+from pyops.flat.places import Places, Watch
+from pyops.ops.memory import require_memory
 
 __all__ = ["FlatBuffer"]
 
@@ -21,6 +24,11 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"{name} is a {type(parameter).__name__}; expected an nn.Parameter")
+        if is_dtensor(parameter):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor (of fully_shard or a DeviceMesh), which no flat buffer can hold; use either "
+                "torch's sharding, with an optimizer of pyops.optim, or a strategy of pyops on the model before it"
+            )
         if id(parameter) in seen:
             raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}; pass a shared parameter once")
         seen[id(parameter)] = name
@@ -31,6 +39,10 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
         if parameter.layout != torch.strided or not (parameter.is_floating_point() or parameter.is_complex()):
             raise ValueError(f"{name} is {parameter.dtype}, {parameter.layout}; expected a dense floating-point parameter")
+        if not parameter.is_meta:
+            require_memory(parameter, name)
+        if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_meta:
+            require_memory(parameter.grad, f"the gradient of {name}")
 
 
 class FlatBuffer:
@@ -46,7 +58,8 @@ class FlatBuffer:
                 attribute `flat_layout` is the layout, by which LAMB, LARS and Adafactor know their layers
     names, parameters, grad_views   in the buffer's order
 
-    Don't move the module or assign new data to its parameters afterwards; load_state_dict is fine. A gradient that was set
+    Don't move the module or assign new data to its parameters afterwards: DataParallel and the optimizers of pyops.optim over
+    `parameter` raise ValueError then. load_state_dict is fine. A gradient that was set
     to None is put back by `restore_gradient`.
     """
 
@@ -75,6 +88,7 @@ class FlatBuffer:
         self.parameter = nn.Parameter(self.data, requires_grad=True)
         self.parameter.grad = self.grad
         self.parameter.flat_layout = self.layout  # type: ignore[attr-defined]  # for optimizers that go by layers
+        self.parameter.flat_watch = Watch(Places(self))  # type: ignore[attr-defined]  # for optimizers, before a step
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
 
     def __len__(self) -> int:

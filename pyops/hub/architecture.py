@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.hub.files import HubError
+from pyops.hub.fields import Fields
 from pyops.hub.packing import Heads, Packing, Source
 
-__all__ = ["Architecture", "Entry", "fixed"]
+__all__ = ["Architecture", "Entry"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Architecture:
     names: of a configuration, our parameters' names to packings, with {i} for a layer's number. read: config.json, and the
     names in the files, to our configuration, HubError for what we lack; write: the other way round. heads: of an attention.
     prefix: that of the names, which a file may lack. copies: tensors that a file may hold besides, equal to another one.
-    ignored: patterns of names that are no parameters. renamed: (new, old) parts of names.
+    ignored: patterns of names that are no parameters. renamed: (new, old) parts of names. computed: of a configuration, tensors
+    that the files may hold and that we compute: what they hold must be that.
     """
 
     kind: str
@@ -38,13 +39,14 @@ class Architecture:
     model: Callable[..., nn.Module]
     config: type
     names: Callable[[Any], Mapping[str, Packing]]
-    read: Callable[[Mapping[str, Any], frozenset[str]], Any]
+    read: Callable[[Fields, frozenset[str]], Any]
     write: Callable[[Any], dict[str, Any]]
     heads: Callable[[Any], Heads]
     prefix: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    computed: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
 
     def entries(self, model: nn.Module) -> list[Entry]:
         """Every parameter of the model with what it is made of, in the model's order; a shared one once."""
@@ -82,10 +84,3 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
         return tuple(self.parameter.shape) if self.placement is None else self.placement.global_shape
-
-
-def fixed(told: Mapping[str, Any], **wanted: Any) -> None:
-    """HubError when config.json sets a field to something else than the one value that we compute."""
-    for key, value in wanted.items():
-        if key in told and told[key] != value:
-            raise HubError(f"config.json has {key} = {told[key]!r}, pyops computes {value!r} only; choose another checkpoint")

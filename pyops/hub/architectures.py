@@ -10,6 +10,7 @@ from torch import nn
 
 from pyops.hub.architecture import Architecture
 from pyops.hub.bert import BERT_MODEL, ROFORMER
+from pyops.hub.fields import Fields
 from pyops.hub.files import HubError
 from pyops.hub.gpt2 import GPT2
 from pyops.hub.llama import LLAMA
@@ -24,6 +25,8 @@ ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, ROFORMER, T5_MODEL, VIT)
 def find_architecture(told: Mapping[str, Any]) -> Architecture:
     """The one that a config.json is of. HubError, naming those that are known, for another."""
     classes, kind = told.get("architectures") or [None], told.get("model_type")
+    if not isinstance(classes, list) or not all(each is None or isinstance(each, str) for each in classes):
+        raise HubError(f"config.json has architectures = {str(classes)[:80]!r}; it must be a list of a class's name")
     for architecture in ARCHITECTURES:
         if kind == architecture.kind and classes[0] in (None, *architecture.classes):
             return architecture
@@ -39,7 +42,7 @@ def architecture_of(model: nn.Module) -> Architecture:
             continue
         config: Any = model.config
         own_head = frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
-        written = architecture.read(architecture.write(config), own_head).resolved()
+        written = architecture.read(Fields(architecture.write(config)), own_head).resolved()
         differing = {f.name: getattr(config, f.name) for f in fields(config)
                      if "dropout" not in f.name and getattr(config.resolved(), f.name) != getattr(written, f.name)}  # fmt: skip
         if not differing:

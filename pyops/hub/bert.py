@@ -5,14 +5,18 @@ RoFormer (RoFormerForMaskedLM) is the same with rotary positions in place of lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pyops.hub.architecture import Architecture, fixed
-from pyops.hub.files import HubError
+import torch
+from torch import Tensor
+
+from pyops.hub.architecture import Architecture
+from pyops.hub.fields import Fields
 from pyops.hub.packing import Grouped, Heads, Packing, Same
 from pyops.models import BERT, BERTConfig
+from pyops.models.rotary import Rotary
 
 __all__ = ["BERT_MODEL", "ROFORMER"]
 
@@ -62,21 +66,27 @@ def copies_under(base: str) -> dict[str, str]:
     }
 
 
-NAMES = names_under("bert")
+def names_of(base: str) -> Callable[[BERTConfig], Mapping[str, Packing]]:
+    """Of a configuration. A head that is not tied has its own bias; otherwise it is cls.predictions.bias, or its copy."""
+    tied = names_under(base)
+    untied = {**tied, "head.output.bias": Same("cls.predictions.decoder.bias")}
+    return lambda config: tied if config.tied_head else untied
 
 
-def read(told: Mapping[str, Any], names: frozenset[str]) -> BERTConfig:
-    fixed(told, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
-    activation = told.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise HubError(f"config.json has hidden_act = {activation!r}; pyops has {', '.join(ACTIVATIONS)}")
+def read(told: Fields, names: frozenset[str], *, pooled_head: bool | None = None, rotary: bool = False) -> BERTConfig:
+    told.fixed(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    length = told.positions if rotary else told.whole
+    classes = told.raw("architectures") or [PRETRAINING]
     return BERTConfig(
-        vocab_size=told["vocab_size"], sequence_length=told["max_position_embeddings"],
-        num_layers=told["num_hidden_layers"], num_heads=told["num_attention_heads"], dim=told["hidden_size"],
-        hidden=told["intermediate_size"], activation=ACTIVATIONS[activation], num_types=told.get("type_vocab_size", 2),
-        norm_eps=told.get("layer_norm_eps", 1e-12), tied_head=told.get("tie_word_embeddings", True),
-        pooled_head=told.get("architectures", [PRETRAINING])[0] == PRETRAINING,
-        dropout=told.get("hidden_dropout_prob", 0.1), attention_dropout=told.get("attention_probs_dropout_prob", 0.1),
+        vocab_size=told.whole("vocab_size"), sequence_length=length("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=told.whole("num_attention_heads"),
+        dim=told.whole("hidden_size"), hidden=told.whole("intermediate_size"),
+        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"), num_types=told.whole("type_vocab_size", 2),
+        norm_eps=told.number("layer_norm_eps", 1e-12), tied_head=told.flag("tie_word_embeddings", True),
+        positions="rotary" if rotary else "learned",
+        pooled_head=classes[0] == PRETRAINING if pooled_head is None else pooled_head,
+        dropout=told.probability("hidden_dropout_prob", 0.1),
+        attention_dropout=told.probability("attention_probs_dropout_prob", 0.1),
     )  # fmt: skip
 
 
@@ -96,24 +106,36 @@ BERT_MODEL = Architecture(
     classes=(PRETRAINING, MASKED),
     model=BERT,
     config=BERTConfig,
-    names=lambda config: NAMES,
+    names=names_of("bert"),
     read=read,
     write=write,
     heads=lambda config: Heads(config.num_heads, config.num_heads, config.dim // config.num_heads),
     prefix="bert.",
     copies=copies_under("bert"),
     ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
-    renamed=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+    renamed=(
+        ("LayerNorm.weight", "LayerNorm.gamma"),
+        ("LayerNorm.bias", "LayerNorm.beta"),
+        # The two were one tensor until transformers 5, and a file may have either name for it.
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ),
 )
 
 ROFORMER_MASKED = "RoFormerForMaskedLM"
-ROFORMER_NAMES = names_under("roformer")
 
 
-def read_roformer(told: Mapping[str, Any], names: frozenset[str]) -> BERTConfig:
-    told = {**told, "embedding_size": told.get("embedding_size") or told["hidden_size"]}
-    fixed(told, rotary_value=False, embedding_size=told["hidden_size"])
-    return replace(read({**told, "architectures": [MASKED]}, names), positions="rotary")
+def read_roformer(told: Fields, names: frozenset[str]) -> BERTConfig:
+    told.fixed(rotary_value=False)
+    if told.raw("embedding_size") is not None:
+        told.fixed(embedding_size=told.whole("hidden_size"))
+    return read(told, names, pooled_head=False, rotary=True)
+
+
+def angles(config: BERTConfig) -> dict[str, Tensor]:
+    """Sines and cosines of all positions as files hold them, which transformers computes with whatever they are."""
+    rotary = Rotary(config.sequence_length, config.dim // config.num_heads, theta=config.rotary_theta, device="cpu")
+    cos, sin = rotary.table_2TK
+    return {"roformer.encoder.embed_positions.weight": torch.cat([sin, cos], dim=1)}
 
 
 def write_roformer(config: BERTConfig) -> dict[str, Any]:
@@ -124,10 +146,11 @@ ROFORMER = replace(
     BERT_MODEL,
     kind="roformer",
     classes=(ROFORMER_MASKED,),
-    names=lambda config: ROFORMER_NAMES,
+    names=names_of("roformer"),
     read=read_roformer,
     write=write_roformer,
     prefix="roformer.",
     copies=copies_under("roformer"),
-    ignored=(r"encoder\.embed_positions\.weight$",),  # sines and cosines, which are computed
+    ignored=(),
+    computed=angles,
 )

@@ -47,6 +47,8 @@ def from_checkpoint(
     like: as in `save`. CheckpointError for a checkpoint that is damaged; HubError for one that does not hold a model that
     can be written, and for a folder that is there already.
     """
+    if Path(folder).exists():
+        raise HubError(f"{folder} is there already; remove it, or name another place")
     reader = Reader(checkpoint)
     reader.check_files()
     state = reader.state()

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from pyops.checkpoint import CheckpointError
 from pyops.checkpoint.convert import weight_files
+from pyops.checkpoint.repository import how_to_fetch
 from pyops.flat import Box
 
-__all__ = ["CONFIG", "HubError", "Weights", "is_hub_folder", "open_weights", "read_config"]
+__all__ = ["CONFIG", "FLOATING", "HubError", "Weights", "is_hub_folder", "open_weights", "read_config"]
 
 CONFIG = "config.json"
 MAX_CONFIG = 16 << 20  # bytes
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HubError(ValueError):
@@ -48,7 +50,9 @@ def read_config(folder: Path | str) -> dict[str, Any]:
             raise ValueError(f"it has {path.stat().st_size} bytes")
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise HubError(f"{path} does not exist; name a folder that save_pretrained of transformers wrote") from None
+        raise HubError(
+            f"{path} does not exist; name a folder that save_pretrained of transformers wrote{how_to_fetch(folder, bare=True)}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise HubError(f"{path} is damaged ({error}); fetch it again") from None
     if not isinstance(found, dict):
@@ -105,5 +109,4 @@ def open_weights(folder: Path | str) -> Iterator[Weights]:
 
 def floating(dtypes: dict[str, str]) -> set[torch.dtype]:
     """The floating dtypes among these names of safetensors."""
-    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return {known[dtype] for dtype in dtypes.values() if dtype in known}
+    return {FLOATING[dtype] for dtype in dtypes.values() if dtype in FLOATING}

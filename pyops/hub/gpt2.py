@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pyops.hub.architecture import Architecture, fixed
+from pyops.hub.architecture import Architecture
+from pyops.hub.fields import Fields
 from pyops.hub.files import HubError
 from pyops.hub.packing import Grouped, Heads, Same, Transposed
 from pyops.models import GPT, GPTConfig
@@ -34,21 +34,21 @@ NAMES = {
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
-def read(told: Mapping[str, Any], names: frozenset[str]) -> GPTConfig:
-    fixed(told, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    activation = told.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        raise HubError(f"config.json has activation_function = {activation!r}; pyops has {', '.join(ACTIVATIONS)}")
-    if told.get("embd_pdrop", 0.1) != told.get("resid_pdrop", 0.1):
+def read(told: Fields, names: frozenset[str]) -> GPTConfig:
+    told.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    if told.probability("embd_pdrop", 0.1) != told.probability("resid_pdrop", 0.1):
         raise HubError(
-            "config.json has embd_pdrop other than resid_pdrop, pyops has one number for both; make them equal there"
+            f"config.json has embd_pdrop = {told.raw('embd_pdrop', 0.1)} and resid_pdrop = {told.raw('resid_pdrop', 0.1)}, "
+            "pyops has one number for both; make them equal there"
         )
+    width = told.whole("n_embd")
     return GPTConfig(
-        vocab_size=told["vocab_size"], sequence_length=told["n_positions"], num_layers=told["n_layer"],
-        num_heads=told["n_head"], dim=told["n_embd"], hidden=told.get("n_inner") or 4 * told["n_embd"],
-        norm_eps=told.get("layer_norm_epsilon", 1e-5), activation=ACTIVATIONS[activation],
-        tied_head=told.get("tie_word_embeddings", True), dropout=told.get("resid_pdrop", 0.1),
-        attention_dropout=told.get("attn_pdrop", 0.1),
+        vocab_size=told.whole("vocab_size"), sequence_length=told.whole("n_positions"),
+        num_layers=told.whole("n_layer", of="tensors"), num_heads=told.whole("n_head"), dim=width,
+        hidden=told.whole("n_inner", 4 * width, optional=True), norm_eps=told.number("layer_norm_epsilon", 1e-5),
+        activation=told.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        tied_head=told.flag("tie_word_embeddings", True), dropout=told.probability("resid_pdrop", 0.1),
+        attention_dropout=told.probability("attn_pdrop", 0.1),
     )  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pyops.hub.architecture import Architecture, fixed
+from pyops.hub.architecture import Architecture
+from pyops.hub.fields import Fields
 from pyops.hub.files import HubError
 from pyops.hub.packing import Grouped, Heads, Same, Stacked
 from pyops.models import GPT, GPTConfig
@@ -34,33 +34,37 @@ NAMES = {
 }
 
 
-def read(told: Mapping[str, Any], names: frozenset[str]) -> GPTConfig:
-    fixed(told, hidden_act="silu")
-    bias = told.get("attention_bias", False)
-    if told.get("mlp_bias", False) != bias:
+def read(told: Fields, names: frozenset[str]) -> GPTConfig:
+    told.fixed(hidden_act="silu")
+    bias = told.flag("attention_bias", False)
+    if told.flag("mlp_bias", False) != bias:
         raise HubError(f"config.json has attention_bias = {bias} and mlp_bias = {not bias}; pyops has both or none")
-    heads = told["num_attention_heads"]
+    heads, width = told.whole("num_attention_heads"), told.whole("hidden_size")
     return GPTConfig(
-        vocab_size=told["vocab_size"], sequence_length=told["max_position_embeddings"],
-        num_layers=told["num_hidden_layers"], num_heads=heads, num_kv_heads=told.get("num_key_value_heads") or heads,
-        head_dim=told.get("head_dim") or told["hidden_size"] // heads, dim=told["hidden_size"],
-        hidden=told["intermediate_size"], norm="rmsnorm", norm_eps=told.get("rms_norm_eps", 1e-6), activation="swiglu",
-        positions="rotary", tied_head=told.get("tie_word_embeddings", False), bias=bias,
-        attention_dropout=told.get("attention_dropout") or 0.0, **_rotary(told),
+        vocab_size=told.whole("vocab_size"), sequence_length=told.positions("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=heads,
+        num_kv_heads=told.whole("num_key_value_heads", heads, optional=True),
+        head_dim=told.whole("head_dim", width // heads, optional=True), dim=width,
+        hidden=told.whole("intermediate_size"), norm="rmsnorm", norm_eps=told.number("rms_norm_eps", 1e-6),
+        activation="swiglu", positions="rotary", tied_head=told.flag("tie_word_embeddings", False), bias=bias,
+        attention_dropout=told.probability("attention_dropout", 0.0), **_rotary(told),
     )  # fmt: skip
 
 
-def _rotary(told: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(told: Fields) -> dict[str, Any]:
     """Angles of positions; since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling."""
-    rope = told.get("rope_parameters") or {"rope_theta": told.get("rope_theta", 1e4), **(told.get("rope_scaling") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    older = {"rope_theta": told.raw("rope_theta", 1e4), **(told.section("rope_scaling") or {})}
+    rope = told.within(told.section("rope_parameters") or older)
+    kind = rope.raw("rope_type", rope.raw("type", "default"))
     if kind not in ("default", "llama3"):
-        raise HubError(f"config.json has positions of rope_type {kind!r}; pyops has 'default' and 'llama3'")
-    found: dict[str, Any] = {"rotary_theta": float(rope["rope_theta"])}
-    if kind == "llama3":
+        where = "rope_parameters" if told.section("rope_parameters") else "rope_scaling"
+        raise HubError(f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has 'default' and 'llama3'")
+    found: dict[str, Any] = {"rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)}
+    if kind == "llama3" and rope.number("factor") != 1.0:  # 1 is no stretching, whatever else stands there
         found |= {
-            "rotary_stretch": float(rope["factor"]), "rotary_low": float(rope["low_freq_factor"]),
-            "rotary_high": float(rope["high_freq_factor"]), "rotary_length": rope["original_max_position_embeddings"],
+            "rotary_stretch": rope.number("factor"), "rotary_low": rope.number("low_freq_factor"),
+            "rotary_high": rope.number("high_freq_factor"),
+            "rotary_length": rope.positions("original_max_position_embeddings"),
         }  # fmt: skip
     return found
 

@@ -10,8 +10,9 @@ No rank reads, or has memory for, more than its own part of a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from pyops.comm.agreement import agree
 from pyops.flat import Box, meeting
 from pyops.hub.architecture import Architecture, Entry
 from pyops.hub.architectures import find_architecture
-from pyops.hub.files import HubError, Weights, floating, open_weights, read_config
+from pyops.hub.fields import Fields
+from pyops.hub.files import FLOATING, HubError, Weights, floating, open_weights, read_config
 from pyops.hub.packing import Piece, Source
+from pyops.mesh import check_initialized
 
 __all__ = ["load", "load_from"]
 
@@ -42,7 +45,11 @@ def load(
     such as dropout=0.0. Raises, on every rank alike, HubError for an architecture that is not known, for tensors that are
     missing, not expected or of another shape, and for files that are damaged; ValueError for heads that ranks can't share.
     """
-    model, error = None, None
+    check_initialized("hub.load", group)
+    folder, model, error = Path(folder), None, None
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():  # a save was killed between two renames
+        folder = old
     try:
         with open_weights(folder) as weights:
             model = load_from(weights, read_config(folder), group=group, sequence_parallel=sequence_parallel, device=device,
@@ -69,11 +76,17 @@ def load_from(
         if len(found) != 1:
             raise HubError(f"the files hold {sorted(map(str, found))}; name the dtype to load them in with dtype=")
         (dtype,) = found
-    model = architecture.model(
-        config, group=group, sequence_parallel=sequence_parallel, seed=None, device=device, dtype=dtype
-    )  # fmt: skip
+    options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "seed": None, "dtype": dtype}
+    try:
+        described = architecture.model(config, **options, device="meta")  # takes no memory: the files may be of another size
+    except (RuntimeError, OverflowError) as error:
+        raise HubError(f"config.json describes tensors that no memory holds: {error}") from None
+    computed = architecture.computed(config)
+    _check_names(architecture, architecture.entries(described), weights, computed)
+    _check_computed(architecture, computed, weights)
+    model = architecture.model(config, **options, device=device)
     entries = architecture.entries(model)
-    names = _check_names(architecture, entries, weights)
+    names = _check_names(architecture, entries, weights, computed)
     with torch.no_grad():
         for entry in entries:
             _fill(entry, names, weights)
@@ -86,19 +99,31 @@ def _configuration(architecture: Architecture, told: Mapping[str, Any], weights:
     unknown = sorted(set(changes) - known)
     if unknown:
         raise ValueError(f"{architecture.config.__name__} has no {unknown}; it has {', '.join(sorted(known))}")
+    if told.get("quantization_config") is not None:
+        raise HubError(
+            f"config.json has quantization_config = {str(told['quantization_config'])[:80]}; pyops reads weights that are not "
+            "quantized: choose another checkpoint"
+        )
+    told_fields = Fields(told, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes))
     try:
-        return replace(architecture.read(told, frozenset(weights.shapes)), **changes)
-    except (KeyError, TypeError) as error:
-        raise HubError(f"config.json of {architecture.kind} lacks a field, or has one of the wrong kind: {error!r}") from None
+        found = architecture.read(told_fields, frozenset(weights.shapes))
+    except HubError:
+        raise
+    except ValueError as error:  # of sizes that don't go together, by our names
+        raise HubError(f"config.json of {architecture.kind} makes no model: {error}") from None
+    return replace(found, **changes)
 
 
-def _check_names(architecture: Architecture, entries: list[Entry], weights: Weights) -> dict[str, str]:
+def _check_names(
+    architecture: Architecture, entries: list[Entry], weights: Weights, computed: Collection[str]
+) -> dict[str, str]:
     """How the files call each tensor; HubError when they lack some, have others, or have them in other shapes."""
     names = frozenset(weights.shapes)
     sources = [source for entry in entries for source in entry.sources]
     called = {source.name: architecture.in_file(source.name, names) for source in sources}
     missing = [name for name in called if called[name] not in names]
-    known = set(called.values()) | {architecture.in_file(copy, names) for copy in architecture.copies}
+    spare = {*architecture.copies, *architecture.copies.values(), *computed}
+    known = set(called.values()) | {architecture.in_file(name, names) for name in spare}
     ignored = re.compile("|".join(architecture.ignored) or r"(?!)")
     surplus = [name for name in sorted(names - known) if not ignored.search(name)]
     if missing or surplus:
@@ -116,6 +141,8 @@ def _check_names(architecture: Architecture, entries: list[Entry], weights: Weig
                 f"{called[source.name]} is {list(weights.shapes[called[source.name]])} in the files, but "
                 f"{list(source.shape)} by config.json; one of them is of another model"
             )
+        if (dtype := weights.dtypes[called[source.name]]) not in FLOATING:
+            raise HubError(f"{called[source.name]} is of {dtype} in the files; pyops reads {', '.join(FLOATING)}: convert it")
     return called
 
 
@@ -145,6 +172,24 @@ def _read(source: Source, piece: Piece, inner: Box, name: str, weights: Weights)
     size = size[surplus:] if surplus >= 0 else [1] * -surplus + size
     found = weights.read(name, (tuple(offset), tuple(size)))
     return (found.T if source.transposed else found).reshape(inner[1])
+
+
+def _check_computed(architecture: Architecture, computed: Mapping[str, Tensor], weights: Weights) -> None:
+    """HubError where the files hold something else than what we compute, which transformers would take."""
+    held = frozenset(weights.shapes)
+    for name, ours in computed.items():
+        if (spelled := architecture.in_file(name, held)) not in held:
+            continue
+        same = weights.shapes[spelled] == ours.shape and weights.dtypes[spelled] in FLOATING
+        if same:
+            theirs = weights.read(spelled, ((0,) * ours.dim(), tuple(ours.shape)))
+            rounding = 4 * max(torch.finfo(theirs.dtype).eps, torch.finfo(ours.dtype).eps)
+            same = bool(((theirs.to(ours.dtype) - ours).abs() <= rounding).all())
+        if not same:
+            raise HubError(
+                f"{spelled} differs from what pyops computes in its place ({list(ours.shape)}, fixed by config.json); the "
+                "model was changed after it was made: choose another checkpoint"
+            )
 
 
 def _check_copies(architecture: Architecture, entries: list[Entry], names: Mapping[str, str], weights: Weights) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.checkpoint.tensor_file import write_tensors
+from pyops.checkpoint.writing import replace_folder
 from pyops.comm.agreement import agree
 from pyops.hub.architecture import Entry
 from pyops.hub.architectures import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
 from pyops.hub.packing import Source
+from pyops.mesh import check_initialized
 
 __all__ = ["save"]
 
@@ -41,11 +44,13 @@ def save(
 ) -> list[str]:  # fmt: skip
     """Write config.json and safetensors files that transformers reads; the names of the files. A collective of `group`.
 
-    folder: must not exist yet; it is written beside its place and renamed, so that it is whole or not there. like: a folder of
-    the same architecture, whose other fields of config.json (labels, special tokens) are taken over. Files hold at most
-    max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it was. Raises, on every rank
-    alike, HubError for a model that no architecture computes, a folder that is there, a disk that is full.
+    folder: written beside its place and renamed, so that it is whole or not there. What an earlier save wrote there is then
+    replaced; a folder with anything else in it, a tokenizer say, is refused (as `pyops.checkpoint.save` does it). like: a
+    folder of the same architecture, whose other fields of config.json (labels, special tokens) are taken over. Files hold at
+    most max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it was. Raises, on
+    every rank alike, HubError for a model that no architecture computes, a folder of something else, a disk that is full.
     """
+    check_initialized("hub.save", group)
     architecture = architecture_of(model)
     entries = architecture.entries(model)
     told = _config(architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like)
@@ -125,8 +130,7 @@ def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, 
 def _write(
     folder: Path, aside: Path, files: Mapping[str, list[tuple[Entry, Source]]], told: Mapping[str, Any], gathered: _Gathered
 ) -> None:
-    if folder.exists():
-        raise HubError(f"{folder} is there already; remove it, or name another place")
+    _check_place(folder)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file, held in files.items():
@@ -137,7 +141,23 @@ def _write(
         index = {source.name: file for file, held in files.items() for _, source in held}
         (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
     (aside / CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
-    os.rename(aside, folder)
+    replace_folder(folder, aside)
+
+
+def _check_place(folder: Path) -> None:
+    """HubError unless there is nothing, an empty folder, or files that `save` writes and nothing else, which are replaced."""
+    if not os.path.lexists(folder):
+        return
+    there = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name]
+    foreign = [
+        name for name in there if name not in (CONFIG, INDEX) and not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name)
+    ]
+    if there and (foreign or CONFIG not in there):
+        what = f"holds {', '.join(foreign[:3])}" if foreign else f"has no {CONFIG}"
+        raise HubError(
+            f"{folder} is there already and {what}; a save replaces a folder that it wrote and nothing else: remove it, or "
+            "name another place"
+        )
 
 
 class _Gathered:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pyops.hub.architecture import Architecture
-from pyops.hub.files import HubError
+from pyops.hub.fields import Fields
 from pyops.hub.packing import Grouped, Heads, Packing, Same, Stacked
 from pyops.models import T5, T5Config
 
@@ -50,21 +49,29 @@ GATED_NAMES = {
     },
 }
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu", "gated-silu": "swiglu"}
+# dense_act_fn and is_gated_act, as transformers derives them
+COMPUTED = {"relu": ("relu", False), "gelu": ("gelu", False), "gated_gelu": ("gelu_new", True), "swiglu": ("silu", True)}
 
 
-def read(told: Mapping[str, Any], names: frozenset[str]) -> T5Config:
-    activation, tied = told.get("feed_forward_proj", "relu"), told.get("tie_word_embeddings", True)
-    if activation not in ACTIVATIONS:
-        raise HubError(f"config.json has feed_forward_proj = {activation!r}; pyops has {', '.join(ACTIVATIONS)}")
+def read(told: Fields, names: frozenset[str]) -> T5Config:
+    tied = told.flag("tie_word_embeddings", True)
+    activation = told.choice("feed_forward_proj", ACTIVATIONS, "relu")
+    # Both follow from feed_forward_proj, unless a file says otherwise: then it is they that transformers computes.
+    function, gated = COMPUTED[activation]
+    told.fixed(dense_act_fn=function, is_gated_act=gated, is_encoder_decoder=True)
+    layers = told.whole("num_layers", of="tensors")
+    padding = told.whole("pad_token_id", 0, least=0, optional=True)
     return T5Config(
-        vocab_size=told["vocab_size"], num_layers=told["num_layers"], num_heads=told["num_heads"], dim=told["d_model"],
-        num_decoder_layers=told.get("num_decoder_layers") or told["num_layers"], head_dim=told["d_kv"], hidden=told["d_ff"],
-        activation=ACTIVATIONS[activation], num_buckets=told.get("relative_attention_num_buckets", 32),
-        max_distance=told.get("relative_attention_max_distance", 128), norm_eps=told.get("layer_norm_epsilon", 1e-6),
+        vocab_size=told.whole("vocab_size"), num_layers=layers, num_heads=told.whole("num_heads"),
+        num_decoder_layers=told.whole("num_decoder_layers", layers, optional=True, of="tensors"),
+        dim=told.whole("d_model"), head_dim=told.whole("d_kv"), hidden=told.whole("d_ff"), activation=activation,
+        num_buckets=told.whole("relative_attention_num_buckets", 32),
+        max_distance=told.whole("relative_attention_max_distance", 128, most=1 << 31),
+        norm_eps=told.number("layer_norm_epsilon", 1e-6),
         # 1.1 says that nothing is tied, which also means that the head's input is not scaled.
-        tied_head=tied or "lm_head.weight" not in names, scaled_head=told.get("scale_decoder_outputs", tied),
-        dropout=told.get("dropout_rate", 0.1), attention_dropout=told.get("dropout_rate", 0.1),
-        start_token=told.get("decoder_start_token_id") or told.get("pad_token_id") or 0,
+        tied_head=tied or "lm_head.weight" not in names, scaled_head=told.flag("scale_decoder_outputs", tied),
+        dropout=told.probability("dropout_rate", 0.1), attention_dropout=told.probability("dropout_rate", 0.1),
+        start_token=told.whole("decoder_start_token_id", padding, least=0, optional=True),
     )  # fmt: skip
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pyops.hub.architecture import Architecture, fixed
+from pyops.hub.architecture import Architecture
+from pyops.hub.fields import Fields
 from pyops.hub.files import HubError
 from pyops.hub.packing import Grouped, Heads, Same
 from pyops.models import ViT, ViTConfig
@@ -39,28 +39,30 @@ NAMES = {
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
-def read(told: Mapping[str, Any], names: frozenset[str]) -> ViTConfig:
-    fixed(told, qkv_bias=True)
-    activation = told.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        raise HubError(f"config.json has hidden_act = {activation!r}; pyops has {', '.join(ACTIVATIONS)}")
+def read(told: Fields, names: frozenset[str]) -> ViTConfig:
+    told.fixed(qkv_bias=True)
+    if told.raw("problem_type") not in (None, "single_label_classification"):
+        told.fixed(problem_type="single_label_classification")
+    labels = told.section("id2label")
     return ViTConfig(
-        num_labels=len(told["id2label"]) if "id2label" in told else told.get("num_labels", 2),
+        num_labels=len(labels) if labels is not None else told.whole("num_labels", 2),
         image_size=_side(told, "image_size", 224), patch_size=_side(told, "patch_size", 16),
-        num_channels=told.get("num_channels", 3), num_layers=told["num_hidden_layers"],
-        num_heads=told["num_attention_heads"], dim=told["hidden_size"], hidden=told["intermediate_size"],
-        activation=ACTIVATIONS[activation], norm_eps=told.get("layer_norm_eps", 1e-12),
-        dropout=told.get("hidden_dropout_prob", 0.0), attention_dropout=told.get("attention_probs_dropout_prob", 0.0),
+        num_channels=told.whole("num_channels", 3), num_layers=told.whole("num_hidden_layers", of="tensors"),
+        num_heads=told.whole("num_attention_heads"), dim=told.whole("hidden_size"), hidden=told.whole("intermediate_size"),
+        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"), norm_eps=told.number("layer_norm_eps", 1e-12),
+        dropout=told.probability("hidden_dropout_prob", 0.0),
+        attention_dropout=told.probability("attention_probs_dropout_prob", 0.0),
     )  # fmt: skip
 
 
-def _side(told: Mapping[str, Any], key: str, otherwise: int) -> int:
-    found = told.get(key, otherwise)
+def _side(told: Fields, key: str, otherwise: int) -> int:
+    found = told.raw(key, otherwise)
     if isinstance(found, list):
-        if len(set(found)) != 1:
-            raise HubError(f"config.json has {key} = {found}; pyops has square images and patches only")
-        return int(found[0])
-    return int(found)
+        if len(found) != 2 or found[0] != found[1]:
+            raise HubError(f"config.json has {key} = {str(found)[:80]}; pyops has square images and patches only")
+        told = told.within({key: found[0]})
+    side: int = told.whole(key, otherwise)
+    return side
 
 
 def write(config: ViTConfig) -> dict[str, Any]:

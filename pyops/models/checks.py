@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ACTIVATIONS", "POSITIONS", "check_config"]
+__all__ = ["ACTIVATIONS", "POSITIONS", "check_config", "check_size", "largest_field", "numbers_of"]
 
 POSITIONS = ("learned", "rotary")
+MOST_NUMBERS = 1 << 48  # of a model: a PiB in fp32
+NUMBERS_OF_A_LAYER = 5000  # what its Python objects take besides, in numbers of four bytes
+SIZES = (
+    "vocab_size", "sequence_length", "num_layers", "num_decoder_layers", "num_heads", "num_kv_heads", "dim", "head_dim",
+    "hidden", "num_types", "num_labels", "image_size", "num_channels", "num_buckets", "patch_size",
+)  # fmt: skip
 
 # name: the activation of ParallelMLP, and whether it is gated
 ACTIVATIONS: Mapping[str, dict[str, Any]] = {
@@ -24,6 +30,7 @@ def check_config(config: Any, *, at_least_one: Sequence[str], choices: Mapping[s
     for field in at_least_one:
         if getattr(config, field) < 1:
             raise ValueError(f"{field} is {getattr(config, field)}; it must be 1 or more")
+    check_size(config)
     for field, known in choices.items():
         if getattr(config, field) not in known:
             raise ValueError(f"{field} is {getattr(config, field)!r}; choose one of {', '.join(known)}")
@@ -50,3 +57,43 @@ def _check_rotary(config: Any) -> None:
         )
     if not config.rotary_theta > 0.0:
         raise ValueError(f"rotary_theta is {config.rotary_theta}; it must be more than 0, such as 10000")
+
+
+def numbers_of(config: Any) -> int:
+    """About how many numbers a model has, and what else grows with its fields; never less than its weights in fp32."""
+    known = {field: getattr(config, field, 0) for field in SIZES}
+    dim, heads = known["dim"], known["num_heads"]
+    width = known["head_dim"] or -(-dim // heads)
+    groups = known["num_kv_heads"] or heads
+    layers = known["num_layers"] + 2 * (known["num_decoder_layers"] or (known["num_layers"] if known["num_buckets"] else 0))
+    gated = ACTIVATIONS.get(getattr(config, "activation", ""), {}).get("gated", False)
+    usual = 8 * dim // 3 if gated and not known["num_buckets"] else 4 * dim
+    mlp = (3 if gated else 2) * dim * (known["hidden"] or usual)
+    layer = NUMBERS_OF_A_LAYER + 2 * dim * width * (heads + groups) + mlp
+    positions = known["sequence_length"] * (width if getattr(config, "positions", "") == "rotary" else dim)
+    if known["patch_size"]:
+        positions += (known["image_size"] // known["patch_size"]) ** 2 * dim
+        positions += known["num_channels"] * known["patch_size"] ** 2 * dim
+    tables = known["vocab_size"] + known["num_types"] + known["num_labels"]
+    return layers * layer + positions + tables * dim + known["num_buckets"] * heads
+
+
+def largest_field(config: Any) -> str:
+    """The size that is furthest from the usual one, of all that a configuration has."""
+    usual = type(config).__dataclass_fields__
+    found = [field for field in SIZES if field in usual]
+    return max(found, key=lambda field: getattr(config, field) / max(1, usual[field].default))
+
+
+def check_size(config: Any) -> None:
+    """ValueError naming the field that makes a model larger than any memory."""
+    for field in SIZES:
+        if abs(getattr(config, field, 0)) >= 1 << 63:
+            raise ValueError(f"{field} is {str(getattr(config, field))[:40]}; sizes are less than 2^63")
+    if config.num_heads < 1 or (numbers := numbers_of(config)) <= MOST_NUMBERS:
+        return
+    field = largest_field(config)
+    raise ValueError(
+        f"{field} is {getattr(config, field)}; the model would take some {4 * numbers / 2**40:.3g} TiB in fp32, which no "
+        "memory holds: make it smaller"
+    )

@@ -13,7 +13,7 @@ Letters of tensor names: B batch, T sequence, D model width, H heads, K width of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from pyops.models.vocabulary import Vocabulary
 from pyops.tensor_parallel import (
     ParallelAttention,
     ParallelMLP,
+    Past,
     VocabParallelEmbedding,
     initialise_model_,
     set_dropout,
@@ -120,10 +121,10 @@ class Embedding(nn.Module):
         self.position = Table(config.sequence_length, config.dim, layout=layout) if learned else None
         self.dropout = layout.dropout(config.dropout, config.dim)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, *, first: int = 0) -> Tensor:
         x = self.token(tokens_BT)
         if self.position is not None:
-            place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+            place_BT = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         return self.dropout(x)
 
@@ -144,10 +145,10 @@ class Block(nn.Module):
         self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
         self.rotary = rotary
 
-    def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
-        length = x.shape[1] if shape is None else shape[1]
-        turns = None if self.rotary is None else self.rotary(length)
-        y = self.dropout1(*self.attention(self.norm1(x), shape=shape, rotary=turns), residual=x)
+    def forward(self, x: Tensor, shape: Shape | None = None, *, past: Past | None = None) -> Tensor:
+        length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
+        turns = None if self.rotary is None else self.rotary(length, first=first)
+        y = self.dropout1(*self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x)
         return self.dropout2(*self.mlp(self.norm2(y)), residual=y)
 
 
@@ -225,19 +226,33 @@ class GPT(nn.Module):
             del self.head
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, gather: bool = True, reduction: str = "mean"
-    ) -> Tensor:
-        """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)]. With targets, `loss`."""
-        if tokens_BT.shape[1] > self.config.sequence_length:
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, gather: bool = True, reduction: str = "mean",
+        past: Sequence[Past] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)]. With targets, `loss`.
+
+        past: `new_past()`, and then the same again: the tokens follow those that were given with it before.
+        """
+        first = len(past[0]) if past else 0
+        if first + tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {tokens_BT.shape[1]} tokens is longer than sequence_length = "
+                f"a sequence of {first + tokens_BT.shape[1]} tokens is longer than sequence_length = "
                 f"{self.config.sequence_length}; cut it, or make the model with a longer one"
             )
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
-        x = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x = block(x, shape)
+        if past is None:
+            x = self.embedding(tokens_BT)
+            for block in self.blocks:
+                x = block(x, shape)
+        else:
+            x = self.embedding(tokens_BT, first=first)
+            for block, kept in zip(self.blocks, past, strict=True):
+                x = block(x, shape, past=kept)
         return self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+
+    def new_past(self) -> list[Past]:
+        """What `forward` keeps of the tokens it was given, one for each block: nothing yet."""
+        return [Past() for _ in range(self.config.num_layers)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, reduction: str = "mean") -> Tensor:
         """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of -100 don't count.

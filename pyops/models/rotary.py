@@ -14,7 +14,7 @@ __all__ = ["Rotary"]
 
 
 class Rotary(nn.Module):
-    """forward(T) -> (cos, sin) fp32 [T, width / 2], for T up to `length`.
+    """forward(T, first=0) -> (cos, sin) fp32 [T, width / 2] of places first, first + 1, ..., all below `length`.
 
     One for all blocks of a model, computed in fp64 and kept in fp32, whatever the model is cast to. stretch: as in Llama 3.1,
     for a model that was trained on `trained` tokens: pairs that turn less than `low` times over them turn that much slower,
@@ -52,6 +52,6 @@ class Rotary(nn.Module):
         self.fill()
         return self
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        cos_TK, sin_TK = self.table_2TK[:, :length]
+    def forward(self, length: int, *, first: int = 0) -> tuple[Tensor, Tensor]:
+        cos_TK, sin_TK = self.table_2TK[:, first : first + length]
         return cos_TK, sin_TK

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +19,8 @@ def sample(
 ) -> Tensor:
     """The prompt [T] int64, T >= 1, followed by `num_tokens` drawn tokens.
 
-    context: how many of the last tokens the model is shown, at most its sequence length. temperature 0 takes the
+    context: how many of the last tokens the model is shown at most, no more than its sequence length; when there are more, the
+    older half is forgotten. A model that has `new_past`, as GPT, computes each token once but then. temperature 0 takes the
     likeliest token. The draws are keyed by `seed`: the same model continues the same way on any device.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:
@@ -24,10 +28,19 @@ def sample(
     was_training = model.training
     model.eval()
     uniform = random.uniform(seed, "sample", (num_tokens,), device="cpu").double()
-    tokens = prompt
+    tokens, shown = prompt, min(len(prompt), context)
+    new_past: Callable[[], Any] | None = getattr(model, "new_past", None)
+    past = None
     for i in range(num_tokens):
-        # On the CPU, where a running sum has one order.
-        logits_V = model(tokens[None, -context:])[0, -1].double().cpu()
+        if shown > context:
+            shown, past = (context + 1) // 2, None
+        if new_past is None:
+            logits_BTV = model(tokens[None, -shown:])
+        elif past is None:
+            logits_BTV = model(tokens[None, -shown:], past=(past := new_past()))
+        else:
+            logits_BTV = model(tokens[None, -1:], past=past)
+        logits_V = logits_BTV[0, -1].double().cpu()  # where a running sum has one order
         if temperature > 0:
             cumulative_V = torch.softmax(logits_V / temperature, dim=0).cumsum(0)
             # The last entry is 1 but for rounding; scaling by it keeps the index inside the vocabulary.
@@ -35,6 +48,6 @@ def sample(
             chosen = chosen.clamp(max=logits_V.numel() - 1)
         else:
             chosen = logits_V.argmax()
-        tokens = torch.cat([tokens, chosen.reshape(1).to(tokens.device)])
+        tokens, shown = torch.cat([tokens, chosen.reshape(1).to(tokens.device)]), shown + 1
     model.train(was_training)
     return tokens

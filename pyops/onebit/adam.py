@@ -97,7 +97,8 @@ class OneBitAdam(TwoPhases, AdamW):
         """Its phases, for a ZeroOptimizer that shares its states out and communicates in its place."""
         if cls is not OneBitAdam:
             raise ValueError(
-                f"{cls.__name__} can't be shared out over ranks; OneBitAdam can, or use it with pyops.DataParallel"
+                f"{cls.__name__} can't be shared out over ranks; OneBitAdam can, or use it without ZeRO, with "
+                "pyops.data_parallel.DataParallel"
             )
         return phases_of(cls.__name__, arguments)
 

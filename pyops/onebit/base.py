@@ -25,6 +25,7 @@ from pyops.comm.codec import Codec, OneBit
 from pyops.comm.collectives import all_gather, all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import DisagreementError
+from pyops.mesh import check_initialized
 from pyops.onebit.flat_states import Places
 from pyops.ops.grad_norm import squared_norm
 from pyops.optim.base import FusedOptimizer
@@ -51,6 +52,7 @@ def on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """A ValueError or TypeError of the block on any rank is raised on every rank."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch process group or None (all ranks), got {group!r}")
+    check_initialized("an optimizer of pyops.onebit", group)
     error: Exception | None = None
     try:
         yield
@@ -76,6 +78,7 @@ class Communicating(FusedOptimizer):
 
     phase: str = ""
     steps: int = 0
+    _steps_dtensors = False  # their shards are other elements on every rank, and momenta are averaged element by element
 
     def _configure(self, *, group: Any, model: Any, op: str, codec: Codec | None, compat: str | None) -> None:
         """Keep and check what the optimizer is told about communication."""
@@ -132,6 +135,12 @@ class Communicating(FusedOptimizer):
     def communicator(self) -> Communicator | None:
         """Of the group; None where torch.distributed is not running."""
         return Communicator.of(self.group) if dist.is_available() and dist.is_initialized() else None
+
+    def _leave(self, error: Exception) -> None:
+        comm = self.communicator
+        if comm is not None:
+            comm.leave(error, device=self.device)
+        raise error
 
     @property
     def num_ranks(self) -> int:

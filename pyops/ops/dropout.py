@@ -26,6 +26,7 @@ __all__ = [
     "bias_dropout_add_backward_reference",
     "bias_dropout_add_reference",
     "check_bias_dropout_add",
+    "check_bias_grad",
     "check_dropout",
     "check_stream",
     "dropout",
@@ -142,11 +143,18 @@ def bias_dropout_add_backward_reference(
 ) -> tuple[Tensor, Tensor]:
     """dx = keep / (1 - p) * dy, [0] when nothing is dropped (it is dy); dbias, dx summed over rows; [0] unless `bias_grad`."""
     check_stream("bias_dropout_add_backward", dy, p, state)
+    check_bias_grad(dy, bias_grad)
     n = max(dy.numel(), 1)
     dx = _kept(_wide(dy), state, p, row=n, row_stride=n)
     dbias = (dx.flatten(0, -2).sum(0) if dx.dim() > 1 else dx.clone()) if bias_grad else dx.new_empty(0)
     drops = state is not None and p > 0.0
     return dx.to(dy.dtype) if drops else dy.new_empty(0), dbias.to(dy.dtype)
+
+
+def check_bias_grad(dy: Tensor, bias_grad: bool) -> None:
+    """ValueError for the gradient of a bias where there is no last dimension that one could lie along."""
+    if bias_grad and dy.dim() == 0:
+        raise ValueError("bias_dropout_add_backward: a dy without dimensions has no bias; pass bias_grad=False")
 
 
 def dropout_reference(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) -> Tensor:

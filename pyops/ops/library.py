@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -23,13 +24,15 @@ from typing import Any
 
 import torch
 
+from pyops.ops.memory import VIEWS, check_kinds, check_memory, resolving
+
 __all__ = [
     "build_info", "define", "has_kernel", "has_triton", "isa", "isas", "library", "load", "native", "no_second_derivative",
     "use_isa",
 ]  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_HOW_TO_BUILD = "pip install --no-build-isolation -e . (or PYOPS_NO_EXT=1 pip install ... for plain torch, without kernels)"
+_HOW_TO_BUILD = "pip install -e . (or PYOPS_NO_EXT=1 pip install -e . for plain torch, without kernels)"
 
 
 @functools.cache
@@ -43,8 +46,22 @@ def build_info() -> Mapping[str, Any]:
     try:
         info = json.loads((_PACKAGE / "_build.json").read_text())
     except FileNotFoundError:
-        raise ImportError(f"pyops is not built. In the folder that holds setup.py, run: {_HOW_TO_BUILD}") from None
+        hidden = _hidden_installation()
+        found = f"{hidden}In the folder that holds setup.py, run: {_HOW_TO_BUILD}"
+        raise ImportError(f"pyops is not built in {_PACKAGE}. {found}") from None
     return MappingProxyType(info)
+
+
+def _hidden_installation() -> str:
+    """Words about an installed pyops that a checkout is found before, as in a Python that was started in one; "" for none."""
+    for entry in sys.path:
+        folder = Path(entry or ".").resolve() / "pyops"
+        if folder != _PACKAGE and (folder / "_build.json").is_file():
+            return (
+                f"It is a checkout that hides the pyops installed in {folder}: to use that one, start Python in another folder "
+                "or take the checkout off PYTHONPATH. To use the checkout, build it. "
+            )
+    return ""
 
 
 @functools.cache
@@ -54,7 +71,9 @@ def load() -> ctypes.CDLL | None:
         return None
     path = _PACKAGE / "_C.so"
     if not path.exists():
-        raise ImportError(f"pyops/_C.so is missing although pyops was built with kernels. Build again: {_HOW_TO_BUILD}")
+        raise ImportError(
+            f"{path} is missing although pyops was built with kernels. {_hidden_installation()}Build again: {_HOW_TO_BUILD}"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -75,21 +94,25 @@ library = torch.library.Library("pyops", "DEF")
 
 def define(
     schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., Any] | None = None, triton: str | None = None,
+    setup_context: Callable[..., Any] | None = None, triton: str | None = None, keeps_addresses: bool = False,
 ) -> None:  # fmt: skip
     """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on shapes.
 
     backward, setup_context: its derivative, as torch.library.register_autograd takes them; none: it has no derivative.
     triton: the module in pyops/ops/triton that has a function of the op's name and arguments for CUDA tensors.
+    keeps_addresses: whether what it returns points to its arguments, so that no copy can stand in for one.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"pyops::{name}", fake, lib=library)
+    torch.library.register_fake(f"pyops::{name}", check_kinds(name, fake), lib=library)
     if backward is not None:
         torch.library.register_autograd(f"pyops::{name}", backward, setup_context=setup_context, lib=library)
     extension = build_info()["extension"]
     # This key answers for every device that has no kernel of its own.
-    library.impl(name, _missing_kernel(name, triton) if extension else reference, "CompositeExplicitAutograd")
+    other = _missing_kernel(name, triton) if extension else check_memory(name, reference)
+    library.impl(name, other, "CompositeExplicitAutograd")
+    for view in VIEWS:
+        library.impl(name, resolving(getattr(torch.ops.pyops, name).default, keeps_addresses=keeps_addresses), view)
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
 
@@ -106,7 +129,7 @@ def _triton_kernel(stem: str, name: str) -> Callable[..., Any]:
     def launch(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(f"pyops.ops.triton.{stem}"), name)(*args, **kwargs)
 
-    return launch
+    return check_memory(name, launch)
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> Any:
@@ -117,6 +140,8 @@ def no_second_derivative(ctx: Any, *grads: Any) -> Any:
 def _missing_kernel(name: str, triton: str | None = None) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+        if odd := next((t for t in tensors if t.layout != torch.strided), None):
+            raise TypeError(f"pyops::{name} has no kernel for layout {odd.layout}; pass dense tensors (to_dense())")
         device = tensors[0].device.type if tensors else "no"
         for_cuda = "build with PYOPS_CUDA=ON" if triton is None else "install triton"
         build = for_cuda if device == "cuda" else "move the tensors to cpu or cuda"

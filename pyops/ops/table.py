@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
+from pyops.ops.memory import memory_problem
 
 __all__ = [
     "CHUNK",
@@ -27,6 +28,8 @@ __all__ = [
     "DTYPES",
     "GRAD",
     "OFFSET",
+    "gradients_fit",
+    "gradients_fit_reference",
     "hidden_operands",
     "optimizer_table",
     "optimizer_table_reference",
@@ -169,6 +172,41 @@ define(
     "Tensor[] masters, Tensor[] copies, Tensor[] steps, int[] offsets) -> Tensor",
     reference=optimizer_table_reference,
     fake=_table_fake,
+    keeps_addresses=True,
+)
+
+
+def gradients_fit(gradients: Tensors, expected: Sequence[int]) -> bool:
+    """Whether each gradient is contiguous, has memory, and is of the kind that a table expects in its place.
+
+    expected: one number for each, its elements * 16, plus 8 for one on the CPU, plus the place of its dtype in DTYPES.
+    ValueError for a view whose sign is still to be taken.
+    """
+    return bool(torch.ops.pyops.gradients_fit.default(gradients, expected))
+
+
+def gradients_fit_reference(gradients: Tensors, expected: Sequence[int]) -> bool:
+    """The meaning of `gradients_fit`."""
+    if len(gradients) != len(expected):
+        raise ValueError(f"expected has {len(expected)} numbers for {len(gradients)} gradients; give one for each")
+    return all(_kind_of(t) == kind for t, kind in zip(gradients, expected, strict=True))
+
+
+def _kind_of(t: Tensor) -> int:
+    if t.dtype not in DTYPES or not t.is_contiguous() or t.is_neg() or memory_problem(t):
+        return -1
+    return t.numel() * 16 + 8 * (t.device.type == "cpu") + DTYPES.index(t.dtype)
+
+
+def _untraceable(gradients: Tensors, expected: Sequence[int]) -> NoReturn:
+    raise NotImplementedError("pyops::gradients_fit asks where tensors lie and can't be traced")
+
+
+define(
+    "gradients_fit(Tensor[] gradients, int[] expected) -> bool",
+    reference=gradients_fit_reference,
+    fake=_untraceable,
+    keeps_addresses=True,
 )
 
 

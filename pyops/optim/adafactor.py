@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.flat.dtensor import first_element, is_dtensor, local_of, spread_of
 from pyops.ops.adafactor import adafactor_
-from pyops.optim.adafactor_parts import PartRow, part_of, step_parts
+from pyops.optim.adafactor_parts import Part, PartRow, part_of, step_parts
 from pyops.optim.base import FusedOptimizer, Group
 from pyops.optim.checks import check_hyperparameters, name_of
 from pyops.optim.layerwise import check_layout, layers_of, layout_of
 from pyops.optim.rows import GRAD, PARAM, Batch, Row
+from pyops.optim.state import check_placed
 
 __all__ = ["Adafactor"]
 
@@ -45,9 +47,8 @@ def state_shapes(param: Tensor) -> dict[str, tuple[int, ...]]:
         return {"row_var": row_var, "col_var": col_var} if part.is_factored else {"variance": tuple(param.shape)}
     layout = layout_of(param)
     if layout is None:
-        return {
-            name: shape for name, shape in zip(STATES, shapes_of(param.shape), strict=True) if shape != (0,) or param.dim() == 1
-        }
+        has = STATES[:2] if param.dim() > 1 else STATES[2:]
+        return {name: shape for name, shape in zip(STATES, shapes_of(param.shape), strict=True) if name in has}
     each = [shapes_of(shape) for shape in layout.shapes]
     return {name: (sum(prod(shapes[k]) for shapes in each),) for k, name in enumerate(STATES)}
 
@@ -125,19 +126,38 @@ class Adafactor(FusedOptimizer):
         for i in indices:
             param, name, who = group["params"][i], name_of(group, i), type(self).__name__
             check_layout(param, name=name, who=who)
+            if spread_of(param) is not None and first_element(param) is None:
+                raise ValueError(
+                    f"{who}: {name} is a DTensor placed {tuple(param.placements)}; row and column means are taken of "
+                    "contiguous shards along the first dimension, Shard(0), as fully_shard makes them; use AdamW for it"
+                )
             for key, shape in state_shapes(param).items():
                 value = self.state.get(param, {}).get(key)
                 if value is not None and tuple(value.shape) != shape:
                     raise ValueError(f"{who}: state {key!r} of {name} is {tuple(value.shape)}; expected a tensor of {shape}")
+                if value is not None and key == "variance":
+                    check_placed(value, param, what=f"state {key!r} of {name}", who=who)
 
     def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
         super()._complete(group, param, state)
         for key, shape in state_shapes(param).items():
             value = state.get(key)
-            if value is None:
+            if value is None and key == "variance" and is_dtensor(param):
+                state[key] = torch.zeros_like(param, dtype=torch.float32)
+            elif value is None:
                 state[key] = torch.zeros(shape, dtype=torch.float32, device=param.device)
             elif value.dtype != torch.float32 or value.device != param.device or not value.is_contiguous():
                 state[key] = value.to(param.device, torch.float32, memory_format=torch.contiguous_format)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for param, entries in self.state.items():
+            if not isinstance(param, Tensor):  # of a parameter that this optimizer has not
+                continue
+            for name in set(STATES) - state_shapes(param).keys():
+                # Checkpoints of pyops 0.1 have empty tensors for the states that a vector has not; torch's have no such keys.
+                if isinstance(entries.get(name), Tensor) and entries[name].numel() == 0:
+                    del entries[name]
 
     def _make_plans(self, g: int, rows: dict[torch.device, list[Row]]) -> dict[torch.device, list[Row]]:
         return rows  # the op takes lists: matrices need their shapes
@@ -146,7 +166,7 @@ class Adafactor(FusedOptimizer):
         self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
     ) -> None:
         assert isinstance(work, Batch)
-        if part_of(work.columns[PARAM][0]) is not None:
+        if work.spread is not None or part_of(work.columns[PARAM][0]) is not None:
             return self._launch_parts(group, work, lr, factor, skip)
         dense, changed = self._contiguous(work.columns)
         columns, offsets = layers_of(dense, work.offsets)
@@ -174,14 +194,21 @@ class Adafactor(FusedOptimizer):
         rows, columns = [], work.columns
         for i, step in enumerate(columns[-1]):
             param = owner[id(step)]
-            part, (master, copy) = part_of(param), (self._given(columns[which], i) for which in (MASTER, COPY))
-            assert part is not None
-            tensors = (columns[PARAM][i].detach(), columns[GRAD][i], master, copy, step)
-            rows.append(PartRow(part, *tensors, state=self.state[param], offset=work.offsets[i]))
+            part = part_of(param) or Part(tuple(param.shape), first_element(param) or 0)
+            master, copy = (self._given(columns[which], i) for which in (MASTER, COPY))
+            master, copy = (None if t is None else t.view(-1) for t in (master, copy))
+            tensors = (columns[PARAM][i].detach().view(-1), columns[GRAD][i].view(-1), master, copy, step)
+            state = {key: local_of(value) for key, value in self.state[param].items()}
+            rows.append(PartRow(part, *tensors, state=state, offset=work.offsets[i]))
         step_parts(
-            rows, reduce=self.reduce_sums or (lambda sums: sums), group=group, lr=float(group["lr"] if lr is None else lr),
+            rows, reduce=self._reduce_of(work), group=group, lr=float(group["lr"] if lr is None else lr),
             factor=factor, zero_grads=self.zeroes_gradients, stochastic_rounding=self.stochastic_rounding,
         )  # fmt: skip
+
+    def _reduce_of(self, work: Batch) -> Callable[[Tensor], Tensor]:
+        if work.spread is not None:
+            return work.spread.sum_
+        return self.reduce_sums or (lambda sums: sums)
 
     @staticmethod
     def _given(column: list[Tensor], i: int) -> Tensor | None:
@@ -208,7 +235,7 @@ class Adafactor(FusedOptimizer):
             of_param = [tuple(param.shape)] if layout is None else list(layout.shapes)
             shapes += of_param
             for k, name in enumerate(STATES):
-                whole, start = self.state[param].get(name, self._none(param)), 0
+                whole, start = local_of(self.state[param].get(name, self._none(param))), 0
                 for shape in of_param:
                     end = start + prod(shapes_of(shape)[k])
                     states[name].append(whole.view(-1)[start:end])

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.grad_norm import squared_norm, squared_norm_from_table
+from pyops.flat import check_watches, watches_of
+from pyops.flat.dtensor import is_dtensor, placed_alike
 from pyops.ops.library import has_kernel, native
 from pyops.ops.table import optimizer_table
 from pyops.optim.checks import (
@@ -25,21 +26,22 @@ from pyops.optim.checks import (
     check_gradient,
     check_gradients_apart,
     check_hyperparameters,
+    check_numbered,
     check_parameter,
     check_settings,
     name_of,
     number,
 )
 from pyops.optim.clip import gradient_factor
+from pyops.optim.launches import Launch, device_of, squared_norms
 from pyops.optim.loading import Loading
 from pyops.optim.plan import Plan
-from pyops.optim.rows import GRAD, PARAM, Batch, Row, batch_of, split_rows
+from pyops.optim.rows import GRAD, PARAM, Batch, Row, batch_of, by_spread, row_of, split_rows
 from pyops.optim.state import check_state, complete_state
 
 __all__ = ["FusedOptimizer"]
 
 Group = dict[str, Any]
-Launch = tuple[Group, Plan | Batch]
 SETTINGS = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_norm", "zero_grad")
 
 
@@ -51,6 +53,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _table_op = ""
+    _steps_dtensors = True
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         for i, (name, param) in enumerate(named):
             if isinstance(param, Tensor):
                 label = f"parameter {name!r}" if name else f"parameter {i} of its group (shape {tuple(param.shape)})"
-                check_parameter(param, name=label, who=who)
+                check_parameter(param, name=label, who=who, dtensors=self._steps_dtensors)
         if len({id(p) for p in tensors}) != len(tensors):
             raise ValueError(f"{who}: a parameter appears twice in one group; pass each once, list(dict.fromkeys(params))")
         for key in ("copies", "offsets"):
@@ -150,6 +153,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         """Drop every plan: the next step gathers anew."""
         self._plans: dict[int, list[Plan]] = {}
         self._watch: Any = None
+        self._flat_watches = watches_of(getattr(self, "param_groups", ()))
 
     def _offsets(self, group: Group) -> list[int]:
         """The number of each parameter's first element, for stochastic rounding: counted through all groups."""
@@ -174,12 +178,15 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         copies = group.get("copies")
         for i in indices:
             param, name = group["params"][i], name_of(group, i)
-            check_parameter(param, name=name, who=who)
+            check_parameter(param, name=name, who=who, dtensors=self._steps_dtensors)
+            if self.stochastic_rounding:
+                check_numbered(param, name=name, who=who)
             check_gradient(param.grad, param, name=name, who=who, zeroed=self.zeroes_gradients)
             if state := self.state.get(param):
                 check_state(state, param, moments=moments, name=name, who=who)
             copy = copies[i] if copies is not None else None
-            if copy is not None and (copy.dtype not in DTYPES or copy.shape != param.shape or copy.device != param.device):
+            fits = copy is None or (copy.dtype in DTYPES and copy.device == param.device and placed_alike(copy, param))
+            if copy is not None and (not fits or copy.shape != param.shape):
                 raise ValueError(f"{who}: the copy of {name} is {tuple(copy.shape)} on {copy.device}; expected {param.device}")
 
     def _gather(self, group: Group, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
@@ -197,7 +204,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
                 copies[i] if copies is not None else None,
                 state["step"],
             ]
-            rows[param.device].append(Row(i, columns, offsets[i] if offsets is not None else 0))
+            row = row_of(i, columns, offsets[i] if offsets is not None else None)
+            rows[row.device].append(row)
         return rows
 
     def _key(self, group: Group) -> tuple[Any, ...]:
@@ -243,6 +251,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         module, params = native(), self.param_groups[g]["params"]
         if module is None or not all(has_kernel(self._table_op, device.type) for device in rows):
             return rows
+        if any(is_dtensor(p) for p in params):  # whose local gradients the scan does not see
+            return rows
         plans, left = [], {}
         # A group without any gradient has a plan too: to notice the first one.
         for device, some in (rows or {torch.device("cpu"): []}).items():
@@ -271,7 +281,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def _batches(self, group: Group, rows: dict[torch.device, list[Row]]) -> list[Launch]:
         """Launches of lists of tensors, without a plan."""
         launches: list[Launch] = []
-        for some in rows.values():
+        for some in (alike for of_device in rows.values() for alike in by_spread(of_device)):
             fast, others = split_rows(some)
             each = ([fast] if fast else []) + others
             launches += [(group, batch_of(one, zero_grads=self.zeroes_gradients)) for one in each]
@@ -304,6 +314,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_watches(self._flat_watches, refuse=getattr(self, "_leave", None))
         self._step()
         return loss
 
@@ -314,18 +325,20 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         if first is None:  # groups that are still empty
             return
         device = first.device if not launches else device_of(launches[0][1])
-        squared = []
         for _, work in launches:
             if isinstance(work, Batch):
                 work.load(gradients=True)
-            if self.max_grad_norm is not None:
-                squared.append(squared_norm_of(work))
+        squared = [] if self.max_grad_norm is None else squared_norms(launches, self._unplanned(), device)
         factor, skip, self._measured["grad_norm"] = gradient_factor(
             squared, max_norm=self.max_grad_norm, grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None), device=device, reduce=self.reduce_squared_norm,
         )  # fmt: skip
         for group, work in launches:
             self._run(group, work, factor, skip)
+
+    def _unplanned(self) -> list[Tensor]:
+        """The parameters of groups that have no plan, as those of DTensors."""
+        return [p for g, group in enumerate(self.param_groups) if g not in self._plans for p in group["params"]]
 
     def _run(self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None) -> None:
         """Launch one table or batch, copy back stand-ins, and tell autograd what was written."""
@@ -347,6 +360,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             self._launch(group, work, rate, factor, skip)
             work.store()
             written = work.columns[PARAM] + work.columns[-2] + (work.columns[GRAD] if self.zeroes_gradients else [])
+            written = written + work.shared
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)
 
@@ -378,17 +392,3 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         for param, state in self.state.items():
             if "master" in state:
                 state["master"].copy_(param.detach())
-
-
-def squared_norm_of(work: Plan | Batch) -> Tensor:
-    if isinstance(work, Batch):
-        return squared_norm(work.columns[GRAD])
-    assert work.table is not None
-    return squared_norm_from_table(work.table)
-
-
-def device_of(work: Plan | Batch) -> torch.device:
-    if isinstance(work, Batch):
-        return work.columns[PARAM][0].device
-    assert work.table is not None
-    return work.table.device

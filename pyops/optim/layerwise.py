@@ -20,6 +20,7 @@ from pyops.flat import FlatLayout
 from pyops.ops.table import PARAM, optimizer_table
 from pyops.optim.base import FusedOptimizer, Group
 from pyops.optim.checks import name_of
+from pyops.optim.launches import spread_of_work
 from pyops.optim.rows import Batch
 
 __all__ = ["LayerwiseOptimizer", "layers_of", "layout_of"]
@@ -119,10 +120,14 @@ class LayerwiseOptimizer(FusedOptimizer):
             lists = layers.of(work) if layered and layers is not None else work
             rows, device = lists.shape[0], lists.device
         norms = torch.zeros(rows, 2, dtype=torch.float64, device=device)
-        if self.reduce_norms is None or not layered:
+        spread = spread_of_work(work)
+        if (self.reduce_norms is None and spread is None) or not layered:
             return self._layer_step(group, lists, norms, *scalars, passes=3, offsets=offsets)
         self._layer_step(group, lists, norms, *scalars, passes=1, offsets=offsets)
-        norms = self.reduce_norms(norms).contiguous()
+        if spread is not None:
+            norms = spread.sum_(norms)
+        if self.reduce_norms is not None:
+            norms = self.reduce_norms(norms).contiguous()
         return self._layer_step(group, lists, norms, *scalars, passes=2, offsets=offsets)
 
 

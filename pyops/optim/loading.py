@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyops.optim.kinds import check_kind
-from pyops.optim.state import cast_entry
+from pyops.optim.state import cast_entry, check_placed
 
 __all__ = ["Loading"]
 
@@ -77,6 +77,8 @@ class Loading(torch.optim.Optimizer):
                         f"{who}: state {entry!r} of saved parameter {key} has shape {tuple(value.shape)}, the "
                         f"parameter {tuple(params[key].shape)}; is this the state of another model?"
                     )
+                if isinstance(value, Tensor):
+                    check_placed(value, params[key], what=f"state {entry!r} of saved parameter {key}", who=who)
         return params
 
     @torch._disable_dynamo

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from pyops.ops.table import gradients_fit
 from pyops.optim.rows import GRAD, PARAM, Row, columns_of, split_rows
 
 __all__ = ["Plan"]
@@ -41,6 +42,7 @@ class Plan:
         or have no gradient."""
         self.table: Tensor | None = None
         self.written: list[Tensor] = []
+        self._watched: list[tuple[torch.UntypedStorage, int]] = []
         self.key: tuple[object, ...] = ()
         self._params = params
         fast, others = split_rows(rows)
@@ -50,7 +52,7 @@ class Plan:
             kinds[row.place] = native.ParameterScan.ELSEWHERE
         for row in fast:
             kinds[row.place] = native.ParameterScan.ROW
-        self._scan = native.ParameterScan(params, kinds, torch.Tensor, torch.nn.Parameter)
+        self._scan = native.ParameterScan(params, kinds, torch.Tensor, torch.nn.Parameter, gradients_fit)
         if fast:
             columns = columns_of(fast)
             self.table = make_table(columns, [row.offset for row in fast])
@@ -64,6 +66,9 @@ class Plan:
         # Storages too: when somebody swaps the `.data` of a state, the table must not lead to freed memory.
         self._kept = [t for i, column in enumerate(columns) if i != GRAD for t in column]
         self._storages = [t.untyped_storage() for column in columns[GRAD + 1 :] for t in column]
+        # One of each kind of state is asked before each step for its memory: who gives that back, gives back all.
+        some = [column[0].untyped_storage() for column in columns[GRAD + 1 :] if column]
+        self._watched = [(storage, storage.nbytes()) for storage in some]
 
     def _attach(self, table: Tensor) -> None:
         """Tell the scan where addresses of gradients go."""
@@ -76,7 +81,7 @@ class Plan:
 
     def still_holds(self, params: list[Tensor], key: tuple[object, ...]) -> bool:
         """Whether the plan is right for this step; the table's gradient column is brought up to date."""
-        if params is not self._params or key != self.key:
+        if params is not self._params or key != self.key or any(s.nbytes() != n for s, n in self._watched):
             return False
         verdict = self._scan.check()
         if verdict == self._scan.MOVED and self.table is not None and self._mirror is not None:

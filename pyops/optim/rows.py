@@ -2,8 +2,8 @@
 
     param | grad | the optimizer's own states ... | master | copy | step        one row per parameter with a gradient
 
-A tensor with gaps, or laid out otherwise than its parameter, is copied into a dense stand-in before the launch and
-copied back after it: exact, and memory between its elements is never touched.
+A tensor with gaps, one laid out otherwise than its parameter, or a view whose sign is still to be taken is copied into a
+dense stand-in before the launch and copied back after it: exact, and memory between its elements is never touched.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyops.flat.dtensor import Spread, first_element, is_dtensor, local_of, placed_as, spread_of
+from pyops.optim.checks import is_unresolved
 from pyops.optim.layout import is_dense, lies_like, overlapping
 
-__all__ = ["GRAD", "PARAM", "Batch", "Row", "batch_of", "columns_of", "split_rows"]
+__all__ = ["GRAD", "PARAM", "Batch", "Row", "batch_of", "by_spread", "columns_of", "row_of", "split_rows"]
 
 PARAM, GRAD = 0, 1
 
 
 class Row(NamedTuple):
     """One parameter's tensors in column order, None where it has none; `place` in its group; `offset`: its first
-    element's number for stochastic rounding."""
+    element's number for stochastic rounding. Of a DTensor the tensors are what this rank holds, `shared` is the
+    parameter itself, and `spread` says over which ranks its elements are."""
 
     place: int
     tensors: list[Tensor | None]
     offset: int
+    shared: Tensor | None = None
+    spread: Spread | None = None
+
+    @property
+    def device(self) -> torch.device:
+        param = self.tensors[PARAM]
+        assert param is not None
+        return param.device
 
 
 class Exchange(NamedTuple):
@@ -40,11 +51,14 @@ class Exchange(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Columns for one launch, and the stand-ins among them."""
+    """Columns for one launch, and the stand-ins among them. `shared`: the DTensors whose local tensors are stepped;
+    `spread`: that of every row."""
 
     columns: list[list[Tensor]]
     offsets: list[int]
     exchanges: list[Exchange]
+    shared: list[Tensor]
+    spread: Spread | None
 
     def load(self, *, gradients: bool) -> None:
         """Copy into the stand-ins of gradients, which the norm needs first, or into those of everything else, just before
@@ -63,6 +77,8 @@ class Batch(NamedTuple):
 def _walkable(row: Row) -> bool:
     """Whether all of a row's tensors are dense and laid out alike."""
     tensors = [t for t in row.tensors[:-1] if t is not None]
+    if any(is_unresolved(t) for t in tensors):
+        return False
     if all(t.is_contiguous() for t in tensors):
         return True
     strides = tensors[PARAM].stride()
@@ -89,12 +105,35 @@ def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
         assert param is not None
         strides = param.stride() if is_dense(param) else torch.empty_like(param).stride()
         for column, tensor in enumerate(tensors[:-1]):
-            if tensor is not None and not (is_dense(tensor) and lies_like(tensor, strides)):
+            if tensor is not None and (is_unresolved(tensor) or not (is_dense(tensor) and lies_like(tensor, strides))):
                 stand_in = torch.empty_strided(tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device)
                 exchanges.append(Exchange(column, tensor, stand_in, column != GRAD or zero_grads))
                 tensors[column] = stand_in
         ready.append(row._replace(tensors=tensors))
-    return Batch(columns_of(ready), [row.offset for row in rows], exchanges)
+    shared = [row.shared for row in rows if row.shared is not None]
+    return Batch(columns_of(ready), [row.offset for row in rows], exchanges, shared, rows[0].spread)
+
+
+def row_of(place: int, tensors: list[Tensor | None], offset: int | None) -> Row:
+    """A row of these tensors; of a DTensor, what this rank holds of each. A gradient that lies otherwise than its parameter
+    is brought here first. offset: None where nobody asks for the numbers of elements."""
+    param, grad = tensors[PARAM], tensors[GRAD]
+    if not is_dtensor(param):
+        return Row(place, tensors, offset or 0)
+    assert param is not None
+    assert grad is not None
+    local = [None if t is None else local_of(t) for t in tensors]
+    local[GRAD] = placed_as(grad, param)
+    first = 0 if offset is None else offset + (first_element(param) or 0)
+    return Row(place, local, first, param, spread_of(param))
+
+
+def by_spread(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows in lists of one spread each, in the order in which these come up."""
+    found: dict[Spread | None, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.spread, []).append(row)
+    return list(found.values())
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[list[Row]]]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.optim.checks import DTYPES
+from pyops.flat.dtensor import local_of, placed_alike
+from pyops.optim.checks import DTYPES, memory_of
 from pyops.optim.layout import lies_like
 
-__all__ = ["cast_entry", "check_state", "complete_state"]
+__all__ = ["cast_entry", "check_placed", "check_state", "complete_state"]
 
 
 def complete_state(
@@ -50,15 +51,32 @@ def check_state(state: dict[str, Any], param: Tensor, *, moments: Sequence[str],
         if not isinstance(value, Tensor) or value.shape != param.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{who}: state {key!r} of {name} is {shape}; expected a tensor of {tuple(param.shape)}")
+        check_placed(value, param, what=f"state {key!r} of {name}", who=who)
         if value.device != param.device or value.dtype not in DTYPES:
             raise ValueError(
                 f"{who}: state {key!r} of {name} is {value.dtype} on {value.device}; expected float32, bfloat16 or float16 "
                 f"on {param.device}: state[key] = state[key].to(...)"
             )
+        if (problem := memory_of(local_of(value))) is not None:
+            raise ValueError(f"{who}: state {key!r} of {name} {problem}")
         if key != "master":
             dtypes.add(value.dtype)
     if len(dtypes) > 1:
         raise ValueError(f"{who}: moments of {name} are of {sorted(map(str, dtypes))}; convert them to one dtype")
+
+
+def check_placed(value: Tensor, param: Tensor, *, what: str, who: str) -> None:
+    """Raise ValueError for a state that lies on a mesh otherwise than its parameter does."""
+    if not placed_alike(value, param):
+        raise ValueError(
+            f"{who}: {what} is {_placed(value)}, the parameter {_placed(param)}; load a state_dict of another layout, or a "
+            "whole one, by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+
+
+def _placed(tensor: Tensor) -> str:
+    placements = getattr(tensor, "placements", None)
+    return "a plain tensor" if placements is None else f"a DTensor placed {tuple(placements)}"
 
 
 def cast_entry(key: str, value: Any, param: Tensor, *, state_dtype: torch.dtype) -> Any:

@@ -37,7 +37,7 @@ def draw(timeline: Timeline, path: Path | str, *, title: str | None = None) -> P
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch, Rectangle
     except ImportError:
-        raise ImportError("drawing a schedule needs matplotlib: pip install matplotlib, or pyops[train]") from None
+        raise ImportError("drawing a schedule needs matplotlib: pip install matplotlib, or pyops-train[train]") from None
     made = timeline.schedule
     boxes = sorted((begin, end, action) for action, (begin, end) in timeline.actions.items() if end > begin)
     if len(boxes) > LARGEST:

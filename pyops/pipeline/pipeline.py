@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives import all_reduce
 from pyops.comm.failure import CommunicationError, PeerError, lost_peer
+from pyops.flat import InPlace
+from pyops.mesh import check_initialized
 from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
@@ -42,6 +44,7 @@ from pyops.pipeline.tied import Ties, norm_of, tied_names
 
 __all__ = ["Pipeline"]
 
+FIX = "load_state_dict() without assign=True loads values in place"
 LOST = "a rank of this pipeline was lost in an earlier step; start the ranks anew"
 
 
@@ -76,6 +79,7 @@ class Pipeline(nn.Module):
         count: Callable[[Any], Any] | None = None, before: Callable[[Stage, int], None] | None = None,
         tied: Sequence[Sequence[str]] | None = (), optimizer: MakeOptimizer | None = None, remedies: Remedies | None = None,
     ) -> None:  # fmt: skip
+        check_initialized("Pipeline", group)
         super().__init__()
         layers = list(layers)
         self.group, self.reduction, self.count, self.before = group, reduction, count, before
@@ -112,6 +116,8 @@ class Pipeline(nn.Module):
         self._evaluate = self._runner(schedule.forward_only(), tag + 8)
         early = self.stream.synchronous
         self._early = self._train if early is None else self._runner(early, tag + 16)
+        parameters = [p for p in self.parameters() if not p.is_meta]
+        self._in_place = InPlace("Pipeline", self, [], others=parameters, fix=FIX)
         self._broken, self._steps = "", 0
         self._recorded: list[Timeline] | None = None
 
@@ -221,6 +227,8 @@ class Pipeline(nn.Module):
         several = self.schedule.num_microbatches
         nothing = [None] * several
         try:
+            if scale is not None and (moved := self._in_place.problem()) is not None:
+                raise moved
             if self.has_first and rows_of(batch) is None:
                 raise ValueError("the rank of the first stage needs a batch of tensors [rows, ...]")
             if self.has_last and scale is not None and target is None and self.loss is not None:

@@ -15,8 +15,10 @@
 | linear_cross_entropy.py | the last layer and the loss in one, without the logits |
 | initialise.py | parameters drawn by their place in the whole |
 | gradients.py | parts summed over ranks, norm, clipping |
-| parallelize.py, plans.py | an existing transformer, its layers swapped by a plan |
-| blueprint.py, swap.py, heads.py, edges.py, multihead.py | what is settled first; one layer; heads; hooks; torch's attention |
+| parallelize.py, plans.py, architectures | an existing transformer, its layers swapped by a plan; the plans |
+| blueprint.py, perform.py, restore.py | what is settled first; what is done; the model as it was |
+| trial.py, virtual.py, example.py | the check of a plan, on ranks that are threads, on made-up inputs |
+| swap.py, packed.py, heads.py, edges.py, multihead.py | one layer; q, k, v in one; heads; hooks; torch's attention |
 | whole.py | the model's own state_dict again |
 
 A layer's parameters are plain tensors of this rank's size; its `placements` ({name: pyops.flat.Placement}) say where they stand
@@ -38,6 +40,7 @@ from pyops.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from pyops.tensor_parallel.mlp import ParallelMLP
 from pyops.tensor_parallel.norm import LayerNorm, RMSNorm
 from pyops.tensor_parallel.parallelize import Report, parallelize
+from pyops.tensor_parallel.past import Past
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import RelativeBias, rotary_tables
 from pyops.tensor_parallel.whole import whole_state_dict
@@ -48,6 +51,7 @@ __all__ = [
     "LayerNorm",
     "ParallelAttention",
     "ParallelMLP",
+    "Past",
     "RMSNorm",
     "Ranks",
     "RelativeBias",

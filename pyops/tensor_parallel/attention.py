@@ -16,6 +16,8 @@ do not divide the groups, the last ranks' are padded: a head of zeros adds nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,11 +27,14 @@ from torch import Tensor, nn
 from pyops.ops.dropout import dropout_state
 from pyops.ops.rotary import rotary as turned
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.past import Past
 from pyops.tensor_parallel.products import column_products
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.scores import Core
 
 __all__ = ["ParallelAttention", "check_heads"]
+
+TRIED, LISTED = 4096, 32  # sizes that a message looks at, and that it names, however many heads were asked for
 
 Shape = tuple[int, int]
 
@@ -113,19 +118,25 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, *, memory: Tensor | None = None, shape: Shape | None = None, memory_shape: Shape | None = None,
         mask: Tensor | None = None, bias: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None,
+        past: Past | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """shape, memory_shape: (B, T) and (B, S) of the tokens, needed under sequence parallelism, where x and memory are rows.
 
         mask: bool, True where a key may be seen: [B, S], or [B, T, S]. bias: added to the scores, [1 or B, own heads, T, S].
         rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2]: the first R of K are turned by the token's place.
+        past: of self-attention: x follows the tokens in there, is added to them, and sees them all; mask and bias are of all.
         """
         B, T = self._shape(x, shape, "shape")
         q, k, v = self._project(x, (B, T), memory, memory_shape)
         if rotary is not None:
             q, k = (turned(each, *rotary, interleaved=self.interleaved) for each in (q, k))
+        causal = self.causal
+        if past is not None:
+            causal = causal and len(past) == 0  # a single token that follows sees all
+            k, v = past.extend(k, v)
         p = self.dropout if self.training else 0.0
         y = self.core(
-            q, k, v, scale=self.scale, causal=self.causal, mask=mask, bias=bias, p=p,
+            q, k, v, scale=self.scale, causal=causal, mask=mask, bias=bias, p=p,
             state=self._score_state(T, k.shape[1]) if p > 0.0 else None, row_stride=self.num_heads * T * k.shape[1],
         )  # fmt: skip
         if self.plan.sequence_parallel:
@@ -189,14 +200,25 @@ def _check(dim: int, H: int, G: int, head_dim: int | None, ranks: int) -> None:
     check_heads(H, G, ranks)
 
 
+def _sizes(fitting: Iterator[int], H: int) -> str:
+    """The first of the sizes that fit, for a message."""
+    first = list(islice(fitting, LISTED + 1))
+    more = " and others" if len(first) > LISTED or H > TRIED else ""
+    return ", ".join(map(str, first[:LISTED])) + more
+
+
 def check_heads(H: int, G: int, ranks: int) -> None:
     """ValueError for H heads in G groups that can't be split over the ranks, with the sizes that can."""
+    small = range(1, min(H, TRIED) + 1)
     if H < 1 or G < 1 or H % G:
-        divisors = [str(n) for n in range(1, H + 1) if H % n == 0]
-        raise ValueError(f"num_kv_heads is {G}, which does not divide num_heads = {H}; choose one of {', '.join(divisors)}")
-    fits = [t for t in range(1, H + 1) if t <= G or (t % G == 0 and (H // G) % (t // G) == 0)]
-    if ranks not in fits:
+        divisors = _sizes((n for n in small if H % n == 0), H)
+        raise ValueError(f"num_kv_heads is {G}, which does not divide num_heads = {H}; choose one of {divisors}")
+
+    def fit(t: int) -> bool:
+        return t <= H and (t <= G or (t % G == 0 and (H // G) % (t // G) == 0))
+
+    if not fit(ranks):
         raise ValueError(
-            f"{H} heads in {G} groups can't be split over {ranks} ranks; {', '.join(map(str, fits))} ranks can. Up to {G} "
+            f"{H} heads in {G} groups can't be split over {ranks} ranks; {_sizes(filter(fit, small), H)} ranks can. Up to {G} "
             "ranks take whole groups; beyond, a group's query heads must be shared out evenly by the ranks that hold it"
         )

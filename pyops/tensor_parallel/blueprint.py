@@ -10,7 +10,7 @@ from torch import nn
 from pyops.tensor_parallel.edges import Tokens
 from pyops.tensor_parallel.heads import Heads, heads_of
 from pyops.tensor_parallel.multihead import check_multihead
-from pyops.tensor_parallel.plans import CUT, REGIONS, assign, plan_of
+from pyops.tensor_parallel.plans import ATTENTION, CUT, REGIONS, assign, plan_of
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.swap import Cut, Tied, check_kind
 
@@ -22,12 +22,13 @@ class Blueprint:
 
     cuts: how linears and embeddings are cut; heads: of attention modules; multihead: those that are torch.nn's.
     blocks: {name of a list: its tokens}, under sequence parallelism. tied: parameters of several modules, one of which is cut.
+    complete: whether each of the plan's patterns must name a module; by default where a plan is given.
     ValueError as in `parallelize`.
     """
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup | None, plan: Mapping[str, str] | None, *, sequence_parallel: bool,
-        gather_logits: bool,
+        gather_logits: bool, complete: bool | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
@@ -35,10 +36,12 @@ class Blueprint:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         if taken := [name for name, module in self.modules.items() if getattr(module, "placements", None)]:
             raise ValueError(f"the model is parallel already: {taken[0] or type(model).__name__} has placements")
-        self.kinds = assign(model, plan_of(model) if plan is None else plan, complete=plan is not None)
+        self.kinds = assign(
+            model, plan_of(model) if plan is None else plan, complete=plan is not None if complete is None else complete
+        )
         self.regions = [name for name, kind in self.kinds.items() if kind in REGIONS]
         self.blocks = self._blocks(sequence_parallel)
-        self.heads = {n: heads_of(self.modules[n], n, self.ranks) for n, kind in self.kinds.items() if kind == "attention"}
+        self.heads = {n: heads_of(self.modules[n], n, self.ranks) for n, kind in self.kinds.items() if kind in ATTENTION}
         self.cuts = {n: self._cut(n, kind, gather_logits) for n, kind in self.kinds.items() if kind in CUT}
         for name, cut in self.cuts.items():
             check_kind(self.modules[name], cut)
@@ -70,9 +73,10 @@ class Blueprint:
         region = above(name, self.regions)
         heads = self._nearest_heads(name) if kind == "head rows" else self.heads.get(region or "")
         rows = kind in ("rows", "head rows")
+        alone = kind in ("columns", "gate and up") and region is None
         return Cut(
             name, kind, self.group, heads, inside=region is not None and not rows, gather_logits=gather_logits,
-            sequence_parallel=self.shared_out(name) is not None and (rows or (kind == "columns" and region is None)),
+            sequence_parallel=self.shared_out(name) is not None and (rows or alone),
         )  # fmt: skip
 
     def _nearest_heads(self, name: str) -> Heads | None:

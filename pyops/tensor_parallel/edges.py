@@ -12,8 +12,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from pyops.tensor_parallel.heads import Heads
 from pyops.tensor_parallel.ranks import Ranks
 from pyops.tensor_parallel.regions import copy, gather_tokens, scatter_tokens
 
@@ -21,6 +23,8 @@ __all__ = ["Enter", "JoinTokens", "SplitTokens", "Tokens"]
 
 # Inputs of which columns are made, beside the first: of self-attention (query, key, value) and of cross-attention.
 _ALSO = ("key_value_states", "encoder_hidden_states", "memory", "context", "query", "key", "value")
+# Inputs that have a part for each head, [B H, .., ..] or [.., H, .., ..], and are made for all heads outside of attention.
+_BY_HEAD = ("alibi", "position_bias")
 
 
 class Tokens:
@@ -59,11 +63,12 @@ class JoinTokens:
 class Enter:
     """Before a module whose columns are cut. tokens: what comes in is rows of them; None: it is whole.
 
-    flat: give all rows, padding included, instead of [B, T, D].
+    flat: give all rows, padding included, instead of [B, T, D]. heads: of an attention module, for inputs that have a part
+    for each.
     """
 
-    def __init__(self, ranks: Ranks, tokens: Tokens | None = None, *, flat: bool = False) -> None:
-        self.ranks, self.tokens, self.flat = ranks, tokens, flat
+    def __init__(self, ranks: Ranks, tokens: Tokens | None = None, *, flat: bool = False, heads: Heads | None = None) -> None:
+        self.ranks, self.tokens, self.flat, self.heads = ranks, tokens, flat, heads
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _first(module, args, kwargs)
@@ -79,7 +84,33 @@ class Enter:
                 if id(value) not in entered:
                     entered[id(value)] = copy(value, group=self.ranks.group)
                 args, kwargs = _replaced(args, kwargs, other, entered[id(value)])
+        return (args, kwargs) if self.heads is None else self._by_head(module, args, kwargs, self.heads)
+
+    def _by_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: Heads) -> Any:
+        for where in _named(module, args, kwargs, _BY_HEAD):
+            value = args[where] if isinstance(where, int) else kwargs[where]
+            if isinstance(value, Tensor) and (dim := _dim_of_heads(value, heads.H)) is not None:
+                args, kwargs = _replaced(args, kwargs, where, self._own_heads(value, dim, heads))
         return args, kwargs
+
+    def _own_heads(self, value: Tensor, dim: int, heads: Heads) -> Tensor:
+        """Those of this rank, with zeros for heads that are padding."""
+        value = copy(value, group=self.ranks.group)
+        packed = dim == 0 and value.shape[0] != heads.H
+        if packed:
+            value, dim = value.unflatten(0, (-1, heads.H)), 1
+        first = min(self.ranks.rank * heads.local, heads.H)
+        own = value.narrow(dim, first, min(heads.local, heads.H - first))
+        if missing := heads.local - own.shape[dim]:
+            own = torch.cat([own, own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])], dim)
+        return own.flatten(0, 1) if packed else own
+
+
+def _dim_of_heads(value: Tensor, H: int) -> int | None:
+    """Along which a tensor has a part for each head: of three dims the first, [B H, .., ..], of four the second."""
+    if value.dim() == 3 and value.shape[0] % H == 0:
+        return 0
+    return 1 if value.dim() == 4 and value.shape[1] == H else None
 
 
 def _whole(rows: Tensor, tokens: Tokens, *, duplicated: bool) -> Tensor:
@@ -99,10 +130,12 @@ def _first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     raise TypeError(f"{type(module).__name__} was called without a tensor, so there is nothing to share out between ranks")
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
-    """Where the arguments of the names above are."""
+def _named(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[str, ...] = _ALSO
+) -> list[int | str]:
+    """Where the arguments of these names are."""
     names = list(inspect.signature(module.forward).parameters) if args else []
-    return [i for i, name in enumerate(names[: len(args)]) if name in _ALSO] + [name for name in kwargs if name in _ALSO]
+    return [i for i, name in enumerate(names[: len(args)]) if name in wanted] + [name for name in kwargs if name in wanted]
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str, value: Tensor) -> Any:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.ops.memory import require_memory
 from pyops.tensor_parallel.ranks import Ranks
 
 __all__ = ["clip_grad_norm_", "finish_gradients", "grad_norm"]
@@ -80,4 +81,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, group: dist.ProcessGro
 
 def _gradient(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
-    return main if main is not None else parameter.grad
+    found: Tensor | None = main if main is not None else parameter.grad
+    if found is not None and found.layout == torch.strided:
+        require_memory(found, f"the gradient of a parameter of shape {tuple(parameter.shape)}")
+    return found

@@ -9,7 +9,9 @@ T5Attention         n_heads, key_value_proj_dim                                 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -78,8 +80,21 @@ def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
     return Heads(H, G, K, ranks.size)
 
 
-def set_heads(module: nn.Module, heads: Heads) -> dict[str, tuple[int, int]]:
-    """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}. Its config is left alone."""
+def set_heads(module: nn.Module, heads: Heads, *, configured: bool = False) -> dict[str, tuple[int, int]]:
+    """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}.
+
+    Its config is left alone; configured: the module gets a copy of it, with these numbers.
+    """
+    changed = _set(module, heads)
+    config = getattr(module, "config", None)
+    if configured and config is not None:
+        module.config = copy.copy(config)
+        found = _set(module.config, heads)
+        changed.update({f"config.{name}": numbers for name, numbers in found.items()})
+    return changed
+
+
+def _set(holder: Any, heads: Heads) -> dict[str, tuple[int, int]]:
     changed = {}
     for names, whole, local in (
         (_HEADS, heads.H, heads.local),
@@ -88,8 +103,8 @@ def set_heads(module: nn.Module, heads: Heads) -> dict[str, tuple[int, int]]:
         (_WIDTHS, heads.H * heads.K, heads.local * heads.K),
     ):
         for name in names:
-            if module.__dict__.get(name) == whole and whole != local:
-                setattr(module, name, local)
+            if holder.__dict__.get(name) == whole and whole != local:
+                setattr(holder, name, local)
                 changed[name] = (whole, local)
     return changed
 

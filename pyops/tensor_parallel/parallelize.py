@@ -15,88 +15,93 @@ The modules' own code runs on, with fewer heads. Plans are data, in plans.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.agreement import agree, gather
-from pyops.flat import Placement
+from pyops.comm.agreement import gather, on_all_ranks, on_first_rank
 from pyops.tensor_parallel.blueprint import Blueprint
-from pyops.tensor_parallel.edges import Enter, JoinTokens, SplitTokens
-from pyops.tensor_parallel.heads import set_heads
-from pyops.tensor_parallel.multihead import MultiheadAttention
-from pyops.tensor_parallel.swap import swapped
+from pyops.tensor_parallel.perform import Report, perform
+from pyops.tensor_parallel.plans import plan_of
+from pyops.tensor_parallel.restore import Snapshot
+from pyops.tensor_parallel.trial import try_plan
 
 __all__ = ["Report", "parallelize"]
 
-
-@dataclass
-class Report:
-    """What `parallelize` did. cut: {module: kind}; changed: {module: {attribute: (before, after)}}; replicated: parameters that
-    are whole on every rank; elements: of the model's parameters before, and on this rank."""
-
-    cut: dict[str, str] = field(default_factory=dict)
-    changed: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    replicated: list[str] = field(default_factory=list)
-    elements: tuple[int, int] = (0, 0)
-
-    def __str__(self) -> str:
-        lines = [f"{self.elements[0]:,} parameters, of which {self.elements[1]:,} on this rank"]
-        cut = [f"{name}: {kind}" for name, kind in self.cut.items()]
-        changed = [
-            f"{name}: {', '.join(f'{k} {a} -> {b}' for k, (a, b) in each.items())}" for name, each in self.changed.items()
-        ]
-        for title, entries in (("cut", cut), ("changed", changed), ("whole on every rank", self.replicated)):
-            times: dict[str, int] = {}
-            for entry in entries:
-                name, _, rest = entry.partition(":")
-                each = ".".join("*" if part.isdigit() else part for part in name.split(".")) + (":" + rest if rest else "")
-                times[each] = times.get(each, 0) + 1
-            lines += [title, *(f"    {each}" + (f"  ({n})" if n > 1 else "") for each, n in times.items())] if times else []
-        return "\n".join(lines)
+T = TypeVar("T")
 
 
 def parallelize(
     model: nn.Module, *, group: dist.ProcessGroup | None = None, plan: Mapping[str, str] | None = None,
-    sequence_parallel: bool = False, gather_logits: bool = True,
+    sequence_parallel: bool = False, gather_logits: bool = True, check: bool = True, example_inputs: Any = None,
 ) -> Report:  # fmt: skip
     """Cut `model` over the ranks of `group`, in place. Call it before the optimizer is made, with the same values everywhere.
 
-    plan: {pattern of module names: kind}, see pyops.tensor_parallel.plans; None: by the classes of the model's blocks
-    (GPT-2, Llama, Mistral, Qwen 2 and 3, BERT, T5, ViT of transformers; torch.nn.TransformerEncoder and Decoder).
-    sequence_parallel: between the blocks each rank holds its part of the tokens only; the gradients of what is whole there are
-    parts, which `finish_gradients`, or ZeroOptimizer(tp_group=), sums.
-    gather_logits: the head's logits are whole on every rank, so that any loss of them works; otherwise each rank has those of
-    its part of the vocabulary, for `vocab_parallel_cross_entropy`, and the model must not be asked for its loss.
+    Args:
+        plan: {pattern of module names: kind}, see pyops.tensor_parallel.plans; None: by the classes of the model's blocks, see
+            pyops.tensor_parallel.architectures.
+        sequence_parallel: between the blocks each rank holds its part of the tokens only; the gradients of what is whole there
+            are parts, which `finish_gradients`, or ZeroOptimizer(tp_group=), sums.
+        gather_logits: the head's logits are whole on every rank, so that any loss of them works; otherwise each rank has those
+            of its part of the vocabulary, for `vocab_parallel_cross_entropy`, and the model must not be asked for its loss.
+        check: before anything is changed, rank 0 cuts a copy over virtual ranks in its own process, with values drawn anew, and
+            compares outputs and all gradients with those of the uncut copy. It takes a forward and a backward of a few tokens
+            through two blocks of each sort in fp64 on the CPU, twice, and memory for five such copies. With buffers on the meta
+            device nothing is checked, as the report says.
+        example_inputs: for that check, a tensor, a tuple of arguments, or a mapping of names to them. None: tokens, pixels or
+            sounds made up from the model's config, as those of transformers have one.
+
+    Returns:
+        A Report of what was cut, what stays whole, and what was checked.
 
     Parameters keep their names; a Conv1D's weight then lies as [out, in], packed q, k, v as [3, out, in]. What the plan does
     not name stays whole on every rank, and is listed in the report. Dropout stays torch's: seed it alike on the ranks of the
     group, or their tokens drift apart. Hooks are on the modules, so model.forward must not be called past them.
 
-    ValueError, on every rank and before anything is changed: no plan for these classes, a plan that names no module, a module
-    that can't be cut, heads that can't be split (with the sizes that can), parameters within attention of which the plan does
-    not say whether their gradients are parts, a model that is parallel already, models that differ between the ranks.
+    Raises:
+        ValueError: on every rank, with the model as it was: no plan for these classes, a plan that names no module, a module
+            that can't be cut, heads that can't be split (with the sizes that can), parameters within attention of which the
+            plan does not say whether their gradients are parts, a model that is parallel already, models that differ between
+            the ranks, a plan under which outputs or gradients are not those of the uncut model (with the first that differs).
     """
-    error: Exception | None = None
-    blueprint: Blueprint | None = None
-    try:
-        blueprint = Blueprint(model, group, plan, sequence_parallel=sequence_parallel, gather_logits=gather_logits)
-    except (TypeError, ValueError) as caught:
-        error = caught
-    if group is not None:
-        agree(error, group=group)
-    elif error is not None:
-        raise error
-    assert blueprint is not None
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+    blueprint = _alike(lambda: Blueprint(model, group, plan, **options), group)
     if blueprint.ranks.size > 1:
-        _check_same(
-            model, {"plan": blueprint.kinds, "sequence_parallel": sequence_parallel, "gather_logits": gather_logits}, group
-        )
-    return _perform(model, blueprint)
+        _check_same(model, {"plan": blueprint.kinds, **options, "check": check}, group)
+    checked = "nothing, with check=False"
+    if check:
+        checked = _checked(model, blueprint, plan_of(model) if plan is None else plan, sequence_parallel, example_inputs)
+    before = Snapshot(model)
+    try:
+        report = _alike(lambda: perform(model, blueprint), group)
+    except BaseException:
+        before.restore()
+        raise
+    report.checked = checked
+    return report
+
+
+def _alike(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Its result, or on all ranks the error of any. A group of None is one rank alone, in whatever world."""
+    return function() if group is None else on_all_ranks(function, group=group)
+
+
+def _checked(
+    model: nn.Module, blueprint: Blueprint, plan: Mapping[str, str], sequence_parallel: bool, example_inputs: Any
+) -> str:
+    """The plan is tried on the first rank, see trial.py; its finding, or its error, on all."""
+
+    def cut(part: nn.Module, group: Any) -> None:
+        perform(part, Blueprint(part, group, plan, sequence_parallel=sequence_parallel, gather_logits=True, complete=False))
+
+    def tried() -> str:
+        blocks = [name for name, kind in blueprint.kinds.items() if kind == "blocks"]
+        return try_plan(model, cut, blueprint.ranks.size, blocks=blocks, given=example_inputs)
+
+    return tried() if blueprint.group is None else on_first_rank(tried, group=blueprint.group)
 
 
 def _check_same(model: nn.Module, options: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
@@ -118,68 +123,3 @@ def _check_same(model: nn.Module, options: Mapping[str, Any], group: dist.Proces
             raise ValueError(
                 f"parallelize: the ranks' models differ: {len(everyone[0])} parameters on rank 0, {len(theirs)} on rank {rank}"
             )
-
-
-@torch.no_grad()
-def _perform(model: nn.Module, blueprint: Blueprint) -> Report:
-    report = Report(cut={name: cut.kind for name, cut in blueprint.cuts.items()})
-    elements = sum(p.numel() for p in model.parameters())
-    whole = {name: blueprint.whole(name) for name in blueprint.modules}
-    report.replicated = [
-        ".".join(filter(None, (name, key))) for name, _ in model.named_modules() for key in whole[name]
-    ]  # fmt: skip
-    kept = [p for p in model.parameters() if id(p) in blueprint.tied]  # so that no other gets their ids
-    _swap(model, blueprint)
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None and (new := blueprint.tied.get(id(p))) is not None:
-                module.register_parameter(key, new)
-    del kept
-    _place_partial(blueprint, whole)
-    for name, heads in blueprint.heads.items():
-        if name not in blueprint.multihead and (changed := set_heads(model.get_submodule(name), heads)):
-            report.changed[name] = changed
-    for name in blueprint.regions if blueprint.ranks.size > 1 else ():
-        tokens, flat = blueprint.shared_out(name), blueprint.kinds[name] == "mlp"
-        hook = Enter(blueprint.ranks, tokens, flat=flat)
-        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-    for name, tokens in blueprint.blocks.items():
-        blocks = list(model.get_submodule(name).children())
-        blocks[0].register_forward_pre_hook(SplitTokens(tokens), with_kwargs=True)
-        blocks[-1].register_forward_hook(JoinTokens(tokens))
-    report.elements = elements, sum(p.numel() for p in model.parameters())
-    return report
-
-
-def _swap(model: nn.Module, blueprint: Blueprint) -> None:
-    """Each module that is cut, under all names that it has."""
-    done: dict[int, nn.Module] = {}
-    kept = []  # so that no new module gets the id of an old one
-    for name in [*blueprint.cuts, *blueprint.multihead]:
-        old = blueprint.modules[name]
-        if id(old) not in done:
-            if name in blueprint.cuts:
-                done[id(old)] = swapped(old, blueprint.cuts[name], blueprint.tied)
-            else:
-                assert isinstance(old, nn.MultiheadAttention)
-                done[id(old)] = MultiheadAttention(
-                    old, blueprint.heads[name], group=blueprint.group, sequence_parallel=blueprint.shared_out(name) is not None
-                )
-        kept.append(old)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, done[id(old)])
-    for module in model.modules():
-        if hasattr(module, "use_nested_tensor"):  # torch.nn.TransformerEncoder, which then goes past its layers
-            module.use_nested_tensor = False  # type: ignore[assignment]
-
-
-def _place_partial(blueprint: Blueprint, whole: Mapping[str, list[str]]) -> None:
-    """Say of which whole parameters each rank has only a part of the gradient."""
-    rank, ranks = blueprint.ranks.rank, blueprint.ranks.size
-    for name, module in blueprint.modules.items():
-        parts = blueprint.kinds.get(name) == "partial" or blueprint.shared_out(name) is not None
-        if whole[name] and parts:
-            module.placements = {  # type: ignore[assignment]
-                key: Placement.whole(module.get_parameter(key).shape, rank=rank, ranks=ranks, partial=True)
-                for key in whole[name]
-            }

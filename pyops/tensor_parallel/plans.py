@@ -6,7 +6,9 @@ is transformer.h.0.attn.c_proj, transformer.h.1.attn.c_proj, ... Where several p
 | kind | module | what becomes of it |
 |---|---|---|
 | "columns" | linear | each rank computes some of its outputs; within an attention module, whole heads of them |
-| "packed columns" | linear within an attention module | the same of each of the equal matrices that lie in one: q, k, v |
+| "packed columns" | linear within an attention module | the same of each of the matrices that lie in one: q, k, v |
+| "head columns" | linear within an attention module | q, k and v of a head, or group of heads, lie together: cut between |
+| "gate and up" | linear | two equal matrices that lie in one, each cut by columns |
 | "rows" | linear | each rank holds some of its inputs, and the products are summed; within attention by whole heads |
 | "head rows" | linear | "rows" by the heads of the nearest attention module, for an output that lies outside of it |
 | "vocabulary" | embedding | each rank holds some of its rows |
@@ -14,6 +16,7 @@ is transformer.h.0.attn.c_proj, transformer.h.1.attn.c_proj, ... Where several p
 | "bias by head" | embedding [buckets, heads] within an attention module | cut along its heads |
 | "partial" | any, within attention or mlp | whole on every rank; used on own heads, so each has a part of its gradient |
 | "attention" | any | its numbers of heads become this rank's; its input is what the ranks share |
+| "configured attention" | any | the same; its code reads numbers from its config, of which it gets a copy of its own |
 | "mlp" | any | several columns within it share one input |
 | "blocks" | list | between these the tokens are shared out under sequence parallelism |
 
@@ -27,62 +30,16 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["CUT", "KINDS", "PLANS", "REGIONS", "assign", "plan_of"]
+from pyops.tensor_parallel.architectures import PLANS
+
+__all__ = ["ATTENTION", "CUT", "KINDS", "PLANS", "REGIONS", "assign", "plan_of"]
 
 Plan = Mapping[str, str]
 
-CUT = ("columns", "packed columns", "rows", "head rows", "vocabulary", "logits", "bias by head")
-REGIONS = ("attention", "mlp")
+CUT = ("columns", "packed columns", "head columns", "gate and up", "rows", "head rows", "vocabulary", "logits", "bias by head")
+ATTENTION = ("attention", "configured attention")
+REGIONS = (*ATTENTION, "mlp")
 KINDS = (*CUT, "partial", *REGIONS, "blocks")
-
-GPT2 = {
-    "wte": "vocabulary", "h": "blocks", "lm_head": "logits",
-    "attn": "attention", "attn.c_attn": "packed columns", "attn.c_proj": "rows",
-    "crossattention": "attention", "crossattention.q_attn": "columns",
-    "crossattention.c_attn": "packed columns", "crossattention.c_proj": "rows",
-    "mlp.c_fc": "columns", "mlp.c_proj": "rows",
-}  # fmt: skip
-LLAMA = {
-    "embed_tokens": "vocabulary", "layers": "blocks", "lm_head": "logits",
-    "self_attn": "attention", "self_attn.[qkv]_proj": "columns", "self_attn.o_proj": "rows",
-    "mlp": "mlp", "mlp.gate_proj": "columns", "mlp.up_proj": "columns", "mlp.down_proj": "rows",
-}  # fmt: skip
-BERT = {
-    "word_embeddings": "vocabulary", "layer": "blocks", "predictions.decoder": "logits",
-    "self": "attention", "self.query": "columns", "self.key": "columns", "self.value": "columns",
-    "attention.output.dense": "head rows", "crossattention.output.dense": "head rows",
-    "intermediate.dense": "columns", "output.dense": "rows",
-}  # fmt: skip
-T5 = {
-    "shared": "vocabulary", "embed_tokens": "vocabulary", "block": "blocks", "lm_head": "logits",
-    "*Attention": "attention", "*Attention.[qkv]": "columns", "*Attention.o": "rows",
-    "relative_attention_bias": "bias by head",
-    "DenseReluDense": "mlp", "DenseReluDense.wi*": "columns", "DenseReluDense.wo": "rows",
-}  # fmt: skip
-VIT = {
-    "layers": "blocks",
-    "attention": "attention", "attention.[qkv]_proj": "columns", "attention.o_proj": "rows",
-    "mlp.fc1": "columns", "mlp.fc2": "rows",
-}  # fmt: skip
-TORCH = {
-    "layers": "blocks",
-    "self_attn": "attention", "multihead_attn": "attention",
-    "linear1": "columns", "linear2": "rows",
-}  # fmt: skip
-
-# By the class name of a block. Of transformers' classes, and of torch.nn's last.
-PLANS: dict[str, Plan] = {
-    "GPT2Block": GPT2,
-    "LlamaDecoderLayer": LLAMA,
-    "MistralDecoderLayer": LLAMA,
-    "Qwen2DecoderLayer": LLAMA,
-    "Qwen3DecoderLayer": {**LLAMA, "self_attn.[qk]_norm": "partial"},
-    "BertLayer": BERT,
-    "T5Block": T5,
-    "ViTLayer": VIT,
-    "TransformerEncoderLayer": TORCH,
-    "TransformerDecoderLayer": TORCH,
-}
 
 
 def plan_of(model: nn.Module) -> Plan:

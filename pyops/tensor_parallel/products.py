@@ -195,7 +195,8 @@ class _Row(torch.autograd.Function):
                 shape = (*x.shape[:-1], weight.shape[0])
         if bias is not None:
             y += _to(bias, dtype)
-        return y.to(x.dtype).view(shape)
+        # Not a view to autograd, so that it may be added to in place, as Falcon's blocks do.
+        return torch.ops.aten._unsafe_view(y.to(x.dtype), shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]

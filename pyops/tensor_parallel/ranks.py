@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pyops.comm.collectives import all_gather, all_reduce, reduce_scatter
 from pyops.comm.communicator import Communicator
 from pyops.comm.work import Work
+from pyops.mesh import check_initialized
 
 __all__ = ["Ranks", "pad_rows"]
 
@@ -29,9 +30,15 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """ValueError where `group` is not a process group that this rank is in."""
+        """ValueError where `group` is not a process group that this rank is in, or None and the ranks were never joined.
+
+        A virtual group is ranks already.
+        """
         if group is None:
+            check_initialized("a layer or function of pyops.tensor_parallel")
             return cls(None, 0, 1)
+        if isinstance(group, Ranks):
+            return group
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be a process group that this rank is in, or None for one rank alone; got {group!r}")
         return cls(group, dist.get_rank(group), dist.get_world_size(group))

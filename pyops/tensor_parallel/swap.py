@@ -12,10 +12,11 @@ from pyops.flat import Placement
 from pyops.tensor_parallel.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.heads import Heads
 from pyops.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.tensor_parallel.packed import GroupedColumns
 from pyops.tensor_parallel.products import Plan
 from pyops.tensor_parallel.ranks import Ranks
 
-__all__ = ["Cut", "Tied", "check_kind", "filled", "swapped"]
+__all__ = ["Cut", "Tied", "check_kind", "filled", "laid_out", "swapped"]
 
 Tied = dict[int, nn.Parameter | None]  # by the id of the parameter as it was
 
@@ -37,7 +38,9 @@ def check_kind(module: nn.Module, cut: Cut) -> None:
     """ValueError unless the module is of a kind that can be cut so, and of a size that fits the heads."""
     what = f"{cut.name} ({type(module).__name__})"
     embedding = cut.kind in ("vocabulary", "bias by head")
-    plain = type(module).forward is (nn.Embedding if embedding else nn.Linear).forward or (not embedding and _is_conv1d(module))
+    plain = type(module).forward is (nn.Embedding if embedding else nn.Linear).forward or (
+        _is_scaled(module) and cut.kind == "vocabulary" if embedding else _is_conv1d(module) or _is_like_linear(module)
+    )
     if not plain:
         wanted = "a torch.nn.Embedding" if embedding else "a torch.nn.Linear, or a Conv1D of transformers"
         raise ValueError(f"{what} can't be cut as {cut.kind!r}: that takes {wanted}; without a kind in the plan it stays whole")
@@ -52,9 +55,11 @@ def check_kind(module: nn.Module, cut: Cut) -> None:
     if cut.kind == "bias by head" and (cut.heads is None or module.embedding_dim != cut.heads.H):
         heads = "no attention module around it" if cut.heads is None else f"{cut.heads.H} heads"
         raise ValueError(f"{what} can't be cut by heads: it is {module.embedding_dim} wide, and there are {heads}")
-    if cut.kind in ("head rows", "packed columns") and cut.heads is None:
+    if cut.kind == "gate and up" and _sizes(module)[0] % 2:
+        raise ValueError(f"{what} can't be cut as 'gate and up': its {_sizes(module)[0]} outputs are not two equal matrices")
+    if cut.kind in ("head rows", "packed columns", "head columns") and cut.heads is None:
         raise ValueError(f"{what} can't be cut as {cut.kind!r}: no attention module is near it; write 'rows' or 'columns'")
-    if not embedding and cut.heads is not None:
+    if not embedding:
         _head_columns(module, cut)
 
 
@@ -76,13 +81,37 @@ def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
         row = RowParallelLinear(size, out, unit=unit, sequence_parallel=cut.sequence_parallel, **shared)
         return filled(row, module, tied)
     unit, matrices, copies = _head_columns(module, cut)
+    if cut.kind == "packed columns" and cut.heads is not None and cut.heads.G < cut.heads.H:
+        layer: ColumnParallelLinear = GroupedColumns(size, cut.heads, **shared)
+        layer.plan = Plan(Ranks.of(None))
+        return filled(layer, module, tied)
     layer = ColumnParallelLinear(
-        size, out // matrices, unit=unit, stacked=matrices if cut.kind == "packed columns" else 0, copies=copies,
+        size, out // matrices, unit=unit, copies=copies,
+        stacked=matrices if cut.kind in ("packed columns", "gate and up") else 0,
         gather_output=cut.kind == "logits" and cut.gather_logits, sequence_parallel=cut.sequence_parallel, **shared,
     )  # fmt: skip
     if cut.inside:
         layer.plan = Plan(Ranks.of(None))  # the sum over ranks is in the Enter around it
     return filled(layer, module, tied)
+
+
+def _is_like_linear(module: nn.Module) -> bool:
+    """transformers' FalconLinear: a torch.nn.Linear that adds its bias in a step of its own."""
+    return type(module).__name__ == "FalconLinear" and isinstance(module, nn.Linear)
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """An embedding of transformers that multiplies what it looks up by its `embed_scale`, as of Gemma and BART."""
+    scaled = type(module).__name__.endswith(("ScaledWordEmbedding", "ScaledEmbedding"))
+    return scaled and isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+
+
+class _Scale:
+    """After an embedding."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        scale: Any = module.embed_scale
+        return output * (scale.to(output.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -99,6 +128,8 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
     """(columns or rows that stay together, matrices in one, ranks that hold the same). ValueError where sizes don't fit."""
     heads, (out, size) = cut.heads, _sizes(module)
+    if cut.kind == "gate and up":
+        return 1, 2, 1
     if heads is None:
         return 1, 1, 1
     what = f"{cut.name} ({type(module).__name__}, {size} -> {out})"
@@ -108,8 +139,14 @@ def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
         if size != width:
             raise ValueError(f"{what} can't be cut by heads: the attention module has {says}, {width} inputs")
         return heads.unit, 1, 1
+    if cut.kind == "head columns" or (cut.kind == "packed columns" and heads.G < heads.H):
+        all_ = (heads.H + 2 * heads.G) * heads.K
+        if out != all_ or heads.copies > 1:
+            why = f"that takes {all_} columns" if out != all_ else f"{heads.ranks} ranks are more than its groups"
+            raise ValueError(f"{what} can't be cut as {cut.kind!r}: {why}, for {says}")
+        return (heads.H // heads.G + 2) * heads.K, 1, 1
     if cut.kind == "packed columns":
-        if out % width or heads.G < heads.H:
+        if out % width:
             raise ValueError(f"{what} can't be cut as 'packed columns': that takes a multiple of {width} columns, for {says}")
         return heads.unit, out // width, 1
     if out == width:
@@ -125,6 +162,12 @@ def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
         module.num_embeddings, module.embedding_dim, padding_idx=module.padding_idx, group=cut.group, device="meta",
         dtype=module.weight.dtype, seed=None,
     )  # fmt: skip
+    if _is_scaled(module):
+        if isinstance(module.embed_scale, Tensor):
+            layer.register_buffer("embed_scale", module.embed_scale, persistent="embed_scale" in module.state_dict())
+        else:
+            layer.embed_scale = module.embed_scale
+        layer.register_forward_hook(_Scale())
     return filled(layer, module, tied)
 
 
@@ -140,6 +183,15 @@ def _bias_by_head(module: nn.Module, cut: Cut) -> nn.Module:
     return module
 
 
+def laid_out(layer: nn.Module | None, whole: Tensor, place: Placement) -> Tensor:
+    """A tensor of the module that was swapped, laid out as the layer's whole one: a Conv1D's transposed, and so on."""
+    if getattr(layer, "transposed", None) and whole.dim() == 2:
+        whole = whole.t()
+    if isinstance(layer, GroupedColumns):
+        whole = layer.by_group(whole)
+    return whole.reshape(place.global_shape)
+
+
 def filled(layer: nn.Module, module: nn.Module, tied: Tied) -> nn.Module:
     """The layer, made without values, with this rank's part of the module's."""
     placements: dict[str, Placement] = layer.placements  # type: ignore[assignment]
@@ -148,8 +200,7 @@ def filled(layer: nn.Module, module: nn.Module, tied: Tied) -> nn.Module:
         old = module.get_parameter(name)
         new = tied.get(id(old))
         if new is None:
-            whole: Tensor = old.t() if name == "weight" and _is_conv1d(module) else old
-            new = nn.Parameter(place.take(whole.reshape(place.global_shape)), requires_grad=old.requires_grad)
+            new = nn.Parameter(place.take(laid_out(layer, old, place)), requires_grad=old.requires_grad)
         if id(old) in tied:
             tied[id(old)] = new
         layer.register_parameter(name, new)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
 from pyops.elastic.membership import GIB, Choice, Grid, Limits, choose
+from pyops.mesh import alone
 from pyops.models import GPT, GPTConfig
 from pyops.precision import PRECISIONS
 from pyops.train.pipelined import layer_costs
@@ -106,7 +107,8 @@ def limits_of(config: Config) -> Limits:
 
 def _parameters(model: GPTConfig) -> list[int]:
     """Of the layers of the pipeline; what is tied counts in both."""
-    layers = GPT(model, seed=None, device="meta").layers()
+    with alone():  # ranks are joined when it is known how many of them have work
+        layers = GPT(model, seed=None, device="meta").layers()
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
 
 

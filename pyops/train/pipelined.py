@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.comm.agreement import naming_lost_ranks
 from pyops.config import Config
 from pyops.mesh import Mesh
 from pyops.models import GPT, GPTConfig
@@ -145,5 +146,6 @@ class _Whole(nn.Module):
             last_BTV = like.new_empty(len(tokens_BT), 1, self.model.config.vocab_size)
         else:
             last_BTV = logits_BTV[:, -1:].contiguous()
-        dist.broadcast(last_BTV, group=self.pipeline.group, group_src=self.pipeline.schedule.rank_of[-1])
+        with naming_lost_ranks("the broadcast of logits", group=self.pipeline.group):
+            dist.broadcast(last_BTV, group=self.pipeline.group, group_src=self.pipeline.schedule.rank_of[-1])
         return last_BTV

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.checkpoint import Checkpoints, load
-from pyops.comm.agreement import on_first_rank
+from pyops.comm.agreement import naming_lost_ranks, on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.data import Batches, prepare, validation_rows
 from pyops.display import Display, describe_memory
@@ -34,6 +34,7 @@ from pyops.precision import PRECISIONS
 from pyops.train.folder import continues, finished, only_run_in, prepare_folder
 from pyops.train.heap import trim_after
 from pyops.train.membership import adapted, started_ranks, trouble_ahead
+from pyops.train.memory import check_memory
 from pyops.train.notes import collected_notes
 from pyops.train.outcome import Outcome
 from pyops.train.pipelined import Part, Pipelined
@@ -57,6 +58,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
     if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
         return Outcome(0, None, None, 0, stand_by())
+    check_memory(config, ranks=chosen.grid.ranks)
     joined = joined_ranks(config.train, active=chosen.grid.ranks, request=(request := StopRequest()))
     with joined as device, only_run_in(config.folder), collected_notes() as notes:
         resume = continues(config.folder) or resume
@@ -64,6 +66,12 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
         notes.show(run.display.note)
         if chosen.reason:
             run.display.note(f"{chosen.reason}{trouble_ahead()}")
+        if run.is_over:
+            steps, key = run.display.num_steps, "task.epochs" if config.over_samples and config.task.epochs else "train.steps"
+            run.display.note(
+                f"already finished: {config.folder} has all {steps} steps; set {key} to more, or leave out --resume to begin "
+                "anew"
+            )
         try:
             with request:
                 stopped = run.loop(request)
@@ -126,10 +134,16 @@ class Run:
         latest = on_first_rank(self.checkpoints.latest) if resume else None
         if latest is not None:
             self.restore(latest)
+        self.was_over = self.is_over  # when it began
         self.log = MetricsLog(config.folder, first_step=self.step) if self.rank == 0 else None
         self.display = Display(config.name, num_steps=options.steps, first_step=self.step, every=options.log_every,
                                quiet=self.rank != 0)  # fmt: skip
         self.display.note(self._introduction(world, resumed=latest, wanted=resume))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.config.train.steps
 
     def _introduction(self, num_ranks: int, *, resumed: Path | None, wanted: bool) -> str:
         text = (
@@ -242,7 +256,8 @@ class Run:
     def _sum(self, totals: Tensor) -> Tensor:
         """Over all ranks; those that share a model count the same, all alike."""
         if dist.is_initialized():
-            dist.all_reduce(totals)
+            with naming_lost_ranks("the sum of losses"):
+                dist.all_reduce(totals)
         return totals
 
     @torch.no_grad()
@@ -313,7 +328,8 @@ class Run:
         rows = self.log.rows if self.log is not None else []
         held_out = [row["validation_loss"] for row in rows if "validation_loss" in row]
         outcome = Outcome(self.step, held_out[-1] if held_out else None, self.corpus.bigram_loss, self.skipped, stopped_by)
-        text = self.sample() if self.config.train.sample_tokens and not stopped_by else ""
+        drawn = self.was_over and (self.config.folder / "sample.txt").exists()
+        text = self.sample() if self.config.train.sample_tokens and not stopped_by and not drawn else ""
         if self.log is None:
             return outcome
         self.log.close()

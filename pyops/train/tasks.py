@@ -1,7 +1,7 @@
 """Tasks: what there is to learn, as samples with numbers, whatever the layout that learns it.
 
 task = make_task(config)                                      of [task], [data], and its model's section
-inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; -1: a row that counts nothing
+inputs, target, named = task.batch(samples, epoch=epoch)      rows of these numbers; PADDING: a row that counts nothing
 pipeline.step(inputs, target, shape=..., scale=1 / (rows * task.terms), **named)      with loss=task.loss, reduction="sum"
 task.loss(output, target)                                     nats, summed: times 1 / (rows * terms) it is the mean
 task.score(pipeline(inputs, **named), target)                 right ones, or nats
@@ -25,6 +25,7 @@ from pyops.config import Config, ConfigError
 from pyops.data import Corpus, DataConfig, Images, load_characters, load_digits, prepare, prepare_passages
 from pyops.data.images import copies
 from pyops.data.passages import FAMILIES, mask_rows
+from pyops.elastic import PADDING
 from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.precision import PRECISIONS
@@ -67,31 +68,33 @@ class Task(ABC):
         """(inputs of the first layer [n, ...], target [n] or [n, T], named arguments of layers) of samples int64 [n].
 
         Named tensors [n, ...] are to be cut like the batch, the rest goes whole; `shape` is for the caller to add. Rows of
-        sample -1 have some input, and no target that counts. held_out: numbers are of the held-out samples. ValueError for a
-        number that no sample has.
+        sample PADDING have some input, and no target that counts. held_out: numbers are of the held-out samples. ValueError for
+        a number that no sample has.
         """
         bound = self.held_out if held_out else self.samples
-        if len(samples) and not -1 <= int(samples.min()) <= int(samples.max()) < bound:
+        padding = samples == PADDING
+        numbers = samples[~padding]
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < bound:
             what = "held-out samples" if held_out else "samples"
             raise ValueError(
-                f"samples are numbered {int(samples.min())} to {int(samples.max())}; {self.name} has {bound} {what}: give "
-                f"numbers from 0 to {bound - 1}, or -1 for rows that don't count"
+                f"samples are numbered {int(numbers.min())} to {int(numbers.max())}; {self.name} has {bound} {what}: give "
+                f"numbers from 0 to {bound - 1}, or pyops.elastic.PADDING for rows that don't count"
             )
-        inputs, target = self._rows(samples.clamp(min=0), samples, epoch, held_out)
+        inputs, target = self._rows(samples.masked_fill(padding, 0), epoch, held_out)
         target = self.padding(target, samples)
         return inputs, target, self._named(target, held_out)
 
     @abstractmethod
-    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of rows, which are samples, or 0 where that is -1."""
+    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these samples."""
 
     def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
         return {}
 
     @staticmethod
     def padding(target: Tensor, samples: Tensor) -> Tensor:
-        """target with nothing that counts in rows of sample -1."""
-        return torch.where((samples < 0).view(-1, *[1] * (target.dim() - 1)), IGNORED, target)
+        """target with nothing that counts in rows of sample PADDING."""
+        return torch.where((samples == PADDING).view(-1, *[1] * (target.dim() - 1)), IGNORED, target)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """-ln p(target), summed over what counts. output: of the last layer. Scalar, fp32 (fp64 of an fp64 model)."""
@@ -138,7 +141,7 @@ class ImagesTask(Task):
     ) -> nn.Module:  # fmt: skip
         return ViT(self._config, seed=seed, device=device, dtype=dtype)
 
-    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         images = self._images[held_out]
         image, copy = rows // images.shape[1], rows % images.shape[1]
         return images[image, copy].to(self._dtype), self._labels[held_out][image]
@@ -165,7 +168,7 @@ class PassagesTask(Task):
     ) -> nn.Module:  # fmt: skip
         return BERTClassifier(self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype)
 
-    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         return self._parts[held_out].cut(rows), self._labels[held_out][rows]
 
 
@@ -196,7 +199,7 @@ class MaskedTask(_Nats):
     ) -> nn.Module:  # fmt: skip
         return BERT(self._config, seed=seed, device=device, dtype=dtype)
 
-    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         tokens = self._parts[held_out].cut(rows)
         seed, epoch = (0, -1) if held_out else (self._seed, epoch)
         given, masked = mask_rows(tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch)
@@ -234,7 +237,7 @@ class TextTask(_Nats):
     ) -> nn.Module:  # fmt: skip
         return GPT(self._config, seed=seed, device=device, dtype=dtype)
 
-    def _rows(self, rows: Tensor, samples: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
+    def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         text, length = self._texts[held_out], self.tokens
         places = (self._places[rows] if held_out else rows).tolist()
         found = [torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64")) for n in places]

@@ -11,6 +11,7 @@
 | partition.py | who owns what: buckets, chunks, pieces; pure arithmetic |
 | parameters.py | parameters in flat buffers |
 | gradients.py | buckets of gradients, reduce-scattered during backward |
+| reduced.py, shown.py | what `.grad` is between backward and step, and what a program may do to it |
 | precision.py | precision=: the cast of the model, and its loss scale |
 | owned.py | this rank's pieces and the ordinary optimizer over them; masters |
 | delayed.py | updates on a thread, one step late |
@@ -18,6 +19,7 @@
 | told.py | what the ranks tell each other before a step |
 | saving.py | state by parameter name, as ranges of flattened tensors |
 | units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
+| spread.py | stage 3: what touches parameters that are elsewhere gets them, or an error with the fix |
 | wire.py | few bits on the wire, and gathers within a small group: ZeRO++ |
 | stored.py | stage 3: shards of parameters in a file |
 | arriving.py | stages 1 and 2: parameters gathered while the next forward computes |

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import agree, gather, naming_lost_ranks
 
 __all__ = ["agreed", "broadcast", "check_same_model", "check_same_options"]
 
@@ -74,6 +74,7 @@ def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> 
     source = dist.get_global_rank(group, 0) if group is not None else 0
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole, source, group=group)
+        with naming_lost_ranks("the broadcast of rank 0's values", group=group):
+            dist.broadcast(whole, source, group=group)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.flat import check_free
+from pyops.mesh import check_initialized
 from pyops.offload import Offloaded
+from pyops.ops.memory import require_memory
 
 __all__ = ["STAGES", "check_arguments", "check_crossing", "param_groups_of"]
 
@@ -26,6 +29,7 @@ def check_arguments(
 ) -> None:  # fmt: skip
     """TypeError or ValueError for arguments of ZeroOptimizer that make no sense."""
     who = "ZeroOptimizer"
+    check_initialized(who, group if isinstance(group, dist.ProcessGroup) else None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}: model is a {type(model).__name__}; expected an nn.Module")
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
@@ -40,6 +44,10 @@ def check_arguments(
         raise ValueError(f"{who}: op is {op!r}; choose 'mean' or 'sum'")
     if not (isinstance(overlap, bool) or overlap == "forward"):
         raise TypeError(f"{who}: overlap is {overlap!r}; expected True, False or 'forward'")
+    for name, p in model.named_parameters():
+        for what, tensor in ((name, p), (f"the gradient of {name}", p.grad)):
+            if tensor is not None and tensor.layout == torch.strided and not tensor.is_meta:
+                require_memory(tensor, f"{who}: {what}")
     if offload is not None and not (offload == "cpu" or (isinstance(offload, str) and os.path.isdir(offload))):
         raise ValueError(f"{who}: offload is {offload!r}; give 'cpu' (host memory), a folder that exists, or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -47,11 +55,14 @@ def check_arguments(
     if optimizer_class.__name__ in NEED_WHOLE_TENSORS and not hasattr(optimizer_class, "reduce_sums"):
         raise ValueError(
             f"{who}: {optimizer_class.__module__}.{optimizer_class.__name__} looks at whole tensors, and here it is given flat "
-            "parts of them; use it with pyops.DataParallel, or one that steps each element by itself, such as AdamW, or "
-            "pyops.optim.Adafactor, which sums over the parts"
+            "parts of them; use it with pyops.data_parallel.DataParallel, or one that steps each element by itself, such as "
+            "AdamW, or pyops.optim.Adafactor, which sums over the parts"
         )
     if hasattr(optimizer_class, "num_ranks"):
-        raise ValueError(f"{who}: {optimizer_class.__name__} communicates by itself; use it with pyops.DataParallel")
+        raise ValueError(
+            f"{who}: {optimizer_class.__name__} communicates by itself; use it without ZeRO, with "
+            "pyops.data_parallel.DataParallel"
+        )
     for key in ("zero_grad", "differentiable"):
         if optimizer_arguments.get(key):
             raise ValueError(f"{who}: {key}=True has no meaning here: step() uses the gradients up; leave it out")
@@ -74,7 +85,7 @@ def _listed(params: Iterable[Any]) -> list[Group]:
 
 def param_groups_of(
     model: nn.Module, params: Iterable[Any] | None, optimizer_class: type[torch.optim.Optimizer],
-    optimizer_arguments: Mapping[str, Any], *, offload: str | None = None, dtype: torch.dtype | None = None,
+    optimizer_arguments: Mapping[str, Any], *, stage: int, offload: str | None = None, dtype: torch.dtype | None = None,
 ) -> list[Group]:  # fmt: skip
     """The groups of trained parameters, checked; parameters that require no gradient are left out. dtype: what they will be
     cast to."""
@@ -94,6 +105,7 @@ def param_groups_of(
                 raise ValueError(f"{who}: {names[id(parameter)]} appears twice in the param groups; pass each parameter once")
             seen.add(id(parameter))
         group["params"] = [p for p in group["params"] if p.requires_grad]
+    check_free(named.items() if stage == 3 else [(names[id(p)], p) for g in groups for p in g["params"]], who=who)
     if not any(group["params"] for group in groups):
         raise ValueError(f"{who}: no parameter requires a gradient, so there is nothing to step")
     for name, tensor in [*named.items(), *model.named_buffers()]:

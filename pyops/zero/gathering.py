@@ -12,7 +12,8 @@ changes costs time and never changes a result. All ranks must run the same units
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyops.comm.communicator import Communicator
 from pyops.comm.work import Work
 from pyops.zero.sharded import ShardedParameters
+from pyops.zero.spread import Spreading
 from pyops.zero.wire import Wire
 
 __all__ = ["Gathering", "Unit"]
@@ -32,15 +34,27 @@ LONGEST = 10_000  # turns of units that are remembered
 
 
 class Unit:
-    """One unit while the program runs. flats: its parameters. open: the module whose forward is running. calls: forwards
-    whose backward is still to come."""
+    """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while there are works. there:
+    gathered, and in sight. open: the module whose forward is running. calls: forwards whose backward is still to come. wide:
+    its parameters are used outside of its forward, so they stay until the end of backward, as the root's do."""
 
     def __init__(self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]) -> None:
         self.name, self.module, self.is_root, self.flats = name, module, is_root, list(flats)
         self.works: list[Work] = []
-        self.whole = False  # or on its way, while there are works
+        self.whole = self.there = self.wide = False
         self.open: nn.Module | None = None
         self.calls = 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for flat in self.flats:
+            yield from flat.parameters
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of the gathered memory."""
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return False
+        storage = tensor.untyped_storage()._cdata
+        return any(flat.data.untyped_storage()._cdata == storage for flat in self.flats)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -105,10 +119,15 @@ class Gathering:
         self._forward, self._backward = Trace(), Trace()
         self._phase = ""
         self._pinned = False
+        self._holders: dict[ShardedParameters, int] = {}
         self._hooks: list[Any] = []
+        self._spreading = Spreading(self._touched)
+        self._unit_of = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
         self.is_active = any(flat.is_spread for unit in units for flat in unit.flats)
         if not self.is_active:
             return
+        for unit in self.units:
+            self._spreading.spread(unit.parameters())
         inside = {id(m) for unit in units if not unit.is_root for m in unit.module.modules()}
         for unit in self.units:
             members = [m for m in unit.module.modules() if not unit.is_root or id(m) not in inside]
@@ -137,15 +156,20 @@ class Gathering:
             for flat in unit.flats:
                 flat.keep(self.wire.secondary)
         unit.works = []
+        if not unit.there and self.is_active:
+            self._spreading.gathered(unit.parameters())
+            unit.there = True
 
     def _release(self, unit: Unit) -> None:
         if unit.whole and not self._pinned:
             for work in unit.works:
                 work.wait()
             unit.works = []
+            if unit.there:
+                self._spreading.spread(unit.parameters())
             for flat in unit.flats:
                 flat.release()
-            unit.whole = False
+            unit.whole = unit.there = False
 
     def release_all(self) -> None:
         """Nothing is whole afterwards: before parameters change. Forgets what is still to come of a broken-off backward."""
@@ -166,11 +190,14 @@ class Gathering:
                     self._release(unit)  # what is whole may be what the codec made of it
                 self._need(unit, exact=True)
             self._pinned = True
+            self._holders = {flat: flat.holders() for unit in self.units for flat in unit.flats}
             return
         self._pinned = False
         for unit in self.units:
             for flat in unit.flats:
                 flat.take_over()
+                if flat.holders() > self._holders[flat] and flat.partition.ranks > 1:  # a state_dict(), say
+                    flat.leave()
         self.release_all()
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -184,7 +211,8 @@ class Gathering:
         """Gather the unit, let go of those that have had theirs, and fetch the next."""
         following = trace.after(unit)
         for other in self.units:
-            if other is not unit and other is not following and not other.is_root and other.open is None:
+            stays = other.is_root or other.wide or other.open is not None
+            if other is not unit and other is not following and not stays:
                 self._release(other)
         self._start(unit)
         if following is not None and self.overlap:
@@ -235,7 +263,10 @@ class Gathering:
             return
         unit.open = None
         again = _in_backward()
-        wanted = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
+        if not unit.wide and not unit.is_root and any(unit.holds(t) for t in tensors):
+            self._widen(unit, f"{type(module).__name__} returns a parameter of {unit.name}, or a view of one")
+        wanted = [t for t in tensors if t.requires_grad]
         if torch.is_grad_enabled() and wanted:
             for tensor in wanted:
                 tensor.register_hook(partial(self._begin_backward_of, unit))
@@ -258,6 +289,8 @@ class Gathering:
 
     def _end_backward_of(self, unit: Unit) -> None:
         unit.calls = max(0, unit.calls - 1)
+        if unit.wide:  # more gradients may come
+            return
         if unit.open is None:
             self._release(unit)
         if unit.calls == 0:
@@ -271,6 +304,28 @@ class Gathering:
 
     # ------------------------------------------------------------------------------------------------ guards
 
+    def _touched(self, parameter: nn.Parameter) -> None:
+        """Somebody needs values that are not there: in forward and backward, which all ranks run alike, they are gathered."""
+        unit = self._unit_of[id(parameter)]
+        name = next(name for flat in unit.flats for name, p in zip(flat.names, flat.parameters, strict=True) if p is parameter)
+        if not (_in_backward() or any(other.open is not None for other in self.units)):
+            raise RuntimeError(
+                f"{name} is spread over the ranks (ZeRO stage 3), its values are in memory only while {unit.name} computes; "
+                "to look at it, to copy, change, move or wrap the model, do so within `with optimizer.whole_parameters():`, "
+                "which every rank enters; a forward goes through the model's own call"
+            )
+        if not unit.wide and not unit.is_root:
+            self._widen(unit, f"{name} is used outside of the forward of {unit.name}")
+        self._need(unit)
+
+    def _widen(self, unit: Unit, why: str) -> None:
+        unit.wide = True
+        warnings.warn(
+            f"ZeroOptimizer: {why}, so {unit.name} stays whole until the end of backward; the result is the same, and it takes "
+            "more memory; choose units= so that what uses a parameter lies in its unit",
+            stacklevel=2,
+        )
+
     def _before_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._pinned and any(other.flats for other in self.units):
             raise RuntimeError(
@@ -282,3 +337,5 @@ class Gathering:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for unit in self.units:
+            self._spreading.gathered(unit.parameters())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_reduce, reduce_scatter
@@ -27,6 +28,8 @@ from pyops.comm.communicator import Communicator
 from pyops.comm.compressed import compressed_reduce_scatter
 from pyops.comm.work import Work
 from pyops.zero.parameters import FlatParameters
+from pyops.zero.partition import Piece
+from pyops.zero.reduced import ReducedGradient
 from pyops.zero.wire import speaks
 
 __all__ = ["GradientBucket", "Gradients"]
@@ -88,6 +91,8 @@ class GradientBucket:
             if self._memory is not None and self.chunk is not None:
                 self.chunk = self.chunk.clone()  # of an earlier backward; it lies where this gradient will
         found, view = parameter.grad, self._views.get(index)
+        if isinstance(found, ReducedGradient):  # of an earlier backward, which is in the chunk
+            found = found.take_arrived()
         if view is not None and found is view:
             return
         if view is None:
@@ -95,6 +100,18 @@ class GradientBucket:
         assert found is not None
         view.copy_(found)
         parameter.grad = view
+
+    def part(self, piece: Piece) -> Tensor | None:
+        """This rank's part of a parameter's reduced gradient."""
+        return None if self.chunk is None else self.chunk[piece.of_chunk]
+
+    def view_like(self, index: int) -> Tensor:
+        """A tensor without memory that is like the parameter's gradient."""
+        return torch.empty(self.flat.partition.layout.shapes[index], dtype=self.flat.dtype, device="meta")
+
+    def takes(self, index: int) -> bool:
+        """Whether the parameter's gradient is still to be reduced."""
+        return self.whole is not None or index in self._views
 
     def fill(self) -> None:
         """Make `whole` this rank's gradient in all its places: what has none counts as zero."""
@@ -114,9 +131,7 @@ class GradientBucket:
             if self._memory is not None and self.chunk is not None:
                 self.chunk = self.chunk.clone()
         self.fill()
-        for index in self._views:
-            self.flat.parameters[index].grad = None
-        self._views.clear()
+        self._forget_views()
         self._before = self.chunk
         own = self.whole[self._own]
         self._work = None
@@ -149,11 +164,15 @@ class GradientBucket:
             self.chunk.add_(self._before)
         self._before = self.whole = None
 
+    def _forget_views(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are spread at stage 3
+            for index in self._views:
+                self.flat.parameters[index].grad = None
+        self._views.clear()
+
     def clear(self) -> None:
         """Forget the gradient."""
-        for index in self._views:
-            self.flat.parameters[index].grad = None
-        self._views.clear()
+        self._forget_views()
         self.whole = self.chunk = self._before = self._work = None
         self._coded = False
 
@@ -167,8 +186,8 @@ class Gradients:
     one order; else when `start` says so, and the rest at the end of backward. codec: what gradients travel as, None for as
     they are.
 
-    After backward() the chunks of all buckets are final, and `.grad` of the parameters is None; what several backwards bring
-    adds up until `clear()`. Within `no_sync()` gradients stay whole, in `.grad`.
+    After backward() the chunks of all buckets are final, and `.grad` of the parameters is a ReducedGradient; what several
+    backwards bring adds up until `clear()`. Within `no_sync()` gradients stay whole, in `.grad`.
     """
 
     def __init__(
@@ -191,6 +210,8 @@ class Gradients:
         self._complete: set[int] = set()  # ids of parameters whose gradients `reduce` was told to be
         self._leaving: dict[int, GradientBucket] = {}  # buckets that left before the last backward was over
         self._active = False
+        self.before_backward: Callable[[], None] = lambda: None  # called when its first gradient arrives
+        self.after_reducing: Callable[[], None] = lambda: None
         self._begin()
         self._hooks = []
         for f, flat in enumerate(self.flats):
@@ -223,9 +244,10 @@ class Gradients:
         self.finish_reducing()
         for bucket in self.buckets:
             bucket.clear()
-        for flat in self.flats:
-            for parameter in flat.parameters:
-                parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in self.flats:
+                for parameter in flat.parameters:
+                    parameter.grad = None
         self.used = bytearray(len(self._numbers))
         self._active = False
         self._begin()
@@ -234,6 +256,11 @@ class Gradients:
         """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way."""
         if torch._C._current_graph_task_id() != -1:  # a forward that backward itself runs again
             return
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError(
+                "the model is wrapped in DistributedDataParallel, and ZeroOptimizer reduces its gradients already; call it "
+                "by itself; with Accelerate accelerator.prepare_model(model, evaluation_mode=True), see docs/zero.md"
+            )
         if self._active and any(self._left):
             raise RuntimeError(
                 f"the last backward ended with an error after {sum(self._left)} of {len(self.buckets)} buckets had left, so "
@@ -303,6 +330,7 @@ class Gradients:
     def _activate(self) -> None:
         if not self._active:
             self._active = True
+            self.before_backward()
             self._begin()
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
@@ -345,3 +373,4 @@ class Gradients:
                 self._start(place)
         while self._unfinished:
             self._unfinished.popleft().finish()
+        self.after_reducing()

@@ -28,12 +28,14 @@ from pyops.zero.checks import check_arguments, param_groups_of
 from pyops.zero.delayed import Delayed, check_delayed
 from pyops.zero.gathering import Gathering, Unit
 from pyops.zero.gradients import Gradients
+from pyops.zero.kept import Kept
 from pyops.zero.layout import Place, lay_out_units, lay_out_whole
 from pyops.zero.materialise import Initialise, check_initialise, device_for
 from pyops.zero.one_bit import OneBit, phases_over_shards
 from pyops.zero.owned import Owned
 from pyops.zero.precision import numbers_of
 from pyops.zero.savable import Savable
+from pyops.zero.shown import Shown, gradients_set_by_hand
 from pyops.zero.squares import squares_by_name
 from pyops.zero.stages import Stages, agree_over_stages, check_stages
 from pyops.zero.tensor_parallel import TensorParallel
@@ -67,7 +69,8 @@ class ZeroOptimizer(Savable):
     number of samples.
 
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between backward and step, `.grad` of
-    the parameters is None: the reduced gradient of this rank's part is within. step() uses the gradients up. Within
+    the parameters is the gradient of all ranks, of which this one has a part: torch's clip_grad_norm_, clip_grad_value_ and
+    GradScaler work on it (pyops/zero/reduced.py), what needs other ranks' parts raises. step() uses the gradients up. Within
     `no_sync()` backward adds gradients up locally, whole; without it, backwards before one step add up too, and each is
     reduced. Parameters that got no gradient on any rank are left alone, as torch.optim leaves those without .grad.
 
@@ -125,7 +128,8 @@ class ZeroOptimizer(Savable):
             check_wire(stage=stage, gather_codec=gather_codec, reduce_codec=reduce_codec, secondary_group=secondary_group)
             check_initialise(model, initialise)
             numbers = self.numbers = numbers_of(precision, loss_scale, optimizer_class, optimizer_arguments)
-            groups = param_groups_of(model, params, optimizer_class, numbers.arguments, offload=offload, dtype=numbers.dtype)
+            trial: Group = {"stage": stage, "offload": offload, "dtype": numbers.dtype}
+            groups = param_groups_of(model, params, optimizer_class, numbers.arguments, **trial)
             self.tensor_parallel = TensorParallel.of(model, optimizer_class, tp_group=tp_group, group=group)
             check_stages(pp_group, group=group, stage=stage)
         except (TypeError, ValueError, OSError) as caught:
@@ -158,8 +162,13 @@ class ZeroOptimizer(Savable):
         super().__init__(groups, self.owned.optimizer.defaults)
         self._built = True
         self.state = self.owned.optimizer.state
-        self.arriving = Arriving(model, self.flats, late=overlap == "forward")
-        self._hook = model.register_forward_pre_hook(lambda *_: self.gradients.prepare())
+        self._look_after(late=overlap == "forward")
+
+    def _look_after(self, *, late: bool) -> None:
+        """Hooks: what arrives late is waited for, and what somebody moves or replaces is noticed."""
+        self.arriving = Arriving(self.model, self.flats, late=late)
+        self.in_place = Kept(self.model, self.flats, self.gathering, self.gradients)
+        self._hook = self.model.register_forward_pre_hook(self.in_place.before_forward)
 
     def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
         """Put the parameters where they belong, with rank 0's values, and hooks on them."""
@@ -179,6 +188,9 @@ class ZeroOptimizer(Savable):
         self.gathering = Gathering(
             layout.units, self.communicator, overlap=self.overlap, reduce=self._reduce_unit, wire=self.wire
         )
+        across = "tp_group" if self.tensor_parallel is not None else "pp_group" if self.stages is not None else None
+        why = across and f"with {across} it is summed in step()"
+        self.shown = Shown(self.gradients, self.communicator if self.stage else None, partial_because=why)
 
     def _own(
         self, groups: list[Group], optimizer_class: type[torch.optim.Optimizer], arguments: Group, offload: str | None,
@@ -229,23 +241,15 @@ class ZeroOptimizer(Savable):
             for flat in dict.fromkeys([*self.flats, *(flat for unit in self.gathering.units for flat in unit.flats)]):
                 for parameter in flat.parameters:
                     parameter.data = parameter.data.clone()
-        for hooks in (self.gradients, self.gathering, self.arriving, self._hook):
+        for hooks in (self.gradients, self.gathering, self.arriving, self._hook, self.in_place):
             hooks.remove()
         if self.owned.offloaded is not None:
             self.owned.offloaded.close()
         self.state, self.group, self.communicator = defaultdict(dict), None, None
         for name in (
-            "owned",
-            "gradients",
-            "gathering",
-            "arriving",
-            "flats",
-            "delayed",
-            "one_bit",
-            "stages",
-            "tensor_parallel",
-            "wire",
-        ):
+            "owned", "gradients", "shown", "gathering", "arriving", "in_place", "flats", "delayed", "one_bit",
+            "stages", "tensor_parallel", "wire",
+        ):  # fmt: skip
             self.__dict__.pop(name)
 
     # ------------------------------------------------------------------------------------------------ gradients
@@ -302,6 +306,7 @@ class ZeroOptimizer(Savable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.in_place.check()
         self.arriving.wait()
         if self.one_bit is not None and self.one_bit.compressed:
             self.one_bit.step(self)
@@ -327,9 +332,12 @@ class ZeroOptimizer(Savable):
 
     def _settle(self) -> Told:
         """All gradients reduced, and this rank's parts of them given to its pieces."""
+        strange = self.shown.settle()
         self.gradients.finish_reducing()
         self.owned.take_gradients(self.gradients, set())
-        told = self._tell()
+        told = self._tell(strange)
+        if told.strange:
+            raise gradients_set_by_hand(strange)
         if told.pending:  # backwards within no_sync() that none outside followed, on some rank
             self.gradients.flush()
             self.owned.take_gradients(self.gradients, set())
@@ -366,11 +374,11 @@ class ZeroOptimizer(Savable):
             self.gathering.release_all()
             self._publish()
 
-    def _tell(self) -> Told:
+    def _tell(self, strange: Sequence[str] = ()) -> Told:
         return tell(
             self.owned, self.gradients, self.param_groups, communicator=self.communicator, measures=self._measures,
             shared=self.stage > 0, found_inf=getattr(self, "found_inf", None), tensor_parallel=self.tensor_parallel,
-            stages=self.stages,
+            stages=self.stages, strange=len(strange),
         )  # fmt: skip
 
     @property

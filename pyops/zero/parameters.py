@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pyops.comm.collectives import all_gather
 from pyops.comm.communicator import Communicator
 from pyops.comm.work import Work
+from pyops.flat import FlatLayout
 from pyops.zero.materialise import adopt
 from pyops.zero.partition import Partition, Piece
 
@@ -49,6 +50,10 @@ class FlatParameters:
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
                 adopt(parameter, self.data[layout.slice_at(index)].view(layout.shapes[index]))
+
+    @property
+    def layout(self) -> FlatLayout:
+        return self.partition.layout
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -196,7 +196,8 @@ def distribute_model(
     fill: list[Callable[[], None]] = []
     for name in sorted(needed):
         tensor = mine[name]
-        target, where = spread.get(id(tensor), (tensor.detach().view(-1), slice(0, tensor.numel())))
+        here = id(tensor) in spread  # where it has no memory of its own
+        target, where = spread[id(tensor)] if here else (tensor.detach().view(-1), slice(0, tensor.numel()))
         stretch = Stretch(tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor)))
         fill.append(partial(_fill, target, stretch.find(state[name], name)))
     return fill

@@ -107,6 +107,21 @@ class ShardedParameters(FlatParameters):
         elif self.region is not None:
             self.region.drop()
 
+    def holders(self) -> int:
+        """How many tensors there are over the gathered memory."""
+        storage = self.data.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Leave the gathered memory, as it is, to whoever has views of it, and gather into another from now on."""
+        layout = self.partition.layout
+        data = torch.empty_like(self.data)
+        views = [data[layout.slice_at(i)].view(layout.shapes[i]) for i in range(len(self.parameters))]
+        self.data.set_(data)  # type: ignore[call-overload]  # the same tensor, by which others know where the parameters lie
+        data.untyped_storage().resize_(0)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
     def take_over(self) -> None:
         """Keep this rank's chunk of the gathered parameters, which somebody may have changed."""
         if self.region is not None:

@@ -1,6 +1,6 @@
 """What the ranks tell each other before a step: sums over all of them, in one message.
 
-| a backward to be reduced? | options' checksum, its square | sum of squares, not finite | which parameters got a gradient |
+| a backward to be reduced? | options, their square | gradients set by hand | sum of squares, not finite | what got a gradient |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyops.zero.tensor_parallel import TensorParallel
 __all__ = ["Told", "tell"]
 
 Group = dict[str, Any]
-PENDING, OPTIONS, OPTIONS_SQUARED, SQUARES, NONFINITE, USED = range(6)
+PENDING, OPTIONS, OPTIONS_SQUARED, STRANGE, SQUARES, NONFINITE, USED = range(7)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Told:
     def pending(self) -> bool:
         """Whether some rank has gradients, of backwards within no_sync(), that were not reduced."""
         return self.sums[PENDING] != 0
+
+    @property
+    def strange(self) -> bool:
+        """Whether some rank has gradients that no backward has reduced."""
+        return self.sums[STRANGE] != 0
 
     def unused(self, flats: Sequence[FlatParameters]) -> set[tuple[int, int]]:
         """The parameters, as (number of the buffer, number within), that got a gradient on no rank."""
@@ -68,18 +73,19 @@ class Told:
 def tell(
     owned: Owned, gradients: Gradients, groups: Sequence[Group], *, communicator: Communicator | None, measures: bool,
     shared: bool, found_inf: Any, tensor_parallel: TensorParallel | None, stages: Stages | None,
-    squares: Tensor | None = None,
+    squares: Tensor | None = None, strange: int = 0,
 ) -> Told:  # fmt: skip
     """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options differ.
 
     measures: whether gradients are measured. shared: whether each rank measures its own part, or everything. squares: what it
-    has measured already.
+    has measured already. strange: gradients that no backward has reduced.
     """
     device = owned.flats[0].device
     told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
     options = _options(groups)
     crc = float(zlib.crc32(repr(options).encode()) & 0xFFFF)
     told[PENDING] = float(any(bucket.whole is not None for bucket in gradients.buckets))
+    told[STRANGE] = strange
     told[OPTIONS], told[OPTIONS_SQUARED] = crc, crc * crc
     if measures:
         told[SQUARES : NONFINITE + 1] = owned.squared_norm(device) if squares is None else squares
@@ -101,9 +107,9 @@ def tell(
             "options on every rank"
         )
     if stages is not None:  # whose ranks have other parameters, in other groups
-        some = told[[PENDING, SQUARES, NONFINITE]]
+        some = told[[PENDING, STRANGE, SQUARES, NONFINITE]]
         stages.sum(some)
-        sums[PENDING], sums[SQUARES], sums[NONFINITE] = some.tolist()
+        sums[PENDING], sums[STRANGE], sums[SQUARES], sums[NONFINITE] = some.tolist()
     return Told(sums, device)
 
 

@@ -215,3 +215,29 @@ def test_all_ranks_are_told_alike(world, tmp_path):
     assert first[1] is False
     assert "own-00001.safetensors is damaged" in first[2]
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_save_replaces_a_checkpoint_and_nothing_else(tmp_path):
+    """What else is there is neither moved nor removed: a folder of one's own, a file, a checkpoint with notes in it."""
+    save(tmp_path / "c", {"x": torch.ones(2)})
+    save(tmp_path / "c", {"x": torch.zeros(3)})
+    assert torch.equal(load(tmp_path / "c")[0]["x"], torch.zeros(3))
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", {"x": 1})
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "deep" / "thesis").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "c" / "notes").write_text("mine")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "shared.safetensors").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name, what in (
+        ("mine", "holds deep"),
+        ("file", "is no folder"),
+        ("c", "holds notes"),
+        ("bare", r"has no manifest\.json"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name} is there already and {what}.*; remove it|{what}.*: remove it"):
+            save(tmp_path / name, {"x": 5})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

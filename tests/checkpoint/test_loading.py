@@ -284,3 +284,23 @@ def test_damage_that_one_rank_meets_changes_nothing_on_any(world, tmp_path, monk
     assert torch.equal(rows.tensor, WHOLE[:2]), "the undamaged half can be read"
     with pytest.raises(CheckpointError, match="is damaged"):
         state["w"].read()
+
+
+def test_targets_without_memory_or_with_elements_that_share_it_are_named(tmp_path: Path):
+    value = torch.arange(12.0).view(4, 3)
+    save(tmp_path / "c", {"w": value})
+    emptied, kept = torch.zeros(4, 3), torch.zeros(12)
+    emptied.untyped_storage().resize_(0)
+    short = torch.zeros(4, 3)
+    short.untyped_storage().resize_(40)
+    shared = kept.as_strided((4, 3), (2, 1))
+    for target, words in (
+        (emptied, "no memory"), (short, "no memory"), (shared, "share memory"), (torch.zeros(3).expand(4, 3), "share memory"),
+        (torch.zeros(4, 3).to_sparse(), "dense"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=rf"w .*{words}"):
+            load(tmp_path / "c", into={"w": target})
+    assert not kept.any()
+    for target in (torch.zeros(3, 4).t(), torch.zeros(8, 6)[::2, ::2], torch.zeros(1, 4, 3)[0]):
+        load(tmp_path / "c", into={"w": target})
+        assert torch.equal(target, value)

@@ -74,7 +74,7 @@ HOSTILE = {
     "a file that is no tensor file": (rename(SHARDS, "manifest.json"), "'manifest.json', which is no"),
     "a hidden file": (rename(SHARDS, ".safetensors"), "within the folder"),
     "a part from another file": (part(0, file=SHARED, name="a"), "'shared.safetensors', which is no file of shards"),
-    "a part from nowhere": (part(0, file="shards-00009.safetensors"), "missing or of the wrong kind"),
+    "a part from nowhere": (part(0, file="shards-00009.safetensors"), "no file of shards that has it"),
     "an absurd shape": (put(*E, "$shards", "shape", [1 << 40, 1 << 40]), "the shape .*, which no tensor has"),
     "a shape larger than its parts": (put(*E, "$shards", "shape", [1 << 20, 3]), r"its shards hold 12 of the 3145728 elements"),
     "a negative shape": (put(*E, "$shards", "shape", [-4, -3]), "which no tensor has"),
@@ -84,7 +84,7 @@ HOSTILE = {
     "a dtype that is another thing of torch": (put(*E, "$shards", "dtype", "load"), "the dtype 'load'; there are float64"),
     "another dtype than its parts": (
         put(*E, "$shards", "dtype", "int32"),
-        "which in shards-00000.safetensors is .* of float32",
+        "which in shards-00000.safetensors has shape .* dtype float32",
     ),
     "a dtype that is no text": (put(*E, "$shards", "dtype", ["float32"]), "the dtype "),
     "overlapping parts": (part(1, offset=[4]), "at offset \\[4\\] overlaps|is not within"),
@@ -93,7 +93,7 @@ HOSTILE = {
     "a part beyond the end": (part(1, offset=[6]), r"at \[6\], which is not within \[4, 3\]"),
     "a part before the beginning": (part(0, offset=[-1]), "which is not within"),
     "a part at no place": (part(0, offset=[]), "which is not within"),
-    "a part of another shape": (part(0, shape=[50]), r"of a part of \[50\], which in .* is \[5\]"),
+    "a part of another shape": (part(0, shape=[50]), r"of a part of shape \[50\], which in .* has shape \[5\]"),
     "a part twice": (lambda m: parts(m).append(dict(parts(m)[0])), "overlaps"),
     "one tensor under many names": (put(*STATE, "x", [{"$tensor": "a"}] * 1000), "names the tensor 'a' of .* twice"),
     "shards used twice": (lambda m: m["tree"]["state"].update(f=m["tree"]["state"]["e"]), "of shards-00000.safetensors twice"),
@@ -104,24 +104,24 @@ HOSTILE = {
     "a tensor that is no name": (put(*STATE, "x", {"$tensor": ["a"]}), "does not hold"),
     "an own state with shards": (
         lambda m: m["own"].update({"0": m["tree"]["state"]["e"]}),
-        "the own state of rank 0 has shards",
+        "own.0 has shards",
     ),
     "an own state of no rank": (put("own", "../0", None), "a state of rank '../0', which is no number"),
     "a depth that no state has": (put(*STATE, "x", DEEP), "more than 200 levels deep"),
-    "a tuple that is none": (put(*STATE, "x", {"$tuple": 5}), "a tuple that is no list"),
-    "pairs that are none": (put(*STATE, "x", {"$pairs": [5]}), "missing or of the wrong kind"),
-    "a key that can be none": (put(*STATE, "x", {"$pairs": [[[1], 2]]}), "the key"),
+    "a tuple that is none": (put(*STATE, "x", {"$tuple": 5}), "tuple is 5; it must be a list"),
+    "pairs that are none": (put(*STATE, "x", {"$pairs": [5]}), "pairs has 5, which is no pair"),
+    "a key that can be none": (put(*STATE, "x", {"$pairs": [[[1], 2]]}), "which is no pair of a key and a value"),
     "tensors of no file": (put("tensors", "x.safetensors", {}), "which is none of its files"),
     "tensors larger than the file": (put("tensors", SHARED, "a", "shape", [1 << 40]), "which has"),
-    "a size that is no number": (put("files", SHARED, "bytes", "many"), "has 'many' bytes"),
-    "a negative size": (put("files", SHARED, "bytes", -1), "has -1 bytes"),
-    "an absurd block": (put("files", SHARED, "block", 0), "checksums of blocks of 0 bytes"),
-    "too few checksums": (put("files", SHARED, "crc32", []), "it has 0 checksums"),
-    "checksums that are none": (put("files", SHARED, "crc32", ["x"]), "a checksum of .* that is no number"),
-    "no files": (lambda m: m.pop("files"), "missing or of the wrong kind"),
-    "files that are a list": (put("files", [1]), "missing or of the wrong kind"),
-    "no tree": (put("tree", 5), "missing or of the wrong kind"),
-    "no own": (put("own", []), "missing or of the wrong kind"),
+    "a size that is no number": (put("files", SHARED, "bytes", "many"), "has bytes = 'many'"),
+    "a negative size": (put("files", SHARED, "bytes", -1), "has bytes = -1"),
+    "an absurd block": (put("files", SHARED, "block", 0), "checksums, of block = 0 bytes"),
+    "too few checksums": (put("files", SHARED, "crc32", []), "a crc32 of 0 checksums"),
+    "checksums that are none": (put("files", SHARED, "crc32", ["x"]), "a crc32 of .* that is no number"),
+    "no files": (lambda m: m.pop("files"), "it has no files"),
+    "files that are a list": (put("files", [1]), "files is .1.; it must be an object"),
+    "no tree": (put("tree", 5), "tree is 5; it must be an object"),
+    "no own": (put("own", []), "own is ..; it must be an object"),
 }
 
 
@@ -140,6 +140,51 @@ def test_a_hostile_manifest(folder, monkeypatch, name):
         assert f"; delete {folder} and use an earlier checkpoint" in str(caught.value)
         assert len(str(caught.value)) < 1500
     assert into.eq(-1).all()
+
+
+def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [at, *(place for key, value in items for place in places(value, (*at, key)))]
+
+
+def test_a_value_of_another_type_is_named_by_file_and_key(folder):
+    """At every place of a manifest that is sealed again. What a state may hold as well is read as what it says."""
+    sound = json.loads((folder / "manifest.json").read_text())
+    del sound["crc32"]
+    refused = 0
+    for at in places(sound)[1:]:
+        for value in (
+            None,
+            True,
+            -1,
+            1.5,
+            1 << 70,
+            "x",
+            "\ud800",
+            [],
+            [None],
+            {},
+            {"x": {}},
+            {"$tensor": 1},
+            {"$pairs": [["a"]]},
+        ):
+            given = json.loads(json.dumps(sound))
+            put(*at, value)(given)
+            (folder / "manifest.json").write_text(json.dumps(seal(given)))
+            try:
+                state, own = load(folder)
+            except CheckpointError as error:
+                refused += 1
+                text = str(error)
+                assert "manifest.json" in text, (at, value, text)
+                assert any(str(key) in text for key in at), (at, value, text)
+            else:
+                assert at[0] in ("tree", "own"), f"{at} is not read"
+                rest = [
+                    t for t in (state, own, *(state.values() if isinstance(state, dict) else ())) if isinstance(t, torch.Tensor)
+                ]
+                assert all(len(t) in (2, 3, 4) for t in rest), (at, value)
+    assert refused > 300
 
 
 def test_what_is_refused_is_sound_without_the_change(folder):

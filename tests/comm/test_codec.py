@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from pyops.comm import Communicator, compressed_all_reduce
+from pyops.comm import codec as codecs
 from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit, parse
 
 EXACT: list[Codec] = [Identity(), BF16(), Int8(), FP8(), FP8(format="e5m2", block=64)]
@@ -86,3 +91,23 @@ def test_bytes_sent(world) -> None:
         assert abs(found["identity"] - 4_000_012) < 20_000  # twice a half
         assert found["identity"] / found["onebit"] > 30
         assert found["identity"] / found["int8"] > 3.8
+
+
+def test_the_codecs_of_the_documentation_are_found_where_it_says():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compression.md").read_text()
+    table = page.split("All codecs are found in `pyops.comm.codec`:")[1].split("\n\n")[1]
+    names = re.findall(r"^\| `(\w+)\(", table, re.MULTILINE)
+    assert {"Identity", "BF16", "Int8", "FP8", "OneBit", "TopK", "PowerSGD"} == set(names)
+    for name in names:
+        assert issubclass(getattr(codecs, name), codecs.Codec), name
+    with pytest.raises(AttributeError, match=r"module 'pyops.comm.codec' has no attribute 'LowRank'; it has"):
+        _ = codecs.LowRank
+
+
+def test_every_import_that_the_page_on_compression_prints():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compression.md").read_text()
+    printed = re.findall(r"^ *from (pyops[\w.]*) import ([\w, ]+)$", page, re.MULTILINE)
+    assert len(printed) > 3
+    for module, names in printed:
+        for name in names.replace(" ", "").split(","):
+            assert getattr(importlib.import_module(module), name) is not None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import pyops
 from pyops.comm import probe
-from pyops.comm.communicator import _TABLE_WIDTH
+from pyops.comm.communicator import _TABLE_WIDTH, Communicator
 from pyops.comm.probe import Cost, fastest
+from tests.workers import COSTS
 
 pytestmark = pytest.mark.cpu_only
 
@@ -46,3 +51,26 @@ def test_a_table_goes_round_unchanged_and_fits():
     text = probe.to_json(table)
     assert len(text.encode()) <= _TABLE_WIDTH
     assert probe.from_json(text) == table
+
+
+def _measured(rank: int, group: Any) -> Any:
+    presumed, tables = Communicator.presumed_costs, []
+    try:
+        for costs in ({}, presumed, {("cpu", "torch.float32"): {"ring": Cost(1e-9, 0.0)}}):
+            Communicator.presumed_costs = costs
+            fresh = dist.new_group(backend="gloo")
+            assert torch.equal(pyops.comm.all_reduce(torch.ones(5), group=fresh), torch.full((5,), 2.0))
+            tables.append(Communicator.of(fresh)._costs[("cpu", "torch.float32")])
+    finally:
+        Communicator.presumed_costs = presumed
+    return tables
+
+
+def test_a_new_group_measures_unless_the_costs_are_presumed(world: Any):
+    first, second = world(2).run(_measured)
+    assert first == second, "every rank goes by the table of rank 0"
+    measured, presumed, of_too_few = first
+    assert set(measured) == {"shared_memory", "two_shot", "ring"}
+    assert all(cost.latency > 0 or cost.per_byte > 0 for cost in measured.values())
+    assert presumed == {name: COSTS[name] for name in measured}
+    assert set(of_too_few) == set(measured), "a table that lacks an algorithm does not count"

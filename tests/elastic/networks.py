@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.elastic import Policy, Sampler
+from pyops.elastic import Policy, Sampler, indices_of
 from pyops.optim import AdamW
 
 SAMPLES, HELD_OUT, WIDTH, LABELS, IGNORED = 27, 13, 12, 5, -100
@@ -31,11 +31,12 @@ def layers(blocks: int, *, seed: int = 3) -> dict[str, nn.Module]:
 
 
 def rows(samples: Tensor, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
-    """Inputs [n, 7] and labels [n]; those of number -1 are ignored."""
+    """Inputs [n, 7] and labels [n]; those of padding are ignored."""
     generator = torch.Generator().manual_seed(11 + held_out)
     count = HELD_OUT if held_out else SAMPLES
     x, y = torch.randn(count, 7, generator=generator), torch.randint(LABELS, (count,), generator=generator)
-    return x[samples.clamp(min=0)], torch.where(samples < 0, IGNORED, y[samples.clamp(min=0)])
+    indices, padding = indices_of(samples)
+    return x[indices], y[indices].masked_fill(padding, IGNORED)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

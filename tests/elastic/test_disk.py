@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import gather
-from pyops.elastic import ActivationCache, Prefix, open_cache
+from pyops.elastic import PADDING, ActivationCache, Prefix, open_cache
 from pyops.elastic.disk import DiskTier
 from tests.elastic.test_cache import memory_of_caches
 from tests.workers import spawn_ranks
@@ -108,7 +108,7 @@ def test_a_prefix_reads_ahead(tmp_path):
     x, samples = torch.randn(40, *SHAPE), torch.randperm(40)
     wanted = prefix(x)
     prefix(x[samples], samples=samples)
-    prefix.prefetch(torch.cat([samples, torch.tensor([-1])]))
+    prefix.prefetch(torch.cat([samples, torch.tensor([PADDING])]))
     before = cache._disk._file.bytes_read
     assert torch.equal(prefix(x[samples], samples=samples), wanted[samples])
     assert cache._disk._file.bytes_read == before > 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.elastic import ActivationCache, Prefix, Sampler
+from pyops.elastic import PADDING, ActivationCache, Prefix, Sampler
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.stage import named_arguments
@@ -185,11 +185,11 @@ def test_padding_is_neither_read_nor_kept():
     prefix = Prefix([nn.Linear(6, 6)], chunk=2, cache=cache)
     x = torch.randn(3, 6)
     for _ in range(2):
-        y = prefix(x, samples=torch.tensor([-1, 2, -1]))
+        y = prefix(x, samples=torch.tensor([PADDING, 2, PADDING]))
         assert torch.equal(y[1:2], prefix(x[1:2]))
         assert not y[[0, 2]].any()
     assert cache.depths(torch.arange(4), seed=prefix.key).tolist() == [-1, -1, 1, -1]
-    assert torch.equal(prefix(x, samples=torch.full((3,), -1)), torch.zeros(3, 6))
+    assert torch.equal(prefix(x, samples=torch.full((3,), PADDING)), torch.zeros(3, 6))
 
 
 def test_it_stays_in_evaluation_and_wants_no_gradients():

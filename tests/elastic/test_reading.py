@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.elastic import ActivationCache, Prefix, Times, measure, reading, reading_pays
+from pyops.elastic import PADDING, ActivationCache, Prefix, Times, measure, reading, reading_pays
 
 pytestmark = pytest.mark.cpu_only
 
@@ -77,7 +77,7 @@ def test_what_is_measured(monkeypatch):
     monkeypatch.setattr(cache, "put", slow_put)
     monkeypatch.setattr(cache, "get", slow_get)
     prefix, x = Prefix([Slow(clock)], cache=cache, chunk=4), torch.randn(8, 6)
-    samples = torch.tensor([1, 3, 5, 8, 9, 15, 19, -1])
+    samples = torch.tensor([1, 3, 5, 8, 9, 15, 19, PADDING])
     assert measure(prefix, x, samples=samples) == Times(compute=1.0, put=10.0, get=4.0)  # five are kept
     assert torch.equal(cache.get(samples[:5], depth=1, seed=prefix.key)[0], x[:5] + 1)
     prefix.cache = None
@@ -88,7 +88,7 @@ def test_nothing_kept_and_a_lost_cache_are_nothing_to_read(monkeypatch):
     cache, x = ActivationCache(20, shape=(6,), budget=4096 + 10 * (24 + 16)), torch.randn(4, 6)
     prefix = Prefix([nn.Identity()], cache=cache, chunk=4)
     assert measure(prefix, x, samples=torch.arange(16, 20)) is None
-    assert measure(prefix, x, samples=torch.full((4,), -1)) is None
+    assert measure(prefix, x, samples=torch.full((4,), PADDING)) is None
 
     def fail(*args, **named):
         raise OSError("gone")

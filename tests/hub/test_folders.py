@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyops import hub
+from pyops.checkpoint import CheckpointError
+from pyops.checkpoint import load as load_checkpoint
+from pyops.checkpoint.convert import import_weights
+from pyops.data import CorpusError, DataConfig
+from pyops.data.corpus import find_documents
 from pyops.hub.files import open_weights, read_config
 from pyops.hub.loading import load_from
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
@@ -175,7 +181,7 @@ def test_a_copy_that_is_none(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', pyops computes 'silu' only"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
         ({"mlp_bias": True}, "attention_bias = False and mlp_bias = True"),
-        ({"hidden_size": None}, "lacks a field, or has one of the wrong kind"),
+        ({"hidden_size": None}, "hidden_size = None; it must be a whole number"),
     ],
 )
 def test_what_is_not_computed_is_refused(folder, fields, message):
@@ -199,6 +205,28 @@ def test_damaged_files_are_named(tmp_path, folder):
     (tmp_path / "aside").rename(tmp_path / "m" / "config.json")
     (tmp_path / "m" / "model-00002-of-00002.safetensors").unlink()
     refused(tmp_path / "m", "model-00002-of-00002.safetensors is missing")
+
+
+def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
+    """Nothing is fetched; the message says how to. A path with a slip of the pen gets no such hint."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    named = 'huggingface_hub.snapshot_download("openai-community/gpt2"'
+    for name in ("openai-community/gpt2", "gpt2"):
+        with pytest.raises(hub.HubError, match=re.escape(f'huggingface_hub.snapshot_download("{name}") returns')):
+            hub.load(name)
+    with pytest.raises(hub.HubError, match=re.escape(named)):
+        read_config("openai-community/gpt2")
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        load_checkpoint("openai-community/gpt2")
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        import_weights("openai-community/gpt2", tmp_path / "c")
+    with pytest.raises(CorpusError, match=re.escape(named + ', repo_type="dataset")')):
+        find_documents(DataConfig(path="openai-community/gpt2"))
+    for path in ("runs/gpt", str(tmp_path / "gpt"), "a/b/c"):
+        with pytest.raises(hub.HubError) as caught:
+            hub.load(path)
+        assert "snapshot_download" not in str(caught.value), path
 
 
 def test_files_of_several_dtypes(folder):
@@ -238,8 +266,9 @@ def test_ranks_fail_together(world, tmp_path, folder):
     messages = world(4).run(too_many, str(tmp_path / "three"))
     assert all("3 heads in 3 groups can't be split over 4 ranks" in message for message in messages), messages
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "tokenizer.json").write_text("{}")
     messages = world(2).run(no_room, str(folder), str(tmp_path / "there"))
-    assert all("there is there already; remove it" in message for message in messages), messages
+    assert all("there is there already and holds tokenizer.json; a save replaces" in m for m in messages), messages
     (tmp_path / "file").write_text("")
     messages = world(2).run(no_room, str(folder), str(tmp_path / "file" / "m"))
     assert all("can't be written: Not a directory" in message for message in messages), messages
@@ -282,3 +311,25 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, folder):
         hub.save(hub.load(folder), tmp_path / "m")
     assert not list(tmp_path.glob("m*"))
     shutil.rmtree(folder)
+
+
+def test_a_folder_of_an_earlier_save_is_replaced_and_nothing_else(tmp_path, monkeypatch):
+    """Whole: a save that is killed between two renames leaves the earlier one, and it is read."""
+    hub.save(GPT(LLAMA, seed=1), tmp_path / "m", max_file_bytes=1500)
+    hub.save(GPT(LLAMA, seed=2), tmp_path / "m")
+    assert same(hub.load(tmp_path / "m"), GPT(LLAMA, seed=2))
+    assert sorted(p.name for p in tmp_path.glob("m*/*")) == ["config.json", "model.safetensors"]
+    (tmp_path / "empty").mkdir()
+    hub.save(GPT(LLAMA, seed=1), tmp_path / "empty")
+    for name in ("tokenizer.json", "notes"):
+        (tmp_path / "m" / name).write_text("mine")
+        with pytest.raises(hub.HubError, match=f"is there already and holds {name}; a save replaces"):
+            hub.save(GPT(LLAMA, seed=3), tmp_path / "m")
+        assert (tmp_path / "m" / name).read_text() == "mine"
+        (tmp_path / "m" / name).unlink()
+    (tmp_path / "m" / "config.json").rename(tmp_path / "config.json")
+    with pytest.raises(hub.HubError, match=r"has no config\.json"):
+        hub.save(GPT(LLAMA, seed=3), tmp_path / "m")
+    (tmp_path / "config.json").rename(tmp_path / "m" / "config.json")
+    (tmp_path / "m").rename(tmp_path / "m.old")
+    assert same(hub.load(tmp_path / "m"), GPT(LLAMA, seed=2))

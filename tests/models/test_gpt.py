@@ -282,3 +282,40 @@ def test_a_bad_shape_is_refused(change, message):
 def test_a_sequence_that_is_too_long(device):
     with pytest.raises(ValueError, match="10 tokens is longer than sequence_length = 9"):
         GPT(TINY, device=device)(torch.zeros(1, 10, dtype=torch.int64, device=device))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_past_changes_no_logits(positions, device):
+    """Tokens one at a time after a prompt, groups that share keys, against all at once; what is too long is refused."""
+    config = dataclasses.replace(TINY, positions=positions, num_heads=2, num_kv_heads=1, num_layers=2)
+    model = perturbed(config, device).double().eval()
+    tokens = torch.randint(config.vocab_size, (2, config.sequence_length), device=device)
+    with torch.no_grad():
+        whole = model(tokens)
+        past = model.new_past()
+        parts = [model(tokens[:, :3], past=past)]
+        parts += [model(tokens[:, i : i + 1], past=past) for i in range(3, config.sequence_length)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-12)
+        with pytest.raises(ValueError, match=f"a sequence of {config.sequence_length + 1} tokens is longer"):
+            model(tokens[:, :1], past=past)
+        model(tokens[:, :1], past=(past := model.new_past()))
+        with pytest.raises(ValueError, match="2 tokens follow 1 of the past"):
+            model(tokens[:, :2], past=past)
+
+
+def test_sampling_with_a_past_draws_what_it_draws_without(device):
+    """Past the end of the context too, which costs one forward of half of it; else each token is computed once."""
+    model = perturbed(TINY, device).double()
+    shown: list[int] = []
+    model.embedding.register_forward_pre_hook(lambda _, args: shown.append(args[0].shape[1]))
+
+    class Without(torch.nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return model(tokens)
+
+    prompt = torch.tensor([1, 2, 3], device=device)
+    with_past = sample(model, prompt, num_tokens=20, context=9, seed=1)
+    costs = list(shown)
+    assert torch.equal(with_past, sample(Without(), prompt, num_tokens=20, context=9, seed=1))
+    assert costs == [3, *[1] * 6, 5, *[1] * 4, 5, *[1] * 4, 5, 1, 1]
+    assert max(shown) == 9

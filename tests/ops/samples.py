@@ -206,6 +206,10 @@ SAMPLES: dict[str, Callable[[torch.device], Sample]] = {
     **{f"{rule}_": partial(_layer_step, rule) for rule in LAYERS},
     **{f"{rule}_from_table_": partial(_layers_from_table, rule) for rule in LAYERS},
     "optimizer_table": lambda device: ((*adam_lists(device), [11, 29]), {}),
+    "gradients_fit": lambda device: (
+        ([torch.randn(3, device=device), torch.randn(2, 2, device=device).half()],),
+        {"expected": [3 * 16 + 8 * (device.type == "cpu"), 4 * 16 + 8 * (device.type == "cpu") + 2]},
+    ),
     "adafactor_": _adafactor,
     "frozen_adam_": _frozen_adam,
     "momentum_": _momentum,
@@ -284,4 +288,5 @@ UNTRACEABLE = (*(f"{rule}_from_table_" for rule in (*RULES, *LAYERS)), "squared_
 OPCHECKS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(UNTRACEABLE, ("test_schema",)),
     "optimizer_table": ("test_schema", "test_faketensor", "test_autograd_registration"),
+    "gradients_fit": ("test_schema",),  # it asks where tensors lie
 }

@@ -185,6 +185,8 @@ def test_gradients_are_not_kept_alive(device):
     assert all(reference() is None for reference in watched)
 
 
+# On the pretended device an op is given host tensors, so that gradients never are on the device that the plan was made for.
+@pytest.mark.real_device
 @pytest.mark.skipif(native() is None, reason="there is no table without kernels")
 def test_steady_steps_reuse_the_table(device):
     a = parameters(SHAPES, device=device)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from pyops.optim import Adam, AdamW
+from pyops.optim import SGD, Adafactor, Adagrad, Adam, AdamW
 from tests.optim.pairs import HYPER, assert_as_torch, assert_equal, parameters, run, twins
 
 PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)]
@@ -62,6 +62,57 @@ def test_torch_to_ours_to_torch(ours, theirs, fused, device):
     run([end], [a], steps=2, first=4)
     assert_as_torch(a, b, c, steps=6)
     assert all(end.state[p]["step"].item() == 6 for p in a)
+
+
+# Ours, torch's, options, and the entries that ours has besides: SGD counts its steps, which torch's does not.
+COUNTERPARTS = [
+    (Adam, torch.optim.Adam, {"amsgrad": True}, set()),
+    (AdamW, torch.optim.AdamW, {}, set()),
+    (SGD, torch.optim.SGD, {"momentum": 0.6, "dampening": 0.2}, {"step"}),
+    (SGD, torch.optim.SGD, {}, {"step"}),
+    (Adagrad, torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}, set()),
+    (Adafactor, torch.optim.Adafactor, {"beta2_decay": -0.6, "weight_decay": 0.1}, set()),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options", "besides"), COUNTERPARTS)
+def test_the_entries_are_torchs_and_the_next_steps_too(ours, theirs, options, besides, device):
+    """Each optimizer's state of three steps goes on in the other, for two more."""
+    shapes = ((5, 7), (1,), (3, 2, 4), (130,), ())
+    starts = {kind: parameters(shapes, device=device) for kind in (ours, theirs)}
+    made = {kind: kind(params, lr=0.013, **options) for kind, params in starts.items()}
+    run(list(made.values()), list(starts.values()), steps=3)
+    saved = {kind: through_a_file(optimizer.state_dict()) for kind, optimizer in made.items()}
+    for i in range(len(shapes)):
+        mine, torchs = saved[ours]["state"][i], saved[theirs]["state"].get(i, {})
+        assert set(mine) - set(torchs) <= besides, (shapes[i], set(mine), set(torchs))
+        assert {key: tuple(torch.as_tensor(value).shape) for key, value in torchs.items()} == {
+            key: tuple(mine[key].shape) for key in torchs
+        }, shapes[i]
+    assert saved[theirs]["param_groups"][0].keys() <= saved[ours]["param_groups"][0].keys()
+    for first, second in ((ours, theirs), (theirs, ours)):
+        params = twins(starts[first])
+        after = second(params, lr=0.5)
+        after.load_state_dict(saved[first])
+        stays = made[first]
+        run([stays, after], [starts[first], params], steps=2, first=3)
+        for p, q in zip(starts[first], params, strict=True):
+            torch.testing.assert_close(q, p, rtol=2e-6, atol=1e-6)
+
+
+def test_adafactors_of_older_checkpoints():
+    """A vector's state had empty entries besides, which torch's has not; they are dropped."""
+    a = parameters(((5, 7), (4,)))
+    optimizer = Adafactor(a)
+    run([optimizer], [a], steps=2)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1] |= {"row_var": torch.zeros(0), "col_var": torch.zeros(0)}
+    b = twins(a)
+    again = Adafactor(b)
+    again.load_state_dict(state)
+    assert set(again.state[b[1]]) == {"step", "variance"}
+    run([optimizer, again], [a, b], steps=2, first=2)
+    assert_equal(a, b)
 
 
 def test_a_dropped_state_would_be_seen():

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pyops.comm import Communicator
 from pyops.tensor_parallel import ParallelAttention, RelativeBias, rotary_tables, set_dropout
+from pyops.tensor_parallel.attention import check_heads
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, randomise
 
 pytestmark = pytest.mark.on_device
@@ -196,3 +197,12 @@ def test_heads_that_cannot_be_split(world):
         with pytest.raises(ValueError) as caught:
             make()
         assert words in str(caught.value)
+
+
+@pytest.mark.cpu_only
+def test_a_message_lists_no_more_sizes_than_a_person_reads():
+    """Once they were looked for up to the number of heads, which took hours, and all were named."""
+    with pytest.raises(ValueError, match=r"num_heads = 2147483648; choose one of 1, 2, 4, 8, .*, 4096 and others$"):
+        ParallelAttention(2**31, 2**31, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"over 6442450944 ranks; 1, 2, 3, .* 31, 32 and others ranks can"):
+        check_heads(2**31, 2**31, 3 * 2**31)

@@ -47,7 +47,7 @@ def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict
     before = before.double()
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     model = copy.deepcopy(before)
-    report = parallelize(model, group=group, plan=PLAN if name == "own" else None, sequence_parallel=sp)
+    report = parallelize(model, group=group, plan=PLAN if name == "own" else None, sequence_parallel=sp, check=False)
     whole = whole_state_dict(model, group=group)
     for (n, value), (m, reference) in zip(whole.items(), before.state_dict().items(), strict=True):
         assert n == m

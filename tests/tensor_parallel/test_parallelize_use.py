@@ -49,7 +49,7 @@ def on_grid(rank: int, group: dist.ProcessGroup, stage: int, sp: bool) -> tuple[
     alone, _ = build("gpt2", spread=0.1)
     model = copy.deepcopy(alone)
     first = copy.deepcopy(alone.state_dict())
-    parallelize(model, group=mesh.group("tp"), sequence_parallel=sp)
+    parallelize(model, group=mesh.group("tp"), sequence_parallel=sp, check=False)
     optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS)
     losses = train(model, optimizer, mesh.rank("dp"), 2)
     expected = train(alone, AdamW(alone.parameters(), **OPTIONS), 0, 1)
@@ -78,7 +78,7 @@ def counted(rank: int, group: dist.ProcessGroup, sp: bool) -> tuple[int, int]:
     """Collectives of a forward, and of a backward."""
     tp = Mesh(Axes(dp=2, tp=2)).group("tp")
     model, inputs = build("gpt2")
-    parallelize(model, group=tp, sequence_parallel=sp)
+    parallelize(model, group=tp, sequence_parallel=sp, check=False)
     model(**inputs).loss.backward()  # what only a group's first collectives do is done
     comm = Communicator.of(tp)
     start = comm.sequence
@@ -103,7 +103,7 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
     model, inputs = build("gpt2")
     tokens, before = inputs["input_ids"], copy.deepcopy(model)
     parts = copy.deepcopy(model)
-    parallelize(parts, group=tp, gather_logits=False)
+    parallelize(parts, group=tp, gather_logits=False, check=False)
     own = parts(tokens).logits
     assert own.shape[-1] == (V + 1) // 2
     loss = vocab_parallel_cross_entropy(own[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), group=tp, vocab_size=V)
@@ -135,7 +135,7 @@ def recomputed(rank: int, group: dist.ProcessGroup) -> None:
     found = []
     for choice in (None, "*.block.*", "*.block.*.layer.*"):
         model, inputs = build("t5", dropout=0.1)
-        parallelize(model, group=tp, sequence_parallel=True)
+        parallelize(model, group=tp, sequence_parallel=True, check=False)
         if choice:
             recompute.apply(model, choice)
         torch.manual_seed(1)
@@ -153,7 +153,7 @@ def evaluated(rank: int, group: dist.ProcessGroup | None) -> None:
     """torch.nn.TransformerEncoder has a path of its own then, past its layers, by their whole weights."""
     before, inputs = build("torch.nn")
     model = copy.deepcopy(before)
-    parallelize(model, group=group)
+    parallelize(model, group=group, example_inputs=inputs)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(**inputs).logits, before.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.dropout import check_bias_dropout_add, check_dropout, check_stream
+from pyops.ops.dropout import check_bias_dropout_add, check_bias_grad, check_dropout, check_stream
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device
 
@@ -42,6 +42,7 @@ def dropout(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) ->
 def bias_dropout_add_backward(dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool) -> tuple[Tensor, Tensor]:
     """dx, [0] when nothing is dropped; dbias, the sum of dx as it was rounded, or [0]."""
     check_stream("bias_dropout_add_backward", dy, p, state)
+    check_bias_grad(dy, bias_grad)
     n = max(dy.numel(), 1)
     drops = state is not None and p > 0.0
     dx = _apply(dy, None, None, state, p=p, row=n, row_stride=n) if drops else dy.new_empty(0)

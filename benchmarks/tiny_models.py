@@ -1,0 +1,100 @@
+"""Every model class of transformers, made small: two layers of width 16, by the names that configurations use for sizes.
+
+for name in names():
+    model = tiny(name)
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["HEADS", "names", "tiny"]
+
+HEADS = 4
+LARGEST = 5_000_000  # parameters
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "decoder_hidden_size"), 16),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "projection_dim", "hidden_dim_size", "emb_dim", "d_embed"), 16),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size"), 24),
+    **dict.fromkeys(("d_ff", "hidden_dim", "dim_feedforward", "d_inner", "mlp_dim", "moe_intermediate_size"), 24),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_hidden_groups"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_size"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), 32),
+    "vocab_size": 67, "max_source_positions": 16, "num_mel_bins": 8, "image_size": 16, "patch_size": 8, "num_channels": 3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sliding_window": 8,
+    "type_vocab_size": 2, "rotary_dim": 4, "relative_attention_num_buckets": 6, "num_labels": 3, "vision_feature_layer": -1,
+}  # fmt: skip
+ENDINGS = (
+    "Model", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForConditionalGeneration", "ForImageClassification", "ForQuestionAnswering", "ForMaskedImageModeling", "ForCTC",
+    "ForAudioClassification", "ForMultipleChoice",
+)  # fmt: skip
+
+
+def names() -> list[str]:
+    """Of all model classes that transformers exports, those with a configuration, bases of their own left out."""
+    import transformers
+    from transformers import PreTrainedModel
+
+    found = []
+    for name in sorted(dir(transformers)):
+        if not name.endswith(ENDINGS) or name.startswith(("Auto", "TF", "Flax")) or name.endswith("PreTrainedModel"):
+            continue
+        kind = getattr(transformers, name, None)
+        if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and kind.config_class is not None:
+            found.append(name)
+    return found
+
+
+def tiny(name: str, **changed: Any) -> nn.Module:
+    """The model class of that name, in two layers, in evaluation mode. changed: of the configuration, beside SIZES.
+
+    Raises whatever the configuration, or the model, raises when it can't be made so small.
+    """
+    import transformers
+
+    kind = getattr(transformers, name)
+    config = tiny_config(kind.config_class, **changed)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in kind(copy.deepcopy(config)).parameters())
+    if parameters > LARGEST:
+        raise ValueError(f"{parameters:,} parameters even so")
+    torch.manual_seed(1)
+    model: nn.Module = kind(config)
+    return model.eval()
+
+
+def tiny_config(kind: Any, **changed: Any) -> Any:
+    """A configuration of this class with every size that it has, and those of the configurations within it, made small."""
+    usual = kind()
+    arguments: dict[str, Any] = {}
+    parts = {key: value for key, value in getattr(kind, "sub_configs", {}).items()}
+    for key in {**vars(usual), **dict.fromkeys(usual.attribute_map)}:
+        value = getattr(usual, key, None)
+        if key in parts:
+            if value is not None:
+                part = type(value)
+                arguments[key] = tiny_config(part).to_dict()
+        elif key.endswith("_token_id") and isinstance(value, int) and key not in SIZES and value >= SIZES["vocab_size"]:
+            arguments[key] = 5 + sum(map(ord, key)) % 50
+        elif (
+            key in SIZES
+            and (value is None or type(value) is type(SIZES[key]))
+            and (value is not None or "_token_id" in key or key == "vocab_size")
+        ):
+            arguments[key] = SIZES[key]
+    if isinstance(getattr(usual, "num_key_value_heads", None), int) and usual.num_key_value_heads == usual.num_attention_heads:
+        arguments["num_key_value_heads"] = HEADS
+    return kind(**{**arguments, **changed})

@@ -1,0 +1,296 @@
+"""Parameters that were moved, cast or replaced after a strategy took them: an error on all ranks, never a constant loss."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops.comm import all_reduce
+from pyops.comm.failure import CommunicationError
+from pyops.data_parallel import DataParallel
+from pyops.flat import FlatBuffer
+from pyops.onebit import OneBitAdam
+from pyops.optim import SGD, AdamW
+from pyops.pipeline import Pipeline, schedule
+from pyops.zero import ZeroOptimizer
+
+pytestmark = pytest.mark.cpu_only
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _replace(model: nn.Module) -> None:
+    last = list(model.children())[-1]
+    last.weight = nn.Parameter(torch.full((2, 6), 0.1))
+
+
+def _other_memory(model: nn.Module) -> None:
+    last = list(model.children())[-1]
+    last.bias.data = torch.ones(2)
+
+
+def _assign(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "half": lambda model: model.half(), "to a dtype": lambda model: model.to(torch.bfloat16), "memory": _other_memory,
+    "assign": _assign, "replaced": _replace, "there and back": lambda model: model.double().float(),
+}  # fmt: skip
+HARMLESS: dict[str, Callable[[nn.Module], Any]] = {
+    "to the same": lambda model: model.to("cpu", torch.float32), "float": lambda model: model.float(),
+    "cpu": lambda model: model.cpu(),
+    "loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "parametrized": lambda model: torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity()),
+    "frozen": lambda model: model[0].requires_grad_(False), "evaluated": lambda model: model.eval(),
+}  # fmt: skip
+
+
+def x_of(model: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(4, 6, generator=generator).to(next(model.parameters()).dtype)
+
+
+class Trained:
+    """A network and one step of it, by a strategy."""
+
+    def __init__(self, strategy: str, group: dist.ProcessGroup | None = None) -> None:
+        self.model, self.strategy = network(), strategy
+        if strategy == "DataParallel":
+            self.forward: nn.Module = DataParallel(self.model, group=group)
+            self.optimizer: Any = AdamW([buffer.parameter for buffer in self.forward.flat], lr=0.01)
+        elif strategy == "Pipeline":
+            plan = schedule("1f1b", num_stages=1, num_microbatches=2)
+            self.forward = Pipeline(list(self.model), schedule=plan, loss=lambda y, t: (y - t).square().mean())
+            self.optimizer = SGD(self.forward.parameters(), lr=0.01)
+        else:
+            self.forward = self.model
+            self.optimizer = ZeroOptimizer(self.model, AdamW, stage=int(strategy[-1]), group=group, lr=0.01)
+
+    def step(self, between: Callable[[nn.Module], Any] | None = None) -> float:
+        """between: what is done between backward and step."""
+        x = x_of(self.model)
+        if self.strategy == "Pipeline":
+            loss = self.forward.step(x, torch.zeros(4, 2))
+        else:
+            loss = self.forward(x).float().square().mean()
+            loss.backward()
+        if between is not None:
+            between(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+NAMES = {"D": "DataParallel", "Z": "ZeroOptimizer", "P": "Pipeline"}
+FLAT = ("DataParallel", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+REPLACED = ("assign", "replaced")
+
+
+@pytest.mark.parametrize("strategy", [*FLAT, "Pipeline"])
+def test_a_moved_parameter_is_found_before_it_computes(strategy):
+    for name, move in MOVES.items():
+        if strategy == "Pipeline" and name not in REPLACED:
+            continue  # a pipeline refers to parameters, wherever their memory is
+        trained = Trained(strategy)
+        first, second = trained.step(), trained.step()
+        assert second < first
+        move(trained.model)
+        before = [p.detach().clone() for p in trained.model.parameters()]
+        with pytest.raises(ValueError, match=rf"^{NAMES[strategy[0]]}: .*(is another Parameter now|was given other)") as caught:
+            trained.step()
+        assert "afterwards" in str(caught.value)
+        for p, q in zip(trained.model.parameters(), before, strict=True):
+            assert torch.equal(p.detach(), q), "nothing is changed"
+
+
+@pytest.mark.parametrize("strategy", FLAT)
+def test_a_parameter_moved_between_backward_and_step_is_found(strategy):
+    moves = {name: move for name, move in MOVES.items() if strategy != "DataParallel" or name not in REPLACED}
+    for move in moves.values():
+        trained = Trained(strategy)
+        trained.step()
+        refused = r"was given other memory|is another Parameter|gradient of .* spread"
+        with pytest.raises((ValueError, RuntimeError), match=refused):
+            trained.step(move)  # what casts the gradients as well is refused by those of ZeRO
+
+
+@pytest.mark.parametrize("strategy", [*FLAT, "Pipeline"])
+def test_what_moves_nothing_is_harmless(strategy):
+    for name, call in HARMLESS.items():
+        if strategy == "Pipeline" and name == "parametrized":
+            continue  # the optimizer of the test has the names of before
+        plain, trained = Trained(strategy), Trained(strategy)
+        plain.step(), trained.step()
+        call(trained.model)
+        if name == "frozen":
+            call(plain.model)
+        assert trained.step() == plain.step()
+        assert trained.step() == plain.step(), name
+
+
+def test_forward_without_gradients_is_left_alone():
+    trained = Trained("DataParallel")
+    trained.model.half()
+    with torch.no_grad():
+        assert trained.forward(x_of(trained.model)).dtype == torch.float16
+
+
+def _moved(
+    rank: int, group: dist.ProcessGroup, strategy: str, name: str, who: tuple[int, ...], between: bool
+) -> tuple[str, str]:
+    """What a rank raises where the ranks `who` move their parameters; and what comes of a collective afterwards."""
+    group = dist.new_group(list(range(dist.get_world_size())))  # which is of no use afterwards
+    trained = Trained(strategy, group)
+    first, second = trained.step(), trained.step()
+    assert second < first
+    move = MOVES[name] if rank in who else (lambda model: None)
+    raised = ""
+    try:
+        if not between:
+            move(trained.model)
+        trained.step(move if between else None)
+    except (ValueError, CommunicationError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    try:
+        after = str(float(all_reduce(torch.ones(1), group=group)))
+    except CommunicationError as error:
+        after = type(error).__name__
+    return raised, after
+
+
+@pytest.mark.parametrize("name", ["half", "assign"])
+@pytest.mark.parametrize("strategy", ["DataParallel", "ZeRO 1", "ZeRO 2"])
+def test_all_ranks_hear_of_it_though_only_one_moved(world, strategy, name):
+    mine, other = world(2).run(_moved, strategy, name, (0,), False)
+    assert mine[0].startswith(f"ValueError: {NAMES[strategy[0]]}: ")
+    assert other[0].startswith("CommunicationError: ")
+    assert "rank 0 left: ValueError: " in other[0], other[0]
+    assert "afterwards" in other[0], "the fix"
+    assert (mine[1], other[1]) == ("CommunicationError", "CommunicationError"), "nobody goes on without rank 0"
+
+
+@pytest.mark.parametrize("strategy", ["ZeRO 1", "ZeRO 3"])
+def test_all_ranks_hear_of_a_move_between_backward_and_step(world, strategy):
+    other, mine = world(2).run(_moved, strategy, "replaced", (1,), True)
+    assert mine[0].startswith("ValueError: ZeroOptimizer: ")
+    assert "rank 1 left: ValueError: " in other[0], other[0]
+
+
+def test_all_ranks_hear_of_a_replaced_parameter_at_stage_3(world):
+    other, mine = world(2).run(_moved, "ZeRO 3", "replaced", (1,), False)
+    assert mine[0].startswith("ValueError: ZeroOptimizer: ")
+    assert "rank 1 left: ValueError: " in other[0], other[0]
+
+
+def test_where_all_ranks_moved_the_group_is_as_good_as_before(world):
+    for raised, after in world(2).run(_moved, "DataParallel", "half", (0, 1), False):
+        assert raised.startswith("ValueError: DataParallel: ")
+        assert after == "2.0"
+
+
+def _replaced_stage(rank: int, group: dist.ProcessGroup) -> str:
+    plan = schedule("1f1b", num_stages=2, num_microbatches=2)
+    pipeline = Pipeline(list(network()), schedule=plan, group=group, loss=lambda y, t: (y - t).square().mean())
+    pipeline.step(torch.ones(4, 6), torch.zeros(4, 2))
+    if rank:
+        _replace(pipeline)
+    with pytest.raises(ValueError) as caught:
+        pipeline.step(torch.ones(4, 6), torch.zeros(4, 2))
+    pipeline.close()
+    return str(caught.value)
+
+
+def test_all_ranks_of_a_pipeline_hear_of_a_replaced_parameter(world):
+    for told in world(2).run(_replaced_stage):
+        assert "4.weight is another Parameter now" in told
+
+
+# ---------------------------------------------------------------------------------------------------- a second owner
+
+
+def wrap(strategy: str, model: nn.Module) -> Any:
+    if strategy == "DataParallel":
+        return DataParallel(model)
+    return ZeroOptimizer(model, AdamW, stage=int(strategy[-1]), lr=0.01)
+
+
+@pytest.mark.parametrize("second", ["DataParallel", "ZeRO 1", "ZeRO 3"])
+@pytest.mark.parametrize("first", ["DataParallel", "ZeRO 1", "ZeRO 3"])
+def test_a_second_owner_is_refused_and_the_first_stays_usable(first, second):
+    plain, trained = Trained(first), Trained(first)
+    owner = NAMES[first[0]]
+    with pytest.raises(ValueError, match=rf"0.weight belongs to a {owner}.*close\(\)"):
+        wrap(second, trained.model)
+    assert [trained.step() for _ in range(3)] == [plain.step() for _ in range(3)]
+    (trained.forward if first == "DataParallel" else trained.optimizer).close()
+    made = wrap(second, trained.model)
+    with pytest.raises(ValueError, match="belongs to a"):
+        wrap(first, trained.model)
+    made.close()
+
+
+def test_two_optimizers_of_different_parameters_of_a_model_are_two_owners_of_nothing_together():
+    model = network()
+    first = ZeroOptimizer(model, AdamW, stage=1, params=list(model[0].parameters()), lr=0.01)
+    second = ZeroOptimizer(model, AdamW, stage=1, params=list(model[4].parameters()), lr=0.01)
+    model(x_of(model)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    first.step(), second.step()
+    assert [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+
+
+def test_a_copy_of_a_wrapped_model_is_free():
+    model = network()
+    wrapper = DataParallel(model)
+    DataParallel(copy.deepcopy(model)).close()
+    DataParallel(pickle.loads(pickle.dumps(model))).close()
+    wrapper.close()
+    wrapper.close()
+    model.half()
+    assert not hasattr(model[0].weight, "flat_watch")
+
+
+# ---------------------------------------------------------------------------------------------------- flat optimizers
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, OneBitAdam])
+def test_an_optimizer_over_a_flat_buffer_notices(kind):
+    model = network()
+    buffer = FlatBuffer(model.named_parameters())
+    options = {"warmup_steps": 5} if kind is OneBitAdam else {}
+    optimizer = kind([buffer.parameter], lr=0.01, **options)
+    again = copy.deepcopy(optimizer) if kind is not OneBitAdam else None
+    model(x_of(model)).square().mean().backward()
+    optimizer.step()
+    before = buffer.data.clone()
+    model.half()
+    with pytest.raises(ValueError, match=r"FlatBuffer: 4.bias was given other memory.* torch.float16 on cpu now"):
+        optimizer.step()
+    assert torch.equal(buffer.data, before)
+    if again is not None:
+        again.step()  # of a parameter of its own
+    assert pickle.loads(pickle.dumps(buffer.parameter)).shape == buffer.parameter.shape
+
+
+def test_an_ordinary_optimizer_follows_its_parameters():
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    model.bfloat16()
+    model(x_of(model)).float().square().mean().backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

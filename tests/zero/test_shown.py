@@ -1,0 +1,160 @@
+"""What a program finds in .grad after backward: torch's own clipping, scaling and forgetting do what they do in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyops.zero import ZeroOptimizer
+from tests.zero.models import Net, mean_loss, part
+
+STEPS = 3
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _treat(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """What a loop does between backward and step; the norm that it sees."""
+    parameters = _trained(model)
+    if how == "norm":
+        return float(nn.utils.clip_grad_norm_(parameters, 0.2))
+    if how == "foreach norm":
+        return float(nn.utils.clip_grad_norm_(parameters, 0.2, foreach=False, error_if_nonfinite=True))
+    if how == "inf norm":
+        return float(nn.utils.clip_grad_norm_(parameters, 0.02, norm_type=torch.inf))
+    if how == "value":
+        nn.utils.clip_grad_value_(parameters, 0.01)
+        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], 1.0))
+    if how == "own loop":
+        for p in parameters:
+            if p.grad is None:
+                continue
+            p.grad.data.mul_(0.5).div_(torch.tensor(3.0))
+        return float(sum(p.grad.data.norm(2) ** 2 for p in parameters if p.grad is not None))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    return float(nn.utils.clip_grad_norm_(parameters, 0.2))
+
+
+HOW = ("norm", "foreach norm", "inf norm", "value", "own loop", "scaler")
+
+
+def _clipped(rank: int, group: Any, stage: int) -> dict[str, Any]:
+    size, found = dist.get_world_size(group), {}
+    for how in HOW:
+        ours, theirs = Net(mixed=False), Net(mixed=False)
+        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1, momentum=0.9)
+        plain = torch.optim.SGD(_trained(theirs), lr=0.1, momentum=0.9)
+        norms = []
+        for step in range(STEPS):
+            mean_loss(ours, *part(step, rank, size)).backward()
+            mine = _treat(how, ours, zero)
+            zero.step()
+            plain.zero_grad()
+            for r in range(size):
+                (mean_loss(theirs, *part(step, r, size)) / size).backward()
+            norms.append((mine, _treat(how, theirs, plain)))
+            plain.step()
+        with zero.whole_parameters():
+            worst = max(float((p - q).abs().max()) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+            unclipped = Net(mixed=False)
+        moved = max(float((p - q).abs().max()) for p, q in zip(theirs.parameters(), unclipped.parameters(), strict=True))
+        found[how] = (norms, worst, moved)
+        zero.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_by_torch_is_that_of_one_process(world, stage: int):
+    for found in world(2).run(_clipped, stage):
+        for how in HOW:
+            norms, worst, moved = found[how]
+            for ours, theirs in norms:
+                assert ours == pytest.approx(theirs, rel=2e-6), how
+                assert theirs > 0, how
+            assert worst < 2e-6, how  # float32 sums over the ranks in another order
+            assert moved > 1e-4, how
+
+
+def _forgotten(rank: int, group: Any, stage: int) -> list[Any]:
+    """model.zero_grad() forgets a backward, all of it or one parameter's; gradients set by hand are refused."""
+    model, other, said = Net(mixed=False), Net(mixed=False), []
+    optimizers = [ZeroOptimizer(m, torch.optim.SGD, stage=stage, group=group, lr=0.1) for m in (model, other)]
+    (mean_loss(model, *part(0, rank, 2)) * 100).backward()
+    model.zero_grad()
+    for m in (model, other):
+        mean_loss(m, *part(1, rank, 2)).backward()
+    assert all(p.grad is not None for p in _trained(model))
+    for m, dropped in ((model, model.last.weight), (other, other.last.weight)):  # twice: sums of two backwards, one forgotten
+        mean_loss(m, *part(2, rank, 2)).backward()
+        dropped.grad = None
+    before = {}
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        with optimizer.whole_parameters():
+            before[m] = m.last.weight.detach().clone()
+        optimizer.step()
+    with optimizers[0].whole_parameters(), optimizers[1].whole_parameters():
+        said.append(all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)))
+        said.append(torch.equal(model.last.weight, before[model]))
+        said.append(torch.equal(model.first.weight, Net(mixed=False).first.weight))
+    if rank == 1:
+        model.first.bias.grad = torch.ones_like(model.shift)
+    try:
+        optimizers[0].step()
+    except RuntimeError as error:
+        said.append(str(error))
+    mean_loss(other, *part(0, rank, 2)).backward()
+    for look in (
+        lambda g: g.abs().mean(),
+        lambda g: g + 1,
+        lambda g: g.mul_(torch.ones(10)),
+        lambda g: torch.isfinite(g).all(),
+    ):
+        try:
+            look(other.first.bias.grad)
+        except RuntimeError as error:
+            said.append("max_grad_norm" in str(error))
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_forgotten_counts_no_more_and_what_is_strange_is_refused(world, stage: int):
+    for rank, found in enumerate(world(2).run(_forgotten, stage)):
+        assert found[:3] == [True, True, False]
+        assert ("first.bias" if rank else "on another rank") in found[3]
+        assert found[4:] == [True] * 4
+
+
+def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
+    """torch's GradScaler: an inf on one rank skips the step and halves the scale on all."""
+    model = Net(mixed=False)
+    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    found: list[Any] = []
+    for step in range(3):
+        loss = mean_loss(model, *part(step, rank, 2))
+        scaler.scale(loss * (torch.inf if step == 1 and rank == 1 else 1.0)).backward()
+        if step == 2:
+            scaler.unscale_(zero)
+        with zero.whole_parameters():
+            before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+        with zero.whole_parameters():
+            found.append(
+                (scaler.get_scale(), not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+            )
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_grad_scaler(world, stage: int):
+    assert world(2).run(_overflow, stage) == [[(8.0, True), (4.0, False), (4.0, True)]] * 2
