@@ -54,9 +54,9 @@ class Sample:
 
 def _reducers(x: Tensor, names: list[str]) -> dict[str, Callable[[], object]]:
     """name -> a call that makes x the mean over ranks; each with its own memory of errors."""
-    from pyops.comm.codec import parse
     from pyops.comm.compressed import compressed_all_reduce
     from pyops.comm.error_feedback import ErrorFeedback
+    from pyops.comm.names import parse
 
     found: dict[str, Callable[[], object]] = {}
     for name in names:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pyops.checkpoint import load, save
 from pyops.comm import reducer
-from pyops.comm.codec import Int8, OneBit
+from pyops.comm.eight_bit import Int8
+from pyops.comm.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import Shard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pyops.comm.codec import parse
+from pyops.comm.names import parse
 from pyops.config.refusal import require
 from pyops.precision import PRECISIONS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyops.comm.codec import parse
+from pyops.comm.names import parse
 from pyops.config.elastic import ElasticConfig
 from pyops.config.refusal import ConfigError
 from pyops.config.sections import (

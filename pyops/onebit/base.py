@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import agree, gather
-from pyops.comm.codec import Codec, OneBit
+from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_gather, all_reduce
 from pyops.comm.communicator import Communicator
 from pyops.comm.failure import DisagreementError
+from pyops.comm.one_bit import OneBit
 from pyops.mesh import check_initialized
 from pyops.onebit.flat_states import Places
 from pyops.ops.grad_norm import squared_norm

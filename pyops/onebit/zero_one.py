@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import BF16, Codec, OneBit
+from pyops.comm.codec import Codec
+from pyops.comm.floats import BF16
+from pyops.comm.one_bit import OneBit
 from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.base import Verdict
 from pyops.onebit.exchange import Exchange

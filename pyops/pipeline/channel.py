@@ -30,7 +30,9 @@ from torch import Tensor
 from pyops.comm.failure import PeerError
 from pyops.pipeline.message import HEADER, Described, describe, empty_like_described, moved, pack, restore, unpack
 
-__all__ = ["FAILED", "Direct", "Incoming", "Outgoing"]
+__all__ = ["FAILED", "Direct", "Edge", "Incoming", "Outgoing"]
+
+Edge = tuple[str, int, int]  # kind, source stage, target stage
 
 NOTHING, LONGER, APART, GIVEN_UP = 1, 2, 4, 8  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step

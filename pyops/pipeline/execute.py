@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from pyops.comm.agreement import gather
 from pyops.comm.failure import PeerError
 from pyops.pipeline.action import Action
-from pyops.pipeline.channel import FAILED, Incoming, Outgoing
+from pyops.pipeline.channel import FAILED, Edge, Incoming, Outgoing
 from pyops.pipeline.interrupt import Interrupt
 from pyops.pipeline.orders import Orders, Transfer
 from pyops.pipeline.schedule import Schedule
@@ -33,9 +33,8 @@ from pyops.pipeline.skips import Passed
 from pyops.pipeline.stage import Stage, detached, tensors_of
 from pyops.pipeline.stepping import Stepping
 
-__all__ = ["Edge", "Feed", "Runner", "Times", "timeline_of"]
+__all__ = ["Feed", "Runner", "Times", "timeline_of"]
 
-Edge = tuple[str, int, int]  # kind, source stage, target stage
 Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or transfer
 
 

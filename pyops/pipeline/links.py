@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.communicator import Communicator
-from pyops.pipeline.channel import Direct, Incoming, Outgoing
-from pyops.pipeline.execute import Edge
+from pyops.pipeline.channel import Direct, Edge, Incoming, Outgoing
 from pyops.pipeline.mailboxes import Name, open_mailboxes
 from pyops.pipeline.orders import Orders
 

@@ -29,8 +29,8 @@ from pyops.mesh import check_initialized
 from pyops.pipeline.action import Action
 from pyops.pipeline.agreed import agreed, raise_together
 from pyops.pipeline.batch_norm import Statistics
-from pyops.pipeline.channel import Incoming, Outgoing
-from pyops.pipeline.execute import Edge, Feed, Runner, timeline_of
+from pyops.pipeline.channel import Edge, Incoming, Outgoing
+from pyops.pipeline.execute import Feed, Runner, timeline_of
 from pyops.pipeline.interrupt import Interrupt, interrupts_held
 from pyops.pipeline.links import open_channels
 from pyops.pipeline.microbatch import cut, portions, rows_of

@@ -16,7 +16,8 @@ from torch import nn
 
 import pyops.optim
 from pyops import recompute
-from pyops.comm.codec import Codec, parse
+from pyops.comm.codec import Codec
+from pyops.comm.names import parse
 from pyops.config import (
     CommunicationConfig,
     Config,

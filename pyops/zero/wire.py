@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import gather
-from pyops.comm.codec import BF16, FP8, Codec, Int8
+from pyops.comm.codec import Codec
 from pyops.comm.collectives import all_gather
 from pyops.comm.communicator import Communicator
+from pyops.comm.eight_bit import FP8, Int8
+from pyops.comm.floats import BF16
 from pyops.comm.work import Work
 
 __all__ = ["Wire", "check_wire", "coded_all_gather", "speaks", "wire_of"]

@@ -11,7 +11,11 @@ import torch
 
 from pyops.comm import Communicator, compressed_all_reduce
 from pyops.comm import codec as codecs
-from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit, parse
+from pyops.comm.codec import Codec
+from pyops.comm.eight_bit import FP8, Int8
+from pyops.comm.floats import BF16, Identity
+from pyops.comm.names import parse
+from pyops.comm.one_bit import OneBit
 
 EXACT: list[Codec] = [Identity(), BF16(), Int8(), FP8(), FP8(format="e5m2", block=64)]
 SIGNS: list[Codec] = [OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None)]

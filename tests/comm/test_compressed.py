@@ -17,7 +17,10 @@ from pyops.comm import (
     compressed_reduce_scatter,
     compressed_shots,
 )
-from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit
+from pyops.comm.codec import Codec
+from pyops.comm.eight_bit import FP8, Int8
+from pyops.comm.floats import BF16, Identity
+from pyops.comm.one_bit import OneBit
 
 SIZES = (0, 1, 7, 8 * 3 - 1, 5003)
 

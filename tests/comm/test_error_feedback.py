@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from pyops.comm import compressed_shots as shots
-from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit
+from pyops.comm.codec import Codec
+from pyops.comm.eight_bit import FP8, Int8
 from pyops.comm.error_feedback import ErrorFeedback, chunk_starts, merge
+from pyops.comm.floats import BF16, Identity
+from pyops.comm.one_bit import OneBit
 from pyops.comm.transport import Transport, run_virtual
 from pyops.flat import FlatLayout, Shard
 

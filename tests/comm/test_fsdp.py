@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pyops.checkpoint import load, save
-from pyops.comm.codec import BF16, Int8, OneBit
+from pyops.comm.eight_bit import Int8
+from pyops.comm.floats import BF16
 from pyops.comm.fsdp import FSDPReduceScatter, fsdp_reduce_scatter
+from pyops.comm.one_bit import OneBit
 from pyops.comm.power_sgd import PowerSGD
 from pyops.comm.topk import TopK
 

@@ -19,7 +19,9 @@ from pyops.comm import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
-from pyops.comm.codec import Identity, Int8, OneBit
+from pyops.comm.eight_bit import Int8
+from pyops.comm.floats import Identity
+from pyops.comm.one_bit import OneBit
 from pyops.comm.power_sgd import PowerSGD
 
 pytestmark = pytest.mark.cpu_only

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.comm.codec import parse
 from pyops.comm.compressed import compressed_all_reduce
 from pyops.comm.error_feedback import ErrorFeedback
+from pyops.comm.names import parse
 from pyops.comm.topk import TopK
 
 

@@ -23,8 +23,11 @@ from pyops.comm import (
     compressed_shots,
     reduce_scatter,
 )
-from pyops.comm.codec import BF16, FP8, Codec, Identity, Int8, OneBit
+from pyops.comm.codec import Codec
 from pyops.comm.ddp import ddp_hook
+from pyops.comm.eight_bit import FP8, Int8
+from pyops.comm.floats import BF16, Identity
+from pyops.comm.one_bit import OneBit
 from pyops.comm.topk import TopK
 from pyops.comm.transport import Transport, run_virtual
 from pyops.data_parallel import DataParallel

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pyops.optim
-from pyops.comm.codec import Identity, OneBit
+from pyops.comm.floats import Identity
+from pyops.comm.one_bit import OneBit
 from pyops.flat import FlatBuffer
 from pyops.onebit import OneBitLAMB
 from tests.onebit.lamb_simulation import DeepSpeedRanks, OneBitLAMBRanks

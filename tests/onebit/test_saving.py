@@ -8,9 +8,10 @@ import logging
 import pytest
 import torch
 
-from pyops.comm.codec import BF16, OneBit
 from pyops.comm.error_feedback import merge
 from pyops.comm.failure import DisagreementError
+from pyops.comm.floats import BF16
+from pyops.comm.one_bit import OneBit
 from pyops.comm.power_sgd import PowerSGD
 from pyops.data_parallel import DataParallel
 from pyops.onebit import OneBitAdam

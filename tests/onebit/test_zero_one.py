@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.comm.codec import Identity, OneBit
 from pyops.comm.error_feedback import merge
+from pyops.comm.floats import Identity
+from pyops.comm.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
 from pyops.onebit import ZeroOneAdam

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pyops.optim
 from pyops import checkpoint
-from pyops.comm.codec import OneBit
+from pyops.comm.one_bit import OneBit
 from pyops.zero import ZeroOptimizer
 from pyops.zero.partition import Partition
 from tests.zero.models import Net, groups, mean_loss, part

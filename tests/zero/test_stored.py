@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Int8
+from pyops.comm.eight_bit import Int8
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer, stored
 from pyops.zero.stored import Region
