@@ -19,8 +19,8 @@ from benchmarks.__main__ import Options
 from benchmarks.accuracy import Layer, compare, forward_backward, resembles
 from benchmarks.harness import Case, Row, run_cases
 from benchmarks.rivals import compiled, of_rotary, of_swiglu
-from pyops.ops import activation, dropout
-from pyops.ops.rotary import rotary
+from pyops.ops.layers import activation, dropout
+from pyops.ops.layers.rotary import rotary
 
 __all__ = ["cases", "run"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
-from pyops.ops import onebit, quantize
+from pyops.ops.communication import onebit, quantize
 
 __all__ = ["cases", "run"]
 

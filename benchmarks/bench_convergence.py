@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, machine, report
-from pyops.metrics import read_rows
+from pyops.train.report.metrics import read_rows
 
 __all__ = ["Finished", "finished_runs", "main", "rows_of", "run"]
 

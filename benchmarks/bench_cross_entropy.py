@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
 from benchmarks.rivals import compiled, installed
-from pyops.ops.cross_entropy import cross_entropy
+from pyops.ops.layers.cross_entropy import cross_entropy
 from pyops.tensor_parallel import linear_cross_entropy
 
 __all__ = ["cases", "peak_of", "run"]

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import harness, machine, report
 from pyops.config import Config, load_config
-from pyops.metrics import read_rows
+from pyops.train.report.metrics import read_rows
 
 __all__ = ["BASELINE", "VARIANTS", "Taken", "row_of", "run", "taken"]
 

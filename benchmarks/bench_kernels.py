@@ -15,8 +15,10 @@ from torch import Tensor
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
 from benchmarks.trace import launched
-from pyops.ops import grad_norm, optim, random, reduce
-from pyops.ops.table import optimizer_table
+from pyops.ops import random
+from pyops.ops.communication import reduce
+from pyops.ops.optimizers import grad_norm, optim
+from pyops.ops.optimizers.table import optimizer_table
 
 __all__ = ["cases", "run"]
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.harness import Row
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
 

@@ -20,7 +20,7 @@ from benchmarks.__main__ import Options
 from benchmarks.accuracy import Layer, compare, forward_backward, resembles
 from benchmarks.harness import Case, Row, run_cases
 from benchmarks.rivals import compiled, of_norm
-from pyops.ops import norm
+from pyops.ops.layers import norm
 
 __all__ = ["cases", "run"]
 

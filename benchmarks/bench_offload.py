@@ -210,7 +210,7 @@ sys.exit(code)
 def trained_in_limited_memory(folder: str, *, limit: int = LIMIT, config: str = TRAINED) -> Row:
     """The row of `pyops train` of a GPT whose states take more than the process may have, saved, resumed for two more steps."""
     from benchmarks import harness, machine
-    from pyops.metrics import read_rows
+    from pyops.train.report.metrics import read_rows
 
     root = Path(__file__).resolve().parent.parent
     file = Path(folder, "config.toml")

@@ -23,7 +23,7 @@ from benchmarks.bench_data_parallel import LAYERS, LENGTH, VOCABULARY, WIDTH, Mo
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
 from pyops.pipeline import Costs, Pipeline, Schedule, profile, schedule, simulate
-from pyops.pipeline.channel import Incoming
+from pyops.pipeline.transport.channel import Incoming
 
 __all__ = ["run"]
 

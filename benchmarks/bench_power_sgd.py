@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
 from pyops.comm import ddp_hook
-from pyops.comm.power_sgd import PowerSGD
+from pyops.comm.compression.power_sgd import PowerSGD
 
 __all__ = ["run"]
 

@@ -21,11 +21,11 @@ from benchmarks.bench_data_parallel import HEADS, LAYERS, LENGTH, SIZE, VOCABULA
 from benchmarks.bench_data_parallel import Block as PlainBlock
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.optim import AdamW
 from pyops.tensor_parallel import LayerNorm, ParallelAttention, ParallelMLP, finish_gradients
-from pyops.tensor_parallel.regions import gather_tokens, scatter_tokens
+from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
 __all__ = ["run"]
 

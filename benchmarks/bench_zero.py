@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.bench_data_parallel import LENGTH, SIZE, Trainer, check_losses
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
 

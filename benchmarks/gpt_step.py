@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from pyops.config import Config, OptimizerConfig, PrecisionConfig
 from pyops.models import GPTConfig
-from pyops.train.recipe import make_model
-from pyops.train.strategy import Replicated
+from pyops.train.setup.recipe import make_model
+from pyops.train.setup.strategy import Replicated
 
 __all__ = ["SIZES", "PlainStep", "PyopsStep", "Size"]
 

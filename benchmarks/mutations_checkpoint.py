@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.odd_values import ODD, Change, damage, places, set_place
 from pyops.checkpoint import CheckpointError, load, save
-from pyops.checkpoint.manifest import seal
+from pyops.checkpoint.format.manifest import seal
 from pyops.flat import Shard, Shards
 
 __all__ = ["Checkpoint"]

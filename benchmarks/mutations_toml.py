@@ -18,12 +18,12 @@ from unittest import mock
 import torch
 
 from benchmarks.odd_values import ODD, Change, damage, places, set_place
-from pyops.cli import main
+from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, load_config
 from pyops.config.task import KINDS
 from pyops.models import BERT, GPT, ViT
-from pyops.train import recipe
 from pyops.train import run as training
+from pyops.train.setup import recipe
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -29,10 +29,10 @@ from torch import nn
 
 from benchmarks.tiny_models import names, tiny
 from pyops.tensor_parallel import finish_gradients, parallelize
-from pyops.tensor_parallel.architectures import PLANS
-from pyops.tensor_parallel.example import examples
-from pyops.tensor_parallel.swap import laid_out
-from pyops.tensor_parallel.trial import placed
+from pyops.tensor_parallel.convert.architectures import PLANS
+from pyops.tensor_parallel.convert.check.example import examples
+from pyops.tensor_parallel.convert.check.trial import placed
+from pyops.tensor_parallel.convert.swap import laid_out
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "models" / "parallelize.jsonl"

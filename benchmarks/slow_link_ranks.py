@@ -54,9 +54,9 @@ class Sample:
 
 def _reducers(x: Tensor, names: list[str]) -> dict[str, Callable[[], object]]:
     """name -> a call that makes x the mean over ranks; each with its own memory of errors."""
-    from pyops.comm.compressed import compressed_all_reduce
-    from pyops.comm.error_feedback import ErrorFeedback
-    from pyops.comm.names import parse
+    from pyops.comm.compression.compressed import compressed_all_reduce
+    from pyops.comm.compression.error_feedback import ErrorFeedback
+    from pyops.comm.compression.names import parse
 
     found: dict[str, Callable[[], object]] = {}
     for name in names:
@@ -140,7 +140,7 @@ def _alone(model: nn.Module, config: Config, *, warmup: int) -> Pair:
 
 
 def _pyops(model: nn.Module, config: Config, *, warmup: int, optimizer: str = "adamw", codec: str = "none") -> Pair:
-    from pyops.train.recipe import make_data_parallel, make_optimizer
+    from pyops.train.setup.recipe import make_data_parallel, make_optimizer
 
     options = replace(config.optimizer, name=optimizer, compression_warmup_steps=warmup)
     config = replace(config, optimizer=options, communication=replace(config.communication, codec=codec))

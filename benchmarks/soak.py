@@ -32,7 +32,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from benchmarks.soak_rank import begin
-from pyops.metrics import read_rows
+from pyops.train.report.metrics import read_rows
 
 __all__ = ["LAYOUTS", "Moment", "Result", "main"]
 

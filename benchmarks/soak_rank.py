@@ -17,7 +17,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from pyops.config import load_config
-from pyops.train import meeting, train
+from pyops.train import train
+from pyops.train.host import meeting
 
 __all__ = ["begin"]
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pyops.cli import main
+from pyops.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather, naming_lost_ranks
-from pyops.comm.codec import Codec
-from pyops.comm.communicator import Communicator
-from pyops.comm.reducer import Reducer
+from pyops.comm.buckets.reducer import Reducer
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.compression.codec import Codec
 from pyops.flat import FlatBuffer, InPlace, check_free, claim, release
 from pyops.mesh import check_initialized
 
@@ -48,7 +48,7 @@ def _check_codec(codec: Codec | None, named: list[tuple[str, nn.Parameter]]) -> 
     if codec is None:
         return
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.codec.OneBit(), or None")
+        raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.OneBit(), or None")
     for name, p in named:
         if p.dtype not in COMPRESSIBLE:
             raise TypeError(

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.mesh import check_initialized
-from pyops.ops.grad_norm import squared_norm
 from pyops.ops.memory import require_memory
+from pyops.ops.optimizers.grad_norm import squared_norm
 
 __all__ = ["PRECISIONS", "LossScale", "LossScaler", "Precision", "overflowed"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from pyops.checkpoint import writing
 from pyops.config import load_config
 from pyops.train import Run, train
-from pyops.zero.gathering import Gathering
+from pyops.zero.hooks.gathering import Gathering
 
 
 def die(marker: Path) -> None:

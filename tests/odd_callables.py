@@ -25,8 +25,8 @@ from pyops.comm import (
     compressed_reduce_scatter,
     reduce_scatter,
 )  # fmt: skip
-from pyops.comm.eight_bit import Int8
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
 from pyops.ops.memory import resolved_view

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.cli import main
+from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, ZeroConfig
+from pyops.config.parallel import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.elastic import Grid
 from pyops.models import GPT, GPTConfig
-from pyops.parallel import ParallelConfig
 from pyops.train import folder as folders
 from pyops.train.folder import continues, finished, prepare_folder
 from pyops.train.lr_range import lr_range_test
-from pyops.train.membership import adapted, limits_of, trouble_ahead
+from pyops.train.setup.membership import adapted, limits_of, trouble_ahead
 from tests.tiny_run import config_of
 
 pytestmark = pytest.mark.cpu_only
@@ -35,7 +35,7 @@ def config(*, batch: int = 8, micro_batch: int = 0, zero: int = 0, optimizer: st
 
 
 def check_tp(model: GPTConfig, tp: int) -> None:
-    from pyops.tensor_parallel.attention import check_heads
+    from pyops.tensor_parallel.layers.attention import check_heads
 
     check_heads(model.num_heads, model.kv_heads, tp)
 

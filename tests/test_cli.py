@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import pyops
-from pyops.cli import main
-from pyops.metrics import read_rows
+from pyops.cli.commands import main
+from pyops.train.report.metrics import read_rows
 
 pytestmark = pytest.mark.cpu_only
 

@@ -9,7 +9,7 @@ import pytest
 
 from pyops.config import Config, ConfigError, ElasticConfig, load_config
 from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Sampler
-from pyops.train.recipe import make_policy
+from pyops.train.setup.recipe import make_policy
 
 pytestmark = pytest.mark.cpu_only
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyops.comm import reducer
+from pyops.comm.buckets import reducer
 from pyops.data_parallel import DataParallel
 
 pytestmark = pytest.mark.on_device

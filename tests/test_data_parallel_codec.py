@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.checkpoint import load, save
-from pyops.comm import reducer
-from pyops.comm.eight_bit import Int8
-from pyops.comm.one_bit import OneBit
+from pyops.comm.buckets import reducer
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import Shard
 

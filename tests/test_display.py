@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pyops.display import Display, describe, describe_transition
+from pyops.train.report.display import Display, describe, describe_transition
 
 pytestmark = pytest.mark.cpu_only
 

@@ -16,7 +16,7 @@ from torch import nn
 import pyops
 from pyops import checkpoint, comm, data, elastic, hub, onebit, tensor_parallel
 from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.one_bit import OneBit
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
 from pyops.mesh import Axes, Mesh, alone, check_initialized

@@ -85,7 +85,7 @@ def test_imports_point_down():
     ("place", "source"),
     [
         ("optim/adam.py", "from pyops.comm import all_reduce"),
-        ("comm/ring.py", "import pyops.train"),
+        ("comm/collectives/ring.py", "import pyops.train"),
         ("flat.py", "from . import mesh"),
         ("optim/adam.py", "from ..data_parallel import DataParallel"),
         ("checkpoint/save.py", "from pyops import data_parallel"),

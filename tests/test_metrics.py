@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pyops.metrics import MetricsLog, peak_memory_gib, plot_losses, read_rows
+from pyops.train.report.metrics import MetricsLog, peak_memory_gib, plot_losses, read_rows
 
 pytestmark = pytest.mark.cpu_only
 

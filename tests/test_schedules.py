@@ -11,7 +11,7 @@ from torch import nn
 
 import pyops.optim
 from pyops.config import OptimizerConfig
-from pyops.schedules import LRRangeTest, OneCycle, Warmup, WarmupCosine, steepest
+from pyops.optim.lr_scheduler import LRRangeTest, OneCycle, Warmup, WarmupCosine, steepest
 
 pytestmark = pytest.mark.cpu_only
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops.cli import main
+from pyops.cli.commands import main
 from pyops.pipeline import LayerCosts, Profile
 
 pytestmark = pytest.mark.cpu_only

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyops.train.traffic import Traffic
+from pyops.train.report.traffic import Traffic
 
 pytestmark = pytest.mark.cpu_only
 

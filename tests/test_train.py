@@ -15,9 +15,9 @@ from torch.nn import functional
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, PrecisionConfig
 from pyops.data import Batches, CorpusError, prepare, validation_rows
-from pyops.metrics import read_rows
 from pyops.models import GPT
 from pyops.train import Run, StopRequest, train
+from pyops.train.report.metrics import read_rows
 from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pyops.train import heap
-from pyops.train.heap import trim, trim_after
+from pyops.train.host import heap
+from pyops.train.host.heap import trim, trim_after
 
 pytestmark = pytest.mark.cpu_only
 

@@ -15,9 +15,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from pyops.config import Config, ZeroConfig
-from pyops.metrics import read_rows
-from pyops.parallel import ParallelConfig
+from pyops.config.parallel import ParallelConfig
 from pyops.train import train
+from pyops.train.report.metrics import read_rows
 from tests.test_train_faults import ROOT, as_toml
 from tests.tiny_run import STEPS, config_of, losses, same
 

@@ -12,10 +12,10 @@ import torch
 import pyops.optim
 from pyops.checkpoint import load
 from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ConfigError
-from pyops.metrics import read_rows
 from pyops.models import GPT
 from pyops.train import Run, train
-from pyops.train.recipe import CLASSES
+from pyops.train.report.metrics import read_rows
+from pyops.train.setup.recipe import CLASSES
 from tests.test_train_resume import train_and_stop_rank_1
 from tests.tiny_run import STEPS, config_of, losses, same, train_on_rank
 

@@ -13,10 +13,10 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
-from pyops.metrics import read_rows
-from pyops.parallel import ParallelConfig
+from pyops.config.parallel import ParallelConfig
 from pyops.train import Run, train
-from pyops.zero.gradients import GradientBucket
+from pyops.train.report.metrics import read_rows
+from pyops.zero.hooks.gradients import GradientBucket
 from tests.test_train_resume import train_and_stop_rank_1
 from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyops.config import ConfigError
-from pyops.train.ranks import fix_products
+from pyops.train.host.ranks import fix_products
 
 pytestmark = pytest.mark.cpu_only
 

@@ -16,9 +16,9 @@ from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, ElasticConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from pyops.config.task import TaskConfig
 from pyops.elastic import Portion
-from pyops.metrics import read_rows
 from pyops.models import ViTConfig
 from pyops.train import train
+from pyops.train.report.metrics import read_rows
 from pyops.train.task_run import TaskRun
 from tests import tiny_run
 from tests.tiny_run import losses, norms, same, train_on_rank

@@ -11,11 +11,11 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
-from pyops.metrics import read_rows
 from pyops.models import GPT
 from pyops.precision import LossScale
 from pyops.train import Run, train
-from pyops.train.strategy import Zero
+from pyops.train.report.metrics import read_rows
+from pyops.train.setup.strategy import Zero
 from tests.test_train_resume import train_and_stop_rank_1
 from tests.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 

@@ -21,9 +21,9 @@ from pyops.config import (
     ZeroConfig,
 )
 from pyops.data import CorpusError, DataConfig
-from pyops.metrics import read_rows
 from pyops.models import GPTConfig
 from pyops.train import Run, train
+from pyops.train.report.metrics import read_rows
 
 STEPS = 20
 

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from pyops.comm.communicator import Communicator, release
-from pyops.comm.probe import Cost
+from pyops.comm.collectives.communicator import Communicator, release
+from pyops.comm.collectives.probe import Cost
 
 __all__ = ["Outcome", "Pool", "RankError", "spawn_ranks", "world"]
 

@@ -11,8 +11,8 @@ own      the same kind of thing, of this rank alone: the state of its random num
 
 from pyops.checkpoint.background import BackgroundSaver
 from pyops.checkpoint.folder import Checkpoints, save
+from pyops.checkpoint.format.manifest import CheckpointError
+from pyops.checkpoint.format.stored import Stored
 from pyops.checkpoint.loading import Reader, load
-from pyops.checkpoint.manifest import CheckpointError
-from pyops.checkpoint.stored import Stored
 
 __all__ = ["BackgroundSaver", "CheckpointError", "Checkpoints", "Reader", "Stored", "load", "save"]

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.checkpoint.manifest import CheckpointError
-from pyops.checkpoint.tensor_file import Content
+from pyops.checkpoint.format.manifest import CheckpointError
+from pyops.checkpoint.format.tensor_file import Content
 from pyops.checkpoint.writing import Plan, commit, discard, prepare, refusal, write
 from pyops.comm.agreement import agree
 

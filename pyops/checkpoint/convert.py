@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyops.checkpoint.folder import save
+from pyops.checkpoint.format.manifest import MANIFEST, CheckpointError
+from pyops.checkpoint.format.repository import how_to_fetch
+from pyops.checkpoint.format.stored import Stored
+from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.loading import Reader
-from pyops.checkpoint.manifest import MANIFEST, CheckpointError
-from pyops.checkpoint.repository import how_to_fetch
-from pyops.checkpoint.stored import Stored
-from pyops.checkpoint.tensor_file import write_tensors
 
 __all__ = ["export_weights", "import_weights", "is_checkpoint", "weight_files"]
 

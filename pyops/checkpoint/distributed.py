@@ -29,8 +29,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
+from pyops.checkpoint.format.stored import Stored
 from pyops.checkpoint.loading import Reader
-from pyops.checkpoint.stored import Stored
 from pyops.flat import Shard, Shards
 
 __all__ = ["StorageReader", "as_shards"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.checkpoint.manifest import CheckpointError
+from pyops.checkpoint.format.manifest import CheckpointError
 from pyops.flat import FlatLayout
 
 __all__ = ["flat_state", "named_state"]

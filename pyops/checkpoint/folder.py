@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pyops.checkpoint.background import BackgroundSaver
-from pyops.checkpoint.manifest import MANIFEST, CheckpointError
+from pyops.checkpoint.format.manifest import MANIFEST, CheckpointError
 from pyops.checkpoint.writing import commit, discard, prepare, write
 from pyops.comm.agreement import agree, gather
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.checkpoint.manifest import MANIFEST, SHARDS, TENSOR, CheckpointError, read_manifest, restore
-from pyops.checkpoint.refusal import DTYPE_OF, SHARED, check_manifest, own_file
-from pyops.checkpoint.stored import Part, Stored
-from pyops.checkpoint.tensor_file import TensorFile
+from pyops.checkpoint.format.manifest import MANIFEST, SHARDS, TENSOR, CheckpointError, read_manifest, restore
+from pyops.checkpoint.format.refusal import DTYPE_OF, SHARED, check_manifest, own_file
+from pyops.checkpoint.format.stored import Part, Stored
+from pyops.checkpoint.format.tensor_file import TensorFile
 from pyops.comm.agreement import agree
 from pyops.flat import Shard, Shards
 from pyops.mesh import check_initialized

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyops.checkpoint.manifest import FORMAT, MANIFEST, VERSION, CheckpointError, seal, take_apart
-from pyops.checkpoint.refusal import SHARD_FILES, SHARED, own_file
-from pyops.checkpoint.shards import Card, StatePath, describe, find_shards, insert, merge, path_text
-from pyops.checkpoint.tensor_file import Content, check_dtypes, write_tensors
+from pyops.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, CheckpointError, seal, take_apart
+from pyops.checkpoint.format.refusal import SHARD_FILES, SHARED, own_file
+from pyops.checkpoint.format.shards import Card, StatePath, describe, find_shards, insert, merge, path_text
+from pyops.checkpoint.format.tensor_file import Content, check_dtypes, write_tensors
 from pyops.comm.agreement import agree, gather
 from pyops.mesh import check_initialized
 

@@ -4,17 +4,11 @@
     all_reduce(x)                                        # in place, over all ranks, by the fastest algorithm
     work = all_reduce(x, op="mean", async_op=True); ...; work.wait()
 
-| file | what it does |
+| folder or file | what it does |
 |---|---|
-| collectives.py | all_reduce, reduce_scatter, all_gather: what a user calls |
-| ring.py, two_shot.py, shared_memory.py | the algorithms, over a small transport |
-| transport.py | sends and receives: of a process group, or among threads as virtual ranks |
-| arithmetic.py | sums of any dtype: fp32 inside for 16-bit, one rounding |
-| communicator.py, probe.py, work.py | what is kept for a group; measured costs for "auto"; asynchronous calls |
-| codec.py, compressed.py, compressed_shots.py, error_feedback.py | what a slow link needs: few bits, and what they leave out |
-| topk.py; power_sgd.py, low_rank.py | codecs of the largest numbers, and of matrices as products of thin ones |
-| bucket.py, reducer.py, bucket_errors.py | slices of a FlatBuffer, all-reduced as backward fills them; what that leaves out |
-| ddp.py, fsdp.py | the same for torch's own DistributedDataParallel and FSDP2, by one line |
+| collectives | all_reduce, reduce_scatter, all_gather: the algorithms, and the choice of the fastest |
+| compression | codecs, and collectives that send their payloads: what a slow link needs |
+| buckets | slices of a FlatBuffer, all-reduced as backward fills them; hooks for torch's own wrappers |
 | agreement.py, failure.py | ranks fail together, and errors say which rank, which collective, which bucket |
 
 The result of every collective has the same bits on all ranks. Sums have a fixed order: by rank for two_shot and shared_memory,
@@ -27,21 +21,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyops.comm.collectives import all_gather, all_reduce, reduce_scatter
-    from pyops.comm.communicator import Communicator, release
-    from pyops.comm.compressed import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
-    from pyops.comm.ddp import ddp_hook
-    from pyops.comm.error_feedback import ErrorFeedback
+    from pyops.comm.buckets.ddp import ddp_hook
+    from pyops.comm.buckets.fsdp import fsdp_reduce_scatter
+    from pyops.comm.buckets.reducer import Reducer
+    from pyops.comm.collectives.communicator import Communicator, release
+    from pyops.comm.collectives.functional import all_gather, all_reduce, reduce_scatter
+    from pyops.comm.compression.codec import Codec
+    from pyops.comm.compression.compressed import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
+    from pyops.comm.compression.eight_bit import FP8, Int8
+    from pyops.comm.compression.error_feedback import ErrorFeedback
+    from pyops.comm.compression.floats import BF16, Identity
+    from pyops.comm.compression.one_bit import OneBit
+    from pyops.comm.compression.power_sgd import PowerSGD
+    from pyops.comm.compression.topk import TopK
     from pyops.comm.failure import CommunicationError, DisagreementError
-    from pyops.comm.fsdp import fsdp_reduce_scatter
-    from pyops.comm.reducer import Reducer
 
 __all__ = [
+    "BF16",
+    "FP8",
+    "Codec",
     "CommunicationError",
     "Communicator",
     "DisagreementError",
     "ErrorFeedback",
+    "Identity",
+    "Int8",
+    "OneBit",
+    "PowerSGD",
     "Reducer",
+    "TopK",
     "all_gather",
     "all_reduce",
     "compressed_all_gather",
@@ -54,11 +62,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CommunicationError": "failure", "Communicator": "communicator", "DisagreementError": "failure", "Reducer": "reducer",
-    "ErrorFeedback": "error_feedback", "compressed_all_gather": "compressed", "compressed_all_reduce": "compressed",
-    "compressed_reduce_scatter": "compressed", "ddp_hook": "ddp", "fsdp_reduce_scatter": "fsdp",
-    "all_gather": "collectives", "all_reduce": "collectives", "reduce_scatter": "collectives", "release": "communicator",
-}  # fmt: skip
+    "BF16": "compression.floats",
+    "Codec": "compression.codec",
+    "CommunicationError": "failure",
+    "Communicator": "collectives.communicator",
+    "DisagreementError": "failure",
+    "ErrorFeedback": "compression.error_feedback",
+    "FP8": "compression.eight_bit",
+    "Identity": "compression.floats",
+    "Int8": "compression.eight_bit",
+    "OneBit": "compression.one_bit",
+    "PowerSGD": "compression.power_sgd",
+    "Reducer": "buckets.reducer",
+    "TopK": "compression.topk",
+    "all_gather": "collectives.functional",
+    "all_reduce": "collectives.functional",
+    "compressed_all_gather": "compression.compressed",
+    "compressed_all_reduce": "compression.compressed",
+    "compressed_reduce_scatter": "compression.compressed",
+    "ddp_hook": "buckets.ddp",
+    "fsdp_reduce_scatter": "buckets.fsdp",
+    "reduce_scatter": "collectives.functional",
+    "release": "collectives.communicator",
+}
 
 
 def __getattr__(name: str) -> Any:

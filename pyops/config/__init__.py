@@ -8,7 +8,7 @@
     [precision]             # PrecisionConfig
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
-    [parallel]              # pyops.parallel.ParallelConfig
+    [parallel]              # pyops.config.parallel.ParallelConfig
     [elastic]               # ElasticConfig
     [train]                 # TrainConfig
     [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
@@ -18,6 +18,7 @@ and the fix; nothing has been started by then.
 """
 
 from pyops.config.elastic import ElasticConfig
+from pyops.config.parallel import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.config.refusal import ConfigError
 from pyops.config.sections import (
@@ -32,7 +33,6 @@ from pyops.config.sections import (
 )
 from pyops.config.task import TaskConfig
 from pyops.config.whole import Config
-from pyops.parallel import ParallelConfig
 
 __all__ = [
     "COMMUNICATING",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pyops.comm.names import parse
+from pyops.comm.compression.names import parse
 from pyops.config.refusal import require
 from pyops.precision import PRECISIONS
 
@@ -78,7 +78,7 @@ class OptimizerConfig:
 class CommunicationConfig:
     """How gradients, or the momenta of one-bit optimizers, go over the wire.
 
-    codec: "none" for full precision (one-bit optimizers then take "onebit"), or what `pyops.comm.codec.parse` knows: bf16,
+    codec: "none" for full precision (one-bit optimizers then take "onebit"), or what `pyops.comm.compression.names.parse` knows: bf16,
     int8, fp8, onebit, ...
     """
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyops.comm.names import parse
+from pyops.comm.compression.names import parse
 from pyops.config.elastic import ElasticConfig
+from pyops.config.parallel import ParallelConfig
 from pyops.config.refusal import ConfigError
 from pyops.config.sections import (
     CommunicationConfig,
@@ -19,7 +20,6 @@ from pyops.config.sections import (
 from pyops.config.task import KINDS, TaskConfig, check_task
 from pyops.data import DataConfig
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
-from pyops.parallel import ParallelConfig
 
 __all__ = ["Config"]
 

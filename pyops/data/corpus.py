@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyops.checkpoint.repository import how_to_fetch
+from pyops.checkpoint.format.repository import how_to_fetch
 
 __all__ = ["CorpusError", "DataConfig", "Document", "find_documents", "read_documents"]
 

@@ -19,38 +19,36 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
     plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
 
-| files | what they do |
+| folder or file | what it does |
 |---|---|
-| policy, meter | how many layers are frozen, and the norms by which that is decided |
-| packing, overhead, confirm, trial, forecast | stages and micro-batches for what is left, and what they would bring |
-| sampler, portion | which samples a replica takes, and in which rows and micro-batches |
-| layout, groups, watch, holding, transition | which rank holds what, who talks with whom, how state gets to the next layout |
-| prefix, cache, disk, free_memory, reading, caching | what frozen layers say: computed, or kept and read, whichever is faster |
-| elastic, checks, change, saving, scoring | Elastic: what users call, what must hold first, what it tells, saves and scores |
-| arrangement, worker | what a rank holds and does in one layout |
-| membership | a layout for the ranks that are left, or have come back |
-| picture | a run drawn |
+| policy | how many layers are frozen, and the norms by which that is decided |
+| planning | stages and micro-batches for the layers that are left, and what they would bring |
+| layout | which rank holds what and takes which samples; the way to the next layout |
+| frozen | outputs of frozen layers: computed, or kept and read, whichever is faster |
+| runtime | Elastic: what users call, and what a rank holds and does in one layout |
+| membership.py | a layout for the ranks that are left, or have come back |
+| picture.py | a run drawn |
 """
 
-from pyops.elastic.cache import ActivationCache, open_cache
-from pyops.elastic.caching import CacheOptions
-from pyops.elastic.change import Change
-from pyops.elastic.confirm import confirm
-from pyops.elastic.elastic import Elastic
-from pyops.elastic.forecast import Epoch, forecast
-from pyops.elastic.groups import Active, giving_up, message_group
-from pyops.elastic.layout import Layout
+from pyops.elastic.frozen.cache import ActivationCache, open_cache
+from pyops.elastic.frozen.caching import CacheOptions
+from pyops.elastic.frozen.prefix import Prefix
+from pyops.elastic.frozen.reading import Times, measure, reading_pays
+from pyops.elastic.layout.groups import Active, giving_up, message_group
+from pyops.elastic.layout.layout import Layout
+from pyops.elastic.layout.portion import PADDING, Portion, Step, indices_of
+from pyops.elastic.layout.sampler import Sampler, Share
+from pyops.elastic.layout.transition import Move, carry, moves, transition
 from pyops.elastic.membership import Choice, Grid, Limits, choose
-from pyops.elastic.meter import Meter
-from pyops.elastic.overhead import machine_of, rows_besides
-from pyops.elastic.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.picture import plot_elastic
-from pyops.elastic.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
-from pyops.elastic.portion import PADDING, Portion, Step, indices_of
-from pyops.elastic.prefix import Prefix
-from pyops.elastic.reading import Times, measure, reading_pays
-from pyops.elastic.sampler import Sampler, Share
-from pyops.elastic.transition import Move, carry, moves, transition
+from pyops.elastic.planning.confirm import confirm
+from pyops.elastic.planning.forecast import Epoch, forecast
+from pyops.elastic.planning.overhead import machine_of, rows_besides
+from pyops.elastic.planning.packing import Machine, Packing, frozen_share, pack
+from pyops.elastic.policy.meter import Meter
+from pyops.elastic.policy.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+from pyops.elastic.runtime.change import Change
+from pyops.elastic.runtime.elastic import Elastic
 
 __all__ = [
     "PADDING",

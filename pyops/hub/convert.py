@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pyops.checkpoint import CheckpointError, Reader, Stored, save
-from pyops.hub.architectures import ARCHITECTURES
+from pyops.hub.architectures.registry import ARCHITECTURES
 from pyops.hub.files import HubError
 from pyops.hub.loading import load
 from pyops.hub.saving import save as save_folder

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyops.checkpoint import CheckpointError
 from pyops.checkpoint.convert import weight_files
-from pyops.checkpoint.repository import how_to_fetch
+from pyops.checkpoint.format.repository import how_to_fetch
 from pyops.flat import Box
 
 __all__ = ["CONFIG", "FLOATING", "HubError", "Weights", "is_hub_folder", "open_weights", "read_config"]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import agree
 from pyops.flat import Box, meeting
-from pyops.hub.architecture import Architecture, Entry
-from pyops.hub.architectures import find_architecture
+from pyops.hub.architectures.architecture import Architecture, Entry
+from pyops.hub.architectures.registry import find_architecture
 from pyops.hub.fields import Fields
 from pyops.hub.files import FLOATING, HubError, Weights, floating, open_weights, read_config
 from pyops.hub.packing import Piece, Source

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.checkpoint.tensor_file import write_tensors
+from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.writing import replace_folder
 from pyops.comm.agreement import agree
-from pyops.hub.architecture import Entry
-from pyops.hub.architectures import architecture_of
+from pyops.hub.architectures.architecture import Entry
+from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
 from pyops.hub.packing import Source
 from pyops.mesh import check_initialized

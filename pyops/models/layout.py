@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.tensor_parallel import Dropout, LayerNorm, RMSNorm
-from pyops.tensor_parallel.regions import gather_tokens, scatter_tokens
+from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
 __all__ = ["Layout", "Shape", "Table"]
 

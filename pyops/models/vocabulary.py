@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from pyops.models.layout import Layout, Shape
 from pyops.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
-from pyops.tensor_parallel.regions import copy, gather
+from pyops.tensor_parallel.functional.regions import copy, gather
 
 __all__ = ["IGNORED", "Vocabulary"]
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
+from pyops.comm.compression.codec import Codec
 from pyops.onebit.base import on_all_ranks
-from pyops.onebit.flat_states import Places
-from pyops.onebit.frozen import inverse_roots, step_frozen
 from pyops.onebit.shards import Phases, phases_of
+from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.frozen import inverse_roots, step_frozen
+from pyops.onebit.steps.uncorrected import step_uncorrected
 from pyops.onebit.two_phases import TwoPhases
-from pyops.onebit.uncorrected import step_uncorrected
 from pyops.optim.adam import AdamW
 
 __all__ = ["OneBitAdam"]

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import agree, gather
-from pyops.comm.codec import Codec
-from pyops.comm.collectives import all_gather, all_reduce
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.functional import all_gather, all_reduce
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.failure import DisagreementError
-from pyops.comm.one_bit import OneBit
 from pyops.mesh import check_initialized
-from pyops.onebit.flat_states import Places
-from pyops.ops.grad_norm import squared_norm
-from pyops.optim.base import FusedOptimizer
-from pyops.optim.clip import EPSILON
-from pyops.optim.layout import is_dense
+from pyops.onebit.steps.flat_states import Places
+from pyops.ops.optimizers.grad_norm import squared_norm
+from pyops.optim.fused.base import FusedOptimizer
+from pyops.optim.fused.clip import EPSILON
+from pyops.optim.fused.layout import is_dense
 
 __all__ = ["Communicating", "Verdict", "on_all_ranks"]
 
@@ -99,7 +99,7 @@ class Communicating(FusedOptimizer):
         if codec is None:
             codec = OneBit(block=None, rule="rms") if compat == "deepspeed" else OneBit()
         if not isinstance(codec, Codec):
-            raise TypeError(f"{who}: codec={codec!r} must be a codec of pyops.comm.codec, such as OneBit()")
+            raise TypeError(f"{who}: codec={codec!r} must be a codec of pyops.comm, such as OneBit()")
         if hasattr(codec, "all_reduce"):
             raise ValueError(
                 f"{who}: {codec.name} needs matrices, and momenta travel as one flat tensor; use OneBit() or Int8()"

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
+from pyops.comm.compression.codec import Codec
 from pyops.onebit.base import on_all_ranks
-from pyops.onebit.flat_states import Places
-from pyops.onebit.frozen import step_frozen
-from pyops.onebit.layers import COLUMNS, FACTOR, WEIGHT, FrozenLayers, layer_slices, squares_of
+from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.frozen import step_frozen
+from pyops.onebit.steps.layers import COLUMNS, FACTOR, WEIGHT, FrozenLayers, layer_slices, squares_of
+from pyops.onebit.steps.uncorrected import Rows, step_uncorrected
 from pyops.onebit.two_phases import COMPRESSED, TwoPhases
-from pyops.onebit.uncorrected import Rows, step_uncorrected
-from pyops.optim.checks import check_number
+from pyops.optim.fused.checks import check_number
+from pyops.optim.fused.plan import Plan
+from pyops.optim.fused.rows import PARAM, Batch
 from pyops.optim.lamb import LAMB
-from pyops.optim.plan import Plan
-from pyops.optim.rows import PARAM, Batch
 
 __all__ = ["OneBitLAMB"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyops.comm.codec import Codec
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit.schedule import Warmup
 from pyops.optim.adam import AdamW
 

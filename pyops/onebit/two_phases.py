@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from pyops.onebit.base import Verdict
-from pyops.onebit.exchange import Exchange
-from pyops.onebit.flat_states import Places
-from pyops.onebit.frozen import corrected_beta, take_gradients
 from pyops.onebit.saving import Saving
 from pyops.onebit.schedule import Warmup, logger
-from pyops.optim.checks import check_number, check_switch
-from pyops.optim.clip import EPSILON
+from pyops.onebit.steps.exchange import Exchange
+from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.frozen import corrected_beta, take_gradients
+from pyops.optim.fused.checks import check_number, check_switch
+from pyops.optim.fused.clip import EPSILON
 
 __all__ = ["TwoPhases"]
 

@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
-from pyops.comm.floats import BF16
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.floats import BF16
+from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.base import Verdict
-from pyops.onebit.exchange import Exchange
-from pyops.onebit.flat_states import Places
-from pyops.onebit.frozen import inverse_roots, step_frozen, take_gradients
-from pyops.onebit.local_steps import LocalSteps, load_rows, rows_of
-from pyops.onebit.rounds import EXACT, LOCAL, Rounds, RoundSchedule
 from pyops.onebit.schedule import logger
-from pyops.onebit.variance import SharedVariance
+from pyops.onebit.steps.exchange import Exchange
+from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.frozen import inverse_roots, step_frozen, take_gradients
+from pyops.onebit.steps.local_steps import LocalSteps, load_rows, rows_of
+from pyops.onebit.steps.rounds import EXACT, LOCAL, Rounds, RoundSchedule
+from pyops.onebit.steps.variance import SharedVariance
 
 __all__ = ["ZeroOneAdam"]
 

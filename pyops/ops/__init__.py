@@ -23,28 +23,11 @@ kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, 
 pyops/ops/triton/<stem>.py.
 """
 
-from pyops.ops import (
-    activation,
-    adafactor,
-    adagrad,
-    cross_entropy,
-    dropout,
-    frozen_adam,
-    grad_norm,
-    lamb,
-    lars,
-    lion,
-    norm,
-    onebit,
-    optim,
-    quantize,
-    random,
-    reduce,
-    rotary,
-    sgd,
-    table,
-)
+from pyops.ops import random
+from pyops.ops.communication import onebit, quantize, reduce
+from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
 from pyops.ops.library import build_info, has_kernel, isa, native
+from pyops.ops.optimizers import adafactor, adagrad, frozen_adam, grad_norm, lamb, lars, lion, optim, sgd, table
 
 __all__ = [
     "activation", "adafactor", "adagrad", "build_info", "cross_entropy", "dropout", "frozen_adam", "grad_norm", "has_kernel",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyops.flat import boxes_of_range
-from pyops.ops.step import round_stochastically
+from pyops.ops.optimizers.step import round_stochastically
 
 __all__ = ["Part", "PartRow", "part_of", "step_parts"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.adagrad import adagrad_, adagrad_from_table_
-from pyops.optim.base import FusedOptimizer, Group
-from pyops.optim.rows import Batch
-from pyops.optim.state import complete_state
+from pyops.ops.optimizers.adagrad import adagrad_, adagrad_from_table_
+from pyops.optim.fused.base import FusedOptimizer, Group
+from pyops.optim.fused.rows import Batch
+from pyops.optim.fused.state import complete_state
 
 __all__ = ["Adagrad"]
 

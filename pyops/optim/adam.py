@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.optim import adam_, adam_from_table_
-from pyops.optim.base import FusedOptimizer, Group
-from pyops.optim.rows import Batch
+from pyops.ops.optimizers.optim import adam_, adam_from_table_
+from pyops.optim.fused.base import FusedOptimizer, Group
+from pyops.optim.fused.rows import Batch
 
 __all__ = ["Adam", "AdamW"]
 

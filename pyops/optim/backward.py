@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyops.optim.base import FusedOptimizer
+from pyops.optim.fused.base import FusedOptimizer
 
 __all__ = ["FusedBackward", "fuse_into_backward"]
 

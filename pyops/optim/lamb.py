@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.lamb import lamb_, lamb_from_table_
-from pyops.optim.base import Group
-from pyops.optim.layerwise import LayerwiseOptimizer
+from pyops.ops.optimizers.lamb import lamb_, lamb_from_table_
+from pyops.optim.fused.base import Group
+from pyops.optim.fused.layerwise import LayerwiseOptimizer
 
 __all__ = ["LAMB"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.lars import lars_, lars_from_table_
-from pyops.optim.base import Group
-from pyops.optim.checks import check_hyperparameters
-from pyops.optim.layerwise import LayerwiseOptimizer
+from pyops.ops.optimizers.lars import lars_, lars_from_table_
+from pyops.optim.fused.base import Group
+from pyops.optim.fused.checks import check_hyperparameters
+from pyops.optim.fused.layerwise import LayerwiseOptimizer
 
 __all__ = ["LARS"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops.lion import lion_, lion_from_table_
-from pyops.optim.base import FusedOptimizer, Group
-from pyops.optim.rows import Batch
+from pyops.ops.optimizers.lion import lion_, lion_from_table_
+from pyops.optim.fused.base import FusedOptimizer, Group
+from pyops.optim.fused.rows import Batch
 
 __all__ = ["Lion"]
 

@@ -7,36 +7,32 @@ Pipeline(..., optimizer=lambda parameters: SGD(parameters, lr=0.1))      steps i
 profile(layers, inputs)                                  -> Profile: seconds and bytes of each layer, measured
 balance(profile, num_stages=4)                           -> which layers go to which stage; profile.costs(boundaries) -> Costs
 
-| files | what they do |
+| folder or file | what it does |
 |---|---|
-| action, orders, schedule, validate | a schedule as data, what follows from it, and what it must be |
-| families, asynchronous, names | the schedules there are, by name |
-| simulate, draw | a schedule in time, as pictures, text and traces |
-| layer_costs, profile, balance | what layers cost, and which go to which stage |
-| plan, pipedream_planner, dapple_planner | stages of several devices |
-| pipeline, agreed, microbatch | Pipeline: what users call, what ranks agree on, how a batch is cut |
-| execute, stage | a rank's actions, one after the other; a stage's forward and backward |
-| message, channel, mailboxes, links, interrupt | what goes from rank to rank, and what happens to it when something fails |
-| tied, batch_norm, skips | what reaches beyond one stage or one micro-batch |
-| versions, stepping, stream, post_validation | optimizer steps within a schedule, and those taken before the norm is known |
+| schedules | a schedule as data: the families by name, proofs, the simulator, pictures |
+| partition | what layers cost, and which go to which stage |
+| transport | what goes from rank to rank, and what happens to it when something fails |
+| runtime | Pipeline: the actions of a schedule, executed |
+| profiling.py | profile: the layers of a model, measured |
+| post_validation.py | steps that are taken before the norm of the gradients is known |
 """
 
-from pyops.pipeline.action import Action
-from pyops.pipeline.balance import balance
-from pyops.pipeline.dapple_planner import plan_dapple
-from pyops.pipeline.draw import draw, text, trace
-from pyops.pipeline.layer_costs import LayerCosts, Profile
-from pyops.pipeline.names import NAMES, custom, schedule
-from pyops.pipeline.orders import Transfer
-from pyops.pipeline.pipedream_planner import plan_pipedream
-from pyops.pipeline.pipeline import Pipeline
-from pyops.pipeline.plan import Plan, PlannedStage
+from pyops.pipeline.partition.balance import balance
+from pyops.pipeline.partition.dapple_planner import plan_dapple
+from pyops.pipeline.partition.layer_costs import LayerCosts, Profile
+from pyops.pipeline.partition.pipedream_planner import plan_pipedream
+from pyops.pipeline.partition.plan import Plan, PlannedStage
 from pyops.pipeline.post_validation import PostValidation
-from pyops.pipeline.profile import profile
-from pyops.pipeline.schedule import Schedule
-from pyops.pipeline.simulate import Costs, Timeline, simulate
-from pyops.pipeline.skips import skip, skip_pairs
-from pyops.pipeline.stepping import Remedies
+from pyops.pipeline.profiling import profile
+from pyops.pipeline.runtime.pipeline import Pipeline
+from pyops.pipeline.runtime.skips import skip, skip_pairs
+from pyops.pipeline.runtime.stepping import Remedies
+from pyops.pipeline.schedules.action import Action
+from pyops.pipeline.schedules.draw import draw, text, trace
+from pyops.pipeline.schedules.names import NAMES, custom, schedule
+from pyops.pipeline.schedules.orders import Transfer
+from pyops.pipeline.schedules.schedule import Schedule
+from pyops.pipeline.schedules.simulate import Costs, Timeline, simulate
 
 __all__ = [
     "NAMES",

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.comm.collectives import all_reduce
-from pyops.pipeline.action import Action
-from pyops.pipeline.pipeline import Pipeline
-from pyops.pipeline.tied import squares_of
+from pyops.comm.collectives.functional import all_reduce
+from pyops.pipeline.runtime.pipeline import Pipeline
+from pyops.pipeline.runtime.tied import squares_of
+from pyops.pipeline.schedules.action import Action
 
 __all__ = ["PostValidation"]
 

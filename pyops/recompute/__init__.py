@@ -22,7 +22,7 @@ ZeRO, arXiv:1910.02054, section 6 (partitioned activations, contiguous memory).
 
 from __future__ import annotations
 
-from pyops.arena import Arena
+from pyops.recompute.arena import Arena
 from pyops.recompute.checkpointing import checkpoint
 from pyops.recompute.prefetch import Prefetch
 from pyops.recompute.selection import apply, remove

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.arena import Arena
-from pyops.comm.collectives import all_gather
-from pyops.comm.work import StreamWork, Work
+from pyops.comm.collectives.functional import all_gather
+from pyops.comm.collectives.work import StreamWork, Work
+from pyops.recompute.arena import Arena
 
 __all__ = ["Keeping", "Kept", "keeping_of"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.comm.work import Work
+from pyops.comm.collectives.work import Work
 from pyops.recompute.inputs import Keeping, Kept
 
 __all__ = ["Inputs", "Prefetch"]

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyops.config import Config, ConfigError
-from pyops.schedules import LRRangeTest, steepest
+from pyops.optim.lr_scheduler import LRRangeTest, steepest
 from pyops.train.folder import only_run_in
-from pyops.train.membership import adapted, started_ranks
-from pyops.train.notes import collected_notes
-from pyops.train.ranks import joined_ranks
+from pyops.train.host.ranks import joined_ranks
+from pyops.train.report.notes import collected_notes
 from pyops.train.run import Run
+from pyops.train.setup.membership import adapted, started_ranks
 
 __all__ = ["lr_range_test"]
 

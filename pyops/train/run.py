@@ -25,25 +25,25 @@ from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import naming_lost_ranks, on_first_rank
 from pyops.config import Config, ConfigError
 from pyops.data import Batches, prepare, validation_rows
-from pyops.display import Display, describe_memory
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
-from pyops.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.models import sample
 from pyops.precision import PRECISIONS
 from pyops.train.folder import continues, finished, only_run_in, prepare_folder
-from pyops.train.heap import trim_after
-from pyops.train.membership import adapted, started_ranks, trouble_ahead
-from pyops.train.memory import check_memory
-from pyops.train.notes import collected_notes
+from pyops.train.host.heap import trim_after
+from pyops.train.host.memory import check_memory
+from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
 from pyops.train.outcome import Outcome
-from pyops.train.pipelined import Part, Pipelined
-from pyops.train.ranks import StopRequest, joined_ranks, stand_by
-from pyops.train.recipe import make_loss_scale, make_model, recompute_modules
-from pyops.train.state import read
-from pyops.train.strategy import Zero, make_strategy
+from pyops.train.report.display import Display, describe_memory
+from pyops.train.report.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
+from pyops.train.report.notes import collected_notes
+from pyops.train.report.traffic import Traffic
+from pyops.train.setup.membership import adapted, started_ranks, trouble_ahead
+from pyops.train.setup.pipelined import Part, Pipelined
+from pyops.train.setup.recipe import make_loss_scale, make_model, recompute_modules
+from pyops.train.setup.state import read
+from pyops.train.setup.strategy import Zero, make_strategy
 from pyops.train.task_run import TaskRun
-from pyops.train.traffic import Traffic
 
 __all__ = ["Run", "train"]
 

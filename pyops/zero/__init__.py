@@ -5,27 +5,14 @@
         loss(model(batch)).backward()            # gradients are reduce-scattered while it runs
         optimizer.step()                         # each rank steps what it owns; then parameters are gathered
 
-| file | what it does |
+| folder or file | what it does |
 |---|---|
-| optimizer.py, checks.py | ZeroOptimizer: what a user calls, and what it refuses |
-| partition.py | who owns what: buckets, chunks, pieces; pure arithmetic |
-| parameters.py | parameters in flat buffers |
-| gradients.py | buckets of gradients, reduce-scattered during backward |
-| reduced.py, shown.py | what `.grad` is between backward and step, and what a program may do to it |
-| precision.py | precision=: the cast of the model, and its loss scale |
-| owned.py | this rank's pieces and the ordinary optimizer over them; masters |
-| delayed.py | updates on a thread, one step late |
-| one_bit.py | OneBitAdam at stage 1: a bit per parameter each way after the warm-up |
-| told.py | what the ranks tell each other before a step |
-| saving.py | state by parameter name, as ranges of flattened tensors |
-| units.py, sharded.py, gathering.py | stage 3: which parameters are gathered together, their chunks, and when |
-| spread.py | stage 3: what touches parameters that are elsewhere gets them, or an error with the fix |
-| wire.py | few bits on the wire, and gathers within a small group: ZeRO++ |
-| stored.py | stage 3: shards of parameters in a file |
-| arriving.py | stages 1 and 2: parameters gathered while the next forward computes |
-| layout.py, materialise.py | every parameter gets its place; models on the meta device |
-| memory.py | bytes that a rank keeps |
-| agreement.py | what the ranks must have in common |
+| optimizer.py, build.py | ZeroOptimizer: what a user calls; the parameters' way into buffers or shards |
+| checks.py, agreement.py | what is refused; what the ranks must have in common |
+| layout | which rank has which part of which parameter, and the memory that holds it |
+| hooks | during forward and backward: parameters gathered, gradients reduce-scattered |
+| update | the step: norms over all ranks, then each rank updates what it owns |
+| state | what a checkpoint gets; the bytes that a rank keeps |
 """
 
 from __future__ import annotations

@@ -18,30 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
-from pyops.comm.collectives import all_reduce
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.functional import all_reduce
+from pyops.comm.compression.codec import Codec
 from pyops.precision import LossScale, Precision
 from pyops.zero.agreement import agreed, check_same_model, check_same_options
-from pyops.zero.arriving import Arriving
+from pyops.zero.build import Place, lay_out_units, lay_out_whole
 from pyops.zero.checks import check_arguments, param_groups_of
-from pyops.zero.delayed import Delayed, check_delayed
-from pyops.zero.gathering import Gathering, Unit
-from pyops.zero.gradients import Gradients
-from pyops.zero.kept import Kept
-from pyops.zero.layout import Place, lay_out_units, lay_out_whole
-from pyops.zero.materialise import Initialise, check_initialise, device_for
-from pyops.zero.one_bit import OneBit, phases_over_shards
-from pyops.zero.owned import Owned
-from pyops.zero.precision import numbers_of
-from pyops.zero.savable import Savable
-from pyops.zero.shown import Shown, gradients_set_by_hand
-from pyops.zero.squares import squares_by_name
-from pyops.zero.stages import Stages, agree_over_stages, check_stages
-from pyops.zero.tensor_parallel import TensorParallel
-from pyops.zero.told import Told, tell
-from pyops.zero.units import IsUnit
-from pyops.zero.wire import check_wire, wire_of
+from pyops.zero.hooks.arriving import Arriving
+from pyops.zero.hooks.gathering import Gathering, Unit
+from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.hooks.kept import Kept
+from pyops.zero.hooks.shown import Shown, gradients_set_by_hand
+from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
+from pyops.zero.layout.units import IsUnit
+from pyops.zero.layout.wire import check_wire, wire_of
+from pyops.zero.state.savable import Savable
+from pyops.zero.update.delayed import Delayed, check_delayed
+from pyops.zero.update.one_bit import OneBit, phases_over_shards
+from pyops.zero.update.owned import Owned
+from pyops.zero.update.precision import numbers_of
+from pyops.zero.update.squares import squares_by_name
+from pyops.zero.update.stages import Stages, agree_over_stages, check_stages
+from pyops.zero.update.tensor_parallel import TensorParallel
+from pyops.zero.update.told import Told, tell
 
 __all__ = ["ZeroOptimizer"]
 

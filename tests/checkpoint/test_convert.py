@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pyops.checkpoint import CheckpointError, load, save
 from pyops.checkpoint.convert import export_weights, import_weights
-from pyops.cli import main
+from pyops.cli.commands import main
 from pyops.flat import Shard
 from pyops.models import GPT, GPTConfig
 from tests.checkpoint.test_folder import equal, flip

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyops.checkpoint import CheckpointError, Checkpoints, load, save, tensor_file, writing
-from pyops.checkpoint.manifest import seal
+from pyops.checkpoint import CheckpointError, Checkpoints, load, save, writing
+from pyops.checkpoint.format import tensor_file
+from pyops.checkpoint.format.manifest import seal
 
 pytestmark = pytest.mark.cpu_only
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyops.checkpoint import CheckpointError, Stored, load, save, tensor_file
-from pyops.checkpoint.manifest import seal
+from pyops.checkpoint import CheckpointError, Stored, load, save
+from pyops.checkpoint.format import tensor_file
+from pyops.checkpoint.format.manifest import seal
 from pyops.flat import FlatLayout, Shard, Shards, boxes_of_range
 from tests.checkpoint.test_folder import equal, flip
 
@@ -106,7 +107,7 @@ TARGETS = {
 @pytest.mark.parametrize("piece", [1 << 22, 16, 64])
 @pytest.mark.parametrize("name", STORED)
 def test_any_layout_into_any_layout(stored, monkeypatch, name, piece):
-    monkeypatch.setattr("pyops.checkpoint.stored.PIECE", piece)
+    monkeypatch.setattr("pyops.checkpoint.format.stored.PIECE", piece)
     for wanted, target in TARGETS.items():
         for dtype in torch.float32, torch.float64:
             into = empty_like(target, dtype=dtype)

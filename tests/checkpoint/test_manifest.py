@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pyops.checkpoint.manifest import restore, take_apart
+from pyops.checkpoint.format.manifest import restore, take_apart
 
 pytestmark = pytest.mark.cpu_only
 

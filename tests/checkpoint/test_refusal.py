@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.checkpoint import CheckpointError, Reader, load, manifest, save
-from pyops.checkpoint.manifest import seal
+from pyops.checkpoint import CheckpointError, Reader, load, save
+from pyops.checkpoint.format import manifest
+from pyops.checkpoint.format.manifest import seal
 from pyops.flat import Shard, Shards
 
 pytestmark = pytest.mark.cpu_only

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyops.checkpoint import CheckpointError, load, save
-from pyops.checkpoint.shards import describe, find_shards, insert, merge
+from pyops.checkpoint.format.shards import describe, find_shards, insert, merge
 from pyops.flat import FlatLayout, Shard, Shards
 from tests.checkpoint.test_folder import equal, flip
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyops.checkpoint import tensor_file
-from pyops.checkpoint.tensor_file import DTYPES, TensorFile, bytes_of, write_tensors
+from pyops.checkpoint.format import tensor_file
+from pyops.checkpoint.format.tensor_file import DTYPES, TensorFile, bytes_of, write_tensors
 
 
 def tensors(device: torch.device) -> dict[str, torch.Tensor]:

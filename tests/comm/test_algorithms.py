@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyops.comm import ring, two_shot
-from pyops.comm.arithmetic import summable_view
-from pyops.comm.transport import PeerError, exchange_bytes, run_staggered, run_virtual
-from pyops.ops.reduce import sum_rows_reference
+from pyops.comm.collectives import ring, two_shot
+from pyops.comm.collectives.arithmetic import summable_view
+from pyops.comm.collectives.transport import PeerError, exchange_bytes, run_staggered, run_virtual
+from pyops.ops.communication.reduce import sum_rows_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 7, 63, 200, 1001)

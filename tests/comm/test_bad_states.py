@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyops.comm import DisagreementError, ErrorFeedback, ddp_hook, fsdp_reduce_scatter
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.error_feedback import merge
-from pyops.comm.names import parse
-from pyops.comm.one_bit import OneBit
-from pyops.comm.power_sgd import PowerSGD
-from pyops.comm.topk import TopK
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.error_feedback import merge
+from pyops.comm.compression.names import parse
+from pyops.comm.compression.one_bit import OneBit
+from pyops.comm.compression.power_sgd import PowerSGD
+from pyops.comm.compression.topk import TopK
 from pyops.data_parallel import DataParallel
 
 pytestmark = pytest.mark.cpu_only

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyops.comm.bucket import Bucket, cut, plan_buckets
+from pyops.comm.buckets.bucket import Bucket, cut, plan_buckets
 from pyops.flat import FlatLayout
 
 pytestmark = pytest.mark.cpu_only

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pyops.comm import Communicator, compressed_all_reduce
-from pyops.comm import codec as codecs
-from pyops.comm.codec import Codec
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.floats import BF16, Identity
-from pyops.comm.names import parse
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression import codec as codecs
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.floats import BF16, Identity
+from pyops.comm.compression.names import parse
+from pyops.comm.compression.one_bit import OneBit
 
 EXACT: list[Codec] = [Identity(), BF16(), Int8(), FP8(), FP8(format="e5m2", block=64)]
 SIGNS: list[Codec] = [OneBit(), OneBit(block=64), OneBit(block=64, rule="rms"), OneBit(block=None)]
@@ -99,12 +99,12 @@ def test_bytes_sent(world) -> None:
 
 def test_the_codecs_of_the_documentation_are_found_where_it_says():
     page = (Path(__file__).resolve().parents[2] / "docs" / "compression.md").read_text()
-    table = page.split("All codecs are found in `pyops.comm.codec`:")[1].split("\n\n")[1]
+    table = page.split("All codecs are found in `pyops.comm`:")[1].split("\n\n")[1]
     names = re.findall(r"^\| `(\w+)\(", table, re.MULTILINE)
     assert {"Identity", "BF16", "Int8", "FP8", "OneBit", "TopK", "PowerSGD"} == set(names)
     for name in names:
         assert issubclass(getattr(codecs, name), codecs.Codec), name
-    with pytest.raises(AttributeError, match=r"module 'pyops.comm.codec' has no attribute 'LowRank'; it has"):
+    with pytest.raises(AttributeError, match=r"module 'pyops.comm' has no attribute 'LowRank'; it has"):
         _ = codecs.LowRank
 
 

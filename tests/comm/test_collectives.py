@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm import Communicator, DisagreementError, all_gather, all_reduce, reduce_scatter, release
+from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.library import native
-from pyops.ops.reduce import sum_rows_reference
 from tests.comm.test_algorithms import assert_rounded_once, inputs
 
 SHARED_MEMORY = pytest.param("shared_memory", marks=pytest.mark.skipif(native() is None, reason="built without kernels"))

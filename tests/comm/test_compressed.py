@@ -15,12 +15,12 @@ from pyops.comm import (
     compressed_all_gather,
     compressed_all_reduce,
     compressed_reduce_scatter,
-    compressed_shots,
 )
-from pyops.comm.codec import Codec
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.floats import BF16, Identity
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression import compressed_shots
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.floats import BF16, Identity
+from pyops.comm.compression.one_bit import OneBit
 
 SIZES = (0, 1, 7, 8 * 3 - 1, 5003)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyops.checkpoint import load, save
-from pyops.comm.ddp import ddp_hook
-from pyops.comm.eight_bit import Int8
-from pyops.comm.one_bit import OneBit
+from pyops.comm.buckets.ddp import ddp_hook
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.one_bit import OneBit
 from pyops.flat import Shard
 
 WIDTH = 24

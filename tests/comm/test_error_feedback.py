@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.comm import compressed_shots as shots
-from pyops.comm.codec import Codec
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.error_feedback import ErrorFeedback, chunk_starts, merge
-from pyops.comm.floats import BF16, Identity
-from pyops.comm.one_bit import OneBit
-from pyops.comm.transport import Transport, run_virtual
+from pyops.comm.collectives.transport import Transport, run_virtual
+from pyops.comm.compression import compressed_shots as shots
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.error_feedback import ErrorFeedback, chunk_starts, merge
+from pyops.comm.compression.floats import BF16, Identity
+from pyops.comm.compression.one_bit import OneBit
 from pyops.flat import FlatLayout, Shard
 
 CODECS: list[Codec] = [

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pyops.checkpoint import load, save
-from pyops.comm.eight_bit import Int8
-from pyops.comm.floats import BF16
-from pyops.comm.fsdp import FSDPReduceScatter, fsdp_reduce_scatter
-from pyops.comm.one_bit import OneBit
-from pyops.comm.power_sgd import PowerSGD
-from pyops.comm.topk import TopK
+from pyops.comm.buckets.fsdp import FSDPReduceScatter, fsdp_reduce_scatter
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.floats import BF16
+from pyops.comm.compression.one_bit import OneBit
+from pyops.comm.compression.power_sgd import PowerSGD
+from pyops.comm.compression.topk import TopK
 
 WIDTH = 13  # divides by no number of ranks: FSDP pads
 

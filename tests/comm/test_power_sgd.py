@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.comm import two_shot
-from pyops.comm.low_rank import Family, families, orthonormal, product, sum_last, unit_columns
-from pyops.comm.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
-from pyops.comm.transport import Transport, run_virtual
+from pyops.comm.collectives import two_shot
+from pyops.comm.collectives.transport import Transport, run_virtual
+from pyops.comm.compression.low_rank import Family, families, orthonormal, product, sum_last, unit_columns
+from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
 from pyops.flat import FlatLayout
 
 LAYOUT = FlatLayout.plan(

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyops.checkpoint import load, save
-from pyops.comm.communicator import Communicator
-from pyops.comm.compressed import compressed_all_reduce, compressed_reduce_scatter
-from pyops.comm.ddp import ddp_hook
-from pyops.comm.eight_bit import Int8
-from pyops.comm.names import parse
-from pyops.comm.power_sgd import PowerSGD, PowerSGDMemory
+from pyops.comm.buckets.ddp import ddp_hook
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.compression.compressed import compressed_all_reduce, compressed_reduce_scatter
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.names import parse
+from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatLayout
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import pyops
-from pyops.comm import probe
-from pyops.comm.communicator import _TABLE_WIDTH, Communicator
-from pyops.comm.probe import Cost, fastest
+from pyops.comm.collectives import probe
+from pyops.comm.collectives.communicator import _TABLE_WIDTH, Communicator
+from pyops.comm.collectives.probe import Cost, fastest
 from tests.workers import COSTS
 
 pytestmark = pytest.mark.cpu_only

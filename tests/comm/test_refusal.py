@@ -19,10 +19,10 @@ from pyops.comm import (
     compressed_all_reduce,
     compressed_reduce_scatter,
 )
-from pyops.comm.eight_bit import Int8
-from pyops.comm.floats import Identity
-from pyops.comm.one_bit import OneBit
-from pyops.comm.power_sgd import PowerSGD
+from pyops.comm.compression.eight_bit import Int8
+from pyops.comm.compression.floats import Identity
+from pyops.comm.compression.one_bit import OneBit
+from pyops.comm.compression.power_sgd import PowerSGD
 
 pytestmark = pytest.mark.cpu_only
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from pyops.comm.collectives.shared_memory import SharedMemory
+from pyops.comm.collectives.transport import run_virtual
 from pyops.comm.failure import CommunicationError, DisagreementError
-from pyops.comm.shared_memory import SharedMemory
-from pyops.comm.transport import run_virtual
+from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.library import native
-from pyops.ops.reduce import sum_rows_reference
 from tests.comm.test_algorithms import inputs
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.comm.compressed import compressed_all_reduce
-from pyops.comm.error_feedback import ErrorFeedback
-from pyops.comm.names import parse
-from pyops.comm.topk import TopK
+from pyops.comm.compression.compressed import compressed_all_reduce
+from pyops.comm.compression.error_feedback import ErrorFeedback
+from pyops.comm.compression.names import parse
+from pyops.comm.compression.topk import TopK
 
 
 def encoded(codec: TopK, x: Tensor, **options: Any) -> Tensor:

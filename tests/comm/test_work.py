@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.comm.work import Worker
+from pyops.comm.collectives.work import Worker
 
 pytestmark = pytest.mark.cpu_only
 

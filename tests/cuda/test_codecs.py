@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pyops.ops import onebit, quantize
+from pyops.ops.communication import onebit, quantize
 from tests.ops.test_onebit import F, numbers, same
 
 pytestmark = pytest.mark.cpu_only

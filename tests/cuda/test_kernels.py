@@ -10,11 +10,11 @@ import ctypes
 import pytest
 import torch
 
-from pyops.ops.grad_norm import squared_norm_reference
-from pyops.ops.optim import adam_reference
+from pyops.ops.communication.reduce import accumulate_reference, scale_cast_reference, sum_rows_reference
+from pyops.ops.optimizers.grad_norm import squared_norm_reference
+from pyops.ops.optimizers.optim import adam_reference
+from pyops.ops.optimizers.table import COLUMNS, PACKED, table_of
 from pyops.ops.random import philox_dropout_mask_reference, philox_normal_reference, philox_uniform_reference
-from pyops.ops.reduce import accumulate_reference, scale_cast_reference, sum_rows_reference
-from pyops.ops.table import COLUMNS, PACKED, table_of
 
 pytestmark = pytest.mark.cpu_only
 

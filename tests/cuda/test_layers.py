@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.ops.lamb import lamb_reference
-from pyops.ops.lars import lars_reference
-from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, table_of
+from pyops.ops.optimizers.lamb import lamb_reference
+from pyops.ops.optimizers.lars import lars_reference
+from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, table_of
 from tests.cuda.test_kernels import APART, BF16, FP16, FP32, FP64, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, pointer
 from tests.cuda.test_rules import columns_of, compare
 

@@ -20,16 +20,16 @@ from pyops.comm import (
     compressed_all_gather,
     compressed_all_reduce,
     compressed_reduce_scatter,
-    compressed_shots,
     reduce_scatter,
 )
-from pyops.comm.codec import Codec
-from pyops.comm.ddp import ddp_hook
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.floats import BF16, Identity
-from pyops.comm.one_bit import OneBit
-from pyops.comm.topk import TopK
-from pyops.comm.transport import Transport, run_virtual
+from pyops.comm.buckets.ddp import ddp_hook
+from pyops.comm.collectives.transport import Transport, run_virtual
+from pyops.comm.compression import compressed_shots
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.floats import BF16, Identity
+from pyops.comm.compression.one_bit import OneBit
+from pyops.comm.compression.topk import TopK
 from pyops.data_parallel import DataParallel
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer

@@ -7,11 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from pyops.ops.adagrad import adagrad_reference
-from pyops.ops.frozen_adam import frozen_adam_reference, momentum_reference
-from pyops.ops.lion import lion_reference
-from pyops.ops.sgd import sgd_reference
-from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, GRAD, MAX, PARAM, STEP, table_of
+from pyops.ops.optimizers.adagrad import adagrad_reference
+from pyops.ops.optimizers.frozen_adam import frozen_adam_reference, momentum_reference
+from pyops.ops.optimizers.lion import lion_reference
+from pyops.ops.optimizers.sgd import sgd_reference
+from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, GRAD, MAX, PARAM, STEP, table_of
 from tests.cuda.test_kernels import APART, FP16, FP32, IN_LINE, KNOWN, OTHER, TOGETHER, Lists, around, pointer
 
 pytestmark = pytest.mark.cpu_only

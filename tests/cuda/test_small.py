@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pyops.ops import grad_norm, optim, random, reduce
-from pyops.ops.table import optimizer_table
+from pyops.ops import random
+from pyops.ops.communication import reduce
+from pyops.ops.optimizers import grad_norm, optim
+from pyops.ops.optimizers.table import optimizer_table
 from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda")

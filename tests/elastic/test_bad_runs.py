@@ -12,8 +12,8 @@ from torch import nn
 
 from pyops.checkpoint import load, save
 from pyops.elastic import Bound, CacheOptions, Callback, Elastic, GradientNorm, Policy
-from pyops.elastic.checks import check_agreed
-from pyops.elastic.policy import decide_together
+from pyops.elastic.policy.policy import decide_together
+from pyops.elastic.runtime.checks import check_agreed
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.checkpoint import load, save
-from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Sampler, Times, caching
-from pyops.elastic.caching import Caching
-from pyops.elastic.disk import DiskTier
+from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Sampler, Times
+from pyops.elastic.frozen import caching
+from pyops.elastic.frozen.caching import Caching
+from pyops.elastic.frozen.disk import DiskTier
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only

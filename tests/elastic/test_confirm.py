@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pyops.elastic import Machine, pack
-from pyops.elastic.confirm import confirm, fastest
+from pyops.elastic.planning.confirm import confirm, fastest
 
 pytestmark = pytest.mark.cpu_only
 

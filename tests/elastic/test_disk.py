@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pyops.comm.agreement import gather
 from pyops.elastic import PADDING, ActivationCache, Prefix, open_cache
-from pyops.elastic.disk import DiskTier
+from pyops.elastic.frozen.disk import DiskTier
 from tests.elastic.test_cache import memory_of_caches
 from tests.workers import spawn_ranks
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.elastic import Bound, Elastic, GradientNorm, Policy, holding
+from pyops.elastic import Bound, Elastic, GradientNorm, Policy
+from pyops.elastic.layout import holding
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops.elastic.free_memory import free_memory
+from pyops.elastic.frozen.free_memory import free_memory
 
 pytestmark = pytest.mark.cpu_only
 

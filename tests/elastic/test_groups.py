@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.checkpoint import load, save
-from pyops.comm import all_reduce, probe
+from pyops.comm import all_reduce
+from pyops.comm.collectives import probe
 from pyops.elastic import Bound, CacheOptions, Elastic, Layout
-from pyops.elastic.groups import Active, message_group
+from pyops.elastic.layout.groups import Active, message_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer

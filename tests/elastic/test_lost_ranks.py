@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.comm import CommunicationError, agreement
-from pyops.comm.transport import ProcessGroupTransport
-from pyops.elastic import Active, Bound, Elastic, Layout, agree_on, carry, giving_up, groups, message_group
+from pyops.comm.collectives.transport import ProcessGroupTransport
+from pyops.elastic import Active, Bound, Elastic, Layout, agree_on, carry, giving_up, message_group
+from pyops.elastic.layout import groups
 from pyops.pipeline import Pipeline, schedule
 from tests.elastic import networks
 from tests.elastic.test_transition import states_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.elastic import Bound, Elastic
-from pyops.elastic.holding import is_held, take
+from pyops.elastic.layout.holding import is_held, take
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only

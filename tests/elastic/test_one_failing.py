@@ -9,7 +9,7 @@ import torch
 
 from pyops.checkpoint import load, save
 from pyops.elastic import Bound, Elastic
-from pyops.elastic.portion import Portion
+from pyops.elastic.layout.portion import Portion
 from tests.elastic import networks
 from tests.elastic.test_bad_runs import BATCH, BLOCKS, make
 

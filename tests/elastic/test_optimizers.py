@@ -11,7 +11,7 @@ import torch
 from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ElasticConfig, OptimizerConfig
 from pyops.elastic import Bound, Elastic
 from pyops.models import GPTConfig
-from pyops.train.recipe import make_named_optimizer
+from pyops.train.setup.recipe import make_named_optimizer
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyops.elastic import overhead, pack
-from pyops.elastic.overhead import MOST, _crossing, machine_of, rows_besides
+from pyops.elastic import pack
+from pyops.elastic.planning import overhead
+from pyops.elastic.planning.overhead import MOST, _crossing, machine_of, rows_besides
 from pyops.pipeline import LayerCosts, Profile, profile
 
 pytestmark = pytest.mark.cpu_only

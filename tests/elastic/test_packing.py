@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pyops.elastic import Bound, Machine, pack
-from pyops.elastic.packing import frozen_share
+from pyops.elastic.planning.packing import frozen_share
 from pyops.pipeline import LayerCosts, Profile
 
 pytestmark = pytest.mark.cpu_only

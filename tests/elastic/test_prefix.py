@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyops.elastic import PADDING, ActivationCache, Prefix, Sampler
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.pipeline import Pipeline, schedule
-from pyops.pipeline.stage import named_arguments
+from pyops.pipeline.runtime.stage import named_arguments
 
 pytestmark = pytest.mark.cpu_only
 

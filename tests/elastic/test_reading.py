@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.elastic import PADDING, ActivationCache, Prefix, Times, measure, reading, reading_pays
+from pyops.elastic import PADDING, ActivationCache, Prefix, Times, measure, reading_pays
+from pyops.elastic.frozen import reading
 
 pytestmark = pytest.mark.cpu_only
 

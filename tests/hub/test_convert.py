@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pyops import hub
 from pyops.checkpoint import load, save
-from pyops.cli import main
+from pyops.cli.commands import main
 from pyops.flat import Placement
 from pyops.models import GPT
 from tests.hub.test_folders import GPT2, LLAMA, MODELS, same, tell

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from pyops.arena import Arena
 from pyops.ops.library import native
+from pyops.recompute.arena import Arena
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
 

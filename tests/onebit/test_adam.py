@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pyops.optim
-from pyops.comm.floats import Identity
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.floats import Identity
+from pyops.comm.compression.one_bit import OneBit
 from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import OneBitAdamRanks, random_gradients, random_parameters
 from tests.tolerance import assert_close_to_reference

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import OneBitAdam, OneBitLAMB
 
 pytestmark = pytest.mark.on_device

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pyops.optim
-from pyops.comm.floats import Identity
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.floats import Identity
+from pyops.comm.compression.one_bit import OneBit
 from pyops.flat import FlatBuffer
 from pyops.onebit import OneBitLAMB
 from tests.onebit.lamb_simulation import DeepSpeedRanks, OneBitLAMBRanks

@@ -8,11 +8,11 @@ import logging
 import pytest
 import torch
 
-from pyops.comm.error_feedback import merge
+from pyops.comm.compression.error_feedback import merge
+from pyops.comm.compression.floats import BF16
+from pyops.comm.compression.one_bit import OneBit
+from pyops.comm.compression.power_sgd import PowerSGD
 from pyops.comm.failure import DisagreementError
-from pyops.comm.floats import BF16
-from pyops.comm.one_bit import OneBit
-from pyops.comm.power_sgd import PowerSGD
 from pyops.data_parallel import DataParallel
 from pyops.onebit import OneBitAdam
 from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.comm.error_feedback import merge
-from pyops.comm.floats import Identity
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.error_feedback import merge
+from pyops.comm.compression.floats import Identity
+from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
 from pyops.onebit import ZeroOneAdam
-from pyops.onebit.rounds import RoundSchedule
-from pyops.onebit.variance import sketch
+from pyops.onebit.steps.rounds import RoundSchedule
+from pyops.onebit.steps.variance import sketch
 from tests.onebit.runs import Result, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters
 from tests.onebit.zero_one_simulation import ZeroOneRanks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.ops import optim
+from pyops.ops.optimizers import optim
 from tests.ops.samples import ADAM_SCALARS
 
 # Around a register, around a tile of 1024, odd ones, none at all; the last two are transposed.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.ops import activation
+from pyops.ops.layers import activation
 from tests.tolerance import assert_close_to_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyops.ops import cross_entropy as ops
-from pyops.ops.cross_entropy import cross_entropy
+from pyops.ops.layers import cross_entropy as ops
+from pyops.ops.layers.cross_entropy import cross_entropy
 from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

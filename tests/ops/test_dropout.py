@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyops import random
-from pyops.ops import dropout as ops
+from pyops.ops.layers import dropout as ops
 from pyops.ops.random import signed64
 from tests.ops.conftest import isa  # noqa: F401 - a fixture, found by name
 from tests.tolerance import assert_close_to_reference

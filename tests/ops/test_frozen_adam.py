@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import frozen_adam, optim
+from pyops.ops.optimizers import frozen_adam, optim
 from tests.tolerance import assert_close_to_reference
 
 SCALARS = {"lr": 0.013, "eps": 3e-5, "weight_decay": 0.21}

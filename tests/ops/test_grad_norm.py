@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import grad_norm
-from pyops.ops.table import optimizer_table
+from pyops.ops.optimizers import grad_norm
+from pyops.ops.optimizers.table import optimizer_table
 from tests.ops.samples import adam_lists
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.ops import norm
+from pyops.ops.layers import norm
 from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

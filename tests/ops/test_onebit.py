@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import onebit
+from pyops.ops.communication import onebit
 
 F = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 64, 65, 128, 8 * 311 - 1, 4099)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.ops import library, optim
-from pyops.ops.table import optimizer_table
+from pyops.ops import library
+from pyops.ops.optimizers import optim
+from pyops.ops.optimizers.table import optimizer_table
 from tests.ops.adam_rows import LISTS, Dtypes, Rows, make_rows, torch_step
 from tests.ops.samples import ADAM_SCALARS
 from tests.tolerance import assert_close_to_reference

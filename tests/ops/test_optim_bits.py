@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyops.ops import library
-from pyops.ops.optim import adam_
+from pyops.ops.optimizers.optim import adam_
 
 NUMEL = 4133  # a whole chunk, a part of one, and a few elements beyond the widest register
 SCALARS = dict(lr=3e-3, beta1=0.87, beta2=0.983, eps=2e-7, weight_decay=0.13, maximize=False, zero_grads=False,

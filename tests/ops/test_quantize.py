@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyops.ops import quantize
+from pyops.ops.communication import quantize
 from tests.ops.test_onebit import F, numbers, same
 
 SIZES = (0, 1, 7, 31, 32, 33, 257, 8 * 311 - 1, 4099)

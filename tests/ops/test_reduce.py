@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pyops.ops import reduce
+from pyops.ops.communication import reduce
 
 F = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 31, 64, 2085)  # around a register and a tile

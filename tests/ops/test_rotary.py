@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.ops.rotary import rotary
+from pyops.ops.layers.rotary import rotary
 from tests.tolerance import assert_close_to_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops.step import round_stochastically
+from pyops.ops.optimizers.step import round_stochastically
 from tests.ops.adam_rows import Dtypes, Rows, make_rows
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

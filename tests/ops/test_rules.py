@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.ops import adagrad, library, lion, sgd
-from pyops.ops.table import EXP_AVG, EXP_AVG_SQ, MAX, STEP, optimizer_table
+from pyops.ops import library
+from pyops.ops.optimizers import adagrad, lion, sgd
+from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, MAX, STEP, optimizer_table
 from tests.ops.adam_rows import Dtypes, Rows, make_rows
 from tests.ops.samples import RULES
 from tests.ops.test_optim import DTYPES, ERRORS

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyops.ops import activation, dropout, norm, rotary
-from pyops.ops.cross_entropy import cross_entropy
+from pyops.ops.layers import activation, dropout, norm, rotary
+from pyops.ops.layers.cross_entropy import cross_entropy
 
 WIDTH = 12
 Layer = Callable[..., Tensor | tuple[Tensor, ...]]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyops.pipeline import Pipeline, schedule
-from pyops.pipeline.batch_norm import Tally
+from pyops.pipeline.runtime.batch_norm import Tally
 
 pytestmark = pytest.mark.cpu_only
 

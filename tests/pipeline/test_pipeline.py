@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.pipeline import Pipeline, Schedule, custom, links, mailboxes, schedule
+from pyops.pipeline import Pipeline, Schedule, custom, schedule
+from pyops.pipeline.transport import links, mailboxes
 from tests.pipeline.reference import batch, mlp, sequential_step
 
 pytestmark = pytest.mark.cpu_only

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyops.pipeline import Costs, LayerCosts, Plan, Profile, plan_dapple, plan_pipedream, schedule, simulate
-from pyops.pipeline.dapple_planner import PLACEMENTS, take
+from pyops.pipeline.partition.dapple_planner import PLACEMENTS, take
 
 pytestmark = pytest.mark.cpu_only
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import gather
 from pyops.deferred import is_marked
-from pyops.pipeline import Costs, LayerCosts, Profile, balance, execute, profile, schedule, simulate, skip
+from pyops.pipeline import Costs, LayerCosts, Profile, balance, profile, schedule, simulate, skip
+from pyops.pipeline.runtime import execute
 
 pytestmark = pytest.mark.cpu_only
 

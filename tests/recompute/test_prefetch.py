@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops import recompute
-from pyops.comm.work import ThreadWork
+from pyops.comm.collectives.work import ThreadWork
 from pyops.recompute import Arena, Prefetch, checkpoint, inputs
 from tests.recompute.parts import WIDTH, Part, Stack, run
 

@@ -20,7 +20,7 @@ from pyops.tensor_parallel import (
     finish_gradients,
     grad_norm,
 )  # fmt: skip
-from pyops.tensor_parallel.regions import gather_tokens
+from pyops.tensor_parallel.functional.regions import gather_tokens
 
 pytestmark = pytest.mark.cpu_only
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
 
 from pyops.comm import Communicator
-from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear, symmetric
+from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear
+from pyops.tensor_parallel.functional import symmetric
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean
 
 pytestmark = pytest.mark.on_device

@@ -12,10 +12,10 @@ from torch import nn
 
 from benchmarks.tiny_models import tiny
 from pyops.tensor_parallel import parallelize, whole_state_dict
-from pyops.tensor_parallel.blueprint import Blueprint
-from pyops.tensor_parallel.perform import perform
-from pyops.tensor_parallel.plans import plan_of
-from pyops.tensor_parallel.trial import try_plan
+from pyops.tensor_parallel.convert.blueprint import Blueprint
+from pyops.tensor_parallel.convert.check.trial import try_plan
+from pyops.tensor_parallel.convert.perform import perform
+from pyops.tensor_parallel.convert.plans import plan_of
 from tests.tensor_parallel.existing_models import PLAN, Mixed
 
 pytestmark = pytest.mark.cpu_only

@@ -16,7 +16,7 @@ from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
 from pyops.tensor_parallel import finish_gradients, parallelize
-from pyops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from pyops.tensor_parallel.functional.cross_entropy import vocab_parallel_cross_entropy
 from pyops.zero import ZeroOptimizer
 from tests.tensor_parallel.existing_models import V, build
 from tests.tensor_parallel.test_parallelize import SLOW, as_cut

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm import Communicator
-from pyops.tensor_parallel import regions
+from pyops.tensor_parallel.functional import regions
 
 pytestmark = pytest.mark.on_device
 

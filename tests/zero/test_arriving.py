@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.parameters import FlatParameters
+from pyops.zero.layout.parameters import FlatParameters
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.reduced import ReducedGradient  # without memory: its elements are in the chunks, which count
+from pyops.zero.hooks.reduced import ReducedGradient  # without memory: its elements are in the chunks, which count
 
 WIDTH, LAYERS = 256, 6
 # Bytes of a parameter that every rank keeps, and that are shared out: 16-bit parameters, AdamW with float32 masters.

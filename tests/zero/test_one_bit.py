@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import pyops.optim
 from pyops import checkpoint
-from pyops.comm.one_bit import OneBit
+from pyops.comm.compression.one_bit import OneBit
 from pyops.zero import ZeroOptimizer
-from pyops.zero.partition import Partition
+from pyops.zero.layout.partition import Partition
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device

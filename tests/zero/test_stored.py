@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.eight_bit import Int8
+from pyops.comm.compression.eight_bit import Int8
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer, stored
-from pyops.zero.stored import Region
+from pyops.zero import ZeroOptimizer
+from pyops.zero.layout import stored
+from pyops.zero.layout.stored import Region
 from tests.zero.models import Net, groups, mean_loss, part
 
 WIDTH, LAYERS = 128, 8

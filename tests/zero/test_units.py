@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyops.comm.communicator import Communicator
+from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.units import find_units
+from pyops.zero.layout.units import find_units
 
 WIDTH = 16
 

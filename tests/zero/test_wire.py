@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.codec import Codec
-from pyops.comm.communicator import Communicator
-from pyops.comm.eight_bit import FP8, Int8
-from pyops.comm.floats import BF16
-from pyops.comm.one_bit import OneBit
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.compression.codec import Codec
+from pyops.comm.compression.eight_bit import FP8, Int8
+from pyops.comm.compression.floats import BF16
+from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.activation import check_gradient, check_layer
+from pyops.ops.layers.activation import check_gradient, check_layer
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.dropout import check_bias_dropout_add, check_bias_grad, check_dropout, check_stream
+from pyops.ops.layers.dropout import check_bias_dropout_add, check_bias_grad, check_dropout, check_stream
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device
 

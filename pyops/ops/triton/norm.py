@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.norm import check_backward, check_forward
+from pyops.ops.layers.norm import check_backward, check_forward
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 

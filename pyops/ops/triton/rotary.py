@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.rotary import check
+from pyops.ops.layers.rotary import check
 from pyops.ops.triton.launch import computed_in, on_device, tile
 
 __all__ = ["rotary"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import activation as contract
+from pyops.ops.layers import activation as contract
 from pyops.ops.triton import activation as kernels
 from tests.ops.triton.rounding import assert_within_roundings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import dropout as contract
+from pyops.ops.layers import dropout as contract
 from pyops.ops.triton import dropout as kernels
 from tests.ops.triton.rounding import assert_within_roundings
 

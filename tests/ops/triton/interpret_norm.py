@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyops.ops import norm as contract
+from pyops.ops.layers import norm as contract
 from pyops.ops.triton import norm as kernels
 from tests.ops.triton.rounding import assert_within_roundings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyops.ops import rotary as contract
+from pyops.ops.layers import rotary as contract
 from pyops.ops.triton import rotary as kernels
 from tests.ops.triton.rounding import assert_within_roundings
 

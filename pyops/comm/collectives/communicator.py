@@ -1,0 +1,334 @@
+"""Everything a process group needs beside itself to run collectives: transport, shared memory, costs, one thread, one sequence.
+
+Communicator.of(group)     made at the first collective of the group, kept as long as the group itself
+  .run(call, ...)          here and now, on the thread when the call is asynchronous or others are still waiting there,
+                           or on a CUDA stream; failures get the names of rank, collective and bucket
+  .choose(...)             which algorithm, the same on every rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.comm.collectives import probe
+from pyops.comm.collectives.shared_memory import AGREEMENT, SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
+from pyops.comm.collectives.transport import ProcessGroupTransport, exchange_bytes
+from pyops.comm.collectives.work import StreamWork, Work, Worker
+from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
+from pyops.mesh import check_initialized
+
+__all__ = ["ALGORITHMS", "Communicator", "release"]
+
+ALGORITHMS = ("auto", "native", "ring", "two_shot", "shared_memory")
+_ORDER_FREE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+_CARD = struct.Struct("<16s3q")
+_REFUSED = b"refused"  # in the place of a dtype's name
+_REFUSAL_WIDTH = 1024
+_TABLE_WIDTH = 512
+
+# The one cache at module level: what belongs to a group lives as long as the group and is found by it. Entries don't hold their
+# group, so a destroyed one is forgotten by itself; a group that is made anew is another object with an entry of its own.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_communicators.clear)
+
+
+def release(group: dist.ProcessGroup | None = None) -> None:
+    """Let go of what was kept for `group` (its thread, its shared memory) before the group itself goes."""
+    target = group if group is not None else dist.group.WORLD
+    found = _communicators.pop(target, None) if target is not None else None
+    if found is not None:
+        found.stop()
+
+
+class Communicator:
+    """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`.
+
+    presumed_costs: what "auto" need not measure, by (device type, dtype); the same on every rank. A table counts where it
+    has every algorithm that can run.
+    """
+
+    presumed_costs: ClassVar[Mapping[tuple[str, str], probe.Table]] = {}
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.transport = ProcessGroupTransport(group)
+        self.worker = Worker(f"pyops collectives of {group.group_name}")
+        self.sequence = 0  # collectives called so far; equal on all ranks
+        self._current = 0  # the one that runs
+        self._shared: SharedMemory | str | None = None  # a text says why there is none
+        self._uncounted = 0  # bytes that went another way than the transport, less those that were for measuring
+        self._costs: dict[tuple[str, str], probe.Table] = {}
+        self._broken: CommunicationError | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Communicator:
+        """The communicator of a group, by default of all ranks. ValueError where torch.distributed is not running."""
+        if group is None:
+            check_initialized("a collective of the default group")
+            if not dist.is_initialized():
+                raise ValueError(
+                    "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group"
+                )
+            group = dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a process group that this rank is in, got {group!r}")
+        found = _communicators.get(group)
+        if found is None:
+            found = _communicators[group] = cls(group)
+        return found
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("this communicator's process group was destroyed; make it anew with Communicator.of(group)")
+        return group
+
+    def backend(self, device: torch.device) -> str:
+        """ "gloo", "nccl", ...: what carries tensors of this device."""
+        return str(self.group._get_backend(device).name()).lower()
+
+    def timeout(self, device: torch.device) -> float:
+        """The group's timeout in seconds."""
+        options = getattr(self.group._get_backend(device), "options", None)
+        return float(options._timeout.total_seconds()) if options is not None else 1800.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to others so far, or put into shared memory for them.
+
+        What a backend's own collective sends is not told: its tensors count as if it were two shots.
+        """
+        return self.transport.bytes_sent + self._uncounted
+
+    def count(self, nbytes: float) -> None:
+        """Add what goes another way than `transport`."""
+        self._uncounted += round(nbytes)
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self._shared = None
+
+    # --- running -----------------------------------------------------------------------------------------------------------
+
+    def run(self, call: Callable[[int], Tensor], *, what: str, tensor: Tensor, async_op: bool, direct: bool) -> Any:
+        """Run `call(spins)` in the order of calls. Returns its tensor, or a Work when `async_op`.
+
+        direct: the call only puts work on a CUDA stream, so it never goes to the thread.
+        """
+        self.sequence += 1
+        number = self.sequence
+        if direct:
+            return self._on_stream(call, tensor) if async_op else call(SPINS_ALONE)
+        if not async_op and not self.worker.busy:
+            return self._guarded(call, SPINS_ALONE, what, number)
+        there = self._in_thread(call, tensor) if tensor.is_cuda else call
+        work = self.worker.submit(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
+        return work if async_op else work.wait()
+
+    def _guarded(self, call: Callable[[int], Tensor], spins: int, what: str, number: int) -> Tensor:
+        if self._broken is not None:
+            raise CommunicationError(f"{what} was not started, after: {self._broken}", ranks=self._broken.ranks)
+        self._current = number
+        try:
+            return call(spins)
+        except DisagreementError as error:  # all ranks raise it, and the group is as good as before, unless one leaves
+            if (gone := self._gone()) is not None:
+                self._broken = CommunicationError(f"{what}: {gone[1]}", ranks=gone[0])
+                raise self._broken from None
+            raise DisagreementError(f"{what}: {error}", ranks=error.ranks) from None
+        except CommunicationError as error:
+            self._broken = CommunicationError(f"{what}: {error}", ranks=error.ranks)
+            raise self._broken from None
+        except PeerError as error:
+            self._broken = lost_peer(what, group=self.group, cause=error, sequence=number)
+            raise self._broken from error
+
+    def leave(self, error: Exception, *, device: torch.device) -> NoReturn:
+        """Raise `error`, for which this rank can take part in nothing any more. The others raise a CommunicationError with its
+        text in the collective that they come to next. Where all ranks leave, the group is as good as before.
+
+        device: of the tensors in that collective. Over NCCL ranks don't compare what they call: the others then hear nothing.
+        """
+        if self.size > 1 and (device.type == "cpu" or self.backend(device) == "gloo"):
+            with contextlib.suppress(Exception):
+                self.run(partial(self._leaving, error), what="leaving", tensor=torch.empty(0), async_op=False, direct=False)
+        raise error
+
+    def _leaving(self, error: Exception, spins: int) -> Tensor:
+        self._store.set(self._note(self.rank), f"{type(error).__name__}: {error}")
+        try:
+            self.agree("leaving", refusal=error)
+        finally:
+            gone = self._gone()
+            if gone is not None and len(gone[0]) < self.size:
+                self._broken = CommunicationError(f"this rank left: {error}", ranks=[self.rank])
+        raise error
+
+    @property
+    def _store(self) -> dist.Store:
+        store: dist.Store = dist.distributed_c10d._get_process_group_store(self.group)
+        return store
+
+    def _note(self, rank: int) -> str:
+        return f"pyops/left/{self._current}/{rank}"
+
+    def _gone(self) -> tuple[list[int], str] | None:
+        """Which ranks have left in the place of the present collective, and why, in words. None: none."""
+        ranks = [rank for rank in range(self.size) if self._store.check([self._note(rank)])]
+        if not ranks:
+            return None
+        why = "; ".join(f"rank {rank} left: {self._store.get(self._note(rank)).decode()}" for rank in ranks)
+        return ranks, f"{why}; start the ranks anew, or make new groups"
+
+    def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
+        """Put the collective on a stream of its own, after what the current stream has so far."""
+        stream = self._stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            result = call(SPINS_ALONE)
+            return StreamWork(result, stream.record_event())
+
+    def _in_thread(self, call: Callable[[int], Tensor], tensor: Tensor) -> Callable[[int], Tensor]:
+        """The call for the thread, whose current stream is not the caller's: after what that one has so far, and to its end, so
+        that whoever waits for the thread may use the result on any stream."""
+        stream = self._stream(tensor.device)
+        ready = torch.cuda.current_stream(tensor.device).record_event()
+        tensor.record_stream(stream)
+
+        def there(spins: int) -> Tensor:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                result = call(spins)
+                stream.synchronize()
+            return result
+
+        return there
+
+    def _stream(self, device: torch.device) -> Any:
+        """The one that collectives of this device's tensors have beside that of the program."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    # --- choosing -----------------------------------------------------------------------------------------------------------
+
+    def shared_memory(self) -> SharedMemory:
+        """Collective at the first call. ValueError, on every rank alike, when the ranks can't share memory."""
+        if self._shared is None:
+            self.agree("shared memory for the first time")
+            try:
+                self._shared = SharedMemory(self.transport, timeout=self.timeout(torch.device("cpu")))
+            except Unavailable as reason:
+                self._shared = str(reason)
+        if isinstance(self._shared, str):
+            raise ValueError(f"algorithm='shared_memory' does not work here: {self._shared}; use 'auto' or 'two_shot'")
+        return self._shared
+
+    def choose(self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]) -> str:
+        """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a group's first call.
+
+        "auto" weighs only algorithms that give the same bits, so a measurement never changes a result: on the CPU those that
+        sum in rank order, and others where the order does not matter (two ranks, integers). On CUDA the backend's own is
+        weighed against two_shot where the order does not matter, and taken elsewhere.
+        """
+        if algorithm != "auto" or self.size == 1:
+            return algorithm
+        any_order = self.size == 2 or flat.dtype in _ORDER_FREE
+        if flat.is_cuda:
+            names = ["native", "two_shot"] if any_order else ["native"]
+            names = ["two_shot"] if flat.dtype == torch.int16 else names  # of which NCCL knows no sums
+        else:
+            names = ["two_shot", "ring"] if any_order else ["two_shot"]
+            try:
+                self.shared_memory()
+                names.insert(0, "shared_memory")
+            except DisagreementError:
+                raise
+            except ValueError:
+                pass
+        if len(names) == 1:
+            return names[0]
+        key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
+        presumed = self.presumed_costs.get(key, {})
+        if key not in self._costs and presumed.keys() >= set(names):
+            self._costs[key] = {name: presumed[name] for name in names}
+        if key not in self._costs:
+            if not flat.is_cuda:
+                self.agree("the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names))
+            before = self.bytes_sent
+            table = probe.measure({n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device)
+            self.count(before - self.bytes_sent)
+            self._costs[key] = self._of_rank_0(table, flat.device)
+        return probe.fastest(self._costs[key], nbytes=flat.numel() * flat.element_size())
+
+    def _of_rank_0(self, table: probe.Table, device: torch.device) -> probe.Table:
+        padded = probe.to_json(table).encode().ljust(_TABLE_WIDTH, b"\0")
+        if device.type == "cpu":
+            return probe.from_json(exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0"))
+        on_device = torch.tensor(list(padded), dtype=torch.uint8, device=device)
+        dist.broadcast(on_device, group_src=0, group=self.group)
+        return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
+
+    def agree(
+        self, kind: str, *, numel: int = 0, dtype: torch.dtype = torch.uint8, details: tuple[Any, ...] = (),
+        refusal: Exception | None = None,
+    ) -> None:  # fmt: skip
+        """DisagreementError, on every rank, unless all ranks are about to run this very collective.
+
+        Gloo ends the process when a message has another size than expected, so ranks compare first, by a small message to each.
+        refusal: why this rank can't take part. It is raised here, and told to the others, who raise a DisagreementError.
+        """
+        name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
+        check = zlib.crc32(repr((kind, details)).encode())
+        card = _CARD.pack(name, numel, self._current, check)
+        try:
+            cards = self._exchange(card, width=_CARD.size)
+            refused = [rank for rank, theirs in enumerate(cards) if _CARD.unpack(theirs)[0].rstrip(b"\0") == _REFUSED]
+            if refused:
+                text = b"" if refusal is None else f"{type(refusal).__name__}: {refusal}".encode()[:_REFUSAL_WIDTH]
+                texts = self._exchange(text, width=_REFUSAL_WIDTH)
+        except DisagreementError:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise refusal
+        if refused:
+            why = "; ".join(f"rank {r} refused: {texts[r].rstrip(bytes(1)).decode(errors='ignore')}" for r in refused)
+            raise DisagreementError(f"{why}; no rank has changed anything", ranks=refused)
+        for peer, theirs in enumerate(cards):
+            if theirs != card:
+                their_dtype, their_numel, their_number, _ = _CARD.unpack(theirs)
+                raise DisagreementError(
+                    f"rank {self.rank} called its collective {self._current}, {kind} of {numel} elements of "
+                    f"{name.decode()} {details}; rank {peer} called its collective {their_number}, with {their_numel} elements "
+                    f"of {their_dtype.rstrip(bytes(1)).decode()} or other options; ranks must call the same collectives in the "
+                    "same order, with equal shapes, dtypes and options",
+                    ranks=[peer],
+                )
+
+    def _exchange(self, payload: bytes, *, width: int) -> list[bytes]:
+        """Every rank's payload, filled up to `width` bytes. Where there is shared memory it goes that way: there it also meets
+        the collectives of shared memory, which another rank may have called in the place of this one."""
+        if not isinstance(self._shared, SharedMemory):
+            return exchange_bytes(self.transport, payload, width=width)
+        mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+        out = torch.empty(self.size * width, dtype=torch.uint8, device="cpu")
+        starts = [width * rank for rank in range(self.size + 1)]
+        self.count(width * (self.size - 1))
+        self._shared.all_gather(mine, out, starts=starts, tag=AGREEMENT, spins=SPINS_BESIDE_COMPUTE)
+        return [bytes(row.tolist()) for row in out.view(self.size, width)]

@@ -1,0 +1,1 @@
+"""How many layers are frozen: gradient norms by layer, and the policies that decide by them."""

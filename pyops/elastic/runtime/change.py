@@ -1,0 +1,21 @@
+"""Change: what a decision changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyops.elastic.layout.layout import Layout
+
+__all__ = ["Change"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a decision changed. seconds: from the decision until training can go on, the slowest rank's. reason: why not fewer
+    stages."""
+
+    frozen: int  # blocks
+    before: Layout
+    after: Layout
+    seconds: float
+    reason: str

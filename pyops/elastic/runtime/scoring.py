@@ -1,0 +1,55 @@
+"""Scoring: what the replicas of a layout find on held-out samples, each on its part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyops.elastic.layout.groups import agree_within, giving_up
+from pyops.elastic.layout.portion import PADDING, Portion
+from pyops.elastic.planning.trial import RowsOf
+from pyops.pipeline import Pipeline
+
+__all__ = ["scored"]
+
+
+def scored(
+    pipeline: Pipeline, portions: Sequence[Portion], rows_of: RowsOf, score: Callable[[Any, Any], Tensor], *,
+    first: int | None, meeting: dist.ProcessGroup | None,
+) -> float:  # fmt: skip
+    """The sum of score(what the last layer returns, target) over these portions, on the rank of the last stage; 0 on others.
+
+    first: the number of the first held-out sample in the cache; None: nothing is read there. What goes wrong on one rank is
+    raised there, and on all of its pipeline before the next portion. meeting: where idle ranks wait, and hear of one that is
+    lost.
+    """
+    total = 0.0
+    error: Exception | None = None
+    pipeline.eval()
+    try:
+        for portion in portions:
+            try:
+                inputs, target, named = rows_of(portion)
+            except Exception as caught:
+                error = error or caught
+            with giving_up(meeting):
+                agree_within(error, group=pipeline.group)
+            if first is not None:
+                numbers = portion.samples
+                named = {**named, "samples": torch.where(numbers == PADDING, numbers, numbers + first)}
+            with giving_up(meeting):
+                output = pipeline(inputs, **named)
+            if pipeline.has_last:
+                try:
+                    total += float(score(output, target))
+                except Exception as caught:
+                    error = caught
+    finally:
+        pipeline.train()
+    if error is not None:
+        raise error
+    return total

@@ -1,0 +1,156 @@
+"""BERT (BertForPreTraining, BertForMaskedLM): token types, norms behind the residuals, masked-token head, pooled head.
+
+RoFormer (RoFormerForMaskedLM) is the same with rotary positions in place of learned ones, and without the pooled head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops.hub.architectures.architecture import Architecture
+from pyops.hub.fields import Fields
+from pyops.hub.packing import Grouped, Heads, Packing, Same
+from pyops.models import BERT, BERTConfig
+from pyops.models.rotary import Rotary
+
+__all__ = ["BERT_MODEL", "ROFORMER"]
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+PRETRAINING, MASKED = "BertForPreTraining", "BertForMaskedLM"
+
+
+def names_under(base: str) -> dict[str, Packing]:
+    """base: of the names of all but the heads."""
+    layer = base + ".encoder.layer.{i}."
+    self_ = layer + "attention.self."
+    return {
+        "embedding.token.weight": Same(base + ".embeddings.word_embeddings.weight"),
+        "embedding.position.weight": Same(base + ".embeddings.position_embeddings.weight"),
+        "embedding.kind.weight": Same(base + ".embeddings.token_type_embeddings.weight"),
+        "embedding.norm.weight": Same(base + ".embeddings.LayerNorm.weight"),
+        "embedding.norm.bias": Same(base + ".embeddings.LayerNorm.bias"),
+        "blocks.{i}.attention.qkv.weight": Grouped(self_ + "query.weight", self_ + "key.weight", self_ + "value.weight"),
+        "blocks.{i}.attention.qkv.bias": Grouped(self_ + "query.bias", self_ + "key.bias", self_ + "value.bias"),
+        "blocks.{i}.attention.output.weight": Same(layer + "attention.output.dense.weight"),
+        "blocks.{i}.attention.output.bias": Same(layer + "attention.output.dense.bias"),
+        "blocks.{i}.norm1.weight": Same(layer + "attention.output.LayerNorm.weight"),
+        "blocks.{i}.norm1.bias": Same(layer + "attention.output.LayerNorm.bias"),
+        "blocks.{i}.mlp.up.weight": Same(layer + "intermediate.dense.weight"),
+        "blocks.{i}.mlp.up.bias": Same(layer + "intermediate.dense.bias"),
+        "blocks.{i}.mlp.down.weight": Same(layer + "output.dense.weight"),
+        "blocks.{i}.mlp.down.bias": Same(layer + "output.dense.bias"),
+        "blocks.{i}.norm2.weight": Same(layer + "output.LayerNorm.weight"),
+        "blocks.{i}.norm2.bias": Same(layer + "output.LayerNorm.bias"),
+        "pooler.weight": Same(base + ".pooler.dense.weight"),
+        "pooler.bias": Same(base + ".pooler.dense.bias"),
+        "next_sentence.weight": Same("cls.seq_relationship.weight"),
+        "next_sentence.bias": Same("cls.seq_relationship.bias"),
+        "head.dense.weight": Same("cls.predictions.transform.dense.weight"),
+        "head.dense.bias": Same("cls.predictions.transform.dense.bias"),
+        "head.norm.weight": Same("cls.predictions.transform.LayerNorm.weight"),
+        "head.norm.bias": Same("cls.predictions.transform.LayerNorm.bias"),
+        "head.output.weight": Same("cls.predictions.decoder.weight"),
+        "head.output.bias": Same("cls.predictions.bias"),
+    }
+
+
+def copies_under(base: str) -> dict[str, str]:
+    return {
+        "cls.predictions.decoder.weight": base + ".embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+
+
+def names_of(base: str) -> Callable[[BERTConfig], Mapping[str, Packing]]:
+    """Of a configuration. A head that is not tied has its own bias; otherwise it is cls.predictions.bias, or its copy."""
+    tied = names_under(base)
+    untied = {**tied, "head.output.bias": Same("cls.predictions.decoder.bias")}
+    return lambda config: tied if config.tied_head else untied
+
+
+def read(told: Fields, names: frozenset[str], *, pooled_head: bool | None = None, rotary: bool = False) -> BERTConfig:
+    told.fixed(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    length = told.positions if rotary else told.whole
+    classes = told.raw("architectures") or [PRETRAINING]
+    return BERTConfig(
+        vocab_size=told.whole("vocab_size"), sequence_length=length("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=told.whole("num_attention_heads"),
+        dim=told.whole("hidden_size"), hidden=told.whole("intermediate_size"),
+        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"), num_types=told.whole("type_vocab_size", 2),
+        norm_eps=told.number("layer_norm_eps", 1e-12), tied_head=told.flag("tie_word_embeddings", True),
+        positions="rotary" if rotary else "learned",
+        pooled_head=classes[0] == PRETRAINING if pooled_head is None else pooled_head,
+        dropout=told.probability("hidden_dropout_prob", 0.1),
+        attention_dropout=told.probability("attention_probs_dropout_prob", 0.1),
+    )  # fmt: skip
+
+
+def write(config: BERTConfig) -> dict[str, Any]:
+    return {
+        "architectures": [PRETRAINING if config.pooled_head else MASKED], "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_length, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "hidden_size": config.dim, "intermediate_size": config.mlp_width,
+        "hidden_act": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
+        "type_vocab_size": config.num_types, "layer_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_head,
+        "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.attention_dropout,
+    }  # fmt: skip
+
+
+BERT_MODEL = Architecture(
+    kind="bert",
+    classes=(PRETRAINING, MASKED),
+    model=BERT,
+    config=BERTConfig,
+    names=names_of("bert"),
+    read=read,
+    write=write,
+    heads=lambda config: Heads(config.num_heads, config.num_heads, config.dim // config.num_heads),
+    prefix="bert.",
+    copies=copies_under("bert"),
+    ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
+    renamed=(
+        ("LayerNorm.weight", "LayerNorm.gamma"),
+        ("LayerNorm.bias", "LayerNorm.beta"),
+        # The two were one tensor until transformers 5, and a file may have either name for it.
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ),
+)
+
+ROFORMER_MASKED = "RoFormerForMaskedLM"
+
+
+def read_roformer(told: Fields, names: frozenset[str]) -> BERTConfig:
+    told.fixed(rotary_value=False)
+    if told.raw("embedding_size") is not None:
+        told.fixed(embedding_size=told.whole("hidden_size"))
+    return read(told, names, pooled_head=False, rotary=True)
+
+
+def angles(config: BERTConfig) -> dict[str, Tensor]:
+    """Sines and cosines of all positions as files hold them, which transformers computes with whatever they are."""
+    rotary = Rotary(config.sequence_length, config.dim // config.num_heads, theta=config.rotary_theta, device="cpu")
+    cos, sin = rotary.table_2TK
+    return {"roformer.encoder.embed_positions.weight": torch.cat([sin, cos], dim=1)}
+
+
+def write_roformer(config: BERTConfig) -> dict[str, Any]:
+    return write(config) | {"architectures": [ROFORMER_MASKED], "embedding_size": config.dim, "rotary_value": False}
+
+
+ROFORMER = replace(
+    BERT_MODEL,
+    kind="roformer",
+    classes=(ROFORMER_MASKED,),
+    names=names_of("roformer"),
+    read=read_roformer,
+    write=write_roformer,
+    prefix="roformer.",
+    copies=copies_under("roformer"),
+    ignored=(),
+    computed=angles,
+)

@@ -1,0 +1,107 @@
+"""Llama (LlamaForCausalLM): rotary positions, RMSNorm, gated silu, grouped queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyops.hub.architectures.architecture import Architecture
+from pyops.hub.fields import Fields
+from pyops.hub.files import HubError
+from pyops.hub.packing import Grouped, Heads, Same, Stacked
+from pyops.models import GPT, GPTConfig
+
+__all__ = ["LLAMA"]
+
+ATTENTION, MLP = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
+NAMES = {
+    "embedding.token.weight": Same("model.embed_tokens.weight"),
+    "blocks.{i}.norm1.weight": Same("model.layers.{i}.input_layernorm.weight"),
+    "blocks.{i}.attention.qkv.weight": Grouped(*(f"{ATTENTION}{m}_proj.weight" for m in "qkv")),
+    "blocks.{i}.attention.qkv.bias": Grouped(*(f"{ATTENTION}{m}_proj.bias" for m in "qkv")),
+    "blocks.{i}.attention.q.weight": Same(f"{ATTENTION}q_proj.weight"),
+    "blocks.{i}.attention.q.bias": Same(f"{ATTENTION}q_proj.bias"),
+    "blocks.{i}.attention.kv.weight": Grouped(*(f"{ATTENTION}{m}_proj.weight" for m in "kv")),
+    "blocks.{i}.attention.kv.bias": Grouped(*(f"{ATTENTION}{m}_proj.bias" for m in "kv")),
+    "blocks.{i}.attention.output.weight": Same(f"{ATTENTION}o_proj.weight"),
+    "blocks.{i}.attention.output.bias": Same(f"{ATTENTION}o_proj.bias"),
+    "blocks.{i}.norm2.weight": Same("model.layers.{i}.post_attention_layernorm.weight"),
+    "blocks.{i}.mlp.up.weight": Stacked(f"{MLP}gate_proj.weight", f"{MLP}up_proj.weight"),
+    "blocks.{i}.mlp.up.bias": Stacked(f"{MLP}gate_proj.bias", f"{MLP}up_proj.bias"),
+    "blocks.{i}.mlp.down.weight": Same(f"{MLP}down_proj.weight"),
+    "blocks.{i}.mlp.down.bias": Same(f"{MLP}down_proj.bias"),
+    "head.norm.weight": Same("model.norm.weight"),
+    "head.output.weight": Same("lm_head.weight"),
+}
+
+
+def read(told: Fields, names: frozenset[str]) -> GPTConfig:
+    told.fixed(hidden_act="silu")
+    bias = told.flag("attention_bias", False)
+    if told.flag("mlp_bias", False) != bias:
+        raise HubError(f"config.json has attention_bias = {bias} and mlp_bias = {not bias}; pyops has both or none")
+    heads, width = told.whole("num_attention_heads"), told.whole("hidden_size")
+    return GPTConfig(
+        vocab_size=told.whole("vocab_size"), sequence_length=told.positions("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=heads,
+        num_kv_heads=told.whole("num_key_value_heads", heads, optional=True),
+        head_dim=told.whole("head_dim", width // heads, optional=True), dim=width,
+        hidden=told.whole("intermediate_size"), norm="rmsnorm", norm_eps=told.number("rms_norm_eps", 1e-6),
+        activation="swiglu", positions="rotary", tied_head=told.flag("tie_word_embeddings", False), bias=bias,
+        attention_dropout=told.probability("attention_dropout", 0.0), **_rotary(told),
+    )  # fmt: skip
+
+
+def _rotary(told: Fields) -> dict[str, Any]:
+    """Angles of positions; since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling."""
+    older = {"rope_theta": told.raw("rope_theta", 1e4), **(told.section("rope_scaling") or {})}
+    rope = told.within(told.section("rope_parameters") or older)
+    kind = rope.raw("rope_type", rope.raw("type", "default"))
+    if kind not in ("default", "llama3"):
+        where = "rope_parameters" if told.section("rope_parameters") else "rope_scaling"
+        raise HubError(f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has 'default' and 'llama3'")
+    found: dict[str, Any] = {"rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)}
+    if kind == "llama3" and rope.number("factor") != 1.0:  # 1 is no stretching, whatever else stands there
+        found |= {
+            "rotary_stretch": rope.number("factor"), "rotary_low": rope.number("low_freq_factor"),
+            "rotary_high": rope.number("high_freq_factor"),
+            "rotary_length": rope.positions("original_max_position_embeddings"),
+        }  # fmt: skip
+    return found
+
+
+def _rope(config: GPTConfig) -> dict[str, Any]:
+    if config.rotary_stretch == 1.0:
+        return {"rope_type": "default", "rope_theta": config.rotary_theta}
+    return {
+        "rope_type": "llama3", "rope_theta": config.rotary_theta, "factor": config.rotary_stretch,
+        "low_freq_factor": config.rotary_low, "high_freq_factor": config.rotary_high,
+        "original_max_position_embeddings": config.rotary_length,
+    }  # fmt: skip
+
+
+def write(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.sequence_length,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "hidden_size": config.dim,
+        "intermediate_size": config.mlp_width, "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
+        "rope_parameters": _rope(config), "rope_theta": config.rotary_theta,
+        "rope_scaling": _rope(config) if config.rotary_stretch != 1.0 else None,
+        "tie_word_embeddings": config.tied_head, "attention_bias": config.bias, "mlp_bias": config.bias,
+        "attention_dropout": config.attention_dropout,
+    }  # fmt: skip
+
+
+LLAMA = Architecture(
+    kind="llama",
+    classes=("LlamaForCausalLM",),
+    model=GPT,
+    config=GPTConfig,
+    names=lambda config: NAMES,
+    read=read,
+    write=write,
+    heads=lambda config: Heads(config.num_heads, config.kv_heads, config.head_width),
+    prefix="model.",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=(r"rotary_emb\.inv_freq$",),
+)

@@ -1,0 +1,1 @@
+"""The arithmetic of collectives: sums, one-bit compression, eight-bit quantization."""

@@ -1,0 +1,1 @@
+"""Differentiable operations of a layer: contracts, gradients and plain-torch references."""

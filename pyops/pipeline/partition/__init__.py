@@ -1,0 +1,1 @@
+"""Which layers go to which stage: costs of layers, exact balance, and planners for stages of several devices."""

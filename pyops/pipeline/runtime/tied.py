@@ -1,0 +1,264 @@
+"""Tied weights: a parameter that layers of several stages share, such as an embedding that is the head's weight as well.
+
+    rank 0   embedding.weight   gradient g0 --.      .-- g0 + g3        each rank has a copy of its own; when a step ends, all
+    rank 3   head.weight        gradient g3 --+- sum-+-- g0 + g3        have the sum of its gradients, with the same bits: what
+                                                                        starts equal, and is stepped alike, stays equal
+
+In one process the parameter is one object, and autograd adds to its one gradient. Norms over the pipeline count it once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.comm.agreement import agree, gather
+from pyops.comm.collectives.functional import all_reduce
+from pyops.comm.failure import PeerError
+from pyops.ops.optimizers.grad_norm import squared_norm
+from pyops.pipeline.schedules.orders import Orders
+
+__all__ = ["Ties", "norm_of", "squares_of", "tied_names"]
+
+Names = tuple[str, ...]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tie(NamedTuple):
+    """A parameter and the ranks that hold a copy, in the order of their first stages that do."""
+
+    parameter: nn.Parameter
+    holders: list[int]
+
+
+def tied_names(
+    layers: Sequence[nn.Module], boundaries: Sequence[int], *, declared: Iterable[Sequence[str]] = (),
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Names, ...]:  # fmt: skip
+    """Groups of names ("0.weight", "5.head.weight": the layer's number, the name in it) of one parameter in several stages.
+
+    What any rank finds holds for all: layers that one rank has on the meta device may be real ones on another, where nothing
+    shows that they are tied. declared: groups of names that are nowhere one object.
+    ValueError, on every rank alike, for names that are none, and for names of parameters that differ in shape or dtype.
+    """
+    own = {
+        f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters(remove_duplicate=False)
+    }  # fmt: skip
+    shared: dict[int, list[str]] = {}
+    for name, parameter in own.items():
+        shared.setdefault(id(parameter), []).append(name)
+    error: Exception | None = None
+    try:
+        given = [tuple(names) for names in declared]
+        for name in itertools.chain(*given):
+            if name not in own:
+                raise ValueError(
+                    f"tied names {name!r}, which no layer has; write the layer's number and the parameter's name in it, such "
+                    f"as {next(iter(own), '0.weight')!r}"
+                )
+    except Exception as caught:
+        error, given = caught, []
+    _agree(error, group)
+    found = [*given, *(tuple(names) for names in shared.values() if len(names) > 1)]
+    several = itertools.chain(*(gather(found, group=group) if group is not None else [found]))
+    merged = _merged(several, list(own))
+    stage_of = {name: _stage_of(int(name.split(".")[0]), boundaries) for name in own}
+    across = tuple(names for names in merged if len({stage_of[name] for name in names}) > 1)
+    _agree(next((each for each in (_unlike(names, own) for names in across) if each is not None), None), group)
+    return across
+
+
+class Ties:
+    """The tied parameters of which this process has a copy.
+
+    named: the process's parameters by their names; names: from `tied_names`. tag: of messages that nobody else sends.
+    ValueError, on every rank alike, where a rank has two copies of what is tied, or a fp32 sum (`main_grad`) of one.
+    """
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], names: Sequence[Names], boundaries: Sequence[int], orders: Orders,
+        *, group: dist.ProcessGroup | None, tag: int,
+    ) -> None:  # fmt: skip
+        self.group, self.tag = group, tag
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ties: list[Tie] = []
+        error: Exception | None = None
+        for each in names:
+            copies = {id(named[name]): named[name] for name in each if name in named}
+            if len(copies) > 1:
+                error = ValueError(
+                    f"{' and '.join(name for name in each if name in named)} are tied and on one rank, but are two parameters; "
+                    "let the layers share one"
+                )
+            elif copies and group is not None:
+                ranks = [orders.rank_of[_stage_of(int(name.split(".")[0]), boundaries)] for name in each]
+                self.ties.append(Tie(next(iter(copies.values())), list(dict.fromkeys(ranks))))
+                if hasattr(self.ties[-1].parameter, "main_grad"):
+                    error = ValueError(f"{each[0]} is tied and has a main_grad, which is not summed over ranks; drop that")
+        _agree(error, group)
+        self.ties = [tie for tie in self.ties if len(tie.holders) > 1]
+        self.elsewhere = {id(tie.parameter) for tie in self.ties if tie.holders[0] != self.rank}
+        self._before: list[Tensor | None] = []
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self.group, self.ties = None, []
+
+    def make_equal(self) -> None:
+        """Give every copy the values of the first. PeerError for a rank that is lost."""
+        for parameter, holders in self.ties:
+            if parameter.is_meta:
+                continue
+            values = parameter.detach()
+            if holders[0] == self.rank:
+                self._finish([self._send(values, peer) for peer in holders[1:]])
+            else:
+                arriving = self._receive(values, holders[0])
+                self._finish([arriving])
+                values.copy_(arriving[1])
+
+    def begin(self) -> None:
+        """Put what `.grad` holds of earlier steps aside: other ranks have it already."""
+        self._before = []
+        for parameter, _ in self.ties:
+            gradient = parameter.grad
+            self._before.append(None if gradient is None else gradient.clone())
+            if gradient is not None:
+                gradient.zero_()
+
+    def sum(self, *, failed: bool) -> None:
+        """Let every copy have the sum of all copies' gradients. PeerError for a rank that is lost.
+
+        failed: the step did on this rank; then it only tells the others, whose sums are of no use either.
+        """
+        if not self.ties:
+            return
+        peers = sorted({peer for _, holders in self.ties for peer in holders if peer != self.rank})
+        mine = torch.tensor(
+            [not failed and parameter.grad is not None for parameter, _ in self.ties], dtype=torch.uint8, device="cpu"
+        )
+        has: dict[int, list[bool]] = {self.rank: mine.bool().tolist()}
+        arriving = {}
+        for peer in peers:
+            some = [i for i, (_, holders) in enumerate(self.ties) if peer in holders]
+            arriving[peer] = self._receive(mine[some], peer), some
+        self._finish([self._send(mine[some], peer) for peer, (_, some) in arriving.items()])
+        for peer, (flags, some) in arriving.items():
+            self._finish([flags])
+            has[peer] = [False] * len(self.ties)
+            for i, flag in zip(some, flags[1].tolist(), strict=True):
+                has[peer][i] = bool(flag)
+        for i, (tie, before) in enumerate(zip(self.ties, self._before, strict=True)):
+            self._sum(tie, {rank: has[rank][i] for rank in tie.holders}, before)
+        self._before = []
+
+    @torch.no_grad()
+    def _sum(self, tie: Tie, has: Mapping[int, bool], before: Tensor | None) -> None:
+        parameter, holders = tie
+        if not any(has.values()):
+            if before is not None and parameter.grad is not None:
+                parameter.grad.add_(before)
+            return
+        others = [peer for peer in holders if peer != self.rank]
+        arriving = {peer: self._receive(parameter.detach(), peer) for peer in others if has[peer]}
+        mine = parameter.grad if has[self.rank] else None
+        leaving = [] if mine is None else [self._send(mine, peer) for peer in others]
+        self._finish([*arriving.values(), *leaving])
+        total: Tensor | None = None
+        for rank in holders:  # in this order everywhere
+            if has[rank]:
+                part = mine if rank == self.rank else arriving[rank][1].to(parameter.device)
+                assert part is not None
+                total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        if before is not None:
+            total.add_(before)
+        if parameter.grad is None:
+            parameter.grad = total.to(parameter.dtype)
+        else:
+            parameter.grad.copy_(total)  # which may be a view that somebody reads
+
+    def _send(self, tensor: Tensor, peer: int) -> tuple[Any, Tensor, int]:
+        tensor = tensor.detach().cpu().contiguous()
+        return self._exchange("send", tensor, peer)
+
+    def _receive(self, like: Tensor, peer: int) -> tuple[Any, Tensor, int]:
+        return self._exchange("recv", torch.empty(like.shape, dtype=like.dtype, device="cpu"), peer)
+
+    def _exchange(self, what: str, tensor: Tensor, peer: int) -> tuple[Any, Tensor, int]:
+        try:
+            return getattr(self.group, what)([tensor], peer, self.tag), tensor, peer
+        except RuntimeError as error:
+            raise PeerError(peer, error) from error
+
+    def _finish(self, several: Sequence[tuple[Any, Tensor, int]]) -> None:
+        for work, _, peer in several:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(peer, error) from error
+
+
+def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
+    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on the CPU, the same on all."""
+    total = squares_of(parameters)
+    if group is not None:
+        all_reduce(total, group=group)
+    return total.sqrt().float()
+
+
+def squares_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of their gradients: a float64 scalar on the CPU."""
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    fast: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not gradient.numel():
+            continue
+        if gradient.device.type == "cpu" and gradient.dtype in KERNEL_DTYPES and gradient.is_contiguous():
+            fast.append(gradient)
+        else:
+            total += gradient.detach().double().square().sum().cpu()
+    if fast:
+        total += squared_norm(fast)[0]
+    return total
+
+
+def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        agree(error, group=group)
+    elif error is not None:
+        raise error
+
+
+def _stage_of(layer: int, boundaries: Sequence[int]) -> int:
+    return next(stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a <= layer < b)
+
+
+def _merged(several: Iterable[Sequence[str]], order: Sequence[str]) -> list[Names]:
+    """Groups that have a name in common as one, names in the order of the model."""
+    group_of: dict[str, set[str]] = {}
+    for names in several:
+        whole = set(names).union(*(group_of.get(name, ()) for name in names))
+        for name in whole:
+            group_of[name] = whole
+    place = {name: i for i, name in enumerate(order)}
+    groups = {id(group): tuple(sorted(group, key=lambda name: place[name])) for group in group_of.values()}
+    return sorted(groups.values(), key=lambda names: place[names[0]])
+
+
+def _unlike(names: Names, own: Mapping[str, Tensor]) -> ValueError | None:
+    first = own[names[0]]
+    for name in names[1:]:
+        other = own[name]
+        if (other.shape, other.dtype, other.requires_grad) != (first.shape, first.dtype, first.requires_grad):
+            return ValueError(
+                f"{names[0]} and {name} are tied, but one is {tuple(first.shape)} {first.dtype}, the other "
+                f"{tuple(other.shape)} {other.dtype}, or one of them is frozen; they must be alike"
+            )
+    return None

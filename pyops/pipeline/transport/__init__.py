@@ -1,0 +1,1 @@
+"""What goes from rank to rank: messages, channels, shared-memory mailboxes, and how an interrupt is held back."""

@@ -1,0 +1,102 @@
+"""Links: all channels of one rank for a schedule, and what carries them: the group, mailboxes, groups from device to device.
+
+    shape and short tensors    a mailbox where both ranks are on one host, else the group's CPU backend (Gloo)
+    tensors on the CPU         the same
+    tensors on a GPU           a group of the channel's two ranks by NCCL, where the group has that; else over the host
+
+Each channel has a group of its own for its GPU tensors, since those of one group follow one another: an activation that a rank
+sends would stand before the gradient that its neighbour sends it, and neither would come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyops.comm.collectives.communicator import Communicator
+from pyops.pipeline.schedules.orders import Orders
+from pyops.pipeline.transport.channel import Direct, Edge, Incoming, Outgoing
+from pyops.pipeline.transport.mailboxes import Name, open_mailboxes
+
+__all__ = ["open_channels"]
+
+MARKS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has two tags
+
+
+def open_channels(
+    orders: Orders, *, group: dist.ProcessGroup, tag: int, device: torch.device
+) -> tuple[dict[Edge, Incoming], dict[Edge, Outgoing]]:
+    """{edge: channel} of what comes for this rank's stages, and of what leaves them. A collective.
+
+    tag: the first of eight that are free. device: that of this rank's layers; of one kind on all ranks.
+    """
+    incoming: dict[Edge, Incoming] = {}
+    outgoing: dict[Edge, Outgoing] = {}
+    rank = dist.get_rank(group)
+    mailboxes = open_mailboxes(orders.transfers, group=group)
+    directs = _directs(orders.transfers, group=group, device=device, tag=tag)
+    timeout = Communicator.of(group).timeout(torch.device("cpu"))
+    for name, transfers in orders.transfers.items():
+        source, target, kind = name
+        carriers: dict[str, Any] = {
+            "tag": tag + MARKS[kind], "mailbox": mailboxes.get(name), "direct": directs.get(name),
+        }  # fmt: skip
+        if target == rank:
+            channel = Incoming(
+                group,
+                source,
+                transfers=transfers,
+                timeout=timeout,
+                flush=partial(_flushed, outgoing),
+                device=device,
+                **carriers,
+            )
+            incoming |= {each.edge: channel for each in transfers}
+        elif source == rank:
+            sending = Outgoing(group, target, length=len(transfers), **carriers)
+            outgoing |= {each.edge: sending for each in transfers}
+    return incoming, outgoing
+
+
+def _flushed(outgoing: Mapping[Edge, Outgoing]) -> bool:
+    # All of them: one that is behind must not keep another from being looked at.
+    return all([channel.flush() for channel in outgoing.values()])
+
+
+def _directs(
+    channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device, tag: int
+) -> dict[Name, Direct]:  # fmt: skip
+    """A group of two for each of this rank's channels, where `group` carries GPU tensors by NCCL."""
+    if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
+        return {}
+    return _pairs(channels, group=group, backend="nccl", tag=tag)
+
+
+def _pairs(channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int) -> dict[Name, Direct]:
+    # Not by dist.new_group: that is for all ranks there are, or names a group after how many others its ranks are in, which
+    # the two ends of a channel need not have alike. A place in the group's store, under a tag that is used once, is their own.
+    rank, store = dist.get_rank(group), dist.distributed_c10d._get_process_group_store(group)
+    timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
+    found: dict[Name, Direct] = {}
+    for name in sorted(channels):  # in one order on all ranks: both of a pair wait for each other
+        source, target, kind = name
+        if rank in (source, target):
+            place = int(rank == target)
+            own = dist.PrefixStore(f"pyops/channel {tag} {source} {target} {kind}", store)
+            found[name] = Direct(_pair(own, place, backend=backend, timeout=timeout), 1 - place)
+    return found
+
+
+def _pair(store: dist.Store, rank: int, *, backend: str, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, 2, timeout)
+    nccl = dist.distributed_c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, 2, options)

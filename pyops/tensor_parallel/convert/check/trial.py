@@ -1,0 +1,372 @@
+"""A plan is tried before a model is cut: outputs and all gradients of a cut copy against those of an uncut one.
+
+    model  --> copy on the CPU, fp64, --> uncut:        outputs, gradients ------.
+               two blocks of a sort,                                              +--> equal, or a ValueError that
+               values drawn anew      --> on virtual ranks, cut: the same --------'    names what differs
+
+Values are drawn anew because those of a fresh model (zero biases, norms of one, small weights) hide errors. Blocks that are
+alike are tried once, so what it takes does not grow with the depth.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pyops.flat import Placement
+from pyops.tensor_parallel.convert.check.example import Inputs, examples
+from pyops.tensor_parallel.convert.check.virtual import VirtualGroup, run_virtual
+from pyops.tensor_parallel.convert.swap import laid_out
+from pyops.tensor_parallel.functional.gradients import finish_gradients
+
+__all__ = ["NOT_CHECKED", "placed", "try_plan"]
+
+NOT_CHECKED = "pass check=False to cut it without this check"
+# By dtype: how far numbers may be apart, in units of the largest, and below which part of the largest gradient one is noise.
+_BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (2e-3, 1e-2)}
+_COPIES = (
+    5  # of the copy's parameters, in bytes at the peak: the copy, its gradients, the parts, their gradients, one in the making
+)
+
+Cut = Callable[[nn.Module, Any], None]  # of a model and a group, in place
+
+
+@dataclass
+class _Run:
+    """What came of a forward and a backward."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    within: dict[str, Tensor] = field(default_factory=dict)  # the first output of each module
+
+
+def try_plan(model: nn.Module, cut: Cut, size: int, *, blocks: list[str], given: Any = None) -> str:
+    """What was found equal, in words. Communicates nothing.
+
+    cut: does to a copy, with a virtual group, what is planned for the model. size: of the group. blocks: lists of which alike
+    modules need be tried once. ValueError: something differs, or it can't be tried.
+    """
+    name = type(model).__name__
+    if any(buffer.is_meta for buffer in model.buffers()):
+        return "nothing: the model's buffers are on the meta device, where nothing can be computed"
+    reasons: list[str] = []
+    for dtype in _BOUNDS:
+        for drop in (True, False) if blocks else (False,):
+            try:
+                whole = _copied(model, dtype, blocks if drop else [])
+            except (MemoryError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+                reasons.append(f"no copy can be made ({type(error).__name__}: {error})")
+                continue
+            for inputs in examples(model, given):
+                try:
+                    (reference,) = run_virtual(1, lambda group: _run(whole, _cast(inputs, dtype), dtype))  # noqa: B023
+                except Exception as error:
+                    reasons.append(f"{type(error).__name__}: {error}")
+                    continue
+                return _compare(name, whole, cut, size, _cast(inputs, dtype), reference, dtype)
+    raise ValueError(
+        f"the plan is checked by running {name} before it is cut, and that failed: {_short(reasons[0])}; pass other "
+        f"example_inputs= (a mapping of arguments' names), or {NOT_CHECKED}"
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 600 else text[:600] + " [cut here]"
+
+
+def _copied(model: nn.Module, dtype: torch.dtype, blocks: list[str]) -> nn.Module:
+    """A copy on the CPU with values drawn anew, in evaluation mode, without gradients; of blocks that are alike two."""
+    dropped = {id(each) for name in blocks for each in _alike(model.get_submodule(name))}
+    memo: dict[int, Any] = {key: nn.Identity() for key in dropped}
+    outside = _parameters_without(model, dropped)
+    _check_memory(sum(p.numel() for p in outside), dtype)
+    generator = torch.Generator().manual_seed(1)
+    for p in outside:
+        memo[id(p)] = nn.Parameter(_drawn(p, dtype, generator)) if p.is_floating_point() else p.detach().cpu()
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+    found = copy.deepcopy(model, memo)
+    for name in blocks:
+        _without_identities(found.get_submodule(name), model.get_submodule(name), dropped)
+    return found.eval()
+
+
+def _alike(blocks: nn.Module) -> list[nn.Module]:
+    """Those of which there are two before: of the same classes, with parameters of the same names and shapes."""
+    times: dict[Any, int] = {}
+    found = []
+    for block in blocks.children():
+        key = (
+            tuple((name, type(module)) for name, module in block.named_modules()),
+            tuple((name, p.shape) for name, p in block.named_parameters()),
+        )
+        times[key] = times.get(key, 0) + 1
+        if times[key] > 2:
+            found.append(block)
+    return found
+
+
+def _parameters_without(model: nn.Module, dropped: set[int]) -> list[nn.Parameter]:
+    found: dict[int, nn.Parameter] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in dropped:
+            found.update((id(p), p) for p in module._parameters.values() if p is not None)
+            waiting += list(module.children())[::-1]
+    return list(found.values())
+
+
+def _without_identities(blocks: nn.Module, before: nn.Module, dropped: set[int]) -> None:
+    left = [new for new, old in zip(blocks.children(), before.children(), strict=True) if id(old) not in dropped]
+    blocks._modules.clear()
+    blocks._modules.update({str(i): each for i, each in enumerate(left)})
+
+
+def _check_memory(elements: int, dtype: torch.dtype) -> None:
+    needed = elements * dtype.itemsize * _COPIES
+    free = _free_memory()
+    if free is not None and needed > free:
+        raise MemoryError(f"it takes {needed / 2**30:.1f} GiB of the host's memory, and {free / 2**30:.1f} GiB are free")
+
+
+def _free_memory() -> int | None:
+    if not os.path.exists("/proc/meminfo"):
+        return None
+    with open("/proc/meminfo") as file:
+        found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
+    return found[0] if found else None
+
+
+def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Matrices keep the size of what goes through; vectors are near to what they were, and nowhere alike."""
+    noise = torch.randn(p.shape, generator=generator, dtype=dtype)
+    if p.dim() > 1:
+        return noise / math.sqrt(max(1, p[0].numel()))
+    base = torch.zeros((), dtype=dtype) if p.is_meta else p.detach().to("cpu", dtype)
+    return base + 0.3 * noise
+
+
+def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True)
+        return value
+
+    return tuple(map(of, inputs[0])), {key: of(value) for key, value in inputs[1].items()}
+
+
+class _Wide(TorchFunctionMode):
+    """What a model computes or makes in fp32, whatever its own dtype, is in fp64: roundings hide no errors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = {Tensor.float: Tensor.double, functional.grouped_mm: _grouped}.get(func, func)
+        if func is torch.full and not (kwargs or {}).get("dtype") and any(isinstance(a, float) for a in args):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}
+        found = func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
+        made = type(found) is Tensor and found.dtype == torch.float32 and not getattr(func, "__name__", "_").endswith("_")
+        return found.double() if made else found
+
+
+def _grouped(a: Tensor, b: Tensor, *, offs: Tensor, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor:
+    """torch.nn.functional.grouped_mm of rows by expert, which has no fp64."""
+    rows = torch.tensor_split(a, offs.long()[:-1].cpu())
+    products = [
+        each @ matrix if bias is None else each @ matrix + bias[i] for i, (each, matrix) in enumerate(zip(rows, b, strict=True))
+    ]
+    return torch.cat(products)
+
+
+def _run(model: nn.Module, inputs: Inputs, dtype: torch.dtype, finish: Callable[[], None] = lambda: None) -> _Run:
+    """Forward and backward of a sum of all outputs, each number with a weight of its own."""
+    within: dict[str, Tensor] = {}
+    handles = [module.register_forward_hook(_keep(name, within)) for name, module in model.named_modules() if name]
+    model.requires_grad_(True)
+    try:
+        if dtype == torch.float64:
+            with _Wide():
+                outputs = _named_tensors(model(*inputs[0], **inputs[1]))
+        else:
+            outputs = _named_tensors(model(*inputs[0], **inputs[1]))
+        loss = _weighted(outputs)
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    finish()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return _Run({name: each.detach() for name, each in outputs.items()}, gradients, within)
+
+
+def _keep(name: str, within: dict[str, Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        found = next(iter(_named_tensors(output).values()), None)
+        if found is not None:
+            within.setdefault(name, found.detach())
+
+    return hook
+
+
+def _weighted(outputs: dict[str, Tensor]) -> Tensor:
+    parts = []
+    for i, (name, each) in enumerate(outputs.items()):
+        if each.isnan().any():
+            raise ValueError(f"its output {name} is not a number")
+        if each.requires_grad:
+            weights = torch.randn(each.shape, generator=torch.Generator().manual_seed(i), dtype=each.dtype)
+            parts.append((weights * each.masked_fill(each.isinf(), 0.0)).sum())
+    if not parts:
+        raise ValueError("none of its outputs is a tensor that has gradients")
+    return torch.stack(parts).sum()
+
+
+def _named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
+    """Floating-point tensors within mappings and sequences, by their path."""
+    if isinstance(output, Tensor):
+        return {name or "output": output} if output.is_floating_point() else {}
+    found: dict[str, Tensor] = {}
+    if isinstance(output, dict):
+        for key, value in output.items():
+            found.update(_named_tensors(value, f"{name}.{key}" if name else str(key)))
+    elif isinstance(output, tuple | list):
+        for i, value in enumerate(output):
+            found.update(_named_tensors(value, f"{name}[{i}]"))
+    return found
+
+
+def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, reference: _Run, dtype: torch.dtype) -> str:
+    for p in whole.parameters():
+        p.grad = None
+    entered: list[str] = []
+
+    def body(group: VirtualGroup) -> tuple[_Run, dict[str, Any]]:
+        part = copy.deepcopy(whole)
+        cut(part, group)
+        handles = [module.register_forward_pre_hook(_note(key, entered)) for key, module in part.named_modules() if key]
+        run = _run(part, _cast(inputs, dtype), dtype, lambda: finish_gradients(part, group=cast(Any, group)))
+        for handle in handles:
+            handle.remove()
+        return run, {key: (module, placement) for key, module, placement in placed(part)}
+
+    try:
+        found = run_virtual(size, body)
+    except Exception as error:
+        where = f" in {entered[-1]}" if entered else ""
+        raise ValueError(
+            f"the plan does not fit {name}, which fails{where} when cut over {size} ranks: {type(error).__name__}: "
+            f"{_short(str(error))}"
+        ) from error
+    bound, least = _BOUNDS[dtype]
+    worst = 0.0
+    for run, _ in found:
+        worst = max(worst, _check_outputs(name, run, reference, bound))
+    worst = max(worst, _check_gradients(name, found, reference, bound, least))
+    silent = sum(not g.any() for g in reference.gradients.values()) + sum(
+        1 for key, _ in whole.named_parameters() if key not in reference.gradients
+    )
+    return (
+        f"{len(reference.outputs)} outputs and {len(reference.gradients)} gradients of {size} ranks, equal to those of the "
+        f"uncut model to {worst:.0e}" + (f"; {silent} parameters take no part in the example" if silent else "")
+    )
+
+
+def _note(name: str, entered: list[str]) -> Callable[..., None]:
+    return lambda module, args: entered.append(name)
+
+
+def placed(part: nn.Module) -> list[tuple[str, nn.Module | None, Placement | None]]:
+    """(name, the module whose placement it has, placement) of all parameters."""
+    holders: dict[int, tuple[nn.Module, Placement]] = {}
+    for module in part.modules():
+        for key, place in getattr(module, "placements", {}).items():
+            holders.setdefault(id(module.get_parameter(key)), (module, place))
+    return [(key, *holders.get(id(p), (None, None))) for key, p in part.named_parameters()]
+
+
+@torch.no_grad()
+def _difference(a: Tensor, b: Tensor, unit: float) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    apart = torch.where(a == b, torch.zeros((), dtype=b.dtype), a - b).abs()
+    largest = float(apart.max()) if apart.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest / unit if unit else (math.inf if largest else 0.0)
+
+
+def _largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _check_outputs(name: str, run: _Run, reference: _Run, bound: float) -> float:
+    worst = 0.0
+    for key, expected in reference.outputs.items():
+        got = run.outputs.get(key)
+        apart = math.inf if got is None else _difference(got, expected, _largest(expected))
+        worst = max(worst, apart)
+        if apart > bound:
+            inside = [k for k, x in reference.within.items() if k in run.within and run.within[k].shape == x.shape]
+            inside = [
+                k for k in inside if _difference(run.within[k], reference.within[k], _largest(reference.within[k])) > bound
+            ]
+            at = f"; the first module whose output differs is {inside[0]}" if inside else ""
+            how = f"is {tuple(got.shape) if got is not None else 'not there'}, not {tuple(expected.shape)}"
+            how = how if got is None or got.shape != expected.shape else f"differs by {apart:.1e} of its largest number"
+            raise ValueError(f"the plan does not fit {name}: the cut model's output {key} {how}{at}")
+    return worst
+
+
+def _check_gradients(name: str, found: list[tuple[_Run, dict[str, Any]]], reference: _Run, bound: float, least: float) -> float:
+    scale = max(map(_largest, reference.gradients.values()), default=0.0)
+    if not scale:
+        raise ValueError(f"the example inputs give {name} no gradient, so they check nothing; pass other example_inputs=")
+    worst = 0.0
+    wrong: dict[str, float] = {}
+    for run, placed in found:
+        for key, (module, place) in placed.items():
+            got, expected = run.gradients.get(key), reference.gradients.get(key)
+            if expected is None:
+                apart = 0.0 if got is None or not got.any() else math.inf
+            else:
+                unit = max(_largest(expected), least * scale)
+                if place is not None:
+                    expected = place.take(laid_out(module, expected, place))
+                apart = _difference(torch.zeros_like(expected) if got is None else got, expected, unit)
+            worst = max(worst, apart)
+            if apart > bound:
+                wrong[key] = max(apart, wrong.get(key, 0.0))
+    if wrong:
+        raise ValueError(_told(name, wrong, found, reference, bound))
+    return worst
+
+
+def _told(name: str, wrong: dict[str, float], found: list[tuple[_Run, dict[str, Any]]], reference: _Run, bound: float) -> str:
+    """The message about gradients that differ: which, by how much, and whether the ranks' are parts."""
+    first = next(iter(wrong))
+    more = f", and those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    apart = f"differs by {wrong[first]:.1e} of its largest number"
+    text = f"the plan does not fit {name}: the cut model's gradient of {first}{more} {apart}"
+    parts = []
+    for key in wrong:
+        grads = [run.gradients.get(key) for run, _ in found]
+        expected = reference.gradients.get(key)
+        if expected is None or any(g is None or g.shape != expected.shape for g in grads):
+            continue
+        together = torch.stack([g for g in grads if g is not None]).sum(0)
+        if all(placed[key][1] is None for _, placed in found) and _difference(together, expected, _largest(expected)) <= bound:
+            parts.append(key)
+    if parts:
+        modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in parts[:4]))
+        text += f"; each rank has only a part of that of {parts[0]}: make its module 'partial' in the plan ({modules})"
+    return text

@@ -1,0 +1,118 @@
+"""How many heads an attention module of anybody's has, read from its attributes, and what each rank has of them.
+
+LlamaAttention      config.num_attention_heads, config.num_key_value_heads, head_dim      num_key_value_groups
+GPT2Attention       num_heads, head_dim                                                   num_heads, split_size
+BertSelfAttention   num_attention_heads, attention_head_size                              num_attention_heads, all_head_size
+T5Attention         n_heads, key_value_proj_dim                                           n_heads, inner_dim
+                    what is read                                                          what is set
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.layers.attention import check_heads
+
+__all__ = ["Heads", "heads_of", "set_heads"]
+
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_EACH = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_kv", "head_size")
+_PER_GROUP = ("num_key_value_groups",)
+_WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """H heads of width K in G groups that share keys and values, over so many ranks."""
+
+    H: int
+    G: int
+    K: int
+    ranks: int
+
+    @property
+    def copies(self) -> int:
+        """On how many ranks the key and value of a group are."""
+        return max(1, self.ranks // self.G)
+
+    @property
+    def unit(self) -> int:
+        """Of a query's columns, those that stay together."""
+        return self.K if self.copies > 1 else self.H // self.G * self.K
+
+    @property
+    def local(self) -> int:
+        """Heads on each rank, padding included."""
+        return -(-self.H * self.K // self.unit // self.ranks) * self.unit // self.K
+
+    @property
+    def local_groups(self) -> int:
+        """Groups on each rank, padding included."""
+        return -(-self.G * self.copies // self.ranks)
+
+
+def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
+    """The heads of an attention module. ValueError where they can't be told, or not split over the ranks."""
+    H = _number(module, _HEADS)
+    if H is None:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) does not say how many heads it has; it needs an attribute, or one of its "
+            f"config, of {', '.join(_HEADS)}"
+        )
+    per_group = _number(module, _PER_GROUP)
+    G = _number(module, _GROUPS) or (H // per_group if per_group else H)
+    K = _number(module, _EACH)
+    if K is None:
+        width = _number(module, ("embed_dim", "hidden_size", "n_embd", "d_model"))
+        if width is None or width % H:
+            raise ValueError(f"{name} ({type(module).__name__}) does not say how wide a head is; it needs {', '.join(_EACH)}")
+        K = width // H
+    try:
+        check_heads(H, G, ranks.size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return Heads(H, G, K, ranks.size)
+
+
+def set_heads(module: nn.Module, heads: Heads, *, configured: bool = False) -> dict[str, tuple[int, int]]:
+    """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}.
+
+    Its config is left alone; configured: the module gets a copy of it, with these numbers.
+    """
+    changed = _set(module, heads)
+    config = getattr(module, "config", None)
+    if configured and config is not None:
+        module.config = copy.copy(config)
+        found = _set(module.config, heads)
+        changed.update({f"config.{name}": numbers for name, numbers in found.items()})
+    return changed
+
+
+def _set(holder: Any, heads: Heads) -> dict[str, tuple[int, int]]:
+    changed = {}
+    for names, whole, local in (
+        (_HEADS, heads.H, heads.local),
+        (_GROUPS, heads.G, heads.local_groups),
+        (_PER_GROUP, heads.H // heads.G, heads.local // heads.local_groups),
+        (_WIDTHS, heads.H * heads.K, heads.local * heads.K),
+    ):
+        for name in names:
+            if holder.__dict__.get(name) == whole and whole != local:
+                setattr(holder, name, local)
+                changed[name] = (whole, local)
+    return changed
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            found = getattr(holder, name, None)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+    return None

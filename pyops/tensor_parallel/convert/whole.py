@@ -1,0 +1,51 @@
+"""The way back from `parallelize`: the state_dict that the model would have had, put together from the ranks' parts.
+
+rank 0  [3, 2 heads, D] --.                              GPT-2's c_attn before:  [D, 3 * 4 heads]
+rank 1  [3, 2 heads, D] --+--> [3, 4 heads, D]  -->  [3 * 4 heads, D]  -->  its transpose
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.flat import Placement
+from pyops.tensor_parallel.convert.packed import GroupedColumns
+from pyops.tensor_parallel.functional.ranks import Ranks
+
+__all__ = ["whole_state_dict"]
+
+
+@torch.no_grad()
+def whole_state_dict(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The state_dict of the model as it was before `parallelize(model, group=group)`, with today's values, on every rank.
+
+    Names, shapes and order are those of the unparallelized model, which can load it, and save it in its own format. Parameters
+    that several modules share are one tensor. A collective: all ranks of the group call it, one all_gather for each parameter
+    that is cut. Parameters must be there: at stage 3 of ZeRO call it within `optimizer.whole_parameters()`.
+    """
+    ranks = Ranks.of(group)
+    holders: dict[int, tuple[nn.Module, Placement]] = {}
+    for module in model.modules():
+        for name, place in getattr(module, "placements", {}).items():
+            holders.setdefault(id(module.get_parameter(name)), (module, place))
+    done: dict[int, Tensor] = {}
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in holders and id(value) not in done:
+            done[id(value)] = _whole(value, *holders[id(value)], ranks)
+        found[name] = done.get(id(value), value.detach())
+    return found
+
+
+def _whole(local: Tensor, module: nn.Module, place: Placement, ranks: Ranks) -> Tensor:
+    if place.dim is None:
+        return local.detach()
+    parts = ranks.gather(local.detach().contiguous()).wait().chunk(ranks.size)
+    whole = torch.cat(parts[:: place.copies], place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+    if getattr(module, "stacked", None):
+        whole = whole.flatten(0, 1)
+    if isinstance(module, GroupedColumns):
+        whole = module.as_packed(whole)
+    return (whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole).contiguous()

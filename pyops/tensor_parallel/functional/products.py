@@ -1,0 +1,219 @@
+"""The matrix products of a shared linear layer as autograd Functions, each collective beside a product that does not need it.
+
+    column, forward              backward
+        x (gathered)                 gather x  |  dx = dy W          (the gather: under sequence parallelism only)
+        y = x W^T + b                sum dx    |  dW = dy^T x, db    (reduce_scatter under sequence parallelism)
+    row, forward                 backward
+        p = x W^T                    gather dy                       (under sequence parallelism only)
+        y = sum p + b                dx = dy W, dW = dy^T x, db
+
+What stands right of the bar is computed while what stands left of it is on its way: on a thread for CPU tensors, on a CUDA
+stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits. Groups of
+GPUs with symmetric memory fuse large products with their collective instead (see symmetric.py).
+
+A sum over ranks of 16-bit numbers is a sum of roundings, and the error grows with the ranks. By default the parts therefore
+leave the product in fp32, travel so, and are rounded once; "native" sends 16-bit parts, half the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyops.comm.collectives.work import Work
+from pyops.deferred import is_marked, weight_gradient
+from pyops.tensor_parallel.functional import symmetric
+from pyops.tensor_parallel.functional.ranks import Ranks, pad_rows
+
+__all__ = ["Plan", "column_products", "row_product"]
+
+REDUCE = ("fp32", "native")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer's products are shared out. reduce: "fp32" or "native"."""
+
+    ranks: Ranks
+    sequence_parallel: bool = False
+    reduce: str = "fp32"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCE:
+            raise ValueError(f"reduce is {self.reduce!r}; choose one of {', '.join(REDUCE)}")
+
+    def sums_as_is(self, x: Tensor) -> bool:
+        """Whether parts of a sum over ranks travel in the dtype of x."""
+        return self.reduce == "native" or x.dtype not in (torch.bfloat16, torch.float16)
+
+
+def column_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan) -> tuple[Tensor, ...]:
+    """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum of dx for all of them.
+
+    x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence parallelism. The results are
+    [..., out], or [ranks * n, out].
+    """
+    x, *both = _cast(x, *weights, *biases)
+    weights, biases = both[: len(weights)], both[len(weights) :]
+    if plan.ranks.size == 1 and not any(map(is_marked, weights)):
+        return tuple(functional.linear(x, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
+    return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """The ranks' sum of x W^T, and then + b. x: [..., in / ranks], weight [out, in / ranks].
+
+    The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the result this rank's [n, out]
+    of the N tokens, padded.
+    """
+    x, weight, bias = _cast(x, weight, bias)
+    if plan.ranks.size == 1 and not is_marked(weight):
+        return functional.linear(x, weight, bias)
+    return _Row.apply(plan, x, weight, bias)  # type: ignore[no-any-return]
+
+
+def _cast(x: Tensor, *parameters: Tensor | None) -> Any:
+    """Under autocast everything in its dtype, as torch's own linear does.
+
+    But parameters that carry a mark, which their copy would not: the Functions cast those.
+    """
+    dtype = _autocast_dtype(x)
+    if dtype is None:
+        return x, *parameters
+    return x.to(dtype), *(p if p is None or is_marked(p) else p.to(dtype) for p in parameters)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _to(parameter: Any, dtype: torch.dtype | None) -> Any:
+    return parameter if parameter is None or dtype is None else parameter.to(dtype)
+
+
+def _marked(parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Those that carry a mark, for backward: what it unpacks may be an alias without it."""
+    return [p if is_marked(p) else None for p in parameters]
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+
+
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.dim() == 1 else bias.flatten()
+
+
+def _part_of_sum(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+    """a b, in the dtype in which it is summed over ranks. a: [rows, k], b: [k, columns]."""
+    if plan.sums_as_is(a) or plan.ranks.size == 1:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _bias_gradient(marked: Tensor | None, weight: Tensor, dy: Tensor) -> Tensor | None:
+    return dy.sum(0).view(weight.shape[:-1]) if marked is None else weight_gradient(marked, dy, None)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        n, dtype = len(rest) // 2, _autocast_dtype(x)
+        ctx.plan, ctx.shape, ctx.dtype, ctx.marked = plan, x.shape, x.dtype, _marked(rest)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2 : 2 + n]) else None, *rest[:n])
+        cast = [_to(p, dtype) for p in rest]
+        weights, biases = [_matrix(w) for w in cast[:n]], [_vector(b) for b in cast[n:]]
+        with torch.autocast(x.device.type, enabled=False):
+            if plan.sequence_parallel and symmetric.fuses(x, plan.ranks, rows=len(x) * plan.ranks.size):
+                _, products = symmetric.gathered_products(x.contiguous(), [w.t() for w in weights], plan.ranks)
+                return tuple(y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True))
+            whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
+            return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        plan, n = ctx.plan, len(weights)
+        need_x, need_w, need_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
+        rows = [_rows(dy) for dy in dys]
+        shared = plan.sequence_parallel
+        gathering = plan.ranks.gather(x.contiguous(), async_op=plan.overlap) if shared and any(need_w) else None
+        fused = need_x and shared and n == 1 and plan.sums_as_is(rows[0])
+        fused = fused and symmetric.fuses(rows[0], plan.ranks, rows=len(rows[0]))
+        if fused:
+            dx = symmetric.scattered_product(rows[0], _matrix(weights[0]).to(ctx.dtype), plan.ranks)
+        elif need_x:
+            dx = _part_of_sum(rows[0], _matrix(weights[0]).to(ctx.dtype), plan)
+            for dy, weight in zip(rows[1:], weights[1:], strict=True):
+                dx += _part_of_sum(dy, _matrix(weight).to(ctx.dtype), plan)
+        whole = gathering.wait() if gathering is not None else None if x is None else _rows(x)
+        summing = None
+        if fused:
+            summing = Work(dx)
+        elif need_x:
+            summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(dx, async_op=plan.overlap)
+        given = list(zip(weights, rows, ctx.marked[:n], ctx.marked[n:], need_w, need_b, strict=True))
+        dws = [weight_gradient(w if own is None else own, dy, whole) if need else None for w, dy, own, _, need, _ in given]
+        dbs = [_bias_gradient(own, w, dy) if need else None for w, dy, _, own, _, need in given]
+        found = summing.wait().to(ctx.dtype).view(ctx.shape) if summing is not None else None
+        return None, found, *dws, *dbs
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = _autocast_dtype(x)
+        ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
+        rows, ranks = _rows(x), plan.ranks
+        fused = plan.sequence_parallel and plan.sums_as_is(rows) and symmetric.fuses(rows, ranks, rows=len(rows))
+        shape: tuple[int, ...] = (-1, weight.shape[0])
+        with torch.autocast(x.device.type, enabled=False):
+            matrix = _to(weight, dtype).t()
+            if fused:
+                y = symmetric.scattered_product(rows, matrix, ranks)
+            elif plan.sequence_parallel:
+                part = _part_of_sum(rows, matrix, plan)
+                y = ranks.reduce_scatter(pad_rows(part, ranks.rows_each(len(part)) * ranks.size)).wait()
+            else:
+                y = ranks.sum_(_part_of_sum(rows, matrix, plan)).wait()
+                shape = (*x.shape[:-1], weight.shape[0])
+        if bias is not None:
+            y += _to(bias, dtype)
+        # Not a view to autograd, so that it may be added to in place, as Falcon's blocks do.
+        return torch.ops.aten._unsafe_view(y.to(x.dtype), shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        plan, (own, own_bias) = ctx.plan, ctx.marked
+        _, need_x, need_w, need_b = ctx.needs_input_grad
+        rows, dx = _rows(dy), None
+        if plan.sequence_parallel:
+            tokens = ctx.shape[:-1].numel()
+            if need_x and symmetric.fuses(rows, plan.ranks, rows=len(rows) * plan.ranks.size):
+                rows, (dx,) = symmetric.gathered_products(rows.contiguous(), [weight.to(rows.dtype)], plan.ranks)
+                rows, dx = rows[:tokens], dx[:tokens].view(ctx.shape)
+            else:
+                rows = plan.ranks.gather(rows.contiguous()).wait()[:tokens]
+        # From the gathered rows the bias gets its whole gradient on every rank, rounded once.
+        db = _bias_gradient(own_bias, weight, rows) if need_b else None
+        if need_x and dx is None:
+            dx = (rows @ weight.to(rows.dtype)).view(ctx.shape)
+        dw = weight_gradient(weight if own is None else own, rows, _rows(x)) if need_w else None
+        return None, dx, dw, db

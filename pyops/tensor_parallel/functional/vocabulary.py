@@ -1,0 +1,131 @@
+"""A rank's columns of the vocabulary, and the statistics of whole rows from those of each rank's part, in one collective.
+
+    rank 0   words 0 1 2        (m_0, sum of exp(z - m_0), target's logit or 0)  --.
+    rank 1   words 3 4 5        (m_1, ...)                                       --+-- gather --> m = max m_r
+    rank 2   word  6, padding   (m_2, ...)                                       --'        sum = sum_r of sum_r exp(m_r - m)
+
+12 bytes a token go round (16 with label smoothing, twice that in float64), and as many once more, which say what each rank
+holds and was asked: the first column, their number, and a check sum of targets and options. Every rank merges the same numbers
+in the same order, so all have the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyops.comm.failure import DisagreementError
+from pyops.ops.layers.cross_entropy import cross_entropy_statistics
+from pyops.tensor_parallel.functional.ranks import Ranks
+
+__all__ = ["Options", "VocabularyPart"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a row's loss depends on beside its logits; see `pyops.ops.cross_entropy.cross_entropy`."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's columns [0, columns) are words first_column, first_column + 1, ... of vocab_size; the others are padding."""
+
+    ranks: Ranks
+    first_column: int
+    columns: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, width: int, ranks: Ranks, *, vocab_size: int | None, first_column: int | None) -> VocabularyPart:
+        """ValueError when `width` columns on each rank don't hold the vocabulary, or when an uneven part is not told whole."""
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}; it must be 1 or more")
+        if first_column is None:
+            words = width * ranks.size if vocab_size is None else vocab_size
+            if words > width * ranks.size:
+                raise ValueError(
+                    f"{width} columns on each of {ranks.size} ranks don't hold a vocabulary of {words}; where ranks have "
+                    "different numbers of columns, give each its first_column"
+                )
+            start = min(ranks.rank * width, words)
+            return cls(ranks, start, min(width, words - start), words)
+        if vocab_size is None:
+            raise ValueError("first_column says where this rank's columns begin; give vocab_size, where they end, as well")
+        if not 0 <= first_column <= vocab_size:
+            raise ValueError(f"first_column is {first_column}; it must be from 0 to vocab_size = {vocab_size}")
+        return cls(ranks, first_column, min(width, vocab_size - first_column), vocab_size)
+
+    def statistics(self, logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+        """[N, 3], or 4 with label smoothing, of whole rows: as `cross_entropy_statistics` gives them for a whole vocabulary.
+
+        logits: this rank's [N, C], targets [N]. DisagreementError, on every rank, when ranks hold parts that don't make up the
+        vocabulary, or have other targets or options (CPU tensors; nothing waits for a CUDA device).
+        """
+        with_sum = options.label_smoothing > 0
+
+        def local(out: Tensor | None) -> Tensor:
+            return cross_entropy_statistics(
+                logits, targets, ignore_index=options.ignore_index, first_column=self.first_column, columns=self.columns,
+                with_sum=with_sum, out=out,
+            )  # fmt: skip
+
+        if self.ranks.size == 1:
+            return local(None)
+        rows = len(logits)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        mine = logits.new_zeros(rows + 1, 4 if with_sum else 3, dtype=wide)
+        local(mine[:rows])
+        mine[rows, 0] = self.first_column
+        mine[rows, 1] = self.columns
+        if not logits.is_cuda:
+            mine[rows, 2] = self._check_sum(targets, options)
+        parts = self.ranks.gather(mine).wait().view(self.ranks.size, rows + 1, -1)
+        if not logits.is_cuda:
+            self._agree(parts[:, rows])
+        return _merged(parts[:, :rows], parts[:, rows, 1])
+
+    def _check_sum(self, targets: Tensor, options: Options) -> int:
+        """24 bits, which a float32 holds exactly."""
+        asked = zlib.crc32(repr((options, self.vocab_size)).encode())
+        return zlib.crc32(targets.contiguous().view(torch.uint8).numpy().data, asked) >> 8
+
+    def _agree(self, said: Tensor) -> None:
+        """said [ranks, 3 or 4]: first column, columns, check sum."""
+        table = [[int(number) for number in row[:3]] for row in said.tolist()]
+        begins = 0
+        for rank, (first, columns, check) in enumerate(table):
+            if first != begins:
+                parts = ", ".join(f"rank {r}: {a} to {a + n}" for r, (a, n, _) in enumerate(table))
+                raise DisagreementError(
+                    f"the ranks' columns do not follow one another in a vocabulary of {self.vocab_size} ({parts})", ranks=[rank]
+                )
+            begins += columns
+            if check != table[0][2]:
+                raise DisagreementError(
+                    f"rank {rank} computes another loss than rank 0: other targets, vocab_size, ignore_index, label_smoothing "
+                    "or z_loss; the ranks of a group must be given the same",
+                    ranks=[rank],
+                )
+        if begins != self.vocab_size:
+            raise DisagreementError(
+                f"the ranks' columns end at {begins}, the vocabulary at {self.vocab_size}", ranks=list(range(len(table)))
+            )
+
+
+def _merged(parts: Tensor, columns: Tensor) -> Tensor:
+    """parts [ranks, N, 3 or 4], columns [ranks] -> [N, 3 or 4]."""
+    maximum = parts[:, :, 0].amax(0)
+    shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    lower = parts[:, :, 0] - shift  # of each part's maximum; -inf where it has none
+    merged = [maximum, (parts[:, :, 1] * lower.exp()).sum(0), parts[:, :, 2].sum(0)]
+    if parts.shape[2] == 4:
+        none = (columns == 0)[:, None]
+        merged.append((parts[:, :, 3] + (columns[:, None] * lower).masked_fill(none, 0.0)).sum(0))
+    return torch.stack(merged, dim=1)

@@ -1,0 +1,1 @@
+"""Tensor-parallel modules: linear layers, attention, MLP, embedding, norms."""

@@ -1,0 +1,84 @@
+"""LayerNorm and RMSNorm over the last dim, alone or with the residual added first, of tokens that a rank holds.
+
+    z = x + residual          LayerNorm: y = (z - mean z) / sqrt(var z + eps) * weight + bias      (Ba et al., 2016)
+                              RMSNorm:   y = z / sqrt(mean z^2 + eps) * weight                     (Zhang and Sennrich, 2019)
+
+Every rank holds the whole weight. Under sequence parallelism its gradient on a rank comes from that rank's tokens alone: a
+part, as the placements say, that `finish_gradients` sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pyops.flat import Placement
+from pyops.ops.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from pyops.tensor_parallel.functional.ranks import Ranks
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class _Norm(nn.Module):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, dim: int, *, eps: float, bias: bool, group: dist.ProcessGroup | None, sequence_parallel: bool,
+        device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        ranks = Ranks.of(group)
+        whole = Placement.whole((dim,), rank=ranks.rank, ranks=ranks.size, partial=sequence_parallel)
+        self.placements = {"weight": whole, **({"bias": whole} if bias else {})}
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Weight 1, bias 0."""
+        self.weight.fill_(1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class LayerNorm(_Norm):
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual). x: [..., dim], residual of the same shape."""
+
+    def __init__(
+        self, dim: int, *, eps: float = 1e-5, bias: bool = True, group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, eps=eps, bias=bias, group=group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+
+
+class RMSNorm(_Norm):
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual). The weight is used as weight + offset."""
+
+    def __init__(
+        self, dim: int, *, eps: float = 1e-6, offset: float = 0.0, group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.offset = offset
+        super().__init__(dim, eps=eps, bias=False, group=group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """weight + offset becomes 1."""
+        self.weight.fill_(1.0 - self.offset)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+        return add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)

@@ -1,0 +1,1 @@
+"""The processes and the machine: ranks and how they meet, signals, memory limits."""

@@ -1,0 +1,341 @@
+"""When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and let go of afterwards.
+
+    forward     gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
+                         | gather 1 | gather 2 | gather 3 |
+    backward             | 3        | 2        | 1        | 0        |
+                         | gather 2 | gather 1 | gather 0 |
+                                    | reduce 3 | reduce 2 | reduce 1 | reduce 0
+
+What comes next is what came next the last time. If it is another unit, that one is gathered when it is needed: an order that
+changes costs time and never changes a result. All ranks must run the same units in the same order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyops.comm.collectives.communicator import Communicator
+from pyops.comm.collectives.work import Work
+from pyops.zero.hooks.spread import Spreading
+from pyops.zero.layout.sharded import ShardedParameters
+from pyops.zero.layout.wire import Wire
+
+__all__ = ["Gathering", "Unit"]
+
+LONGEST = 10_000  # turns of units that are remembered
+
+
+class Unit:
+    """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while there are works. there:
+    gathered, and in sight. open: the module whose forward is running. calls: forwards whose backward is still to come. wide:
+    its parameters are used outside of its forward, so they stay until the end of backward, as the root's do."""
+
+    def __init__(self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]) -> None:
+        self.name, self.module, self.is_root, self.flats = name, module, is_root, list(flats)
+        self.works: list[Work] = []
+        self.whole = self.there = self.wide = False
+        self.open: nn.Module | None = None
+        self.calls = 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for flat in self.flats:
+            yield from flat.parameters
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of the gathered memory."""
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return False
+        storage = tensor.untyped_storage()._cdata
+        return any(flat.data.untyped_storage()._cdata == storage for flat in self.flats)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward tells that the gradients of a unit's inputs are there, so that its own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, tell: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.tell = tell
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.tell()
+        return (None, *gradients)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Trace:
+    """The order of units in a phase, remembered from the last time."""
+
+    def __init__(self) -> None:
+        self._known: list[Unit] = []
+        self._now: list[Unit] = []
+        self._at = 0
+
+    def begin(self) -> None:
+        if self._now:
+            self._known = self._now
+        self._now, self._at = [], 0
+
+    def first(self) -> Unit | None:
+        return self._known[0] if self._known else None
+
+    def soon(self) -> list[Unit]:
+        """The two that are expected next."""
+        return self._known[self._at : self._at + 2]
+
+    def after(self, unit: Unit) -> Unit | None:
+        """Note that it is the unit's turn; the one that is expected next."""
+        if len(self._now) >= LONGEST:
+            self.begin()  # forwards of parts only, which no step ever ends
+        self._now.append(unit)
+        for at in range(self._at, len(self._known)):
+            if self._known[at] is unit:
+                self._at = at + 1
+                return self._known[at + 1] if at + 1 < len(self._known) else None
+        return None
+
+
+class Gathering:
+    """Hooks on the modules of the units. reduce: called with a unit when all its gradients are there, in backward."""
+
+    def __init__(
+        self, units: Sequence[Unit], communicator: Communicator | None, *, overlap: bool, reduce: Callable[[Unit], None],
+        wire: Wire,
+    ) -> None:  # fmt: skip
+        self.units, self.communicator, self.overlap, self._reduce = list(units), communicator, overlap, reduce
+        self.wire = wire
+        self._forward, self._backward = Trace(), Trace()
+        self._phase = ""
+        self._pinned = False
+        self._holders: dict[ShardedParameters, int] = {}
+        self._hooks: list[Any] = []
+        self._spreading = Spreading(self._touched)
+        self._unit_of = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
+        self.is_active = any(flat.is_spread for unit in units for flat in unit.flats)
+        if not self.is_active:
+            return
+        for unit in self.units:
+            self._spreading.spread(unit.parameters())
+        inside = {id(m) for unit in units if not unit.is_root for m in unit.module.modules()}
+        for unit in self.units:
+            members = [m for m in unit.module.modules() if not unit.is_root or id(m) not in inside]
+            for module in members:
+                if module is unit.module or any(True for _ in module.parameters(recurse=False)):
+                    before, after = partial(self._before, unit), partial(self._after, unit)
+                    self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                    self._hooks.append(module.register_forward_hook(after, always_call=True))
+            self._hooks.append(unit.module.register_state_dict_pre_hook(partial(self._before_state_dict, unit)))
+
+    # ------------------------------------------------------------------------------------------------ gathering
+
+    def _start(self, unit: Unit, *, exact: bool = False) -> None:
+        if not unit.whole and self.is_active:
+            wire = None if exact else self.wire
+            unit.works = [flat.start_gather(self.communicator, async_op=self.overlap, wire=wire) for flat in unit.flats]
+            unit.whole = True
+
+    def _need(self, unit: Unit, *, exact: bool = False) -> None:
+        """The unit's parameters are there when this returns; the next one's are on their way, if that is known. exact: as their
+        owners have them, whatever the wire."""
+        self._start(unit, exact=exact)
+        for work in unit.works:
+            work.wait()
+        if unit.works and self.wire.secondary is not None and not exact:
+            for flat in unit.flats:
+                flat.keep(self.wire.secondary)
+        unit.works = []
+        if not unit.there and self.is_active:
+            self._spreading.gathered(unit.parameters())
+            unit.there = True
+
+    def _release(self, unit: Unit) -> None:
+        if unit.whole and not self._pinned:
+            for work in unit.works:
+                work.wait()
+            unit.works = []
+            if unit.there:
+                self._spreading.spread(unit.parameters())
+            for flat in unit.flats:
+                flat.release()
+            unit.whole = unit.there = False
+
+    def release_all(self) -> None:
+        """Nothing is whole afterwards: before parameters change. Forgets what is still to come of a broken-off backward."""
+        for unit in self.units:
+            self._release(unit)
+            unit.open, unit.calls = None, 0
+            for flat in unit.flats:
+                flat.forget()
+        self._phase = ""
+
+    def pin(self, wanted: bool) -> None:
+        """True: gather everything, and keep it. False: keep this rank's chunks as they are now, and let go of the rest."""
+        if not self.is_active:
+            return
+        if wanted:
+            for unit in self.units:
+                if self.wire.gather is not None:
+                    self._release(unit)  # what is whole may be what the codec made of it
+                self._need(unit, exact=True)
+            self._pinned = True
+            self._holders = {flat: flat.holders() for unit in self.units for flat in unit.flats}
+            return
+        self._pinned = False
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.take_over()
+                if flat.holders() > self._holders[flat] and flat.partition.ranks > 1:  # a state_dict(), say
+                    flat.leave()
+        self.release_all()
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def _enter(self, phase: str) -> None:
+        if self._phase != phase:
+            self._phase = phase
+            (self._forward if phase == "forward" else self._backward).begin()
+
+    def _turn(self, unit: Unit, trace: Trace) -> None:
+        """Gather the unit, let go of those that have had theirs, and fetch the next."""
+        following = trace.after(unit)
+        for other in self.units:
+            stays = other.is_root or other.wide or other.open is not None
+            if other is not unit and other is not following and not stays:
+                self._release(other)
+        self._start(unit)
+        if following is not None and self.overlap:
+            self._start(following)
+        for coming in trace.soon():
+            for flat in coming.flats:
+                flat.read_ahead()
+        self._need(unit)
+
+    @torch._disable_dynamo
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A forward begins."""
+        again = _in_backward()  # a recomputation
+        if unit.is_root and module is unit.module and not again:
+            if not any(other.open is not None for other in self.units):
+                self._phase = ""
+            self._enter("forward")
+            first = self._forward.first()
+            if first is not None and first is not unit and self.overlap:
+                self._start(unit)
+                self._start(first)
+        if unit.open is not None:
+            return None
+        unit.open = module
+        if again or unit.is_root:
+            self._need(unit)
+        else:
+            self._enter("forward")
+            self._turn(unit, self._forward)
+        if unit.is_root or not torch.is_grad_enabled():
+            return None
+        return self._watch_inputs(unit, args, kwargs)
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return None
+        watched = _AfterBackward.apply(partial(self._end_backward_of, unit), *(leaves[i] for i in places))
+        for i, tensor in zip(places, watched, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, spec)
+
+    @torch._disable_dynamo
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward ends, also by an exception."""
+        if unit.open is not module:
+            return
+        unit.open = None
+        again = _in_backward()
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
+        if not unit.wide and not unit.is_root and any(unit.holds(t) for t in tensors):
+            self._widen(unit, f"{type(module).__name__} returns a parameter of {unit.name}, or a view of one")
+        wanted = [t for t in tensors if t.requires_grad]
+        if torch.is_grad_enabled() and wanted:
+            for tensor in wanted:
+                tensor.register_hook(partial(self._begin_backward_of, unit))
+            if not again:
+                unit.calls += 1
+        elif unit.is_root and not again:
+            for other in self.units:
+                self._release(other)
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def _begin_backward_of(self, unit: Unit, gradient: Tensor) -> None:
+        if self._phase != "backward":
+            self._enter("backward")
+            Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        if unit.is_root:
+            self._need(unit)
+        else:
+            self._turn(unit, self._backward)
+
+    def _end_backward_of(self, unit: Unit) -> None:
+        unit.calls = max(0, unit.calls - 1)
+        if unit.wide:  # more gradients may come
+            return
+        if unit.open is None:
+            self._release(unit)
+        if unit.calls == 0:
+            self._reduce(unit)
+
+    def end_backward(self) -> None:
+        """Backward is over."""
+        for unit in self.units:
+            self._release(unit)
+        self._phase = ""
+
+    # ------------------------------------------------------------------------------------------------ guards
+
+    def _touched(self, parameter: nn.Parameter) -> None:
+        """Somebody needs values that are not there: in forward and backward, which all ranks run alike, they are gathered."""
+        unit = self._unit_of[id(parameter)]
+        name = next(name for flat in unit.flats for name, p in zip(flat.names, flat.parameters, strict=True) if p is parameter)
+        if not (_in_backward() or any(other.open is not None for other in self.units)):
+            raise RuntimeError(
+                f"{name} is spread over the ranks (ZeRO stage 3), its values are in memory only while {unit.name} computes; "
+                "to look at it, to copy, change, move or wrap the model, do so within `with optimizer.whole_parameters():`, "
+                "which every rank enters; a forward goes through the model's own call"
+            )
+        if not unit.wide and not unit.is_root:
+            self._widen(unit, f"{name} is used outside of the forward of {unit.name}")
+        self._need(unit)
+
+    def _widen(self, unit: Unit, why: str) -> None:
+        unit.wide = True
+        warnings.warn(
+            f"ZeroOptimizer: {why}, so {unit.name} stays whole until the end of backward; the result is the same, and it takes "
+            "more memory; choose units= so that what uses a parameter lies in its unit",
+            stacklevel=2,
+        )
+
+    def _before_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._pinned and any(other.flats for other in self.units):
+            raise RuntimeError(
+                "the parameters are spread over the ranks: take optimizer.model_state_dict(), each rank's part, or "
+                "`with optimizer.whole_parameters(): model.state_dict()` on every rank"
+            )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for unit in self.units:
+            self._spreading.gathered(unit.parameters())

@@ -1,0 +1,52 @@
+"""What a ZeroOptimizer has put in its place, and whether it is there still, before forward and before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyops.flat import InPlace, claim, release
+from pyops.zero.hooks.gathering import Gathering
+from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.layout.parameters import FlatParameters
+
+__all__ = ["Kept"]
+
+FIX = (
+    "precision= casts the model, model_state_dict() and load_model_state_dict() save and load it, optimizer.close() lets go "
+    "of it"
+)
+
+
+class Kept:
+    """The parameters of `model` in `flats` and in the units of `gathering`: claimed, and looked after."""
+
+    def __init__(
+        self, model: nn.Module, flats: Sequence[FlatParameters], gathering: Gathering, gradients: Gradients
+    ) -> None:  # fmt: skip
+        self._flats = list(dict.fromkeys([*flats, *(flat for unit in gathering.units for flat in unit.flats)]))
+        self._gradients = gradients
+        self._in_place = InPlace("ZeroOptimizer", model, self._flats, fix=FIX)
+        claim((p for flat in self._flats for p in flat.parameters), gradients, who="ZeroOptimizer")
+
+    def before_forward(self, *_: Any) -> None:
+        """Of the model: a hook."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self.check()
+        self._gradients.prepare()
+
+    def check(self) -> None:
+        """ValueError where a parameter was moved or replaced; the other ranks hear of it in their next collective."""
+        error = self._in_place.problem()
+        if error is None:
+            return
+        if self._gradients.communicator is not None:
+            self._gradients.communicator.leave(error, device=self._flats[0].device)
+        raise error
+
+    def remove(self) -> None:
+        """Let others have the parameters."""
+        release((p for flat in self._flats for p in flat.parameters), self._gradients)

@@ -1,0 +1,97 @@
+"""What a program finds in `.grad` between backward and step, and what it may have done to it.
+
+backward ends       every parameter's .grad is its ReducedGradient
+.grad is None       somebody forgot it, model.zero_grad() say: it counts no more
+.grad is another    somebody put it there, and no backward will reduce it: the step is refused, on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pyops.comm.collectives.communicator import Communicator
+from pyops.zero.hooks.gradients import GradientBucket, Gradients
+from pyops.zero.hooks.reduced import Norms, ReducedGradient
+from pyops.zero.layout.partition import Piece
+
+__all__ = ["Shown", "gradients_set_by_hand"]
+
+
+def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
+    """What to raise where a step finds gradients that backward has not made. names: of their parameters on this rank."""
+    return RuntimeError(
+        "ZeroOptimizer takes gradients from backward(), which reduces them over the ranks; somebody has set .grad of "
+        f"{list(names[:3]) if names else 'a parameter on another rank'}: multiply the loss, or scale what is in .grad in place"
+    )
+
+
+class Shown:
+    """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts, None where this one owns
+    everything. partial: why gradients are not final before the step, None where they are."""
+
+    def __init__(self, gradients: Gradients, communicator: Communicator | None, *, partial_because: str | None) -> None:
+        self._gradients = gradients
+        self._places: list[tuple[nn.Parameter, GradientBucket, Piece, int]] = []
+        for f, flat in enumerate(gradients.flats):
+            pieces = {piece.index: piece for piece in flat.partition.pieces(flat.rank)}
+            for index, parameter in enumerate(flat.parameters):
+                bucket = gradients.of_flat[f][pieces[index].bucket]
+                self._places.append((parameter, bucket, pieces[index], len(self._places)))
+        norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because)
+        self._reduced = [
+            ReducedGradient(
+                bucket.view_like(piece.index), bucket.flat.device, label=bucket.flat.names[piece.index], number=number,
+                norms=norms, local=partial(bucket.part, piece),
+            )
+            for _, bucket, piece, number in self._places
+        ]  # fmt: skip
+        gradients.before_backward = self.forget
+        gradients.after_reducing = self.show
+
+    def _parts(self) -> list[Tensor]:
+        found = [bucket.part(piece) for _, bucket, piece, _ in self._places]
+        return [torch.empty(0, device="cpu") if each is None else each for each in found]
+
+    def show(self) -> None:
+        """All gradients are reduced."""
+        self._reduced[0].norms.changed()
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, *_), reduced in zip(self._places, self._reduced, strict=True):
+                parameter.grad = reduced
+
+    def _others(self) -> Iterator[tuple[int, Tensor | None]]:
+        """(number of a parameter, what is in its .grad) where that is neither what was put there nor still to be reduced."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for (parameter, bucket, piece, number), reduced in zip(self._places, self._reduced, strict=True):
+                found = parameter.grad
+                if found is not reduced and not bucket.takes(piece.index):
+                    yield number, found
+
+    def _drop(self, number: int) -> None:
+        part = self._reduced[number].part_or_none()
+        if part is not None:
+            part.zero_()
+            self._reduced[number].norms.changed()
+            self._gradients.used[number] = 0
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Another backward has begun: what was forgotten, or replaced, before it doesn't count."""
+        if any(bucket.chunk is not None for bucket in self._gradients.buckets):
+            for number, _ in list(self._others()):
+                self._drop(number)
+
+    @torch.no_grad()
+    def settle(self) -> list[str]:
+        """A step begins: what was forgotten doesn't count. The names of parameters with gradients that nothing will reduce."""
+        strange = []
+        for number, found in list(self._others()):
+            if found is None:
+                self._drop(number)
+            elif not isinstance(found, ReducedGradient):
+                strange.append(self._reduced[number].label)
+        return strange

@@ -1,0 +1,1 @@
+"""What a checkpoint gets of a ZeroOptimizer, and the bytes that a rank keeps."""
