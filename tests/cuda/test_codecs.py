@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyops.ops.communication import onebit, quantize
-from tests.ops.test_onebit import F, numbers, same
+from tests.ops.communication.test_onebit import F, numbers, same
 
 pytestmark = pytest.mark.cpu_only
 

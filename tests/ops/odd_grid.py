@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyops.ops.memory import resolved_view
-from tests.odd_runs import go_through
-from tests.odd_tensors import ODD, WITHOUT_MEMORY, bits_of
+from tests.odd_input.runs import go_through
+from tests.odd_input.tensors import ODD, WITHOUT_MEMORY, bits_of
 from tests.ops.samples import SAMPLES, UNTRACEABLE
 
 Place = tuple[int, int | None]  # of an argument, and of a tensor in a list

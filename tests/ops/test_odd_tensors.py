@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.odd_runs import wrong_in
+from tests.odd_input.runs import wrong_in
 
 pytestmark = pytest.mark.cpu_only
 GRID = "tests.ops.odd_grid"

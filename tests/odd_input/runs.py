@@ -1,0 +1,51 @@
+"""Runs a grid of odd tensors in a process of its own, and another behind each case that kills it."""
+
+from __future__ import annotations
+
+import faulthandler
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["go_through", "wrong_in"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_DEATHS = 200
+
+
+def go_through(cases: Sequence[Any], problem: Callable[..., str | None], first: int) -> None:
+    """In the process of its own: a line when a case begins, one when it fails, one at the end."""
+    warnings.simplefilter("ignore")
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    for number, case in enumerate(cases):
+        if number < first:
+            continue
+        print(f"case {number} {case}", flush=True)
+        if (wrong := problem(*case)) is not None:
+            print(f"wrong: {' '.join(wrong.split())}", flush=True)
+    print("end", flush=True)
+
+
+def wrong_in(module: str, which: str) -> list[str]:
+    """What is wrong, by case. `module` is run with `which` and the number of the first case."""
+    wrong, first = [], 0
+    for _ in range(MOST_DEATHS):
+        done = subprocess.run([sys.executable, "-m", module, which, str(first)], capture_output=True, text=True, cwd=ROOT)
+        case = ""
+        for line in done.stdout.splitlines():
+            if line.startswith("case "):
+                case = line
+            elif line.startswith("wrong: "):
+                wrong.append(f"{case}: {line[7:]}")
+        if done.stdout.endswith("end\n"):
+            return wrong
+        assert case, done.stderr
+        wrong.append(f"{case}: the process died with {done.returncode}: {done.stderr[-300:]}")
+        first = int(case.split()[1]) + 1
+    return wrong

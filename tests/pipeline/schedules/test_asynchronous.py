@@ -1,0 +1,397 @@
+"""Asynchronous runs of the executor against the papers' update rules, written down without schedule or pipeline."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import pyops.optim
+from pyops.pipeline import Action, Pipeline, Remedies, Schedule, custom, schedule
+from tests.pipeline import emulation
+from tests.pipeline.reference import batch, mlp
+from tests.pipeline.runtime.test_skips import Plain, unet, without_dropout
+
+pytestmark = pytest.mark.cpu_only
+
+mse = nn.functional.mse_loss
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+    "fused": lambda parameters: pyops.optim.AdamW(parameters, lr=0.02),
+}
+RULES: dict[str, tuple[str, dict[str, Any], Callable[[int], emulation.Rule]]] = {
+    "stash": ("pipedream", {}, emulation.pipedream),
+    "vertical": ("pipedream", {"vertical_sync": True}, emulation.vertical),
+    "two": ("pipedream_2bw", {}, emulation.two_versions),
+    "two, more": ("pipedream_2bw", {"accumulate": 5}, emulation.two_versions),
+}
+
+
+def rows_of(microbatches: int, rows: int) -> tuple[Tensor, Tensor, Any, Any]:
+    x, target = batch(rows)
+    return x, target, x.tensor_split(microbatches), target.tensor_split(microbatches)
+
+
+def weights_of(layers: list[nn.Module]) -> list[Tensor]:
+    return [p.detach().clone() for layer in layers for p in layer.parameters()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Bit for bit; and training has moved every one of them."""
+    began = weights_of(mlp())
+    assert all(not torch.equal(a, b) for a, b in zip(ours, began, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
+    name, options, make_rule = RULES[rule]
+    for k, m in ((1, 7), (2, 11), (3, 15), (4, 19), (4, 2)) if optimizer == "sgd" else ((3, 15),):
+        x, target, xs, targets = rows_of(m, 40)  # uneven micro-batches, and an uneven number for the last step
+        plan = schedule(name, num_stages=k, num_microbatches=len(xs), **options)
+        ours, theirs = mlp(), mlp()
+        pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer])
+        pipeline.step(x, target)
+        emulation.emulate(theirs, pipeline.boundaries, make_rule(k), OPTIMIZERS[optimizer], xs, targets,
+                          accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+        assert same(weights_of(ours), weights_of(theirs)), (k, m)
+        assert all(p.grad is None for p in pipeline.parameters())
+        assert all(stage.kept == 0 for stage in pipeline.stages.values())
+
+
+@pytest.mark.parametrize(("optimizer", "warmup"), [("sgd", "a"), ("momentum", "b"), ("adam", "b"), ("fused", "a")])
+@pytest.mark.parametrize("decay", [None, math.exp(-2)])
+def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: float | None):
+    for k, accumulate, anneal in ((1, 1, 0), (4, 1, 9), (2, 2, 0)):
+        x, target, xs, targets = rows_of(16, 32)
+        plan = schedule("pipemare", num_stages=k, num_microbatches=16, warmup=warmup, accumulate=accumulate)
+
+        def in_flight(s: int, k: int = k) -> int:
+            return k - s if warmup == "a" else 2 * (k - s) - 1
+
+        ours, theirs = mlp(), mlp()
+        pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer],
+                            remedies=Remedies(decay=decay, anneal=anneal))  # fmt: skip
+        pipeline.step(x, target)
+        emulation.pipemare(theirs, pipeline.boundaries, OPTIMIZERS[optimizer], xs, targets, loss=mse, in_flight=in_flight,
+                           accumulate=accumulate, decay=decay, anneal=anneal)  # fmt: skip
+        assert same(weights_of(ours), weights_of(theirs)), (k, accumulate)
+
+
+def made(name: str, k: int, m: int, **options: Any) -> Schedule:
+    return schedule(name, num_stages=k, num_microbatches=m, **options)
+
+
+class Odd(nn.Module):
+    """Weights that autograd keeps as they are, as views, and by way of an index; a layer that computes itself again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table = nn.Parameter(torch.rand(8) + 0.5), nn.Embedding(4, 8)
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x * self.scale) + self.table(torch.arange(len(x)) % 4)
+        return checkpoint(self._again, y, use_reentrant=False)
+
+    def _again(self, y: Tensor) -> Tensor:
+        return torch.tanh(self.linear(y) * self.scale[:1])
+
+
+def odd(layers: int = 3) -> list[nn.Module]:
+    torch.manual_seed(4)
+    return [Odd() for _ in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "recompute"), [("stash", "never"), ("stash", "except_last"), ("vertical", "always"), ("two", "except_last")]
+)
+def test_any_layer_meets_the_right_version(rule: str, recompute: str):
+    name, options, make_rule = RULES[rule]
+    x, target, xs, targets = rows_of(8, 16)
+    plan = made(name, 3, 8, **options).with_recompute(recompute)
+    ours, theirs = odd(), odd()
+    pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
+    pipeline.step(x, target)
+    emulation.emulate(theirs, pipeline.boundaries, make_rule(3), OPTIMIZERS["momentum"], xs, targets,
+                      accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(ours), weights_of(theirs), strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(weights_of(ours), weights_of(odd()), strict=True))
+
+
+def test_autocast_takes_no_copies_of_old_weights():
+    x, target, xs, targets = rows_of(8, 32)
+    for name, options, make_rule in RULES.values():
+        ours, theirs = mlp(), mlp()
+        plan = made(name, 3, 8, **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
+            pipeline.step(x, target)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            emulation.emulate(theirs, pipeline.boundaries, make_rule(3), OPTIMIZERS["sgd"], xs, targets,
+                              accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+        assert same(weights_of(ours), weights_of(theirs))
+    again, theirs = mlp(), mlp()
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # stepped in place
+        Pipeline(again, schedule=made("pipemare", 1, 8), loss=mse, optimizer=OPTIMIZERS["sgd"]).step(x, target)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        emulation.emulate(theirs, [0, 8], lambda t, s: t, OPTIMIZERS["sgd"], xs, targets, loss=mse)
+    assert same(weights_of(again), weights_of(theirs))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_version_is_kept_as_long_as_it_is_needed_and_no_longer(rule: str):
+    name, options, _ = RULES[rule]
+    k = 4
+    x, target, _, _ = rows_of(6 * k, 6 * k)
+    plan = made(name, k, 6 * k, **options)
+    pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
+    most = [0] * k
+
+    def look(action: Action) -> None:
+        for stage, stepping in pipeline.stream.stepping.items():
+            most[stage] = max(most[stage], stepping.versions.kept)
+
+    pipeline.on_action(look)
+    for _ in range(2):
+        pipeline.step(x, target)
+        assert most == [plan.versions_kept(stage) for stage in range(k)]
+        assert [stepping.versions.kept for stepping in pipeline.stream.stepping.values()] == [1] * k
+    if rule == "stash":
+        assert most == [k - s for s in range(k)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_memory_of_a_version_is_let_go(optimizer: str):
+    """Neither graphs nor the optimizer hold on to it."""
+    k = 4
+    plan = made("pipedream", k, 20)
+    pipeline = Pipeline(mlp(4), schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer])
+    seen: list[list[StorageWeakRef]] = [[] for _ in range(k)]
+    alive: list[set[int]] = [set() for _ in range(k)]
+
+    def look(action: Action) -> None:
+        stage = action.stage
+        seen[stage].append(StorageWeakRef(pipeline.stages[stage].layers[0][0].weight.untyped_storage()))
+        alive[stage].add(len({each.cdata for each in seen[stage] if not each.expired()}))
+
+    pipeline.on_action(look)
+    pipeline.step(*batch(20))
+    assert [max(found) for found in alive] == [plan.versions_kept(stage) for stage in range(k)]
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("name", ["pipedream", "pipemare"])
+def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
+    """On lambda w^2 / 2 with lr 1 and weights tau steps old: up to lambda = 2 sin(pi / (4 tau + 2)). One run tries many."""
+
+    class Square(nn.Module):
+        def __init__(self, curvature: Tensor) -> None:
+            super().__init__()
+            self.w, self.curvature = nn.Parameter(torch.ones_like(curvature)), curvature
+
+        def forward(self, x: Tensor) -> Tensor:  # [rows, n]
+            return x * self.curvature.sqrt() * self.w
+
+    plan = made(name, k, 800)
+    tau = int(plan.delay(0))
+    assert tau == k - 1
+    limit = 2 * math.sin(math.pi / (4 * tau + 2))
+    tried = limit * torch.linspace(0.95, 1.05, 101, dtype=torch.float64)
+    square = Square(tried)
+    layers = [square, *(nn.Identity() for _ in range(k - 1))]
+    pipeline = Pipeline(
+        layers, schedule=plan, boundaries=list(range(k + 1)), loss=lambda y, _: y.square().sum() / 2,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )  # fmt: skip
+    x = torch.ones(800, 1, dtype=torch.float64)
+    sizes = [torch.zeros_like(tried) for _ in range(2)]
+    period = 2 * (2 * tau + 1)  # in which w swings once at the limit
+
+    def look(action: Action) -> None:
+        when = (100 <= action.number < 100 + 10 * period, action.number >= 800 - 10 * period)
+        if action.stage == 0 and action.kind == "U" and any(when):
+            sizes[when[1]].add_(square.w.detach().square())
+
+    pipeline.on_action(look)
+    pipeline.step(x, x)
+    growing = sizes[1] > sizes[0]
+    assert abs(float(tried[growing].min()) / limit - 1) < 0.002
+    assert abs(float(tried[~growing].max()) / limit - 1) < 0.002
+
+
+def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
+    """Gradients that are always 1: w_t = w_0 - lr t. What backward meets is w_{t - tau}, once the average has settled."""
+
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+            self.seen: list[tuple[Tensor, Tensor]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            forward = self.w.detach().clone()
+            y = x + self.w
+            y.register_hook(lambda _: self.seen.append((forward, self.w.detach().clone())))
+            return y
+
+    for decay, close in ((math.exp(-2), True), (None, False)):
+        constant = Constant()
+        pipeline = Pipeline(
+            [constant, nn.Identity(), nn.Identity()], schedule=made("pipemare", 3, 60, warmup="b"), boundaries=[0, 1, 2, 3],
+            loss=lambda y, _: y.sum(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+            remedies=Remedies(decay=decay),
+        )  # fmt: skip
+        x = torch.ones(60, 1, dtype=torch.float64)
+        pipeline.step(x, x)
+        assert len(constant.seen) == 60
+        for forward, backward in constant.seen[40:]:
+            assert (forward != 0).all()
+            assert torch.allclose(forward, backward, rtol=1e-7, atol=0) == close
+        assert torch.equal(constant.w.detach(), torch.full((3,), -0.5 * 60, dtype=torch.float64))
+
+
+def test_the_learning_rate_anneals_to_its_base_value():
+    k, x, target = 4, *batch(12)
+    plan = made("pipemare", k, 12, warmup="b")
+    remedies = Remedies(anneal=10, synchronous=1)
+    pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies)
+    first = pipeline.stream.stepping[0]
+    rates: list[float] = []
+    pipeline.on_action(lambda action: rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None)
+    pipeline.step(x, target)  # synchronous: nothing is stale
+    assert first.steps == 0
+    assert rates == [1.0] * 12
+    rates.clear()
+    assert first.rate == 1 / 6
+    pipeline.step(x, target)
+    assert rates == [6.0 ** -(1 - min(step / 10, 1.0)) for step in range(1, 13)]
+    assert pipeline.stream.stepping[3].rate == 1
+    assert [group["lr"] for group in pipeline.stream.optimizers[0].param_groups] == [0.3]
+
+
+@pytest.mark.parametrize("name", ["pipemare", "pipedream_2bw", "pipedream"])
+def test_without_end_synchronous_calls_are_gpipe(name: str):
+    k, accumulate = 3, 1 if name == "pipedream" else 4
+    options = {} if name == "pipedream" else {"accumulate": accumulate}
+    x, target = batch(24)
+    ours, theirs = mlp(), mlp()
+    pipeline = Pipeline(ours, schedule=made(name, k, 12, **options), loss=mse, optimizer=OPTIMIZERS["adam"],
+                        remedies=Remedies(synchronous=math.inf, anneal=5))  # fmt: skip
+    plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), loss=mse)
+    optimizers = [OPTIMIZERS["adam"](list(stage.parameters())) for stage in map(nn.ModuleList, staged(plain))]
+    for _ in range(2):
+        with pipeline.recording() as timelines:
+            pipeline.step(x, target)
+        assert max(timelines[0].schedule.versions_kept(s) for s in range(k)) == 1
+        for rows, wanted in zip(x.split(2 * accumulate), target.split(2 * accumulate), strict=True):
+            plain.step(rows, wanted)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert same(weights_of(ours), weights_of(theirs))
+
+
+def staged(pipeline: Pipeline) -> list[list[nn.Module]]:
+    return [stage.layers for stage in pipeline.stages.values()]
+
+
+def test_a_warm_up_ends():
+    x, target, xs, targets = rows_of(8, 16)
+    ours, theirs = mlp(), mlp()
+    pipeline = Pipeline(ours, schedule=made("pipedream", 3, 8), loss=mse, optimizer=OPTIMIZERS["sgd"],
+                        remedies=Remedies(synchronous=2))  # fmt: skip
+    rules = [lambda t, s: t, lambda t, s: t, emulation.pipedream(3)]
+    for rule in rules:
+        pipeline.step(x, target)
+        emulation.emulate(theirs, pipeline.boundaries, rule, OPTIMIZERS["sgd"], xs, targets, loss=mse)
+        assert same(weights_of(ours), weights_of(theirs))
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "pipemare"])
+def test_a_recorded_order_can_be_replayed(name: str):
+    x, target = batch(12)
+    plan = made(name, 3, 12)
+    found = []
+    for replayed in (False, True):
+        layers = mlp()
+        pipeline = Pipeline(layers, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
+        with pipeline.recording() as timelines:
+            losses = [pipeline.step(x, target) for _ in range(2)]
+        found.append((weights_of(layers), losses))
+        if not replayed:
+            times = timelines[1].actions
+            text = [" ".join(map(str, sorted(order, key=lambda action: times[action][0]))) for order in plan.ranks]
+            plan = custom(text, weights=plan.weights, accumulate=plan.options["accumulate"])
+    (first, losses), (second, again) = found
+    assert same(first, second)
+    assert losses == again
+
+
+@pytest.mark.parametrize(("weights", "decay"), [("stash", None), ("vertical", None), ("newest", None), ("newest", 0.1)])
+def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | None):
+    x, target = batch(12)
+    whole = str(made("pipedream", 3, 12))
+    found = []
+    for orders in (whole, re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", whole)):
+        layers = mlp()
+        plan = custom(orders.splitlines(), weights=weights)
+        assert plan.splits_backward == ("I" in orders)
+        Pipeline(layers, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(decay=decay)).step(x, target)
+        found.append(weights_of(layers))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_skips_stages_meets_the_same_versions(rule: str):
+    name, options, make_rule = RULES[rule]
+    x, target, xs, targets = rows_of(10, 20)
+    plan = made(name, 3, 10, **options)
+    ours, theirs = without_dropout(unet()), without_dropout(unet())
+    pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(synchronous=1))
+    for each in (lambda t, s: t, make_rule(3)):
+        pipeline.step(x, target)
+        emulation.emulate(
+            theirs, pipeline.boundaries, each, OPTIMIZERS["sgd"], xs, targets, accumulate=plan.options["accumulate"], loss=mse,
+            forward=lambda stages, rows: Plain([layer for stage in stages for layer in stage])(rows),
+        )  # fmt: skip
+        for a, b, began in zip(weights_of(ours), weights_of(theirs), weights_of(unet()), strict=True):
+            assert torch.equal(a, b)
+            assert not torch.equal(a, began)
+
+
+def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
+    name, options, _ = (RULES | {"pipemare": ("pipemare", {"warmup": "b"}, None)})[rule]
+    remedies = Remedies(decay=0.1, anneal=9, synchronous=1) if name == "pipemare" else Remedies(synchronous=1)
+    x, target = batch(20)
+    both = []
+    for piped in (True, False):
+        layers = mlp()
+        pipeline = Pipeline(layers, schedule=made(name, k, 9, **options), group=group if piped else None, loss=mse,
+                            optimizer=OPTIMIZERS["adam"], remedies=remedies)  # fmt: skip
+        losses = [pipeline.step(x, target) for _ in range(3)]
+        both.append((pipeline, losses))
+    (ours, losses), (theirs, expected) = both
+    assert losses == expected
+    began = dict(nn.Sequential(*mlp()).named_parameters())
+    named = dict(theirs.named_parameters())
+    own = dict(ours.named_parameters())
+    assert own
+    assert all(torch.equal(p, named[n]) and not torch.equal(p, began[n]) for n, p in own.items())
+    return ours.stream.state_dict()
+
+
+@pytest.mark.parametrize(("rule", "k"), [("stash", 2), ("vertical", 3), ("two", 3), ("pipemare", 2), ("pipemare", 3)])
+def test_ranks_train_as_one_process(world, rule: str, k: int):
+    states = world(k).run(over_ranks, rule, k)
+    assert [list(state["stages"]) for state in states] == [[str(rank)] for rank in range(k)]

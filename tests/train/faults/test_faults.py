@@ -1,0 +1,90 @@
+"""A rank killed with -9: the others end with an error, the last checkpoint is whole, and torchrun's restart goes on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyops.checkpoint import load
+from pyops.comm.failure import CommunicationError
+from pyops.config import Config
+from pyops.train import Run, train
+from tests.train.tiny_run import STEPS, config_of, losses, same
+from tests.workers import spawn_ranks
+
+pytestmark = pytest.mark.cpu_only
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def as_toml(config: Config) -> str:
+    """The configuration as a file that says the same."""
+    lines = [f'name = "{config.name}"']
+    for section, options in dataclasses.asdict(config).items():
+        if isinstance(options, dict):
+            lines.append(f"[{section}]")
+            lines += [f"{key} = {_value(value)}" for key, value in options.items()]
+    return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    return repr(value)
+
+
+@pytest.mark.parametrize(("where", "stage"), [("step", 2), ("gather", 3), ("save", 3)])
+def test_a_killed_rank(tmp_path, where, stage):
+    given = {"stage": stage, "checkpoint_every": 5, "keep": 3}
+    straight, broken = (config_of(tmp_path, "cpu", name=name, **given) for name in ("straight", "broken"))
+    train(straight)
+    (tmp_path / "run.toml").write_text(as_toml(broken))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += [str(ROOT / "tests" / "killed_run.py"), str(tmp_path / "run.toml"), str(tmp_path), where, "12"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert (tmp_path / "killed").exists(), "no rank was killed"
+    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
+    assert len(resumed) == 1, told
+    assert int(resumed[0]) in (5, 10), "10 may not have been whole yet, it is written in the background"
+    assert same(losses(broken), losses(straight)), "not as without the fault"
+    whole = [load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"] for step in (10, 15, STEPS)]
+    assert whole == [10, 15, STEPS]
+    assert not list((broken.folder / "checkpoints").glob("*.tmp"))
+
+
+def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> str:
+    inner = Run._sum
+
+    def dying(self: Run, totals: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and self.step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, totals)
+
+    Run._sum = dying  # type: ignore[method-assign]
+    try:
+        train(config)
+    except CommunicationError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_rank_that_dies_before_losses_are_summed_is_named(tmp_path):
+    config = config_of(tmp_path, "cpu", stage=3)
+    first, second = spawn_ranks(2, _killed_before_losses_are_summed, config, timeout=60, group_timeout=10)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error is None, first.error
+    assert "the sum of losses failed because rank 1 died or stalled" in first.result
