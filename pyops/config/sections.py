@@ -78,8 +78,8 @@ class OptimizerConfig:
 class CommunicationConfig:
     """How gradients, or the momenta of one-bit optimizers, go over the wire.
 
-    codec: "none" for full precision (one-bit optimizers then take "onebit"), or what `pyops.comm.compression.names.parse` knows: bf16,
-    int8, fp8, onebit, ...
+    codec: "none" for full precision (one-bit optimizers then take "onebit"), or a name that
+    `pyops.comm.compression.names.parse` knows: bf16, int8, fp8, onebit, ...
     """
 
     codec: str = "none"

@@ -48,9 +48,10 @@ class Saving(Communicating):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what state_dict() returned; called by every rank of the group, each with its own rank's.
 
-        Saved by another number of ranks: give every rank all ranks' errors, merged (pyops.comm.compression.error_feedback.merge, or a
-        checkpoint of pyops.checkpoint); they are shared out anew and their sum stays. A state_dict of AdamW begins the warm-up
-        where AdamW was. Raises ValueError on every rank, and changes nothing, for another codec once anything was
+        Saved by another number of ranks: give every rank the errors of all ranks, merged by
+        pyops.comm.compression.error_feedback.merge or by a checkpoint of pyops.checkpoint; they are divided among the ranks
+        anew and their sum stays. A state_dict of AdamW begins the warm-up where AdamW was. Raises ValueError on every rank,
+        and changes nothing, for another codec once anything was
         compressed, for another optimizer, other groups or shapes, and for ranks that bring different phases.
         """
         with on_all_ranks(self.group):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import pyops.ops
 from pyops.ops.memory import resolved_view
 from tests.odd_input.runs import go_through
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY, bits_of
@@ -71,7 +72,7 @@ def with_odd(op: str, place: Place, odd: str, *, plain: bool = False) -> tuple[l
 def reference_of(op: str) -> Any:
     name = f"{op.removesuffix('_')}_reference"
     for stem in importlib.import_module("tests.ops.test_library").STEMS:
-        if hasattr(module := importlib.import_module(f"pyops.ops.{stem}"), name):
+        if hasattr(module := getattr(pyops.ops, stem), name):
             return getattr(module, name)
     raise AssertionError(op)
 

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-import pyops
+import pyops.ops
 from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
@@ -20,7 +20,7 @@ STEMS = (
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = {
     op for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy") for op in SAMPLES
-    if hasattr(importlib.import_module(f"pyops.ops.{stem}"), f"{op.removesuffix('_')}_reference")
+    if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
 }  # fmt: skip
 DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith(("_backward", "_"))}  # with a derivative
 CPU_ONLY = ("adafactor_",)  # no CUDA kernel yet: the op raises there and says so
@@ -35,7 +35,7 @@ def ops() -> list[str]:
 
 def reference_of(op: str):
     name = f"{op.removesuffix('_')}_reference"
-    modules = [importlib.import_module(f"pyops.ops.{stem}") for stem in STEMS]
+    modules = [getattr(pyops.ops, stem) for stem in STEMS]
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 

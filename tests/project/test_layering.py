@@ -1,16 +1,15 @@
 """The house rule that imports point down, executed: a file imports only from lower layers or from its own room.
 
-5  hub  config  train  metrics  display  cli train -> config and cli -> both are the sanctioned exceptions
-4  models  data  parallel
-3  data_parallel  onebit  checkpoint  schedules   strategies; never import each other
-2  optim  comm  offload  precision
-1  mesh  flat  random  arena  deferred
-0  ops                                       the contracts of the kernels; the only importer of torch.ops.pyops
+LAYERS is the table of the rooms, lowest first, and FLOORS that of the folders and files within a room. Both are the one place
+where they are written down; CONTRIBUTING.md shows them as `python -m tests.project.test_layering` prints them.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,36 @@ pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
-LAYERS = {
-    "ops": 0,
-    "mesh": 1, "flat": 1, "random": 1, "arena": 1, "deferred": 1,
-    "optim": 2, "comm": 2, "offload": 2, "precision": 2,
-    "data_parallel": 3, "onebit": 3, "zero": 3, "tensor_parallel": 3, "pipeline": 3, "recompute": 3, "checkpoint": 3,
-    "schedules": 3,
-    "models": 4, "data": 4, "parallel": 4,
-    "hub": 5, "simulation": 5, "elastic": 5, "config": 5, "metrics": 5, "display": 5, "train": 5, "cli": 5, "__main__": 5,
-}  # fmt: skip
-SAME_LAYER_ALLOWED = {
-    "train": {"config", "metrics", "display", "elastic"}, "cli": {"train", "config", "hub", "simulation"}, "__main__": {"cli"},
-}  # fmt: skip
+LAYERS = [
+    ["ops"],  # the contracts of the kernels; the only importer of torch.ops.pyops
+    ["mesh", "flat", "random", "deferred"],
+    ["optim", "comm", "offload", "precision"],
+    # Strategies, which never import each other.
+    ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
+    ["models", "data"],
+    ["hub", "elastic", "config", "train", "cli", "__main__"],
+]
+LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+SAME_LAYER_ALLOWED = {"train": {"config", "elastic"}, "cli": {"train", "config", "hub"}, "__main__": {"cli"}}
+
+# Folders and files of a room, lowest first; those of one list do not import each other. `__init__` stands above all of them.
+FLOORS = {
+    "checkpoint": [["format"], ["flat_state", "loading", "writing"], ["background", "distributed"], ["folder"], ["convert"]],
+    "comm": [["failure"], ["agreement", "collectives"], ["compression"], ["buckets"]],
+    "elastic": [["layout", "membership", "picture", "policy"], ["frozen", "planning"], ["runtime"]],
+    "hub": [["files", "packing"], ["fields"], ["architectures"], ["loading", "saving"], ["convert"]],
+    "onebit": [["schedule", "steps"], ["base", "shards"], ["saving"], ["two_phases"], ["adam", "lamb"], ["zero_one"]],
+    "ops": [["memory"], ["library"], ["random"], ["communication", "layers", "optimizers"], ["triton"]],
+    "optim": [
+        ["adafactor_parts", "fused", "lr_scheduler"],
+        ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "sgd"],
+    ],
+    "pipeline": [["schedules"], ["partition", "transport"], ["runtime"], ["post_validation", "profiling"]],
+    "tensor_parallel": [["functional"], ["layers"], ["convert"]],
+    "train": [["folder", "host", "outcome", "report", "setup", "tasks"], ["first_values"], ["task_run"], ["run"], ["lr_range"]],
+    "zero": [["agreement", "checks", "layout"], ["hooks"], ["build", "update"], ["state"], ["optimizer"]],
+}
+MOST_ENTRIES = 12  # of one folder, without its __init__
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
 
 
@@ -41,29 +58,33 @@ def room_of(path: Path) -> str:
     return parts[0]
 
 
-def imported_rooms(source: str, package: tuple[str, ...]) -> set[str]:
-    """Rooms of pyops that a module's source imports; `package` is the module's package, for relative imports."""
-    rooms: set[str] = set()
+def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
+    """Modules of pyops that a module's source imports; `package` is the module's package, for relative imports."""
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join(base + ([node.module] if node.module else []))
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "pyops" else [module]
-        rooms.update(name.split(".")[1] for name in names if name.startswith("pyops."))
-    return {room for room in rooms if room in LAYERS}
+            modules.update(f"{module}.{alias.name}" for alias in node.names)
+    return {module for module in modules if module.startswith("pyops.")}
 
 
 def violations(path: Path, source: str) -> list[str]:
-    room = room_of(path)
-    package = ("pyops", *path.relative_to(PACKAGE).parts[:-1])
+    """The imports of a file that go up or sideways: to another room, or to another folder or file of its own room."""
+    place = path.relative_to(PACKAGE).with_suffix("").parts
+    room, entry = place[0], place[1] if len(place) > 1 else "__init__"
+    floor_of = {entry: floor for floor, entries in enumerate(FLOORS.get(room, [])) for entry in entries}
     found = []
-    for other in sorted(imported_rooms(source, package) - {room}):
-        sideways = LAYERS[other] == LAYERS[room] and other not in SAME_LAYER_ALLOWED.get(room, set())
-        if LAYERS[other] > LAYERS[room] or sideways:
-            found.append(f"{path.relative_to(ROOT)} (layer {LAYERS[room]}) imports {other} (layer {LAYERS[other]})")
+    for module in sorted(imported_modules(source, ("pyops", *place[:-1]))):
+        other, *rest = module.split(".")[1:]
+        if other != room and other in LAYER_OF:
+            sideways = LAYER_OF[other] == LAYER_OF[room] and other not in SAME_LAYER_ALLOWED.get(room, set())
+            if LAYER_OF[other] > LAYER_OF[room] or sideways:
+                found.append(f"{path.relative_to(ROOT)} (layer {LAYER_OF[room]}) imports {other} (layer {LAYER_OF[other]})")
+        elif other == room and entry in floor_of and rest and rest[0] != entry and floor_of.get(rest[0], -1) >= floor_of[entry]:
+            found.append(f"{path.relative_to(ROOT)} (floor {floor_of[entry]}) imports {module} (floor {floor_of[rest[0]]})")
     return found
 
 
@@ -72,8 +93,58 @@ def package_files() -> list[Path]:
 
 
 def test_every_room_has_a_layer():
-    unknown = {room_of(p) for p in package_files()} - set(LAYERS)
+    unknown = {room_of(p) for p in package_files()} - set(LAYER_OF)
     assert not unknown, f"give these rooms a layer in LAYERS: {sorted(unknown)}"
+
+
+def entries(folder: Path) -> set[str]:
+    found = {p.stem for p in folder.glob("*.py")} | {p.name for p in folder.iterdir() if (p / "__init__.py").exists()}
+    return found - {"__init__"}
+
+
+def test_every_folder_within_a_room_has_a_floor():
+    cut = {p.parent.parent.name for p in PACKAGE.glob("*/*/__init__.py")}
+    assert cut == set(FLOORS)
+    for room, floors in FLOORS.items():
+        assert sorted(entry for floor in floors for entry in floor) == sorted(entries(PACKAGE / room)), room
+
+
+def test_no_folder_has_more_entries_than_a_reader_holds_in_mind():
+    folders = [p.parent for p in PACKAGE.glob("*/**/__init__.py")]
+    assert not [(str(folder), len(entries(folder))) for folder in folders if len(entries(folder)) > MOST_ENTRIES]
+
+
+def test_no_module_is_hidden_by_a_function_of_its_name():
+    import pyops
+
+    hidden = []
+    for info in pkgutil.walk_packages(pyops.__path__, "pyops."):
+        parent, _, name = info.name.rpartition(".")
+        if parent == "pyops" or name == "__main__" or parent.startswith("pyops.ops.triton"):
+            continue
+        module = importlib.import_module(info.name)
+        if vars(sys.modules[parent]).get(name) is not module:
+            hidden.append(info.name)
+    assert not hidden
+
+
+def files_that_circle() -> list[str]:
+    """Files that import each other at the top of the file, directly or through others."""
+    graph = {}
+    for path in package_files():
+        place = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        tree = ast.parse(path.read_text())
+        top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+        modules = imported_modules(ast.unparse(top), place[:-1])
+        graph[".".join(place)] = {name for m in modules for name in (m, m.rpartition(".")[0])}
+    while leaves := [module for module, others in graph.items() if not others & (set(graph) - {module})]:
+        for module in leaves:
+            del graph[module]
+    return sorted(graph)
+
+
+def test_no_imports_go_in_a_circle():
+    assert not files_that_circle()
 
 
 def test_imports_point_down():
@@ -89,6 +160,9 @@ def test_imports_point_down():
         ("flat.py", "from . import mesh"),
         ("optim/adam.py", "from ..data_parallel import DataParallel"),
         ("checkpoint/save.py", "from pyops import data_parallel"),
+        ("comm/collectives/ring.py", "from pyops.comm.compression.codec import Codec"),
+        ("zero/layout/units.py", "import pyops.zero.optimizer"),
+        ("optim/adam.py", "from pyops.optim import sgd"),
     ],
 )
 def test_the_rule_sees_an_upward_or_sideways_import(place: str, source: str):
@@ -121,3 +195,19 @@ def test_every_room_is_reached_from_the_package():
     rooms = {room_of(p) for p in package_files()} - {"__main__"}
     assert rooms == set(pyops._ROOMS)
     assert all(getattr(pyops, room).__name__ == f"pyops.{room}" for room in rooms)
+
+
+def table() -> str:
+    """The layers and the floors, highest first, as CONTRIBUTING.md shows them."""
+    lines = [f"{number}  {'  '.join(rooms)}" for number, rooms in reversed(list(enumerate(LAYERS)))]
+    width = max(map(len, FLOORS))
+    lines += [f"{room:{width}}  {' < '.join(' '.join(floor) for floor in floors)}" for room, floors in FLOORS.items()]
+    return "\n".join(f"    {line}".rstrip() for line in lines)
+
+
+def test_contributing_shows_the_table():
+    assert table() in (ROOT / "CONTRIBUTING.md").read_text(), "put there what python -m tests.project.test_layering prints"
+
+
+if __name__ == "__main__":
+    print(table())

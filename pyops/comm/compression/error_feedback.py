@@ -148,7 +148,7 @@ class ErrorFeedback:
         if len(rows) < whole[0]:
             raise ValueError(
                 f"the state has the errors of {len(rows)} of {whole[0]} ranks for {name!r}, and this run has {self.size}; "
-                "join the states of all ranks with pyops.comm.compression.error_feedback.merge, or save and load with pyops.checkpoint"
+                "join those of all with pyops.comm.compression.error_feedback.merge, or save and load with pyops.checkpoint"
             )
         return (rows.double().sum(0) / whole[0]).float()
 
@@ -159,7 +159,8 @@ class ErrorFeedback:
         if not start <= part.start <= part.stop <= start + len(there):
             raise ValueError(
                 f"the state has elements [{start}, {start + len(there)}) of the server's errors of {name!r}, and this rank "
-                f"needs [{part.start}, {part.stop}); join the states of all ranks with pyops.comm.compression.error_feedback.merge"
+                f"needs [{part.start}, {part.stop}); join the states of all ranks with "
+                "pyops.comm.compression.error_feedback.merge"
             )
         return there[part.start - start : part.stop - start].float()
 

@@ -27,8 +27,8 @@ class Schedule(Orders):
     """The compute order of every rank.
 
     name: of the family, for titles. ranks[r]: what rank r does. rank_of[s]: where stage s is; consecutive stages may share a
-    rank. weights: of pyops.pipeline.schedules.validate.WEIGHTS. options: what the family was called with. skips: pairs (stage, later
-    stage), rising, between which values go that the stages between don't see.
+    rank. weights: of pyops.pipeline.schedules.validate.WEIGHTS. options: what the family was called with. skips: pairs
+    (stage, later stage), rising, between which values go that the stages between don't see.
 
     Checked when made (see `pyops.pipeline.schedules.validate`): ValueError names the action that is wrong, and its neighbours.
     """

@@ -41,8 +41,8 @@ def parallelize(
     """Cut `model` over the ranks of `group`, in place. Call it before the optimizer is made, with the same values everywhere.
 
     Args:
-        plan: {pattern of module names: kind}, see pyops.tensor_parallel.convert.plans; None: by the classes of the model's blocks, see
-            pyops.tensor_parallel.convert.architectures.
+        plan: {pattern of module names: kind}, see pyops.tensor_parallel.convert.plans; None: by the classes of the model's
+            blocks, see pyops.tensor_parallel.convert.architectures.
         sequence_parallel: between the blocks each rank holds its part of the tokens only; the gradients of what is whole there
             are parts, which `finish_gradients`, or ZeroOptimizer(tp_group=), sums.
         gather_logits: the head's logits are whole on every rank, so that any loss of them works; otherwise each rank has those

@@ -26,8 +26,8 @@ class ParallelMLP(nn.Module):
 
     hidden: F, padded with zeros where the ranks don't divide it; an activation of 0 is 0, so the padding stays out of it.
     activation: "gelu" (erf), "gelu_tanh", "relu" or "silu". dropout: of what the activation gives, in training, by counters
-    over [rows of the global batch * T, F] (see pyops.tensor_parallel.functional.dropout). skip_bias: returns (y without the last bias,
-    bias or None).
+    over [rows of the global batch * T, F] (see pyops.tensor_parallel.functional.dropout). skip_bias: returns
+    (y without the last bias, bias or None).
     Parameters: up.weight [F / ranks, D], or [2, F / ranks, D] when gated, up.bias likewise; down.weight [D, F / ranks],
     down.bias [D]. The rest as in ColumnParallelLinear; out_std is the deviation of down.weight, by default std.
     """
