@@ -1,4 +1,4 @@
-// Adagrad. The order of the arguments is that of the schema in pyops/ops/adagrad.py.
+// Adagrad. The order of the arguments is that of the schema in pyops/ops/optimizers/adagrad.py.
 #pragma once
 #include "../math/adagrad.h"
 #include "unpack.h"

@@ -2,7 +2,7 @@
 //
 //   PYOPS_IMPL(m, "adam_", &adam_)     m.impl("adam_", ...), with the check between the dispatcher and the function
 //
-// Views whose sign or conjugate is still to be taken come here resolved, or not at all: pyops/ops/views.py.
+// Views whose sign or conjugate is still to be taken come here resolved, or not at all: pyops/ops/memory.py.
 #pragma once
 #include <type_traits>
 #include <utility>

@@ -1,4 +1,4 @@
-// Adam with a frozen variance, and the momentum before it. The order of the arguments is that of pyops/ops/frozen_adam.py.
+// Adam with a frozen variance, and the momentum before it. The order of the arguments is that of pyops/ops/optimizers/frozen_adam.py.
 #pragma once
 #include "../math/frozen_adam.h"
 #include "unpack.h"

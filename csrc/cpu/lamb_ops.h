@@ -1,4 +1,4 @@
-// LAMB's ops, for both devices. The order of the arguments is that of the schema in pyops/ops/lamb.py.
+// LAMB's ops, for both devices. The order of the arguments is that of the schema in pyops/ops/optimizers/lamb.py.
 #pragma once
 #include "../math/lamb.h"
 #include "unpack.h"

@@ -1,4 +1,4 @@
-// LARS's ops, for both devices. The order of the arguments is that of the schema in pyops/ops/lars.py.
+// LARS's ops, for both devices. The order of the arguments is that of the schema in pyops/ops/optimizers/lars.py.
 #pragma once
 #include "../math/lars.h"
 #include "unpack.h"

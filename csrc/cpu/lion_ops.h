@@ -1,4 +1,4 @@
-// Lion. The order of the arguments is that of the schema in pyops/ops/lion.py.
+// Lion. The order of the arguments is that of the schema in pyops/ops/optimizers/lion.py.
 #pragma once
 #include "../math/lion.h"
 #include "unpack.h"

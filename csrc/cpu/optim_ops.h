@@ -1,4 +1,4 @@
-// Adam and AdamW. The order of the arguments is that of the schema in pyops/ops/optim.py.
+// Adam and AdamW. The order of the arguments is that of the schema in pyops/ops/optimizers/optim.py.
 #pragma once
 #include "../math/adam.h"
 #include "unpack.h"

@@ -1,4 +1,4 @@
-// SGD, with and without momentum. The order of the arguments is that of the schema in pyops/ops/sgd.py.
+// SGD, with and without momentum. The order of the arguments is that of the schema in pyops/ops/optimizers/sgd.py.
 #pragma once
 #include "../math/sgd.h"
 #include "unpack.h"

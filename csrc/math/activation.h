@@ -1,5 +1,5 @@
 // Activations with their derivatives, for fp32 numbers, registers of them, and float64. Each functor sets act(z) and act'(z);
-// what a loop does not use, the compiler drops. pyops/ops/activation.py has the formulas and their sources.
+// what a loop does not use, the compiler drops. pyops/ops/layers/activation.py has the formulas and their sources.
 //
 //   Phi(z)    |z| < 1:  1/2 + z p(z^2)                        minimax, absolute error 3e-10
 //             else      Q = exp(-z^2 / 2) M(|z|), or 1 - Q    M the Mills ratio: w p(w), w = 1 / (|z| + 3), relative error 1.4e-8

@@ -1,4 +1,4 @@
-// Adafactor: the second moment of a matrix from its row and column means. pyops/ops/adafactor.py states the formula.
+// Adafactor: the second moment of a matrix from its row and column means. pyops/ops/optimizers/adafactor.py states the formula.
 #pragma once
 #include "arithmetic.h"
 

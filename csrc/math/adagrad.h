@@ -1,4 +1,4 @@
-// One step of Adagrad on one element: pyops/ops/adagrad.py states the formula and its source.
+// One step of Adagrad on one element: pyops/ops/optimizers/adagrad.py states the formula and its source.
 #pragma once
 #include "rule.h"
 

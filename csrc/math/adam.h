@@ -1,4 +1,4 @@
-// One step of Adam on one element: pyops/ops/optim.py states the formula and its sources. T is the type computed in.
+// One step of Adam on one element: pyops/ops/optimizers/optim.py states the formula and its sources. T is the type computed in.
 //
 // The hyper-parameters come from the host as float64 and are rounded to T once, after everything that depends on the step
 // has been worked out in float64: the inner loop has no pow, no double and one division.

@@ -1,5 +1,5 @@
 // Adam in two halves, for optimizers that exchange the momentum between them and keep the variance as it is:
-// pyops/ops/frozen_adam.py states the formulas.
+// pyops/ops/optimizers/frozen_adam.py states the formulas.
 #pragma once
 #include "rule.h"
 

@@ -1,4 +1,4 @@
-// LAMB on one element, in the two passes between which the norms of its layer are known: pyops/ops/lamb.py states the formula.
+// LAMB on one element, in the two passes between which the norms of its layer are known: pyops/ops/optimizers/lamb.py states the formula.
 //
 //   first pass   moments(g, m, v), then update(p, m, v) for its norm        second pass   LambApply: the update anew, times the ratio
 #pragma once

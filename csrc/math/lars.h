@@ -1,4 +1,4 @@
-// LARS: SGD whose gradient, weight decay included, is scaled layer by layer. pyops/ops/lars.py states the formula.
+// LARS: SGD whose gradient, weight decay included, is scaled layer by layer. pyops/ops/optimizers/lars.py states the formula.
 #pragma once
 #include "sgd.h"
 

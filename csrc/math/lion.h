@@ -1,4 +1,4 @@
-// One step of Lion on one element: pyops/ops/lion.py states the formula and its source.
+// One step of Lion on one element: pyops/ops/optimizers/lion.py states the formula and its source.
 #pragma once
 #include "rule.h"
 

@@ -1,5 +1,5 @@
 // One-bit compression with error feedback: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, section 3.
-// pyops/ops/onebit.py states the formula. A block's sum is float64 and in an order that all kernels share:
+// pyops/ops/communication/onebit.py states the formula. A block's sum is float64 and in an order that all kernels share:
 //
 //   element i of a block  ->  sum i % ONEBIT_LANES, in ascending order  ->  k + 64 added to k, then k + 32, 16, 8, 4, 2, 1
 #pragma once

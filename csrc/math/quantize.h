@@ -1,5 +1,5 @@
 // Between fp32 and 8-bit codes: int8 and the two fp8 formats of Micikevicius et al., "FP8 formats for deep learning",
-// arXiv:2209.05433, table 1 (e4m3 without infinities). No branches, so loops vectorise. pyops/ops/quantize.py states the formula.
+// arXiv:2209.05433, table 1 (e4m3 without infinities). No branches, so loops vectorise. pyops/ops/communication/quantize.py states the formula.
 //
 //   t = u / scale is within +-quantize_limit; a random half-word of 16 bits rounds it up or down by the part cut off
 #pragma once

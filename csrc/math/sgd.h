@@ -1,4 +1,4 @@
-// One step of SGD on one element, with or without momentum: pyops/ops/sgd.py states the formula and its sources.
+// One step of SGD on one element, with or without momentum: pyops/ops/optimizers/sgd.py states the formula and its sources.
 #pragma once
 #include "rule.h"
 

@@ -1,4 +1,4 @@
-// The optimizer's table: one row of int64 per parameter. pyops/ops/table.py holds the same numbers and the picture.
+// The optimizer's table: one row of int64 per parameter. pyops/ops/optimizers/table.py holds the same numbers and the picture.
 #pragma once
 #include <cstdint>
 

@@ -179,7 +179,7 @@ private:
         return py::reinterpret_steal<py::object>(made);
     }
 
-    // A gradient's elements, place and dtype in one number, as the op gradients_fit reads it (pyops/ops/table.py).
+    // A gradient's elements, place and dtype in one number, as the op gradients_fit reads it (pyops/ops/optimizers/table.py).
     py::object kind_of(PyObject* gradient) const {
         const auto dtype = py::str(protocol_.get(protocol_.dtype, gradient)).cast<std::string>();
         const std::int64_t code = dtype == "torch.float32" ? 0 : dtype == "torch.bfloat16" ? 1 : 2;

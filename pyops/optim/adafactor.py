@@ -4,7 +4,7 @@
     Adafactor([FlatBuffer(model.named_parameters()).parameter])              each tensor of the buffer for itself
     pyops.zero.ZeroOptimizer(model, Adafactor, stage=2)                      parts of tensors: see adafactor_parts.py
 
-The formula is that of pyops/ops/adafactor.py. Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
+The formula is that of pyops/ops/optimizers/adafactor.py. Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5.
 """
 
 from __future__ import annotations

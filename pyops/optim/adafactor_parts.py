@@ -6,7 +6,7 @@
     3  the step of its range
 
 A range is cut into boxes of whole rows, or parts of one, so sums and roots meet it by plain indexing. The formula is that of
-pyops/ops/adafactor.py; sums are float64. In plain torch, in bands that stay in the cache.
+pyops/ops/optimizers/adafactor.py; sums are float64. In plain torch, in bands that stay in the cache.
 """
 
 from __future__ import annotations

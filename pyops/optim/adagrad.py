@@ -2,7 +2,7 @@
 
     Adagrad(model.parameters(), lr=1e-2, lr_decay=1e-4)            20 bytes per float32 parameter
 
-The formula is that of pyops/ops/adagrad.py: Duchi et al., JMLR 12 (2011), section 1.1, as torch has it.
+The formula is that of pyops/ops/optimizers/adagrad.py: Duchi et al., JMLR 12 (2011), section 1.1, as torch has it.
 """
 
 from __future__ import annotations

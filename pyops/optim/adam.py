@@ -4,7 +4,8 @@
     AdamW(model.bfloat16().parameters(), master_weights=True)                      float32 masters and moments
     AdamW(model.bfloat16().parameters(), state_dtype=torch.bfloat16, stochastic_rounding=True)     14 bytes per parameter
 
-The formulas are those of pyops/ops/optim.py. Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
+The formulas are those of pyops/ops/optimizers/optim.py.
+Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     LAMB([{"params": matrices}, {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=2e-3)
     LAMB([FlatBuffer(model.named_parameters()).parameter], lr=2e-3)        each tensor of the buffer is a layer
 
-The formula is that of pyops/ops/lamb.py. You et al., arXiv:1904.00962, algorithm 2.
+The formula is that of pyops/ops/optimizers/lamb.py. You et al., arXiv:1904.00962, algorithm 2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     LARS(model.parameters(), lr=4.0, momentum=0.9, weight_decay=1e-4)
     LARS([{"params": matrices}, {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=4.0)
 
-The formula is that of pyops/ops/lars.py. You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1.
+The formula is that of pyops/ops/optimizers/lars.py. You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     Lion(model.parameters(), lr=1e-4, weight_decay=1.0)            20 bytes per float32 parameter
 
-The formula is that of pyops/ops/lion.py: Chen et al., arXiv:2302.06675, algorithm 2. A learning rate 3 to 10 times smaller than
+The formula is that of pyops/ops/optimizers/lion.py: Chen et al., arXiv:2302.06675, algorithm 2.
+A learning rate 3 to 10 times smaller than
 AdamW's and a weight decay larger by as much give steps of the same size (section 5 there).
 """
 

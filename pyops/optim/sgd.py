@@ -2,7 +2,7 @@
 
     SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)           20 bytes per parameter; 12 without momentum
 
-The formula is that of pyops/ops/sgd.py: Sutskever et al., ICML 2013, section 2, as torch has it.
+The formula is that of pyops/ops/optimizers/sgd.py: Sutskever et al., ICML 2013, section 2, as torch has it.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ZeroOptimizer(Savable):
 
     model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of pyops.optim, of
     torch.optim, or any that steps each element by itself; LAMB, LARS and Adafactor of pyops too, and at stage 1 OneBitAdam: see
-    pyops/zero/one_bit.py. optimizer_arguments: its arguments.
+    pyops/zero/update/one_bit.py. optimizer_arguments: its arguments.
 
     stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients too. 3: parameters too.
     offload: where states and masters are: None, beside the parameters; "cpu", in host memory; a folder, in files there, at
@@ -70,8 +70,8 @@ class ZeroOptimizer(Savable):
 
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between backward and step, `.grad` of
     the parameters is the gradient of all ranks, of which this one has a part: torch's clip_grad_norm_, clip_grad_value_ and
-    GradScaler work on it (pyops/zero/reduced.py), what needs other ranks' parts raises. step() uses the gradients up. Within
-    `no_sync()` backward adds gradients up locally, whole; without it, backwards before one step add up too, and each is
+    GradScaler work on it (pyops/zero/hooks/reduced.py), what needs other ranks' parts raises. step() uses the gradients up.
+    Within `no_sync()` backward adds gradients up locally, whole; without it, backwards before one step add up too, and each is
     reduced. Parameters that got no gradient on any rank are left alone, as torch.optim leaves those without .grad.
 
     Stage 3: the parameters of a unit are gathered just before it computes, the next one's meanwhile, and let go of after it; in
@@ -91,7 +91,7 @@ class ZeroOptimizer(Savable):
     changes nothing on any rank where a gradient of any is not finite, and sets the next scale. loss_scale: a LossScale with
     other options. A LossScaler, or torch's GradScaler, that is used instead takes its place.
 
-    gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see pyops/zero/wire.py.
+    gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see pyops/zero/layout/wire.py.
 
     Bytes for P 16-bit parameters with AdamW on N ranks: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P / N at stages 0 to 3. A step
     sends 2 (N - 1) / N times the model at stages 1 and 2, as much as an all-reduce, and 3 (N - 1) / N times at stage 3.

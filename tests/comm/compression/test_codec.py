@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyops.comm import Communicator, compressed_all_reduce
-from pyops.comm.compression import codec as codecs
+from pyops import comm as codecs
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.eight_bit import FP8, Int8
 from pyops.comm.compression.floats import BF16, Identity
