@@ -9,7 +9,10 @@ Rooms are imported when they are first used, so `import pyops` is light and `pyo
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from pyops.renamed import MODULES, RenamedFinder
 
 if TYPE_CHECKING:
     from pyops.ops.library import has_kernel
@@ -47,11 +50,17 @@ _ROOMS = frozenset(
 )
 
 
+if not any(isinstance(finder, RenamedFinder) for finder in sys.meta_path):
+    sys.meta_path.append(RenamedFinder())
+
+
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"pyops.{name}")
     if name == "has_kernel":
         return importlib.import_module("pyops.ops.library").has_kernel
+    if new := MODULES.get(f"pyops.{name}"):
+        raise AttributeError(f"pyops.{name} has a new name: {new}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}; it has {', '.join(sorted([*__all__, *_ROOMS]))}")
 
 

@@ -1,7 +1,6 @@
 """Collectives that send a codec's payloads in place of numbers: what a slow link needs.
 
-    from pyops.comm import OneBit
-    from pyops.comm.error_feedback import ErrorFeedback
+    from pyops.comm import Communicator, ErrorFeedback, OneBit
     error = ErrorFeedback(gradient.numel(), codec=OneBit(), communicator=Communicator.of(group))
     compressed_all_reduce(gradient, codec=OneBit(), error=error, group=group)        # in place: the mean, nearly
 

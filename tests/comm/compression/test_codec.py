@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyops.comm import Communicator, compressed_all_reduce
 from pyops import comm as codecs
+from pyops.comm import Communicator, compressed_all_reduce
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.eight_bit import FP8, Int8
 from pyops.comm.compression.floats import BF16, Identity

@@ -1,0 +1,38 @@
+"""An old public name is answered by the new one, which exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+import pyops
+from pyops.renamed import MODULES
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.mark.parametrize("old", sorted(MODULES))
+def test_an_import_of_an_old_name_says_the_new_one(old: str):
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module(old)
+    assert MODULES[old] in str(caught.value)
+
+
+@pytest.mark.parametrize("old", sorted(MODULES))
+def test_the_new_name_is_there(old: str):
+    new = MODULES[old]
+    if statement := re.search(r"`(from .*)`", new):
+        exec(statement[1], {})
+        return
+    try:
+        importlib.import_module(new)
+    except ModuleNotFoundError:
+        module, _, name = new.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+
+
+def test_an_attribute_of_the_package_that_has_moved():
+    with pytest.raises(AttributeError, match=r"pyops\.optim\.lr_scheduler"):
+        _ = pyops.schedules
