@@ -1,6 +1,6 @@
 # For people: each target does all of its set-up on a machine that has python3 >= 3.10 and a C++ compiler.
 #   make train   build, then train a GPT on the Python standard library's sources over two processes
-#   make test    build, then run the tests
+#   make test    build, then run the tests, in one process per core; make test-full runs the grids whose cut stands among them
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff and mypy
 #   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
@@ -14,16 +14,21 @@ PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check
 CONFIG ?= examples/gpt_small.toml
 RANKS  ?= 2
 TESTS  ?= tests
+# Each worker has a pool of ranks of its own for each size of world: more than four workers are worth their memory on no machine.
+PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test bench lint wheel rehearse gpu clean
+.PHONY: train test test-full bench lint wheel rehearse gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m pyops train $(CONFIG)
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests $(PARALLEL) --durations 10
+
+test-full: $(VENV)/.built
+	$(BIN)/python -m pytest tests -m full
 
 bench: $(VENV)/.built
 	$(BIN)/python -m pyops bench

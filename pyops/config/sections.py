@@ -157,6 +157,7 @@ class TrainConfig:
     of its share. device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each
     time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
     A run over samples validates at the end of each epoch instead, and saves there, too. keep: checkpoints that stay.
+    plot: whether a run that ends draws its curves as a picture. tensorboard: whether it writes TensorBoard files.
     """
 
     steps: int = 1000
@@ -174,6 +175,8 @@ class TrainConfig:
     checkpoint_every: int = 200
     keep: int = 2
     sample_tokens: int = 300
+    plot: bool = True
+    tensorboard: bool = True
     folder: str = "runs"
 
     def __post_init__(self) -> None:

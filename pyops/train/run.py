@@ -135,7 +135,9 @@ class Run:
         if latest is not None:
             self.restore(latest)
         self.was_over = self.is_over  # when it began
-        self.log = MetricsLog(config.folder, first_step=self.step) if self.rank == 0 else None
+        self.log = None
+        if self.rank == 0:
+            self.log = MetricsLog(config.folder, first_step=self.step, tensorboard=config.train.tensorboard)
         self.display = Display(config.name, num_steps=options.steps, first_step=self.step, every=options.log_every,
                                quiet=self.rank != 0)  # fmt: skip
         self.display.note(self._introduction(world, resumed=latest, wanted=resume))
@@ -334,8 +336,9 @@ class Run:
             return outcome
         self.log.close()
         folder = self.config.folder
-        if plot_losses(folder / "loss.png", rows, bigram_loss=self.corpus.bigram_loss, title=self.config.name):
-            self.display.note(f"loss curve: {folder / 'loss.png'}")
+        picture = folder / "loss.png"
+        if self.config.train.plot and plot_losses(picture, rows, bigram_loss=self.corpus.bigram_loss, title=self.config.name):
+            self.display.note(f"loss curve: {picture}")
         if stopped_by:
             name = signal.Signals(stopped_by).name
             self.display.note(f"stopped by {name} after step {self.step}; continue with --resume")

@@ -82,7 +82,9 @@ class TaskRun:
         on_first_rank(lambda: prepare_folder(config, resume=resume))
         if latest is not None:
             self.restore(latest)
-        self.log = MetricsLog(config.folder, first_step=self.elastic.steps) if self.rank == 0 else None
+        self.log = None
+        if self.rank == 0:
+            self.log = MetricsLog(config.folder, first_step=self.elastic.steps, tensorboard=config.train.tensorboard)
         self.display = Display(
             config.name, num_steps=self.num_steps, first_step=self.elastic.steps, every=options.log_every,
             quiet=self.rank != 0,
@@ -341,7 +343,9 @@ class TaskRun:
             return outcome
         picture = self.config.folder / "run.png"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if plot_elastic(picture, self.log.rows, ranks=ranks, title=self.config.name, most=self.elastic.blocks):
+        if self.config.train.plot and plot_elastic(
+            picture, self.log.rows, ranks=ranks, title=self.config.name, most=self.elastic.blocks
+        ):
             self.display.note(f"picture of the run: {picture}")
         what = "no score" if score is None else f"accuracy {score:.2%}" if accuracy else f"{score:.4f} nats"
         self.display.note(

@@ -28,7 +28,8 @@ def settings(tmp_path: Path, **train: object) -> list[str]:
         text.write_text("hello world, " * 500)
         (tmp_path / "c.toml").write_text("[model]\nsequence_length = 16\nnum_layers = 1\nnum_heads = 2\ndim = 16\n")
     keys = {"data.path": text, "data.cache": tmp_path / "cache", "train.folder": tmp_path / "runs", "train.batch": 8,
-            "train.steps": 4, "train.sample_tokens": 4, "train.device": "cpu", "optimizer.warmup_steps": 2}  # fmt: skip
+            "train.steps": 4, "train.sample_tokens": 4, "train.plot": "false", "train.tensorboard": "false",
+            "train.device": "cpu", "optimizer.warmup_steps": 2}  # fmt: skip
     keys |= {f"train.{key}": value for key, value in train.items()}
     return ["train", str(tmp_path / "c.toml"), *(item for k, v in keys.items() for item in ("--set", f"{k}={v}"))]
 

@@ -55,7 +55,7 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path, device):
 
 
 def test_what_a_run_leaves(tmp_path, device, capsys):
-    config = config_of(tmp_path, device, validate_every=8, checkpoint_every=5, keep=2)
+    config = config_of(tmp_path, device, validate_every=8, checkpoint_every=5, keep=2, plot=True, tensorboard=True)
     outcome = train(config)
     names = {path.name for path in config.folder.iterdir()}
     assert names >= {"metrics.jsonl", "config.json", "loss.png", "sample.txt", "checkpoints", "tensorboard"}

@@ -36,7 +36,7 @@ def config_of(folder: Path, **changes: Any) -> Config:
     options: dict[str, Any] = {
         "name": "run", "task": TaskConfig(kind="digits", epochs=1), "optimizer": OptimizerConfig(warmup_steps=1),
         "vit": ViTConfig(image_size=8, num_channels=1, patch_size=4, num_labels=10, num_layers=2, num_heads=2, dim=8),
-        "train": TrainConfig(folder=str(folder / "runs"), batch=1200, device="cpu"), **changes,
+        "train": TrainConfig(folder=str(folder / "runs"), batch=1200, device="cpu", plot=False, tensorboard=False), **changes,
     }  # fmt: skip
     return Config(**options)
 

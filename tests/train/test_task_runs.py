@@ -46,7 +46,9 @@ def config_of(folder: Path, *, name: str = "run", freeze: str = "bound", pp: int
         ),
         elastic=ElasticConfig(freeze=freeze, alpha=0.4, **elastic), parallel=ParallelConfig(pp=pp),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, eps=1e-3),
-        train=TrainConfig(folder=str(folder / "runs"), batch=420, seed=1, device="cpu"),
+        train=TrainConfig(
+            folder=str(folder / "runs"), batch=420, seed=1, device="cpu", plot="ranks" in name, tensorboard=False
+        ),
     )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ def config_of(
     text = folder / "text.py"
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
-    given = {"steps": STEPS, "batch": 8, "validation_sequences": 6, "sample_tokens": 5, "validate_every": 0, **options}
+    given = {"steps": STEPS, "batch": 8, "validation_sequences": 6, "sample_tokens": 5, "validate_every": 0,
+             "plot": False, "tensorboard": False, **options}  # fmt: skip
     return Config(
         name=name,
         model=GPTConfig(sequence_length=16, num_layers=2, num_heads=2, dim=16, dropout=dropout),

@@ -84,7 +84,7 @@ class MetricsLog:
     can't be written, for a full disk, is left out of the file with one word in `problems`; the training goes on.
     """
 
-    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, *, first_step: int = 0, tensorboard: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self.rows = [row for row in read_rows(self.path) if row["step"] < first_step]
         self.problems: list[str] = []
@@ -92,6 +92,8 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._writer: Any = None
+        if not tensorboard:
+            return
         try:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -21,7 +21,6 @@ LOST_AT, WAITS_AT = 7, 5
 
 
 def main() -> None:
-    sys.modules |= dict.fromkeys(("matplotlib", "torch.utils.tensorboard"))  # which take seconds to import
     config, folder, ranks = load_config(sys.argv[1]), Path(sys.argv[2]), os.environ["WORLD_SIZE"]
     inner_loop, inner_step, inner_write = Run.loop, Run.train_step, writing.write_tensors
     requests: list[Any] = []

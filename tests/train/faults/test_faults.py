@@ -51,7 +51,13 @@ def test_a_killed_rank(tmp_path, where, stage):
     train(straight)
     (tmp_path / "run.toml").write_text(as_toml(broken))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [str(ROOT / "tests" / "killed_run.py"), str(tmp_path / "run.toml"), str(tmp_path), where, "12"]
+    command += [
+        str(Path(__file__).with_name("killed_run.py")),
+        str(tmp_path / "run.toml"),
+        str(tmp_path),
+        where,
+        "12",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     told = done.stdout + done.stderr

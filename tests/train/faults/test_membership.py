@@ -53,7 +53,7 @@ def agent(folder: Path, name: str, *, port: int) -> subprocess.Popen[bytes]:
     options = ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "5", "--monitor-interval", "0.3"]
     options += ["--rdzv-backend", "c10d", "--rdzv-id", "a-run", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     options += ["--rdzv-conf", "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
-    script = [str(ROOT / "tests" / "lost_run.py"), str(folder / "run.toml"), str(folder)]
+    script = [str(Path(__file__).with_name("lost_run.py")), str(folder / "run.toml"), str(folder)]
     return start(folder, name, "-m", "torch.distributed.run", *options, "--local-addr", "127.0.0.1", *script,
                  TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")  # fmt: skip
 
