@@ -272,7 +272,9 @@ class ZeroOptimizer(Savable):
 
     def reduced_gradients(self) -> list[Tensor]:
         """This rank's chunks of the gradients of all ranks, between backward and step: 1-D, padding included. For what looks
-        for numbers that are not finite, such as a loss scaler; each element is on one rank (at stage 0 on every one)."""
+        for numbers that are not finite, such as a loss scaler; each element is on one rank (at stage 0 on every one). Call it
+        again on all ranks before changing them: norms of `.grad` that were asked for before hold no longer then."""
+        self.shown.changed()
         return [bucket.chunk for bucket in self.gradients.buckets if bucket.chunk is not None]
 
     @torch.no_grad()

@@ -45,6 +45,7 @@ class Norms:
     ) -> None:  # fmt: skip
         self._parts, self.communicator, self._device, self.partial = parts, communicator, device, partial
         self._found: dict[float, Tensor] = {}
+        self.continued: set[int] = set()  # numbers of those that another backward has added to, since they were reduced
 
     def changed(self) -> None:
         """The gradients are others now."""
@@ -130,6 +131,10 @@ class ReducedGradient(Tensor):
     def alias(self) -> ReducedGradient:
         return ReducedGradient(self, self.device, label=self.label, number=self.number, norms=self.norms, local=self._local)
 
+    def is_of(self, value: object) -> bool:
+        """Whether `value` is the gradient of the same parameter, as detach() and .data give it anew."""
+        return isinstance(value, ReducedGradient) and value.number == self.number and value.norms is self.norms
+
     def part_or_none(self) -> Tensor | None:
         """This rank's elements, 1-D; None when they are used up."""
         return self._local()
@@ -145,7 +150,8 @@ class ReducedGradient(Tensor):
 
     def _accumulate(self, coming: Tensor, *, in_place: bool) -> Tensor:
         """Autograd adds the gradient of another backward: it has to be reduced first, so it is put aside for the bucket."""
-        if not in_place:
+        self.norms.continued.add(self.number)
+        if not in_place:  # create_graph=True
             return coming.clone()
         self._arrived = coming
         return self

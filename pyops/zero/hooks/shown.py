@@ -41,7 +41,7 @@ class Shown:
             for index, parameter in enumerate(flat.parameters):
                 bucket = gradients.of_flat[f][pieces[index].bucket]
                 self._places.append((parameter, bucket, pieces[index], len(self._places)))
-        norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because)
+        norms = self._norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because)
         self._reduced = [
             ReducedGradient(
                 bucket.view_like(piece.index), bucket.flat.device, label=bucket.flat.names[piece.index], number=number,
@@ -56,9 +56,14 @@ class Shown:
         found = [bucket.part(piece) for _, bucket, piece, _ in self._places]
         return [torch.empty(0, device="cpu") if each is None else each for each in found]
 
+    def changed(self) -> None:
+        """Somebody is about to change the chunks: norms are measured anew."""
+        self._norms.changed()
+
     def show(self) -> None:
         """All gradients are reduced."""
-        self._reduced[0].norms.changed()
+        self._norms.changed()
+        self._norms.continued.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for (parameter, *_), reduced in zip(self._places, self._reduced, strict=True):
                 parameter.grad = reduced
@@ -68,14 +73,14 @@ class Shown:
         with torch._C.DisableTorchFunctionSubclass():
             for (parameter, bucket, piece, number), reduced in zip(self._places, self._reduced, strict=True):
                 found = parameter.grad
-                if found is not reduced and not bucket.takes(piece.index):
+                if not reduced.is_of(found) and not bucket.takes(piece.index):
                     yield number, found
 
     def _drop(self, number: int) -> None:
         part = self._reduced[number].part_or_none()
         if part is not None:
             part.zero_()
-            self._reduced[number].norms.changed()
+            self._norms.changed()
             self._gradients.used[number] = 0
 
     @torch.no_grad()
@@ -83,7 +88,8 @@ class Shown:
         """Another backward has begun: what was forgotten, or replaced, before it doesn't count."""
         if any(bucket.chunk is not None for bucket in self._gradients.buckets):
             for number, _ in list(self._others()):
-                self._drop(number)
+                if number not in self._norms.continued:  # what autograd has added up is another tensor with create_graph=True
+                    self._drop(number)
 
     @torch.no_grad()
     def settle(self) -> list[str]:
@@ -92,6 +98,6 @@ class Shown:
         for number, found in list(self._others()):
             if found is None:
                 self._drop(number)
-            elif not isinstance(found, ReducedGradient):
+            else:
                 strange.append(self._reduced[number].label)
         return strange

@@ -70,7 +70,8 @@ def _needs_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the conversion gives the tensor itself."""
     tensor = args[0]
-    if kwargs.get("copy", False):
+    layouts = [*args[1:], kwargs.get("memory_format", torch.preserve_format)]
+    if kwargs.get("copy", False) or any(isinstance(f, torch.memory_format) and f != torch.preserve_format for f in layouts):
         return False
     if name == "to":
         if any(isinstance(each, Tensor) for each in args[1:]):
@@ -82,7 +83,7 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "cpu":
         return bool(tensor.device.type == "cpu")
     if name == "type":
-        return len(args) == 1
+        return len(args) == 1 and not kwargs
     wanted = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}[name]
     return bool(tensor.dtype == wanted)
 

@@ -132,6 +132,67 @@ def test_what_is_forgotten_counts_no_more_and_what_is_strange_is_refused(world, 
         assert found[4:] == [True] * 4
 
 
+def _anew(model: nn.Module) -> None:
+    for p in _trained(model):
+        if p.grad is not None:
+            p.grad = p.grad.detach()
+
+
+def _continued(rank: int, group: Any, stage: int) -> dict[str, bool]:
+    """Two backwards before one step: `.grad` is made anew between them, or autograd adds out of place."""
+    found, size = {}, dist.get_world_size(group)
+    for how, create_graph in (("anew", False), ("graph", True)):
+        ours, theirs = Net(mixed=False), Net(mixed=False)
+        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+        plain = torch.optim.SGD(_trained(theirs), lr=0.1)
+        for step in range(2):
+            mean_loss(ours, *part(step, rank, size)).backward(create_graph=create_graph)
+            for r in range(size):
+                (mean_loss(theirs, *part(step, r, size)) / size).backward()
+            if how == "anew":
+                _anew(ours)
+        zero.step()
+        plain.step()
+        with zero.whole_parameters():
+            found[how] = all(
+                torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+            )
+            found[f"{how}, a step"] = not torch.equal(ours.first.weight, Net(mixed=False).first.weight)
+        zero.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_another_backward_adds_to_a_gradient_that_is_the_same_in_another_tensor(world, stage: int):
+    for found in world(2).run(_continued, stage):
+        assert [what for what, fine in found.items() if not fine] == []
+
+
+def _changed(rank: int, group: Any) -> tuple[float, float, str]:
+    model = Net(mixed=False)
+    zero = ZeroOptimizer(model, torch.optim.SGD, stage=2, group=group, lr=0.1)
+    mean_loss(model, *part(0, rank, 2)).backward()
+    norms = []
+    for _ in range(2):
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in _trained(model) if p.grad is not None])))
+        for chunk in zero.reduced_gradients():
+            chunk.mul_(0.25)
+    model.first.bias.grad = model.last.bias.grad  # of another parameter
+    try:
+        zero.step()
+    except RuntimeError as error:
+        return norms[0], norms[1], str(error)
+    return norms[0], norms[1], "nothing"
+
+
+def test_norms_are_of_changed_gradients_and_a_gradient_is_of_its_own_parameter(world):
+    for before, after, said in world(2).run(_changed):
+        assert before > 0
+        assert after == pytest.approx(0.25 * before, rel=1e-6)
+        assert "first.bias" in said
+
+
 def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
     """torch's GradScaler: an inf on one rank skips the step and halves the scale on all."""
     model = Net(mixed=False)
