@@ -143,7 +143,7 @@ class DataParallel(nn.Module):
             self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat], codec=codec,
         )  # fmt: skip
-        self._in_place = InPlace("DataParallel", module, self.flat, fix=FIX)
+        self._in_place: InPlace | None = InPlace("DataParallel", module, self.flat, fix=FIX)
         claim((p for _, p in named), self.reducer, who="DataParallel")
 
     @torch.no_grad()
@@ -163,6 +163,11 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module(*args, **kwargs)`."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self._in_place is None:
+                raise RuntimeError(
+                    "this DataParallel is closed, and gradients would stay those of each rank; call its .module, or make a new "
+                    "DataParallel of it"
+                )
             error = self._in_place.problem()
             if error is not None:
                 self.reducer.leave(error)
@@ -198,7 +203,7 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Take the hooks off the module, which gets memory of its own, so that it can be moved, or go to another wrapper.
 
-        Gradients are no longer reduced afterwards. A second time it does nothing.
+        No forward with gradients is possible through it afterwards; call its `module`. A second time it does nothing.
         """
         self.reducer.remove()
         release((p for buffer in self.flat for p in buffer.parameters), self.reducer)
@@ -206,7 +211,7 @@ class DataParallel(nn.Module):
             for parameter in buffer.parameters:
                 parameter.grad = None
                 parameter.data = parameter.data.clone()
-        self.flat = []
+        self.flat, self.reducer.buffers, self._in_place = [], [], None
 
     def communication_state(self) -> dict[str, Any]:
         """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without a codec, or alone.

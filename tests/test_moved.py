@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -262,6 +264,31 @@ def test_a_copy_of_a_wrapped_model_is_free():
     wrapper.close()
     model.half()
     assert not hasattr(model[0].weight, "flat_watch")
+
+
+def test_a_closed_wrapper_keeps_no_memory_and_says_what_to_call():
+    wrapper = DataParallel(network())
+    flat = weakref.ref(wrapper.flat[0].data)
+    wrapper.close()
+    gc.collect()
+    assert flat() is None
+    with pytest.raises(RuntimeError, match=r"closed.*\.module"):
+        wrapper(x_of(wrapper.module))
+    with torch.no_grad():
+        assert torch.equal(wrapper(x_of(wrapper.module)), wrapper.module(x_of(wrapper.module)))
+
+
+@pytest.mark.parametrize("strategy", ["DataParallel", "ZeRO 1", "ZeRO 3"])
+def test_another_module_in_the_place_of_one_is_noticed_and_one_around_it_is_not(strategy):
+    trained = Trained(strategy)
+    plain = Trained(strategy)
+    trained.model[2] = nn.Sequential(trained.model[2])  # keeps its parameters
+    assert [trained.step() for _ in range(2)] == [plain.step() for _ in range(2)]
+    old, trained.model[4] = trained.model[4], nn.Linear(6, 2)
+    with pytest.raises(ValueError, match=r"4.weight is in the model no more.*another module in its place"):
+        trained.step()
+    trained.model[4] = old
+    trained.step()
 
 
 # ---------------------------------------------------------------------------------------------------- flat optimizers

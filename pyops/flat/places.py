@@ -2,9 +2,10 @@
 
     model.half(), p.data = x                      the parameter has other memory than the flat tensor that is trained
     load_state_dict(assign=True), m.weight = p    the module has another parameter, of which nobody knows
+    model.head = nn.Linear(8, 2)                  the model has another module, with parameters of which nobody knows
     a second wrapper                              the parameter is a view of another flat tensor
 
-All of this is silent in torch. It is found by comparing pointers, two for each parameter.
+All of this is silent in torch. It is found by comparing pointers, two for each parameter and one for each module.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _differs(parameter: Tensor, data: Tensor) -> bool:
 
 
 class Entries:
-    """The entries of a model's modules that hold these parameters."""
+    """The entries of a model's modules that hold these parameters, and those that hold such modules."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
@@ -98,12 +99,44 @@ class Entries:
         ]
         self._model, self._modules = ref(model), [entries for entries, *_ in found]  # a model may hold what looks after it
         self._keys, self._held, self._names = ([each[i] for each in found] for i in (1, 2, 3))
+        self._note_modules(model)
+
+    def _note_modules(self, model: nn.Module) -> None:
+        """The entries of modules on the way to parameters."""
+        wanted = {id(parameter) for parameter in self._held}
+        found = [
+            (module._modules, key, child)
+            for module in model.modules()
+            for key, child in module._modules.items()
+            if child is not None and any(id(parameter) in wanted for parameter in child.parameters())
+        ]
+        self._parents, self._child_keys, self._children = ([each[i] for each in found] for i in range(3))
+        self._known = {id(parameter) for parameter in model.parameters()}
+
+    def _taken_out(self) -> str | None:
+        """The name of a parameter in whose place the model has a new one.
+
+        A module that is put around another keeps its own, and one that is only taken out leaves nothing to be trained.
+        """
+        if all(map(is_, map(dict.get, self._parents, self._child_keys), self._children)):
+            return None
+        model = self._model()
+        if model is None:
+            return None
+        present = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+        gone = [name for name, held in zip(self._names, self._held, strict=True) if id(held) not in present]
+        if gone and any(trained for key, trained in present.items() if key not in self._known):
+            return gone[0]
+        self._note_modules(model)
+        return None
 
     def problem(self) -> str | None:
         """What happened to the first entry that is another one now, in words."""
         now = list(map(dict.get, self._modules, self._keys))
         if all(map(is_, now, self._held)):
-            return None
+            name = self._taken_out()
+            how = "assigning another module in its place, `model.head = nn.Linear(...)`, does that"
+            return None if name is None else f"{name} is in the model no more; {how}"
         model = self._model()
         present = {id(parameter) for parameter in (() if model is None else model.parameters())}
         for name, found, held in zip(self._names, now, self._held, strict=True):
@@ -165,7 +198,7 @@ def check_free(named: Iterable[tuple[str, nn.Parameter]], *, who: str) -> None:
         if found is not None and found[0]() is not None:
             raise ValueError(
                 f"{who}: {name} belongs to a {found[1]}, whose buffers and hooks would be left behind; use that one, or call "
-                f"its close() before you make a {who} of the same module"
+                f"its close() before you make a {who} of the same module; where nobody has it any more, make the module anew"
             )
 
 
