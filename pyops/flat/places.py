@@ -110,7 +110,8 @@ class Entries:
             for key, child in module._modules.items()
             if child is not None and any(id(parameter) in wanted for parameter in child.parameters())
         ]
-        self._parents, self._child_keys, self._children = ([each[i] for each in found] for i in range(3))
+        self._parents, self._child_keys = [entries for entries, *_ in found], [key for _, key, _ in found]
+        self._children = [child for *_, child in found]
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def _taken_out(self) -> str | None:
@@ -118,7 +119,8 @@ class Entries:
 
         A module that is put around another keeps its own, and one that is only taken out leaves nothing to be trained.
         """
-        if all(map(is_, map(dict.get, self._parents, self._child_keys), self._children)):
+        now = list(map(dict.get, self._parents, self._child_keys))
+        if all(map(is_, now, self._children)):
             return None
         model = self._model()
         if model is None:

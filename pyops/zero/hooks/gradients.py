@@ -113,6 +113,13 @@ class GradientBucket:
         """Whether the parameter's gradient is still to be reduced."""
         return self.whole is not None or index in self._views
 
+    def was_dropped(self, index: int, *, arriving: bool) -> bool:
+        """Whether somebody took away what backwards within no_sync() had left. arriving: another gradient is in its place."""
+        if index not in self._views:
+            return False
+        found = self.flat.parameters[index].grad
+        return found is None or (arriving and found is not self._views[index] and not torch.is_grad_enabled())  # create_graph
+
     def fill(self) -> None:
         """Make `whole` this rank's gradient in all its places: what has none counts as zero."""
         for index in self.members:
@@ -210,7 +217,7 @@ class Gradients:
         self._complete: set[int] = set()  # ids of parameters whose gradients `reduce` was told to be
         self._leaving: dict[int, GradientBucket] = {}  # buckets that left before the last backward was over
         self._active = False
-        self.before_backward: Callable[[], None] = lambda: None  # called when its first gradient arrives
+        self.before_backward: Callable[[int | None], None] = lambda number: None  # when its first gradient arrives, this one
         self.after_reducing: Callable[[], None] = lambda: None
         self._begin()
         self._hooks = []
@@ -308,7 +315,7 @@ class Gradients:
         accept = partial(bucket.accept, index)
 
         def arrived(_: nn.Parameter) -> None:
-            self._activate()
+            self._activate(number)
             if self._left[place] or place in self._leaving:
                 raise RuntimeError(
                     f"a gradient of {bucket.flat.names[index]} arrived after its bucket {place} had left; if the model uses "
@@ -327,10 +334,10 @@ class Gradients:
 
         return arrived
 
-    def _activate(self) -> None:
+    def _activate(self, number: int | None = None) -> None:
         if not self._active:
             self._active = True
-            self.before_backward()
+            self.before_backward(number)
             self._begin()
             Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 

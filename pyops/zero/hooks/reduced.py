@@ -45,7 +45,7 @@ class Norms:
     ) -> None:  # fmt: skip
         self._parts, self.communicator, self._device, self.partial = parts, communicator, device, partial
         self._found: dict[float, Tensor] = {}
-        self.continued: set[int] = set()  # numbers of those that another backward has added to, since they were reduced
+        self.added: tuple[int, int] | None = None  # the last that autograd has added to: its number, and the backward's
 
     def changed(self) -> None:
         """The gradients are others now."""
@@ -150,7 +150,7 @@ class ReducedGradient(Tensor):
 
     def _accumulate(self, coming: Tensor, *, in_place: bool) -> Tensor:
         """Autograd adds the gradient of another backward: it has to be reduced first, so it is put aside for the bucket."""
-        self.norms.continued.add(self.number)
+        self.norms.added = self.number, torch._C._current_graph_task_id()
         if not in_place:  # create_graph=True
             return coming.clone()
         self._arrived = coming

@@ -63,17 +63,22 @@ class Shown:
     def show(self) -> None:
         """All gradients are reduced."""
         self._norms.changed()
-        self._norms.continued.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for (parameter, *_), reduced in zip(self._places, self._reduced, strict=True):
                 parameter.grad = reduced
 
-    def _others(self) -> Iterator[tuple[int, Tensor | None]]:
-        """(number of a parameter, what is in its .grad) where that is neither what was put there nor still to be reduced."""
+    def _others(self, arriving: int | None = None) -> Iterator[tuple[int, Tensor | None]]:
+        """(number of a parameter, what is in its .grad) where that is neither what was put there nor still to be reduced.
+
+        arriving: the number of the parameter that has just got a gradient.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for (parameter, bucket, piece, number), reduced in zip(self._places, self._reduced, strict=True):
                 found = parameter.grad
-                if not reduced.is_of(found) and not bucket.takes(piece.index):
+                if bucket.takes(piece.index):
+                    if bucket.was_dropped(piece.index, arriving=number == arriving):
+                        yield number, None
+                elif not reduced.is_of(found):
                     yield number, found
 
     def _drop(self, number: int) -> None:
@@ -81,14 +86,15 @@ class Shown:
         if part is not None:
             part.zero_()
             self._norms.changed()
-            self._gradients.used[number] = 0
+        self._gradients.used[number] = 0
 
     @torch.no_grad()
-    def forget(self) -> None:
+    def forget(self, arriving: int | None) -> None:
         """Another backward has begun: what was forgotten, or replaced, before it doesn't count."""
         if any(bucket.chunk is not None for bucket in self._gradients.buckets):
-            for number, _ in list(self._others()):
-                if number not in self._norms.continued:  # what autograd has added up is another tensor with create_graph=True
+            added = arriving, torch._C._current_graph_task_id()
+            for number, _ in list(self._others(arriving)):
+                if number != arriving or self._norms.added != added:  # with create_graph=True the sum is another tensor
                     self._drop(number)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -167,6 +168,38 @@ def _continued(rank: int, group: Any, stage: int) -> dict[str, bool]:
 def test_another_backward_adds_to_a_gradient_that_is_the_same_in_another_tensor(world, stage: int):
     for found in world(2).run(_continued, stage):
         assert [what for what, fine in found.items() if not fine] == []
+
+
+def _left_whole(rank: int, group: Any, stage: int) -> list[bool]:
+    """A reduced backward, one within no_sync(), all gradients or one forgotten, and another reduced backward."""
+    found, size = [], dist.get_world_size(group)
+    for forgotten in ("all", "one"):
+        ours, theirs = Net(mixed=False), Net(mixed=False)
+        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+        plain = torch.optim.SGD(_trained(theirs), lr=0.1)
+        for step in range(3):
+            with zero.no_sync() if step == 1 else nullcontext():
+                mean_loss(ours, *part(step, rank, size)).backward()
+            for r in range(size):
+                (mean_loss(theirs, *part(step, r, size)) / size).backward()
+            for model in (ours, theirs) if step == 1 else ():
+                for p in model.parameters() if forgotten == "all" else [model.last.weight]:
+                    p.grad = None
+        zero.step()
+        plain.step()
+        with zero.whole_parameters():
+            found += [
+                torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+            ]
+            found.append(not torch.equal(ours.last.weight, Net(mixed=False).last.weight))
+        zero.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_forgotten_after_a_backward_within_no_sync_counts_no_more(world, stage: int):
+    for found in world(2).run(_left_whole, stage):
+        assert all(found)
 
 
 def _changed(rank: int, group: Any) -> tuple[float, float, str]:
