@@ -190,7 +190,8 @@ class ZeroOptimizer(Savable):
         )
         across = "tp_group" if self.tensor_parallel is not None else "pp_group" if self.stages is not None else None
         why = across and f"with {across} it is summed in step()"
-        self.shown = Shown(self.gradients, self.communicator if self.stage else None, partial_because=why)
+        axes = [each.communicator for each in (self.tensor_parallel, self.stages) if each is not None]
+        self.shown = Shown(self.gradients, self.communicator if self.stage else None, partial_because=why, other_axes=axes)
 
     def _own(
         self, groups: list[Group], optimizer_class: type[torch.optim.Optimizer], arguments: Group, offload: str | None,

@@ -37,13 +37,15 @@ NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_
 class Norms:
     """Norms of the reduced gradients, alike on all ranks. parts: this rank's part of each parameter's gradient, in the same
     order on all ranks. communicator: of the ranks that have the other parts, None where this one has everything. partial: why
-    gradients are not final before the step, None where they are."""
+    gradients are not final before the step, None where they are. other_axes: of the tensor-parallel ranks and of the pipeline
+    stages, which must find the same overflow."""
 
     def __init__(
         self, parts: Callable[[], Sequence[Tensor]], communicator: Communicator | None, device: torch.device,
-        partial: str | None = None,
+        partial: str | None = None, other_axes: Sequence[Communicator] = (),
     ) -> None:  # fmt: skip
         self._parts, self.communicator, self._device, self.partial = parts, communicator, device, partial
+        self.axes = [each for each in (communicator, *other_axes) if each is not None]
         self._found: dict[float, Tensor] = {}
         self.added: tuple[int, int] | None = None  # the last that autograd has added to: its number, and the backward's
 
@@ -200,6 +202,6 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> No
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
     norms = next(each.norms for each in gradients if isinstance(each, ReducedGradient))
     norms.changed()
-    if norms.communicator is not None:
-        all_reduce(found_inf, communicator=norms.communicator, label="whether gradients are finite")
+    for communicator in norms.axes:
+        all_reduce(found_inf, communicator=communicator, label="whether gradients are finite")
         found_inf.clamp_(max=1.0)

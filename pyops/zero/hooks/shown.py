@@ -31,9 +31,13 @@ def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
 
 class Shown:
     """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts, None where this one owns
-    everything. partial: why gradients are not final before the step, None where they are."""
+    everything. partial_because: why gradients are not final before the step, None where they are. other_axes: of the
+    tensor-parallel ranks and of the pipeline stages."""
 
-    def __init__(self, gradients: Gradients, communicator: Communicator | None, *, partial_because: str | None) -> None:
+    def __init__(
+        self, gradients: Gradients, communicator: Communicator | None, *, partial_because: str | None,
+        other_axes: Sequence[Communicator] = (),
+    ) -> None:  # fmt: skip
         self._gradients = gradients
         self._places: list[tuple[nn.Parameter, GradientBucket, Piece, int]] = []
         for f, flat in enumerate(gradients.flats):
@@ -41,7 +45,7 @@ class Shown:
             for index, parameter in enumerate(flat.parameters):
                 bucket = gradients.of_flat[f][pieces[index].bucket]
                 self._places.append((parameter, bucket, pieces[index], len(self._places)))
-        norms = self._norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because)
+        norms = self._norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because, other_axes)
         self._reduced = [
             ReducedGradient(
                 bucket.view_like(piece.index), bucket.flat.device, label=bucket.flat.names[piece.index], number=number,

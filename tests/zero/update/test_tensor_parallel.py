@@ -156,3 +156,26 @@ def test_refusals_say_why(world) -> None:
     for lamb, groups in world(2).run(_refused):
         assert "LAMB goes by sums over each layer" in lamb
         assert "tp_group is of ranks [0, 1], group of ranks [0, 1]; they must have only rank" in groups
+
+
+def _overflow_on_one_rank(rank: int, group: Any, stage: int) -> list[float]:
+    mesh = Mesh(Axes(tp=2, dp=1))
+    model = Cut(mesh.group("tp"))
+    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scales = []
+    for step in range(2):
+        scaler.scale(model(torch.ones(BATCH, D)).square().mean()).backward()
+        if step == 0 and rank == 1:
+            with torch.no_grad():
+                model.up.grad.mul_(torch.inf)
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_overflow_on_one_tensor_parallel_rank_halves_torchs_scale_on_all(world, stage: int):
+    assert world(2).run(_overflow_on_one_rank, stage) == [[4.0, 4.0]] * 2
