@@ -24,14 +24,23 @@ from pyops.comm.collectives import two_shot
 from pyops.comm.collectives.transport import Transport
 from pyops.comm.compression.codec import Codec, check_whole
 from pyops.comm.compression.error_feedback import ErrorFeedback
-from pyops.comm.compression.low_rank import Family, families, fresh_basis, orthonormal, product, unit_columns
+from pyops.comm.compression.low_rank import (
+    Family,
+    families,
+    fresh_basis,
+    orthonormal,
+    pieces,
+    product,
+    squared_lengths,
+    unit_columns,
+    whole_batches,
+)
 from pyops.flat import FlatLayout, Shard
 
 __all__ = ["PowerSGD", "PowerSGDMemory", "low_rank_mean"]
 
 SEGMENT = 1 << 18  # elements of a slice of the exact collectives
 SMALL = 1 << 12  # elements up to which everyone sends all of them to everyone
-BAND = 1 << 16  # elements of a matrix that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,10 @@ class PowerSGDMemory:
     ) -> None:
         self.layout, self.numel, self.codec, self.rank, self.size = layout, layout.numel, codec, rank, size
         self.families, self.whole = families(layout, rank=codec.rank)
+        self.batches = [whole_batches(layout, family) for family in self.families]
+        self.pieces = [[piece for batch in batches for piece in pieces(batch)] for batches in self.batches]
+        self.scratch = max((p.numel for cut in self.pieces for p in cut if p.family.rank > 1), default=0)
+        self._cuts, self._exact = _cuts([layout.slice_at(i) for i in self.whole], layout.numel)
         self.worker = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.overflowed = torch.zeros(1, dtype=torch.float32, device=device)
         self.bases = [self._fresh(family) for family in self.families]
@@ -181,9 +194,28 @@ class PowerSGDMemory:
     def _part(self, index: int) -> Tensor:
         return self.worker[self.layout.slice_at(index)]
 
-    def matrices(self, flat: Tensor, family: Family) -> list[Tensor]:
-        """Views of the family's part of a flat tensor, [rows, columns] each."""
-        return [flat[self.layout.slice_at(i)].view(family.rows, family.columns) for i in family.members]
+    def exact_parts(self, flat: Tensor) -> list[Tensor]:
+        """Views of what travels as it is; tensors that lie side by side are one."""
+        parts = flat.split_with_sizes(self._cuts) if self._exact else []
+        return [parts[i] for i in self._exact]
+
+
+def _cuts(places: Sequence[slice], numel: int) -> tuple[list[int], list[int]]:
+    """(lengths that cut `numel` elements at the ends of the places, numbers of the cuts that are places)"""
+    spans: list[list[int]] = []
+    for place in sorted((p.start, p.stop) for p in places if p.stop > p.start):
+        if spans and spans[-1][1] == place[0]:
+            spans[-1][1] = place[1]
+        else:
+            spans.append(list(place))
+    lengths, wanted, at = [], [], 0
+    for start, stop in spans:
+        if start > at:
+            lengths.append(start - at)
+        wanted.append(len(lengths))
+        lengths.append(stop - start)
+        at = stop
+    return [*lengths, *([numel - at] if numel > at else [])], wanted
 
 
 def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[Tensor], None], factor: float = 1.0) -> None:
@@ -197,59 +229,63 @@ def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[T
         low_rank_mean(wide, memory, exchange=exchange, factor=factor)
         flat.copy_(wide)
         return
-    slices = [memory.layout.slice_at(i) for i in memory.whole]
-    us = [memory.matrices(flat, family) for family in memory.families]  # the gradients' own memory, in place
-    errors = [memory.matrices(memory.worker, family) for family in memory.families]
-    families = memory.families
-    message, parts = _message(
-        flat, [*((s.stop - s.start,) for s in slices), *((len(f.members), f.rank, f.rows) for f in families)]
-    )
-    exact, ps = parts[: len(slices)], parts[len(slices) :]
-    for part, place in zip(exact, slices, strict=True):
-        part.copy_(flat[place])
-    for u_batch, e_batch, q, p in zip(us, errors, memory.bases, ps, strict=True):
-        for i, (u, error) in enumerate(zip(u_batch, e_batch, strict=True)):
-            for rows in _bands(u):
-                torch.mm(q[i], u[rows].add_(error[rows]).t(), out=p[i, :, rows])
-    if parts:
+    families, exact = memory.families, memory.exact_parts(flat)
+    lengths = [part.numel() for part in exact]
+    message, (mean, *ps) = _message(flat, [(sum(lengths),), *((len(f.members), f.rank, f.rows) for f in families)])
+    if exact:
+        torch.cat(exact, out=mean)
+    for q, p, cut in zip(memory.bases, ps, memory.pieces, strict=True):
+        for piece in cut:
+            u = piece.matrices(flat).add_(piece.matrices(memory.worker))  # the gradients' own memory, in place
+            torch.bmm(piece.right(q), u.transpose(1, 2), out=piece.left(p))
+    if message.numel():
         exchange(message)
-    ok = [p.isfinite().flatten(1).all(dim=1) for p in ps]
-    ps = [orthonormal(torch.where(fine[:, None, None], p, 0.0)) for fine, p in zip(ok, ps, strict=True)]
+    # What is not finite here makes all of its matrix's Q nan.
+    ps = [orthonormal(p) for p in ps]
     message_q, qs = _message(flat, [(len(f.members), f.rank, f.columns) for f in families])
-    for u_batch, p, q in zip(us, ps, qs, strict=True):
-        for i, u in enumerate(u_batch):
-            torch.mm(p[i], u, out=q[i])
+    for p, q, batches in zip(ps, qs, memory.batches, strict=True):
+        for batch in batches:
+            torch.bmm(batch.left(p), batch.matrices(flat), out=batch.right(q))
     if families:
         exchange(message_q)
-    for mean, place in zip(exact, slices, strict=True):
-        torch.mul(mean, factor, out=flat[place])
-    if slices and not bool(message[: sum(part.numel() for part in exact)].isfinite().all()):
-        memory.overflowed.fill_(1.0)
+    if exact:
+        if not bool(mean.isfinite().all()):
+            memory.overflowed.fill_(1.0)
+        torch._foreach_copy_(exact, mean.mul_(factor).split(lengths))
+    squares = [squared_lengths(q) for q in qs]
+    fine = bool(torch.cat([each.flatten() for each in squares]).isfinite().all()) if qs else True
+    scratch = message.new_empty(memory.scratch)
     for i, (p, q) in enumerate(zip(ps, qs, strict=True)):
-        fine = ok[i] & q.isfinite().flatten(1).all(dim=1)
-        _put_products(us[i], errors[i], p, q, fine=fine.tolist(), factor=factor)
-        memory.bases[i] = torch.where(fine[:, None, None], unit_columns(q, fresh=memory.bases[i]), memory.bases[i])
-        memory.overflowed.copy_(torch.where(fine.all(), memory.overflowed, 1.0))
-
-
-def _put_products(us: list[Tensor], errors: list[Tensor], p: Tensor, q: Tensor, *, fine: Sequence[bool], factor: float) -> None:
-    """Of each matrix: error = U - P Q^T and U = factor * P Q^T, a band of rows at a time, which stays in the cache."""
-    scratch = torch.empty(max(BAND, us[0].shape[1]), device=us[0].device)
-    for i, (u, error) in enumerate(zip(us, errors, strict=True)):
-        if not fine[i]:
+        rescued = [] if fine else _not_finite(flat, memory, i, squares[i])
+        for piece in memory.pieces[i]:
+            u, error = piece.matrices(flat), piece.matrices(memory.worker)
+            _put_product(u, error, piece.left(p), piece.right(q), scratch=scratch, factor=factor)
+        basis = unit_columns(q, fresh=memory.bases[i], squares=squares[i])
+        for member, u, error, before in rescued:
             u.fill_(torch.nan)
-            continue
-        for rows in _bands(u):
-            band = u[rows]
-            mean = product(p[i, :, rows], q[i], out=scratch[: band.numel()].view(band.shape))
-            torch.sub(band, mean, out=error[rows])
-            torch.mul(mean, factor, out=band)
+            error.copy_(before)
+            basis[member] = memory.bases[i][member]
+            memory.overflowed.fill_(1.0)
+        memory.bases[i] = basis
 
 
-def _bands(matrix: Tensor) -> list[slice]:
-    rows, columns = matrix.shape
-    many = max(1, BAND // columns)
-    return [slice(start, min(start + many, rows)) for start in range(0, rows, many)]
+def _not_finite(flat: Tensor, memory: PowerSGDMemory, number: int, squares: Tensor) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """Of each matrix of a family whose P or Q is not finite: its number there, U, error, and a copy of the error."""
+    ruined = (~squares.isfinite()).any(dim=1).nonzero().flatten().tolist()
+    places = [(i, memory.layout.slice_at(memory.families[number].members[i])) for i in ruined]
+    return [(i, flat[place], memory.worker[place], memory.worker[place].clone()) for i, place in places]
+
+
+def _put_product(u: Tensor, error: Tensor, p: Tensor, q: Tensor, *, scratch: Tensor, factor: float) -> None:
+    """error = U - P Q^T and U = factor * P Q^T, of a piece: U [k, n, m], P [k, r, n], Q [k, r, m]."""
+    if p.shape[1] == 1:  # the product is as fast made twice as kept
+        column = p.transpose(1, 2)
+        torch.addcmul(u, column, q, value=-1.0, out=error)
+        torch.mul(column, q if factor == 1.0 else q * factor, out=u)
+    else:
+        mean = product(p, q, out=scratch[: u.numel()].view(u.shape))
+        torch.sub(u, mean, out=error)
+        torch.mul(mean, factor, out=u)
 
 
 def _message(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +21,12 @@ LAYOUT = FlatLayout.plan(
 COMPRESSED = ("a", "conv", "b")
 
 
-def gradients(rank: int, steps: int) -> Tensor:
+def gradients(rank: int, steps: int, layout: FlatLayout = LAYOUT) -> Tensor:
     """[steps, numel] for one rank: zero in the padding, a common part, so that there is something to find."""
     common, own = torch.Generator().manual_seed(100), torch.Generator().manual_seed(rank)
-    rows = torch.zeros(steps, LAYOUT.numel)
-    for name in LAYOUT.names:
-        place = LAYOUT.slice(name)
+    rows = torch.zeros(steps, layout.numel)
+    for name in layout.names:
+        place = layout.slice(name)
         fixed = torch.randn(rows[:, place].shape[1], generator=common)
         rows[:, place] = fixed + 0.5 * torch.randn(rows[:, place].shape, generator=own)
     return rows
@@ -56,13 +57,15 @@ def run(size: int, steps: int, *, rank: int = 2, drop_errors: bool = False, fact
     return run_virtual(size, body)
 
 
-def reference(size: int, steps: int, rank: int) -> tuple[Tensor, Tensor]:
+def reference(
+    size: int, steps: int, rank: int, *, layout: FlatLayout = LAYOUT, compressed: Sequence[str] = COMPRESSED
+) -> tuple[Tensor, Tensor]:
     """(out [steps, numel], worker errors [size, numel]) of algorithm 2 in float64, with QR for the orthogonal columns."""
-    b = torch.stack([gradients(r, steps) for r in range(size)]).double()
-    start = PowerSGDMemory(LAYOUT, codec=PowerSGD(rank), rank=0, size=size).state_dict()["basis"]
-    out, errors = b.mean(dim=0), torch.zeros(size, LAYOUT.numel, dtype=torch.float64)
-    for name in COMPRESSED:
-        place, n = LAYOUT.slice(name), LAYOUT.shapes[LAYOUT.names.index(name)][0]
+    b = torch.stack([gradients(r, steps, layout) for r in range(size)]).double()
+    start = PowerSGDMemory(layout, codec=PowerSGD(rank), rank=0, size=size).state_dict()["basis"]
+    out, errors = b.mean(dim=0), torch.zeros(size, layout.numel, dtype=torch.float64)
+    for name in compressed:
+        place, n = layout.slice(name), layout.shapes[layout.names.index(name)][0]
         q, e = start[name].double().t(), torch.zeros_like(b[:, 0, place]).view(size, n, -1)
         for step in range(steps):
             u = b[:, step, place].view(size, n, -1) + e
