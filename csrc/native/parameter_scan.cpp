@@ -9,7 +9,8 @@
 //
 // It asks the tensors through Python (no torch headers), about 0.1 us each. It holds no reference to a gradient, which
 // would keep its memory alive through the next forward pass; weak references tell whether a gradient is the same
-// object, and only new ones are asked for dtype, size, strides and memory: all of them in one call (pyops::gradients_fit).
+// object, and only new ones are asked for dtype, size, strides and memory: a few one by one, many in one call
+// (pyops::gradients_fit), whose price of about ten tensors is paid once.
 //
 // StateWatch: is every entry of the optimizer's state the same object as before? It keeps the entries alive, so that
 // an address is never that of a freed tensor.
@@ -22,6 +23,8 @@
 namespace py = pybind11;
 
 namespace {
+
+constexpr std::int64_t FEW = 8;  // gradients that are asked one by one: for more, one call for all costs less
 
 enum Verdict { SAME = 0, MOVED = 1, REBUILD = 2 };
 enum Kind { ABSENT = 0, ROW = 1, ELSEWHERE = 2, IGNORED = 3 };
@@ -41,7 +44,8 @@ struct TensorProtocol {
         PyMethodDef* direct;
     };
     Getter grad, dtype, nbytes, is_cpu;
-    Method data_ptr, is_contiguous, stride, dim;
+    Method data_ptr, is_contiguous, stride, dim, is_neg, storage_offset, untyped_storage;
+    PyObject* storage_nbytes = PyUnicode_InternFromString("nbytes");
     py::object no_arguments = py::tuple();
 
     TensorProtocol(py::type tensor_type, py::type parameter_type)
@@ -49,7 +53,8 @@ struct TensorProtocol {
           parameter(reinterpret_cast<PyTypeObject*>(parameter_type.ptr())),
           grad(getter("grad")), dtype(getter("dtype")), nbytes(getter("nbytes")), is_cpu(getter("is_cpu")),
           data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")), stride(method("stride")),
-          dim(method("dim")) {}
+          dim(method("dim")), is_neg(method("is_neg")), storage_offset(method("storage_offset")),
+          untyped_storage(method("untyped_storage")) {}
 
     // Both types must find the very same descriptor, or the direct call would go past an override.
     PyObject* descriptor(PyObject* name) const {
@@ -96,6 +101,12 @@ struct TensorProtocol {
         return value;
     }
     std::int64_t address(PyObject* object) const { return integer(call(data_ptr, object)); }
+    std::int64_t bytes_of_storage(PyObject* object) const {
+        const py::object storage = call(untyped_storage, object);
+        PyObject* found = PyObject_CallMethodNoArgs(storage.ptr(), storage_nbytes);
+        if (!found) throw py::error_already_set();
+        return integer(py::reinterpret_steal<py::object>(found));
+    }
 };
 
 // Whether `reference` (a weakref or empty) still leads to `object`.
@@ -149,8 +160,8 @@ private:
         std::int64_t address = 0, bytes = 0;
         int kind = ABSENT;
         bool flat = false;
-        std::int64_t gradient = 0;
-        py::object weak, strides, layout, kind_of_gradient;
+        std::int64_t gradient = 0, gradient_bytes = 0;
+        py::object weak, strides, layout, kind_of_gradient, dtype, on_cpu;
     };
 
     Seen remember(py::object parameter, int kind) const {
@@ -169,6 +180,9 @@ private:
         if (protocol_.call(protocol_.is_contiguous, gradient.ptr()).ptr() != Py_True)
             seen.strides = protocol_.call(protocol_.stride, gradient.ptr());
         seen.kind_of_gradient = kind_of(gradient.ptr());
+        seen.gradient_bytes = protocol_.integer(protocol_.get(protocol_.nbytes, gradient.ptr()));
+        seen.dtype = protocol_.get(protocol_.dtype, gradient.ptr());
+        seen.on_cpu = protocol_.get(protocol_.is_cpu, gradient.ptr());
         seen.weak = weak(gradient.ptr());
         return seen;
     }
@@ -192,6 +206,19 @@ private:
     // matters, their memory and a sign that is still to be taken included.
     bool fit(const py::list& strangers, const py::list& kinds) const {
         return PyList_GET_SIZE(strangers.ptr()) == 0 || gradients_fit_(strangers, kinds).cast<bool>();
+    }
+
+    // What the op asks, of one contiguous gradient without a call through the dispatcher. False: let the op decide.
+    bool plainly_fits(const Seen& seen, PyObject* gradient) const {
+        if (!protocol_.exact(gradient) || !protocol_.get(protocol_.dtype, gradient).is(seen.dtype)) return false;
+        if (protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) != seen.gradient_bytes) return false;
+        if (!protocol_.get(protocol_.is_cpu, gradient).is(seen.on_cpu)) return false;
+        if (protocol_.call(protocol_.is_contiguous, gradient).ptr() != Py_True) return false;
+        if (protocol_.call(protocol_.is_neg, gradient).ptr() != Py_False) return false;
+        if (seen.gradient_bytes == 0) return true;
+        const std::int64_t width = seen.gradient_bytes / (seen.kind_of_gradient.cast<std::int64_t>() >> 4);
+        const std::int64_t before = width * protocol_.integer(protocol_.call(protocol_.storage_offset, gradient));
+        return before + seen.gradient_bytes <= protocol_.bytes_of_storage(gradient);
     }
 
     // One that is laid out in another way is asked by itself, as it would be if it lay one element after the other.
@@ -221,6 +248,7 @@ private:
         std::int64_t row = 0, strangers = 0;
         py::list unknown, kinds;
         const bool make_weak = patience_ == 0;
+        const std::int64_t singly = last_strangers_ <= FEW ? FEW : 0;
         if (patience_ > 0) --patience_;
         for (std::size_t i = 0; i < count; ++i) {
             Seen& seen = seen_[i];
@@ -237,7 +265,7 @@ private:
             if (!known) {
                 if (seen.strides) {
                     if (!fits(seen, gradient.ptr())) return REBUILD;
-                } else {
+                } else if (strangers >= singly || !plainly_fits(seen, gradient.ptr())) {
                     unknown.append(gradient);
                     kinds.append(seen.kind_of_gradient);
                 }
@@ -252,6 +280,7 @@ private:
             ++row;
         }
         if (!fit(unknown, kinds)) return REBUILD;
+        last_strangers_ = strangers;
         // Gradients made anew each step: don't pay for weak references that will be dead by the next.
         if (make_weak && 2 * strangers > rows_) patience_ = 31;
         return verdict;
@@ -261,7 +290,7 @@ private:
     py::list list_;
     py::object gradients_fit_;
     std::vector<Seen> seen_;
-    std::int64_t rows_ = 0, patience_ = 0, columns_ = 1;
+    std::int64_t rows_ = 0, patience_ = 0, last_strangers_ = 0, columns_ = 1;
     std::int64_t* column_ = nullptr;
 };
 

@@ -84,6 +84,23 @@ def test_one_matrix_of_a_batch_that_is_not_finite_leaves_the_others_as_they_are(
     assert all(torch.equal(memory.state_dict()["basis"][n], good.state_dict()["basis"][n]) for n in before if n != "a1")
 
 
+def test_a_sum_that_overflows_after_the_first_exchange_leaves_error_and_directions():
+    """P is made of ones, so it is finite; the second column of Q is not."""
+    layout = FlatLayout.plan([("a", MATRIX)], alignment=1)
+    memory = PowerSGDMemory(layout, codec=PowerSGD(2), rank=0, size=1)
+    basis = torch.zeros(1, 2, 16)
+    basis[0, 0, 0], basis[0, 1, 2] = 1.0, 1.0
+    memory.bases = [basis.clone()]
+    gradient = torch.zeros(MATRIX)
+    gradient[:, 0], gradient[:, 1], gradient[3, 2] = 1.0, 3e38, 1.0
+    flat = gradient.flatten()
+    low_rank_mean(flat, memory, exchange=lambda x: None)
+    assert flat.isnan().all()
+    assert memory.overflowed.item() == 1
+    assert not memory.worker.any()
+    assert torch.equal(memory.bases[0], basis)
+
+
 def test_batches_and_pieces(monkeypatch: Any):
     """Stretches of even distances; pieces that cover every row of every matrix once."""
     layout = LAYOUTS[1]

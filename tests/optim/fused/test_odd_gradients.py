@@ -14,11 +14,12 @@ from tests.optim.pairs import assert_equal, give_gradients, parameters
 pytestmark = pytest.mark.cpu_only
 KINDS = (SGD, Adam, AdamW, Adagrad, Lion, LAMB, LARS, Adafactor)
 SHAPES = ((4, 4), (3,))
+MANY = (*SHAPES, *((2,) for _ in range(12)))  # new gradients of which are asked together, not one by one
 
 
-def _steps(kind, odd: str | None, *, zero_grad: bool = False, steps_before: int = 1) -> list[nn.Parameter]:
+def _steps(kind, odd: str | None, *, zero_grad: bool = False, steps_before: int = 1, shapes=SHAPES) -> list[nn.Parameter]:
     """Parameters after some steps, the last of them with gradients of which one is odd."""
-    a = parameters(SHAPES)
+    a = parameters(shapes)
     optimizer = kind(a, lr=0.1, zero_grad=zero_grad, **({"momentum": 0.9} if kind in (SGD, LARS) else {}))
     for step in range(steps_before):
         give_gradients(a, seed=step)
@@ -32,11 +33,12 @@ def _steps(kind, odd: str | None, *, zero_grad: bool = False, steps_before: int 
     return a
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(("steps_before", "shapes"), [(0, SHAPES), (1, SHAPES), (2, MANY)], ids=["first", "few", "many"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_a_negative_view_is_stepped_with_its_sign(kind, steps_before):
+def test_a_gradient_that_is_a_negative_view_is_stepped_with_its_sign(kind, steps_before, shapes):
     """At the first step, and at a later one, when only what changed is looked at."""
-    assert_equal(_steps(kind, "negative view", steps_before=steps_before), _steps(kind, None, steps_before=steps_before))
+    options = {"steps_before": steps_before, "shapes": shapes}
+    assert_equal(_steps(kind, "negative view", **options), _steps(kind, None, **options))
 
 
 def test_a_gradient_that_is_a_negative_view_is_zeroed():
@@ -53,9 +55,9 @@ def test_a_parameter_that_is_a_negative_view_is_refused(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("odd", ["emptied", "emptied, with an offset", "too short"])
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_new_gradient_without_memory(kind, odd, steps_before):
-    a = parameters(SHAPES)
+@pytest.mark.parametrize(("steps_before", "shapes"), [(0, SHAPES), (2, SHAPES), (2, MANY)], ids=["first", "few", "many"])
+def test_a_new_gradient_without_memory(kind, odd, steps_before, shapes):
+    a = parameters(shapes)
     optimizer = kind(a, lr=0.1)
     for step in range(steps_before):
         give_gradients(a, seed=step)
