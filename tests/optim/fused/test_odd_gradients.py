@@ -70,6 +70,24 @@ def test_a_new_gradient_without_memory(kind, odd, steps_before, shapes):
     assert_equal(a, before)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
+@pytest.mark.parametrize("count", [1, 12], ids=["few", "many"])
+def test_a_new_gradient_of_another_dtype_of_the_same_width_is_read_as_what_it_is(count):
+    """Numbers that fp16 and bf16 both hold: their bits differ, the step must not."""
+    sides = []
+    for last in (torch.bfloat16, torch.float16):
+        a = [nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(count)]
+        optimizer = AdamW(a, lr=0.1)
+        for dtype in (torch.bfloat16, torch.bfloat16, last):
+            for p in a:
+                p.grad, p.grad_dtype = None, dtype
+                p.grad = torch.tensor([0.5, -2.0, 1.0, 0.25], dtype=dtype)
+            optimizer.step()
+        sides.append(a)
+    assert_equal(*sides)
+    assert not sides[0][0].eq(1.0).any()
+
+
 def test_a_new_gradient_in_another_order_of_memory_without_its_own():
     """channels_last, which is asked one by one."""
     weight = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
