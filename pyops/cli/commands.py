@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyops
+from pyops.cli.first_rank import print_error
 from pyops.cli.simulate import add_arguments, report
 
 __all__ = ["main"]
@@ -80,13 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _env()
 
 
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _fail(error: object) -> int:
-    if _first_rank():
-        print(f"pyops: {error}", file=sys.stderr, flush=True)
+    print_error(error)
     return 2
 
 
