@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from pyops.comm.agreement import agree, gather, naming_lost_ranks
+from pyops.comm.agreement import agree, gather
+from pyops.comm.broadcast import broadcast
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
@@ -137,7 +138,8 @@ class DataParallel(nn.Module):
         self.module, self._group = module, group
         self.keys = [key for key, _, _ in sorted_into]
         self.flat = [FlatBuffer(members) for members in sorted_into.values()]
-        self._broadcast(group)
+        fixed = [p for p in module.parameters() if not p.requires_grad]
+        broadcast([*(buffer.data for buffer in self.flat), *fixed, *module.buffers()], group=group)
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.reducer = Reducer(
             self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
@@ -145,20 +147,6 @@ class DataParallel(nn.Module):
         )  # fmt: skip
         self._in_place: InPlace | None = InPlace("DataParallel", module, self.flat, fix=FIX)
         claim((p for _, p in named), self.reducer, who="DataParallel")
-
-    @torch.no_grad()
-    def _broadcast(self, group: dist.ProcessGroup | None) -> None:
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
-            return
-        rest: list[Tensor] = [p for p in self.module.parameters() if not p.requires_grad]
-        rest += list(self.module.buffers())
-        source = dist.get_global_rank(group, 0) if group is not None else 0
-        for tensor in [*(buffer.data for buffer in self.flat), *rest]:
-            whole = tensor.detach().contiguous()
-            with naming_lost_ranks("the broadcast of rank 0's values", group=group):
-                dist.broadcast(whole, source, group=group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module(*args, **kwargs)`."""

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pyops.failure import naming_lost_ranks
+
 __all__ = ["Axes", "Mesh", "alone", "check_initialized"]
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -104,7 +106,8 @@ class Mesh:
         self.device_mesh: DeviceMesh | None = None
         if dist.is_initialized():
             degrees = axes.degrees()
-            self.device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+            with naming_lost_ranks("the making of the groups of a Mesh"):
+                self.device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of ranks that differ from this one in `axis` alone; None where one rank runs alone."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.failure import naming_lost_ranks
 from pyops.mesh import check_initialized
 from pyops.ops.memory import require_memory
 from pyops.ops.optimizers.grad_norm import squared_norm
@@ -149,7 +150,8 @@ def overflowed(gradients: Iterable[Tensor], *, group: dist.ProcessGroup | None =
     for bad in found.values():
         flag = torch.maximum(flag, bad.to(home))
     if together:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        with naming_lost_ranks("the search for inf and nan in gradients", group=group):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return flag
 
 

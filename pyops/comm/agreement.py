@@ -7,26 +7,24 @@ rank 2: fine                --'                      '--  CorpusError("...")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pyops.comm.failure import GRACE, CommunicationError, lost_peer
+from pyops.failure import naming_lost_ranks
 from pyops.mesh import check_initialized
 
 __all__ = ["agree", "gather", "naming_lost_ranks", "on_all_ranks", "on_first_rank"]
 
 T = TypeVar("T")
-PATIENCE = 2 * GRACE + 1  # others may come here only when they have waited for each other elsewhere
 
 
 def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> list[T]:
     """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not running.
 
     CommunicationError, which names it, for a rank that is lost: one that gives no sign of life within `grace` seconds, by
-    default PATIENCE.
+    default pyops.failure.PATIENCE.
     """
     check_initialized("what ranks tell one another", group)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -35,23 +33,6 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | N
     with naming_lost_ranks("telling one another", group=group, grace=grace):
         dist.all_gather_object(values, value, group=group)
     return values
-
-
-@contextmanager
-def naming_lost_ranks(what: str, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> Iterator[None]:
-    """Within, an error of torch's own collectives becomes a CommunicationError that names the ranks that are lost.
-
-    what: for the message. grace: as for `gather`.
-    """
-    try:
-        yield
-    except CommunicationError:
-        raise
-    except RuntimeError as error:
-        whole = dist.group.WORLD if group is None else group
-        assert whole is not None
-        seconds = PATIENCE if grace is None else grace
-        raise lost_peer(what, group=whole, cause=error, sequence=0, grace=seconds) from error
 
 
 def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:

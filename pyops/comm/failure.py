@@ -1,31 +1,11 @@
-"""What can go wrong between ranks, in words: who, in which collective, and what to do.
-
-A connection tells a rank only about its own neighbour. So after a failure every rank leaves a note in the group's store,
-wakes its neighbours, and waits a moment for the notes of the others: a rank without a note is the one that is lost. A copy of
-the note is in the store of all ranks: who waits in one group while the others fail in another must not take them for lost.
-"""
+"""What goes wrong in the collectives of this room; what ranks tell one another about it stands in `pyops.failure`, so that
+rooms below this one can name lost ranks too."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import time
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
+from pyops.failure import CommunicationError, lost_peer, ranks_without_note, wake_neighbours
 
 __all__ = ["CommunicationError", "DisagreementError", "PeerError", "lost_peer", "ranks_without_note", "wake_neighbours"]
-
-GRACE = 3.0  # seconds that a rank waits for the others' notes
-
-
-class CommunicationError(RuntimeError):
-    """A collective did not come about. `ranks`: the group ranks to blame, empty where that is unknown."""
-
-    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class DisagreementError(CommunicationError, ValueError):
@@ -38,57 +18,3 @@ class PeerError(Exception):
     def __init__(self, peer: int, cause: object) -> None:
         super().__init__(f"exchange with rank {peer} failed: {cause}")
         self.peer = peer
-
-
-def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GRACE) -> list[int] | None:
-    """Leave this rank's note; the ranks that left none within `grace` seconds, or None when the store is gone too."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    keys = [f"pyops/failure/{r}" for r in range(size)]
-    anywhere = [f"pyops/failure/of rank {r}" for r in dist.get_process_group_ranks(group)]
-    try:
-        store = dist.distributed_c10d._get_process_group_store(group)
-        of_all = dist.distributed_c10d._get_default_store()
-        store.set(keys[rank], note)
-        of_all.set(anywhere[rank], note)
-        wake_neighbours(group)
-        end = time.monotonic() + grace
-        while True:
-            missing = [r for r in range(size) if not store.check([keys[r]]) and not of_all.check([anywhere[r]])]
-            if not missing or time.monotonic() > end:
-                return missing
-            time.sleep(0.05)
-    except RuntimeError:
-        return None
-
-
-def wake_neighbours(group: dist.ProcessGroup) -> None:
-    """Make every exchange of the others with this rank fail now, not after their timeout.
-
-    Gloo closes all connections of a group when one receive is late, so ask for one that can't come.
-    """
-    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-    for peer in range(dist.get_world_size(group)):
-        if peer != dist.get_rank(group):
-            with contextlib.suppress(RuntimeError):
-                group.recv([nothing], peer, 0x7FFFFFF1).wait(datetime.timedelta(milliseconds=1))
-
-
-def lost_peer(
-    what: str, *, group: dist.ProcessGroup, cause: Exception, sequence: int, grace: float = GRACE
-) -> CommunicationError:  # fmt: skip
-    """The error to raise for a collective whose exchange failed with `cause`; names the ranks that gave no sign of life within
-    `grace` seconds."""
-    me = dist.get_rank(group)
-    silent = ranks_without_note(group, note=f"gave up in collective {sequence}", grace=grace)
-    reason = str(cause).splitlines()[0]
-    if silent:
-        names = ", ".join(str(r) for r in silent)
-        message = f"rank {me}: {what} failed because rank {names} died or stalled ({reason})"
-        return CommunicationError(message, ranks=silent)
-    if silent is None:
-        suspects = [cause.peer] if isinstance(cause, PeerError) else []
-        hint = f"the exchange with rank {suspects[0]} failed first" if suspects else "no rank could be named"
-        message = f"rank {me}: {what} failed, and the group's store, which a rank or torchrun holds, is gone: {hint} ({reason})"
-        return CommunicationError(message, ranks=suspects)
-    message = f"rank {me}: {what} failed although every rank is alive; one came later than the group's timeout ({reason})"
-    return CommunicationError(message)

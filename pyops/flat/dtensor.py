@@ -43,9 +43,14 @@ def placed_alike(one: Any, other: Any) -> bool:
 
 def placed_as(tensor: Any, like: Any) -> Tensor:
     """What this rank holds of `tensor` once it lies as `like` does: a collective where it does not yet."""
-    if not placed_alike(tensor, like):
-        tensor = tensor.redistribute(like.device_mesh, like.placements)
-    return local_of(tensor)
+    if placed_alike(tensor, like):
+        return local_of(tensor)
+    from pyops.failure import naming_lost_ranks
+
+    mesh = like.device_mesh
+    group = mesh.get_group() if mesh.ndim == 1 else None
+    with naming_lost_ranks("the redistribution of a DTensor", group=group):
+        return local_of(tensor.redistribute(like.device_mesh, like.placements))
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,13 @@ class Spread:
         """Replace the tensor by its sum over the ranks that hold the other parts; all of them call it."""
         from torch import distributed as dist
 
+        from pyops.failure import naming_lost_ranks
+
         there = tensor.to(self.mesh.device_type)  # of offloaded parameters the sums lie on the host, which NCCL cannot reach
         for dim in self.dims:
-            dist.all_reduce(there, group=self.mesh.get_group(dim))
+            group = self.mesh.get_group(dim)
+            with naming_lost_ranks("the sum over the ranks of a DTensor", group=group):
+                dist.all_reduce(there, group=group)
         return tensor if there is tensor else tensor.copy_(there)
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.writing import replace_folder
-from pyops.comm.agreement import agree
+from pyops.comm.agreement import agree, naming_lost_ranks
+from pyops.failure import CommunicationError
 from pyops.hub.architectures.architecture import Entry
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
@@ -174,7 +175,7 @@ class _Gathered:
         while self._last is None or self._last[0] is not entry:
             self._last = None  # frees it first
             following = next(self._coming)
-            self._last = (following, _gather(following, self.group))
+            self._last = (following, self._gathered(following))
         found = self._last[1]
         assert found is not None
         return found
@@ -183,7 +184,14 @@ class _Gathered:
         """Take part in what is left; on rank 0 it is dropped."""
         if self.group is not None:
             for entry in self._coming:
-                _gather(entry, self.group)
+                self._gathered(entry)
+
+    def _gathered(self, entry: Entry) -> Tensor | None:
+        try:
+            return _gather(entry, self.group)
+        except CommunicationError:
+            self._coming = iter(())  # a rank is lost, and the others come to nothing that follows
+            raise
 
 
 def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
@@ -194,7 +202,8 @@ def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     raw = local.contiguous().view(torch.uint8)
     parts = [torch.empty_like(raw) for _ in range(size)] if rank == 0 else None
-    dist.gather(raw, parts, group=group, group_dst=0)
+    with naming_lost_ranks("the gathering of parameters for a save", group=group):
+        dist.gather(raw, parts, group=group, group_dst=0)
     if parts is None:
         return None
     first = [parts[r].view(local.dtype) for r in range(0, size, place.copies)]

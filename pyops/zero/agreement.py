@@ -1,17 +1,16 @@
-"""What the ranks must have in common before their collectives can match: the model, the options, and the first values."""
+"""What the ranks must have in common before their collectives can match: the model and the options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather, naming_lost_ranks
+from pyops.comm.agreement import agree, gather
 
-__all__ = ["agreed", "broadcast", "check_same_model", "check_same_options"]
+__all__ = ["agreed", "check_same_model", "check_same_options"]
 
 T = TypeVar("T")
 
@@ -64,17 +63,3 @@ def check_same_options(options: Mapping[str, Any], *, group: dist.ProcessGroup |
                     f"ZeroOptimizer: {key} is {everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank}; pass the "
                     "same on every rank"
                 )
-
-
-@torch.no_grad()
-def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> None:
-    """Rank 0's values on every rank."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    for tensor in tensors:
-        whole = tensor.detach().contiguous()
-        with naming_lost_ranks("the broadcast of rank 0's values", group=group):
-            dist.broadcast(whole, source, group=group)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.zero.agreement import broadcast
+from pyops.comm.broadcast import broadcast
 from pyops.zero.hooks.gathering import Unit
 from pyops.zero.layout.materialise import Initialise, adopt, initialise_modules, materialise_buffers, on_meta
 from pyops.zero.layout.parameters import FlatParameters

@@ -26,6 +26,7 @@ from pyops.comm.collectives.shared_memory import AGREEMENT, SPINS_ALONE, SPINS_B
 from pyops.comm.collectives.transport import ProcessGroupTransport, exchange_bytes
 from pyops.comm.collectives.work import StreamWork, Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
+from pyops.failure import naming_lost_ranks
 from pyops.mesh import check_initialized
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
@@ -132,30 +133,37 @@ class Communicator:
         self.sequence += 1
         number = self.sequence
         if direct:
-            return self._on_stream(call, tensor) if async_op else call(SPINS_ALONE)
+            named = partial(self._named, call, what=what, number=number)
+            return self._on_stream(named, tensor) if async_op else named(SPINS_ALONE)
         if not async_op and not self.worker.busy:
             return self._guarded(call, SPINS_ALONE, what, number)
         there = self._in_thread(call, tensor) if tensor.is_cuda else call
         work = self.worker.submit(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
         return work if async_op else work.wait()
 
-    def _guarded(self, call: Callable[[int], Tensor], spins: int, what: str, number: int) -> Tensor:
+    def _named(self, call: Callable[[int], Tensor], spins: int, *, what: str, number: int) -> Tensor:
         if self._broken is not None:
             raise CommunicationError(f"{what} was not started, after: {self._broken}", ranks=self._broken.ranks)
-        self._current = number
         try:
             return call(spins)
+        except PeerError as error:
+            self._broken = lost_peer(what, group=self.group, cause=error, sequence=number)
+            raise self._broken from error
+
+    def _guarded(self, call: Callable[[int], Tensor], spins: int, what: str, number: int) -> Tensor:
+        self._current = number
+        try:
+            return self._named(call, spins, what=what, number=number)
         except DisagreementError as error:  # all ranks raise it, and the group is as good as before, unless one leaves
             if (gone := self._gone()) is not None:
                 self._broken = CommunicationError(f"{what}: {gone[1]}", ranks=gone[0])
                 raise self._broken from None
             raise DisagreementError(f"{what}: {error}", ranks=error.ranks) from None
         except CommunicationError as error:
-            self._broken = CommunicationError(f"{what}: {error}", ranks=error.ranks)
-            raise self._broken from None
-        except PeerError as error:
-            self._broken = lost_peer(what, group=self.group, cause=error, sequence=number)
-            raise self._broken from error
+            if self._broken is None:
+                self._broken = CommunicationError(f"{what}: {error}", ranks=error.ranks)
+                raise self._broken from None
+            raise
 
     def leave(self, error: Exception, *, device: torch.device) -> NoReturn:
         """Raise `error`, for which this rank can take part in nothing any more. The others raise a CommunicationError with its
@@ -281,7 +289,8 @@ class Communicator:
         if device.type == "cpu":
             return probe.from_json(exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0"))
         on_device = torch.tensor(list(padded), dtype=torch.uint8, device=device)
-        dist.broadcast(on_device, group_src=0, group=self.group)
+        with naming_lost_ranks("the choice of an algorithm", group=self.group):
+            dist.broadcast(on_device, group_src=0, group=self.group)
         return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
 
     def agree(

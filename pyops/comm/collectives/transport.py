@@ -111,7 +111,10 @@ class ProcessGroupTransport:
             for t, peer in messages
         ]
         first_peer = (*sends, *receives)[0][1]
-        return [(work, first_peer) for work in dist.batch_isend_irecv(operations)]
+        try:
+            return [(work, first_peer) for work in dist.batch_isend_irecv(operations)]
+        except RuntimeError as error:
+            raise PeerError(first_peer, error) from error
 
 
 class _Mail:

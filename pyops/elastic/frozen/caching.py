@@ -21,6 +21,7 @@ from pyops.comm.collectives.shared_memory import host
 from pyops.elastic.frozen.cache import ActivationCache, open_cache
 from pyops.elastic.frozen.prefix import Prefix
 from pyops.elastic.frozen.reading import MODES, measure, reading_pays
+from pyops.elastic.layout.groups import make_group
 
 __all__ = ["CacheOptions", "Caching", "Example"]
 
@@ -116,7 +117,7 @@ class Caching:
         if self._message is not None and self._host is None:
             hosts = gather(host(), group=self._message)
             for name in dict.fromkeys(hosts):  # all ranks make all groups, in one order
-                made = dist.new_group([rank for rank, each in enumerate(hosts) if each == name], backend="gloo")
+                made = make_group([rank for rank, each in enumerate(hosts) if each == name], backend="gloo")
                 self._host = made if name == host() else self._host
         self.cache = open_cache(
             self._samples + self._held_out, shape=shape[0], dtype=shape[1], stored=self.options.stored,

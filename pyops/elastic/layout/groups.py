@@ -11,21 +11,22 @@ default group's timeout: in the meeting group, where an idle rank's own is longe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from pyops.comm.agreement import PATIENCE, agree, gather
+from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
 from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.watch import call_off, watched
+from pyops.failure import PATIENCE, naming_lost_ranks
 from pyops.mesh import check_initialized
 
-__all__ = ["Active", "Everyone", "agree_within", "giving_up", "message_group"]
+__all__ = ["Active", "Everyone", "agree_within", "giving_up", "make_group", "message_group"]
 
 GRACE = 2 * PATIENCE + 1  # seconds; those who lost a rank look for signs of life in their own groups first, then come to all
 
@@ -40,7 +41,19 @@ def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | No
     check_initialized("message_group")
     if not dist.is_initialized():
         return None
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_limit(patience))
+    return make_group(None, patience=patience, backend="gloo")
+
+
+def make_group(
+    members: Sequence[int] | None, *, patience: float | None = None, backend: str | None = None
+) -> dist.ProcessGroup:  # fmt: skip
+    """A new group of these ranks, or of all. A collective of all ranks, which wait for one another as long as in the default
+    group, however long the group's own patience is; CommunicationError, which names it, for a rank that is lost meanwhile."""
+    usual = _limit(None)
+    with naming_lost_ranks("the making of a process group"):
+        made: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=usual)
+    if patience is not None and dist.get_rank() in (members or range(dist.get_world_size())):
+        dist.distributed_c10d._set_pg_timeout(_limit(patience), made)
     return made
 
 

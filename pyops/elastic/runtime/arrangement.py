@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree
+from pyops.comm.broadcast import broadcast
 from pyops.elastic.frozen.caching import CacheOptions, Caching
 from pyops.elastic.frozen.prefix import Prefix
 from pyops.elastic.layout.groups import Active, Everyone, giving_up
@@ -172,17 +173,14 @@ class Arrangement:
             if number in own and number < self.layout.frozen:
                 freeze(layer)
 
-    @torch.no_grad()
     def _align(self) -> None:
         """Every replica begins with the values of the first, as with DistributedDataParallel."""
         if (line := self._groups.line) is None:
             return
-        first = dist.get_global_rank(line, 0)
-        for number in self.layout.layers(self.rank):
-            for tensor in values_of(list(self.layers.values())[number]).values():
-                whole = tensor.contiguous()
-                dist.broadcast(whole, first, group=line)
-                tensor.copy_(whole)
+        layers = list(self.layers.values())
+        values = (tensor for number in self.layout.layers(self.rank) for tensor in values_of(layers[number]).values())
+        with giving_up(self._everyone.meeting):
+            broadcast(values, group=line)
 
     def _prefix(self) -> Prefix | None:
         """The frozen layers as one; on ranks that have them not, to say which arguments they take."""

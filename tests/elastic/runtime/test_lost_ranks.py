@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.comm import CommunicationError, agreement
+from pyops import failure
+from pyops.comm import CommunicationError
 from pyops.comm.collectives.transport import ProcessGroupTransport
 from pyops.elastic import Active, Bound, Elastic, Layout, agree_on, carry, giving_up, message_group
 from pyops.elastic.layout import groups
@@ -112,7 +113,7 @@ def wait_until_all_heard(ranks: int) -> None:
 
 def lost_body(rank, group, place, victim, replicate):
     """What each rank hears of the victim, which dies or hangs at this place in a run of four stages, then of two."""
-    agreement.PATIENCE, groups.GRACE = 1.0, 3.0
+    failure.PATIENCE, groups.GRACE = 1.0, 3.0
     made = []
 
     def optimizer(named):

@@ -1,0 +1,146 @@
+"""A rank that dies as it comes to one of torch's own collectives: every other rank names it, wherever pyops calls one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from pyops import failure, hub, mesh
+from pyops.comm import CommunicationError, all_reduce
+from pyops.comm.agreement import gather
+from pyops.comm.broadcast import broadcast
+from pyops.data_parallel import DataParallel
+from pyops.elastic import Elastic, message_group
+from pyops.elastic.frozen.caching import CacheOptions, Caching
+from pyops.elastic.layout.groups import Active
+from pyops.elastic.layout.layout import Layout
+from pyops.flat.dtensor import Spread, placed_as
+from pyops.models import GPT, GPTConfig
+from pyops.optim import AdamW
+from pyops.precision import overflowed
+from pyops.tensor_parallel.functional.regions import all_to_all
+from pyops.train import Run
+from pyops.train.setup.pipelined import _Whole
+from pyops.zero import ZeroOptimizer
+from tests.elastic import networks
+from tests.workers import spawn_ranks
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
+
+SIZE, VICTIM, TIMEOUT = 3, 1, 4.0
+Group = dist.ProcessGroup
+
+
+def _save(group: Group, folder: str) -> None:
+    config = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=SIZE, dim=6, hidden=6)
+    hub.save(GPT(config, group=group, seed=1), Path(folder) / "saved", group=group)
+
+
+def _replicas(group: Group, folder: str) -> None:
+    Elastic(
+        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=6, seed=5,
+        stages=1,
+    )  # fmt: skip
+
+
+def _cache(group: Group, folder: str) -> None:
+    options = CacheOptions("on", lambda samples: (torch.ones(len(samples), 2), {}))
+    Caching(options, samples=4, held_out=0, message=group)._open(((2,), torch.float32))
+
+
+def _placed(group: Group, folder: str) -> None:
+    grid = DeviceMesh("cpu", list(range(SIZE)))
+    mine = torch.ones(SIZE, 2)
+    placed_as(DTensor.from_local(mine, grid, [Partial()]), DTensor.from_local(mine, grid, [Replicate()]))
+
+
+def _logits(group: Group, folder: str) -> None:
+    class Pipeline(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.group, self.schedule = group, SimpleNamespace(rank_of=[0])
+
+        def forward(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.ones(*shape, 5)
+
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(vocab_size=5)  # type: ignore[assignment]
+    _Whole(model, Pipeline())(torch.zeros(1, 3))  # type: ignore[arg-type]
+
+
+def _exchange(group: Group, folder: str) -> None:
+    all_to_all(torch.ones(SIZE, 2), group=group)
+
+
+def _layout(group: Group, folder: str) -> None:
+    Active(Layout(SIZE, 1, SIZE, (0, 4)), message=group)
+
+
+# The collective that the victim does not come to, and who calls it.
+PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
+    "overflowed": ("all_reduce", lambda group, _: overflowed([torch.ones(3)], group=group)),
+    "hub.save": ("gather", _save),
+    "replicas of an elastic run": ("broadcast", _replicas),
+    "norms of DTensors": ("all_reduce", lambda group, _: Spread(DeviceMesh("cpu", [0, 1, 2]), (0,)).sum_(torch.ones(3))),
+    "a DTensor's gradient": ("DTensor.redistribute", _placed),
+    "all_to_all": ("all_to_all_single", _exchange),
+    "DataParallel": ("broadcast", lambda group, _: DataParallel(nn.Linear(2, 2), group=group)),
+    "ZeroOptimizer": ("broadcast", lambda group, _: ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1, group=group, lr=0.1)),
+    "broadcast": ("broadcast", lambda group, _: broadcast([torch.ones(2)], group=group)),
+    "losses": ("all_reduce", lambda group, _: Run._sum(SimpleNamespace(), torch.ones(2))),  # type: ignore[arg-type]
+    "logits": ("broadcast", _logits),
+    "native all_reduce": ("all_reduce", lambda group, _: all_reduce(torch.ones(2), group=group, algorithm="native")),
+    "message group": ("new_group", lambda group, _: message_group(patience=TIMEOUT)),
+    "groups of a layout": ("new_group", _layout),
+    "group of a host": ("new_group", _cache),
+    "mesh": ("init_device_mesh", lambda group, _: mesh.Mesh(mesh.Axes(dp=2, tp=2))),
+}
+
+
+def _die(*args: Any, **kwargs: Any) -> None:
+    os._exit(7)
+
+
+def _lose_a_rank(rank: int, group: Group, place: str, folder: str) -> tuple[str, tuple[int, ...], float]:
+    failure.PATIENCE = 2.0
+    distributed_c10d.default_pg_timeout = timedelta(seconds=TIMEOUT)  # which the groups of a mesh have
+    name, call = PLACES[place]
+    dist.barrier(group)
+    if rank == VICTIM:
+        holder = {"DTensor.redistribute": DTensor, "init_device_mesh": mesh}.get(name, dist)
+        setattr(holder, name.rpartition(".")[2], _die)
+    begin = time.monotonic()
+    try:
+        call(group, folder)
+        gather(rank, group=group)  # a rank may have had all that it waits for, and hears of it at what comes next
+    except CommunicationError as error:
+        return str(error), error.ranks, time.monotonic() - begin
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_other_rank_names_the_one_that_died(tmp_path, place):
+    outcomes = spawn_ranks(
+        4 if place == "mesh" else SIZE, _lose_a_rank, place, str(tmp_path), timeout=40, group_timeout=TIMEOUT
+    )
+    assert outcomes[VICTIM].exitcode == 7
+    for outcome in outcomes:
+        if outcome.rank != VICTIM:
+            assert outcome.error is None, outcome.error
+            message, ranks, took = outcome.result
+            assert ranks == (VICTIM,), message
+            assert f"rank {VICTIM} died or stalled" in message
+            assert took < TIMEOUT + 8
