@@ -146,11 +146,14 @@ class DataParallel(nn.Module):
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat], codec=codec,
         )  # fmt: skip
         self._in_place: InPlace | None = InPlace("DataParallel", module, self.flat, fix=FIX)
+        self.reducer.look = self._in_place.problem
+        self.flat[0].parameter.flat_watch.look = self._in_place.problem  # type: ignore[attr-defined]  # before a step
         claim((p for _, p in named), self.reducer, who="DataParallel")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`module(*args, **kwargs)`."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if looks:
             if self._in_place is None:
                 raise RuntimeError(
                     "this DataParallel is closed, and gradients would stay those of each rank; call its .module, or make a new "
@@ -159,7 +162,7 @@ class DataParallel(nn.Module):
             error = self._in_place.problem()
             if error is not None:
                 self.reducer.leave(error)
-        self.reducer.prepare()
+        self.reducer.prepare(looked=looks)
         return self.module(*args, **kwargs)
 
     @property
@@ -199,7 +202,7 @@ class DataParallel(nn.Module):
             for parameter in buffer.parameters:
                 parameter.grad = None
                 parameter.data = parameter.data.clone()
-        self.flat, self.reducer.buffers, self._in_place = [], [], None
+        self.flat, self.reducer.buffers, self._in_place, self.reducer.look = [], [], None, None
 
     def communication_state(self) -> dict[str, Any]:
         """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without a codec, or alone.

@@ -199,19 +199,26 @@ def check_free(named: Iterable[tuple[str, nn.Parameter]], *, who: str) -> None:
         found = _owners.get(parameter)
         if found is not None and found[0]() is not None:
             raise ValueError(
-                f"{who}: {name} belongs to a {found[1]}, whose buffers and hooks would be left behind; use that one, or call "
-                f"its close() before you make a {who} of the same module; where nobody has it any more, make the module anew"
+                f"{who}: {name} belongs to {_a(found[1])}, whose buffers and hooks would be left behind; use that one, or call "
+                f"its close() before you make {_a(who)} of the same module; where nobody has it any more, make the module anew"
             )
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "AEIOU" else f"a {noun}"
 
 
 class Watch:
     """Called before a step of the parameter over a whole flat tensor: what to raise where what should follow it does not.
 
     It does not keep the tensor alive, and a copy of the parameter, which is of no buffer, is not watched.
+
+    look: what a strategy that has the buffer looks for besides, first.
     """
 
     def __init__(self, places: Places | None = None) -> None:
         self._places = places
+        self.look: Callable[[], ValueError | None] | None = None
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         return Watch, ()
@@ -219,6 +226,8 @@ class Watch:
     def __call__(self) -> ValueError | None:
         if self._places is None or torch.compiler.is_compiling():
             return None
+        if self.look is not None and (error := self.look()) is not None:
+            return error
         found = self._places.problem()
         return None if found is None else ValueError(
             f"FlatBuffer: {found}. A step of FlatBuffer.parameter would not reach the model: move, cast or load parameters "

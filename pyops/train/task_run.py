@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
@@ -371,7 +372,8 @@ def _check(config: Config) -> None:
     for key, value, wanted in problems:
         if value != wanted:
             raise ConfigError(
-                f"{key} is {value!r}, which task.kind {kind!r} with numbered samples has not; set it to {wanted!r}"
+                f"{key} is {json.dumps(value)}, which task.kind {kind!r} with numbered samples has not; set it to "
+                f"{json.dumps(wanted)}"
             )
     if parallel.schedule not in ("1f1b", "gpipe"):
         raise ConfigError(f"parallel.schedule is {parallel.schedule!r}; with task.kind {kind!r} set it to 1f1b or gpipe")

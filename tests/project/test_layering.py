@@ -34,7 +34,7 @@ SAME_LAYER_ALLOWED = {"train": {"config", "elastic"}, "cli": {"train", "config",
 # Folders and files of a room, lowest first; those of one list do not import each other. `__init__` stands above all of them.
 FLOORS = {
     "checkpoint": [["format"], ["flat_state", "loading", "writing"], ["background", "distributed"], ["folder"], ["convert"]],
-    "comm": [["failure"], ["agreement", "collectives"], ["compression"], ["buckets"]],
+    "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
     "elastic": [["layout", "membership", "picture", "policy"], ["frozen", "planning"], ["runtime"]],
     "hub": [["files", "packing"], ["fields"], ["architectures"], ["loading", "saving"], ["convert"]],
     "onebit": [["schedule", "steps"], ["base", "shards"], ["saving"], ["two_phases"], ["adam", "lamb"], ["zero_one"]],

@@ -46,8 +46,8 @@ def config_of(folder: Path, **changes: Any) -> Config:
     [
         ({"precision": PrecisionConfig("fp16")}, "precision.dtype is 'fp16'; .* set fp32 or bf16"),
         ({"zero": ZeroConfig(1)}, "zero.stage is 1, .*; set it to 0"),
-        ({"recompute": RecomputeConfig(("blocks.*",))}, r"recompute.modules is \('blocks.\*',\), .*; set it to \(\)"),
-        ({"communication": CommunicationConfig("int8")}, "communication.codec is 'int8', .*; set it to 'none'"),
+        ({"recompute": RecomputeConfig(("blocks.*",))}, r'recompute.modules is \["blocks.\*"\], .*; set it to \[\]$'),
+        ({"communication": CommunicationConfig("int8")}, 'communication.codec is "int8", .*; set it to "none"$'),
         ({"optimizer": OptimizerConfig("onebit_adam")}, "optimizer.name is 'onebit_adam', .* set adamw"),
         ({"parallel": ParallelConfig(schedule="zb1p")}, "parallel.schedule is 'zb1p'; .* set it to 1f1b or gpipe"),
         ({"task": TaskConfig(kind="digits", pretrained="/nowhere")}, "task.pretrained is '/nowhere'"),

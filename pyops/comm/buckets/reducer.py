@@ -76,6 +76,8 @@ class Reducer:
         self._used = torch.zeros(len(numbering), dtype=torch.int32, device=self.buffers[0].data.device)
         self._used_here = bytearray(len(numbering))
         self._active = False
+        self.look: Callable[[], Exception | None] | None = None  # for what is wrong with the parameters, before a reduction
+        self.looked = False  # since the last backward began
         self._begin()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(b, p))
@@ -123,14 +125,23 @@ class Reducer:
         finally:
             self.synchronises = before
 
-    def prepare(self) -> None:
-        """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way."""
+    def prepare(self, *, looked: bool = True) -> None:
+        """Forget a backward that was broken off; call before each forward. RuntimeError if its buckets are on their way.
+
+        looked: whether the caller has looked at the parameters; if not, backward does.
+        """
         if self._active and self._works:
             raise RuntimeError(
                 f"the last backward ended with an error after {len(self._works)} of {len(self.buckets)} buckets had left, so "
                 "the ranks no longer agree on what comes next; restart from a checkpoint"
             )
-        self._active = False
+        self._active, self.looked = False, looked
+
+    def _check(self) -> None:
+        """Leave, before anything is reduced, for an error that was not looked for in forward: compiled ones don't look."""
+        if self.look is not None and not self.looked and (error := self.look()) is not None:
+            self.leave(error)
+        self.looked = False
 
     def _begin(self) -> None:
         """A backward begins: nothing has arrived, nothing has left."""
@@ -144,6 +155,7 @@ class Reducer:
 
         def arrived(_: nn.Parameter) -> None:
             if not self._active:
+                self._check()
                 self._active = True
                 self._begin()
                 Variable._execution_engine.queue_callback(self._finish)

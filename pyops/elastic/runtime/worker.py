@@ -23,7 +23,7 @@ from pyops.elastic.layout.groups import Active, agree_within
 from pyops.elastic.layout.holding import values_of
 from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.transition import State
-from pyops.flat import FlatBuffer
+from pyops.flat import FlatBuffer, check_free, claim, release
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.runtime.stage import Stage
@@ -79,7 +79,10 @@ class Worker:
             for name, parameter in self._layers[number].named_parameters():
                 parameter.grad = None
                 by_dtype.setdefault(parameter.dtype, []).append((f"{self._names[number]}.{name}", parameter))
-        return [FlatBuffer(some) for some in by_dtype.values()]
+        check_free((each for some in by_dtype.values() for each in some), who="Elastic")
+        buffers = [FlatBuffer(some) for some in by_dtype.values()]
+        claim((parameter for buffer in buffers for parameter in buffer.parameters), self, who="Elastic")
+        return buffers
 
     @property
     def computes_frozen(self) -> bool:
@@ -207,6 +210,7 @@ class Worker:
         for number in self.own:
             for parameter in self._layers[number].parameters():
                 parameter.grad = None
+        release((parameter for buffer in self.buffers for parameter in buffer.parameters), self)
         self.pipeline.close()
         # The pipeline calls this worker: a circle, in which all of its memory would wait for Python to look for circles.
         self.pipeline.before = None
