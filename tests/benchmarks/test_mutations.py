@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import mutations
 from benchmarks.mutations import KINDS, judge, run
 from benchmarks.odd_values import Change
 from pyops import hub
@@ -40,7 +43,7 @@ class Subject:
     def read(self, folder: Path, change: Change) -> str:
         if isinstance(self.way, Exception):
             raise self.way
-        return self.way
+        return self.way() if callable(self.way) else self.way
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,34 @@ class Subject:
 )
 def test_what_counts_as_a_failure(tmp_path, way, outcome):
     assert judge("checkpoint", Subject(way), tmp_path / "x", 0).outcome == outcome
+
+
+def _compute() -> str:
+    while True:
+        pass
+
+
+def _sleep(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "wait", "outcome", "text"),
+    [
+        (_compute, 60.0, "slow", "more than 0.2 s of CPU time"),
+        (lambda: _sleep(0.5), 60.0, "read", ""),  # a busy host, which lets others go first
+        (lambda: _sleep(60.0), 0.3, "slow", "more than 0.3 s in all"),
+    ],
+)
+def test_what_is_slow_is_told_by_cpu_time_and_what_waits_by_the_clock(tmp_path, monkeypatch, way, wait, outcome, text):
+    monkeypatch.setattr(mutations, "LIMIT", 0.2)
+    monkeypatch.setattr(mutations, "WAIT", wait)
+    before = [signal.getsignal(kind) for kind in (signal.SIGPROF, signal.SIGALRM)]
+    found = judge("checkpoint", Subject(way), tmp_path / "x", 0)
+    assert (found.outcome, found.text) == (outcome, text)
+    assert [signal.getitimer(timer)[0] for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL)] == [0.0, 0.0]
+    assert [signal.getsignal(kind) for kind in (signal.SIGPROF, signal.SIGALRM)] == before
 
 
 @pytest.mark.parametrize(

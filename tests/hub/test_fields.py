@@ -6,6 +6,7 @@ loaded is also written, and transformers computes the same from that.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -70,7 +71,7 @@ def changes_of(name: str, *, most: int = 9) -> list[dict[str, Any]]:
 
 def made(family: Family, changes: dict[str, Any], folder: Path) -> torch.nn.Module | None:
     """A model of transformers, all of it random, in a folder; None for a configuration that transformers refuses."""
-    given = {**family.config.to_dict(), **changes}
+    given = {**family.config.to_dict(), **copy.deepcopy(changes)}  # transformers writes into what it is given
     for derived in {"feed_forward_proj", "rope_scaling"} & set(changes):
         for key in ("dense_act_fn", "is_gated_act") if derived == "feed_forward_proj" else ("rope_parameters",):
             given.pop(key)
@@ -149,6 +150,31 @@ def test_two_fields_are_computed_or_refused(tmp_path, name):
     for i, (one, other) in enumerate(itertools.combinations(changes_of(name), 2)):
         if one.keys() != other.keys():
             compare(FAMILIES[name], {**one, **other}, tmp_path / str(i), write=False)
+
+
+def test_stretched_angles_of_a_part_of_a_head_are_refused(tmp_path):
+    """Wherever the part stands; transformers itself can't compute them."""
+    for i, changes in enumerate((
+        {"rope_parameters": LLAMA3, "partial_rotary_factor": 0.5},
+        {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {**LLAMA3, "factor": 1.0, "partial_rotary_factor": 0.5}},
+    )):  # fmt: skip
+        made(FAMILIES["llama"], changes, tmp_path / str(i))
+        with pytest.raises(hub.HubError, match=r"partial_rotary_factor = 0\.5; pyops turns whole heads"):
+            hub.load(tmp_path / str(i))
+    assert compare(FAMILIES["llama"], {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}}, tmp_path, write=True) == ""
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {**LLAMA3, "rope_theta": 30.0, "factor": 3.0}, {}, None])
+def test_a_file_with_both_ways_to_write_angles(tmp_path, scaling):
+    """Of transformers 4 and of 5; transformers 5 takes the older one, where there is one."""
+    family = FAMILIES["llama"]
+    made(family, {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**told, "rope_scaling": scaling, "rope_theta": 20.0}))
+    given = inputs(family)
+    wanted = outputs_of_theirs(family.model.from_pretrained(tmp_path).eval(), given)
+    assert error(outputs_of(hub.load(tmp_path), given), wanted) <= BOUND
 
 
 def test_angles_that_are_not_those_of_the_positions(tmp_path):

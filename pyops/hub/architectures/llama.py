@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields
+from pyops.hub.fields import Fields, shown
 from pyops.hub.files import HubError
 from pyops.hub.packing import Grouped, Heads, Same, Stacked
 from pyops.models import GPT, GPTConfig
@@ -52,13 +52,16 @@ def read(told: Fields, names: frozenset[str]) -> GPTConfig:
 
 
 def _rotary(told: Fields) -> dict[str, Any]:
-    """Angles of positions; since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling."""
-    older = {"rope_theta": told.raw("rope_theta", 1e4), **(told.section("rope_scaling") or {})}
-    rope = told.within(told.section("rope_parameters") or older)
+    """Angles of positions. Since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling, which
+    transformers still takes first where a file has both."""
+    where = "rope_scaling" if told.section("rope_scaling") else "rope_parameters"
+    rope = told.within(told.section(where) or {})
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if kind not in ("default", "llama3"):
-        where = "rope_parameters" if told.section("rope_parameters") else "rope_scaling"
         raise HubError(f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has 'default' and 'llama3'")
+    share = (rope if "partial_rotary_factor" in rope else told).raw("partial_rotary_factor")
+    if kind == "llama3" and share not in (None, 1.0):  # the default angles of a Llama in transformers leave it unread
+        raise HubError(f"config.json has partial_rotary_factor = {shown(share)}; pyops turns whole heads, which is 1.0")
     found: dict[str, Any] = {"rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)}
     if kind == "llama3" and rope.number("factor") != 1.0:  # 1 is no stretching, whatever else stands there
         found |= {
