@@ -31,6 +31,7 @@ from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
 from pyops.hub.packing import Source
 from pyops.mesh import check_initialized
+from pyops.ops.memory import require_memory
 
 __all__ = ["save"]
 
@@ -54,6 +55,7 @@ def save(
     check_initialized("hub.save", group)
     architecture = architecture_of(model)
     entries = architecture.entries(model)
+    _raise_alike(_without_memory(entries), group)
     told = _config(architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like)
     folder, error = Path(folder), None
     files = _files(entries, max_file_bytes)
@@ -70,11 +72,26 @@ def save(
         gathered.finish()  # the other ranks are at it
         if gathered.writes:
             shutil.rmtree(aside, ignore_errors=True)
+    _raise_alike(error, group)
+    return [CONFIG, *files]
+
+
+def _raise_alike(error: HubError | None, group: dist.ProcessGroup | None) -> None:
+    """Raise any rank's error on every rank."""
     if group is not None:
         agree(error, group=group)
     elif error is not None:
         raise error
-    return [CONFIG, *files]
+
+
+def _without_memory(entries: list[Entry]) -> HubError | None:
+    """What to raise for a parameter that has no numbers to write."""
+    for entry in entries:
+        try:
+            require_memory(entry.parameter, entry.name)
+        except ValueError as error:
+            return HubError(f"{error}: hub.save writes whole parameters")
+    return None
 
 
 def _config(kind: str, name: str, written: Mapping[str, Any], entries: list[Entry], like: Path | str | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import native
+from pyops.ops.memory import memory_problem
 
 __all__ = ["AsyncFile", "Transfer", "aligned_empty"]
 
@@ -98,9 +99,15 @@ class AsyncFile:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    what = f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}"
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        how = f"strides {tensor.stride()}" if tensor.layout == torch.strided else f"layout {tensor.layout}"
+        raise ValueError(f"{what} with {how} can't be transferred; expected a contiguous one in host memory")
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device} can't be transferred; "
-            "expected a contiguous one in host memory"
+            f"{what} can't be transferred: it is a view whose sign, conjugate or zeros are still to be computed "
+            "(torch._neg_view, conj()), and its memory holds other values; pass resolve_neg().resolve_conj() of it"
         )
+    if (problem := memory_problem(tensor)) is not None:
+        raise ValueError(f"{what} can't be transferred: it {problem}")
     return tensor.data_ptr(), tensor.nbytes

@@ -21,6 +21,7 @@ from pyops.offload.rehearsal import STATES_OF_ITS_OWN, rehearse, standing_in
 from pyops.offload.stores import DiskStore, HostStore, Store
 from pyops.offload.tiles import Segment, Tile, plan_tiles
 from pyops.offload.traffic import Far, Loaded, Near
+from pyops.ops.memory import memory_problem
 
 __all__ = ["Offloaded", "stays_with"]
 
@@ -94,6 +95,9 @@ class Offloaded:
                 raise ValueError(f"{what}, has strides {parameter.stride()}; expected a contiguous one, and its target too")
             if target is not None and (target.shape != parameter.shape or not parameter.is_floating_point()):
                 raise ValueError(f"the target of {what}, has shape {tuple(target.shape)}; expected the parameter's")
+            for tensor, whose in ((parameter, ""), (target, "the target of ")) if target is not None else ():
+                if (problem := memory_problem(tensor)) is not None:
+                    raise ValueError(f"{whose}{what}, {problem}")
         devices = {p.device if t is None else t.device for p, t in zip(self.parameters, self._targets, strict=True)}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             raise ValueError(f"{who} steps parameters on {sorted(map(str, devices))}; offload needs one device, cpu or cuda")

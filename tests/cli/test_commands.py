@@ -122,7 +122,8 @@ def test_env_fits_80_columns_that_stay_apart(capsys):
     cpu, cuda = kernels[0].index("cpu"), kernels[0].index("cuda")
     for line in kernels[1:]:
         assert line[2:].split()[0] == line[:cpu].strip(), f"the name runs into the next column: {line}"
-        assert {line[cpu:cuda].strip(), line[cuda:].strip()} <= {"yes", "-"}, line
+        present = [{"yes": True, "-": False}[cell.strip()] for cell in (line[cpu:cuda], line[cuda:])]
+        assert present == [pyops.has_kernel(line[:cpu].strip(), device) for device in ("cpu", "cuda")], line
     assert not [line for line in lines if len(line.split("  ")) == 1 and not line.startswith(" ")], "a key without a value"
 
 
@@ -136,6 +137,19 @@ def test_bench_hands_its_arguments_on():
     done = subprocess.run([sys.executable, "-m", "pyops", "bench", "nonsense"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "no bench called nonsense" in done.stderr
+
+
+def test_bench_hands_on_every_argument_and_the_exit_code(monkeypatch):
+    called: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        called.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for words in (["optim", "norms", "--rounds", "3"], ["--rounds", "3", "optim"], ["--help"], []):
+        assert main(["bench", *words]) == 7
+        assert called[-1] == [sys.executable, "-m", "benchmarks", *words]
 
 
 def test_bench_says_what_it_takes(capfd):

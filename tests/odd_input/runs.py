@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["go_through", "wrong_in"]
+__all__ = ["folder_of_all", "go_through", "wrong_in"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_DEATHS = 200
+
+
+@contextlib.contextmanager
+def folder_of_all() -> Iterator[str]:
+    """A temporary folder, the same one on every rank where there are ranks."""
+    if not dist.is_initialized():
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+        return
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    assert made[0] is not None
+    try:
+        yield made[0]
+    finally:
+        dist.barrier()
+        shutil.rmtree(made[0], ignore_errors=True)
 
 
 def go_through(cases: Sequence[Any], problem: Callable[..., str | None], first: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.odd_input.runs import wrong_in
+from tests.odd_ranks import RANK_CALLS, odd_ones_for, wrong_on_ranks
+from tests.workers import RankError
 
 pytestmark = pytest.mark.cpu_only
 
@@ -12,3 +14,22 @@ pytestmark = pytest.mark.cpu_only
 @pytest.mark.slow
 def test_every_odd_tensor_in_every_callable():
     assert wrong_in("tests.odd_input.callables", "all") == []
+
+
+@pytest.mark.parametrize("name", RANK_CALLS)
+def test_odd_tensors_dealt_out_to_callables_on_two_ranks(world, name: str):
+    assert world(2).run(wrong_on_ranks, name, odd_ones_for(name, every=False)) == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RANK_CALLS)
+def test_every_odd_tensor_on_two_ranks(world, name: str):
+    """One after the other, so that a rank that dies tells of which."""
+    wrong = []
+    for odd in odd_ones_for(name, every=True):
+        try:
+            wrong += [each for of_rank in world(2).run(wrong_on_ranks, name, [odd]) for each in of_rank]
+        except RankError as error:
+            wrong.append(f"{name}, {odd}: {error}")
+            break
+    assert wrong == []

@@ -233,6 +233,20 @@ def test_what_one_stage_did_not_measure_is_measured_when_there_are_more(world, t
     assert load(folder / f"step-{2 * STEPS:08}")[0]["besides"] > 0.0
 
 
+def test_a_finished_run_names_the_key_that_gives_it_more_steps(tmp_path, capsys):
+    """Epochs where there are some, else steps."""
+    config = config_of(tmp_path, cache="off", freeze="none")
+    for key, found in (
+        ("task.epochs", dataclasses.replace(config, name="epochs", task=TaskConfig(kind="digits", epochs=1))),
+        ("train.steps", dataclasses.replace(config, name="steps", task=TaskConfig(kind="digits"),
+                                            train=dataclasses.replace(config.train, steps=2))),
+    ):  # fmt: skip
+        train(found)
+        capsys.readouterr()
+        steps = train(found, resume=True).steps
+        assert f"already finished: {found.folder} has all {steps} steps; set {key} to more" in capsys.readouterr().out
+
+
 def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
     before = config_of(tmp_path, name="before")
     before = dataclasses.replace(before, task=TaskConfig("digits", epochs=1))

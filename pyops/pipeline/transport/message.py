@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyops.ops.memory import require_memory
+
 __all__ = ["HEADER", "Described", "Head", "describe", "empty_like_described", "moved", "pack", "restore", "unpack"]
 
 HEADER = struct.Struct("<4q")
@@ -48,8 +50,9 @@ class Described:
 
 
 def describe(value: Any, *, what: str) -> Described:
-    """Take a value apart. TypeError, which names `what`, for one that can't be sent."""
+    """Take a value apart. TypeError, which names `what`, for one that can't be sent, ValueError for one without memory."""
     if type(value) is Tensor and value.layout == torch.strided:  # the usual case, and the fast one
+        require_memory(value, what)
         return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
     tensors: list[Tensor] = []
     return Described(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
@@ -105,6 +108,7 @@ def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TypeError(f"{what} has a tensor of layout {value.layout}, which can't be sent; return a strided one")
+        require_memory(value, f"{what} has a tensor that")
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]
     if value is None or isinstance(value, PLAIN):

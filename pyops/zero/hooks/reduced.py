@@ -128,7 +128,7 @@ class ReducedGradient(Tensor):
             raise _refusal(func, first)
         func([_part(each) for each in args[0]] if in_list else first.part(), *args[1:], **kwargs)
         first.norms.changed()
-        return args[0]
+        return None if in_list else args[0]  # as their schemas say
 
     def alias(self) -> ReducedGradient:
         return ReducedGradient(self, self.device, label=self.label, number=self.number, norms=self.norms, local=self._local)

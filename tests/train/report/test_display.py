@@ -96,7 +96,7 @@ def test_other_ranks_are_silent(capsys):
     assert capsys.readouterr().out == ""
 
 
-def shown_of(monkeypatch, rows, *, columns: int = 160, every: int = 1) -> str:
+def shown_of(monkeypatch, rows, *, columns: int = 160, every: int = 1, name: str = "my run") -> str:
     """All that a terminal gets."""
     pytest.importorskip("rich")
 
@@ -108,7 +108,7 @@ def shown_of(monkeypatch, rows, *, columns: int = 160, every: int = 1) -> str:
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
-    display = Display("my run", num_steps=20, every=every)
+    display = Display(name, num_steps=20, every=every)
     for row in rows:
         display.step(row)
     display.note("a [note]")
@@ -136,9 +136,18 @@ def test_a_narrow_terminal_keeps_the_bar_and_the_time_left(monkeypatch):
         shown = shown_of(monkeypatch, [{**row, "step": step} for step in range(13)], columns=columns, every=100)
         last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r")[-1].rstrip("\n").split("\n")[-1]
         assert len(last) <= columns
-        assert re.search(r"[━╸╺]{10}", last), last
+        (bar,) = re.findall(r"[━╸╺]+", last)
+        assert len(bar) == (20 if columns == 160 else 10), last
         assert re.search(r" 0:00:0\d left *$", last), last
         assert ("loss 0.414" in last, "0.40 GiB" in last) == (columns >= 80, columns == 160), last
+
+
+def test_a_long_name_gives_way_to_the_bar_and_the_time_left(monkeypatch):
+    shown = shown_of(monkeypatch, [{**ROW, "step": step} for step in range(3)], columns=60, every=100, name="a long name " * 8)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r")[-1].rstrip("\n").split("\n")[-1]
+    assert last.startswith("a long name a long name ")
+    assert len(last) <= 60
+    assert re.search(r"[━╸╺]{10} .* 0:00:0\d left *$", last), last
 
 
 def test_a_terminal_keeps_the_lines_of_a_log(monkeypatch):

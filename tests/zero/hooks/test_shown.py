@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pyops.zero import ZeroOptimizer
 from tests.zero.models import Net, mean_loss, part
@@ -26,7 +26,7 @@ def _treat(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> floa
     if how == "norm":
         return float(nn.utils.clip_grad_norm_(parameters, 0.2))
     if how == "foreach norm":
-        return float(nn.utils.clip_grad_norm_(parameters, 0.2, foreach=False, error_if_nonfinite=True))
+        return float(nn.utils.clip_grad_norm_(parameters, 0.2, foreach=True, error_if_nonfinite=True))
     if how == "inf norm":
         return float(nn.utils.clip_grad_norm_(parameters, 0.02, norm_type=torch.inf))
     if how == "value":
@@ -87,7 +87,8 @@ def test_clipping_by_torch_is_that_of_one_process(world, stage: int):
 def _forgotten(rank: int, group: Any, stage: int) -> list[Any]:
     """model.zero_grad() forgets a backward, all of it or one parameter's; gradients set by hand are refused."""
     model, other, said = Net(mixed=False), Net(mixed=False), []
-    optimizers = [ZeroOptimizer(m, torch.optim.SGD, stage=stage, group=group, lr=0.1) for m in (model, other)]
+    options = {"stage": stage, "group": group, "lr": 0.1, "weight_decay": 0.1}  # what counts no more does not decay either
+    optimizers = [ZeroOptimizer(m, torch.optim.SGD, **options) for m in (model, other)]
     (mean_loss(model, *part(0, rank, 2)) * 100).backward()
     model.zero_grad()
     for m in (model, other):
@@ -226,15 +227,68 @@ def test_norms_are_of_changed_gradients_and_a_gradient_is_of_its_own_parameter(w
         assert "first.bias" in said
 
 
+def _total(gradients: list[Tensor], group: Any, stage: int) -> float:
+    """The norm of all gradients in float64, from the ranks' parts themselves."""
+    square = sum((g.part().double().square().sum() for g in gradients), torch.zeros((), dtype=torch.float64))
+    if stage:
+        dist.all_reduce(square, group=group)
+    return float(square.sqrt())
+
+
+def _norms(rank: int, group: Any, stage: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """(torch's norm of the gradients, what it is) before and after each thing that changes them."""
+    model = Net(mixed=False).to(dtype)
+    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    found: list[tuple[float, float]] = []
+
+    def look() -> None:
+        gradients: list[Any] = [p.grad for p in _trained(model) if p.grad is not None]
+        found.append((float(nn.utils.get_total_norm(gradients)), _total(gradients, group, stage)))
+
+    for step in range(2):
+        mean_loss(model, *(t.to(dtype) for t in part(step, rank, 2))).backward()
+        look()
+        if step == 0:
+            mean_loss(model, *(t.to(dtype) for t in part(2, rank, 2))).backward()
+            look()
+        else:
+            for p in _trained(model):
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            look()
+            found_inf = torch.zeros(())
+            gradients: list[Any] = [p.grad for p in _trained(model) if p.grad is not None]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(0.25))
+            look()
+            found.append((float(found_inf), 0.0))
+        kept: Any = model.last.weight.grad
+        zero.step()
+        with pytest.raises(RuntimeError, match=r"the gradient of last\.weight is used up: a step or zero_grad\(\) came after"):
+            torch.linalg.vector_norm(kept)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32)])
+def test_norms_are_those_of_the_gradients_as_they_are_now(world, stage: int, dtype: torch.dtype):
+    for found in world(2).run(_norms, stage, dtype):
+        for seen, wanted in found:
+            assert seen == pytest.approx(wanted, rel=1e-6)
+        one, two, three, half, eighth, _ = (wanted for _, wanted in found)
+        assert len({one, two, three}) == 3, "each is another"
+        assert (half, eighth) == pytest.approx((three / 2, three / 8), rel=2**-7)
+
+
 def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
-    """torch's GradScaler: an inf on one rank skips the step and halves the scale on all."""
+    """torch's GradScaler: one inf, in the part of one rank, skips the step and halves the scale on all."""
     model = Net(mixed=False)
     zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     found: list[Any] = []
     for step in range(3):
-        loss = mean_loss(model, *part(step, rank, 2))
-        scaler.scale(loss * (torch.inf if step == 1 and rank == 1 else 1.0)).backward()
+        scaler.scale(mean_loss(model, *part(step, rank, 2))).backward()
+        if step == 1 and rank == 1:
+            mine = next(g.part() for p in _trained(model) if (g := p.grad) is not None and g.part().numel())
+            mine[0] = torch.inf
         if step == 2:
             scaler.unscale_(zero)
         with zero.whole_parameters():
@@ -247,6 +301,30 @@ def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
                 (scaler.get_scale(), not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
             )
     return found
+
+
+def _partial(rank: int, group: Any) -> tuple[str, str]:
+    """With tensor parallelism a gradient is summed over the other axis in step(): its norm, or clamping, before is refused."""
+    model = nn.Linear(4, 3)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    zero = ZeroOptimizer(model, torch.optim.SGD, stage=1, group=alone, tp_group=group, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    said = []
+    for treat in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(RuntimeError) as caught:
+            treat(model.parameters(), 0.2)
+        said.append(str(caught.value))
+    assert model.weight.grad is not None
+    model.weight.grad.mul_(0.5)  # of a sum what it is of the summands
+    zero.step()
+    return said[0], said[1]
+
+
+def test_gradients_that_step_has_still_to_sum_have_no_norm_yet(world):
+    for said in world(2).run(_partial):
+        for each in said:
+            assert "with tp_group it is summed in step()" in each
+            assert "pass max_grad_norm= to ZeroOptimizer" in each
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
