@@ -1,6 +1,6 @@
 """`tests.odd_input.callables` over the ranks of a group: no signal, no rank that waits, and an error or the right result on each.
 
-Every rank has the odd tensor; of a pipeline, the rank whose stage takes it, and of a model that is saved, rank 1.
+Every rank has the odd tensor; of a pipeline, the rank whose stage takes it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pyops import hub
-from pyops.models import GPT
 from pyops.pipeline import Pipeline, schedule
 from pyops.tensor_parallel import (
     ColumnParallelLinear,
@@ -29,9 +26,8 @@ from pyops.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )  # fmt: skip
 from tests.odd_input.callables import CALLS, EXCUSED, TORCHS, Call, of_layer, problem
-from tests.odd_input.runs import folder_of_all
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY
-from tests.odd_rooms import CONFIG, NAME, THERE, Between, linear
+from tests.odd_rooms import Between, linear
 
 __all__ = ["RANK_CALLS", "odd_ones_for", "wrong_on_ranks"]
 
@@ -91,19 +87,6 @@ def _loss(y: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(y, target)
 
 
-def _saved(t: Tensor) -> Tensor:
-    """A parameter that is cut over the ranks, odd on rank 1."""
-    with folder_of_all() as folder:
-        model = GPT(CONFIG, seed=1, group=_group())
-        if dist.get_rank() == 1:
-            model.get_submodule(NAME.rpartition(".")[0]).weight = nn.Parameter(t)
-        try:
-            hub.save(model, f"{folder}/m", group=_group())
-        except RuntimeError as error:  # of a collective that the other rank does not take part in; ours are ValueErrors
-            raise AssertionError("a rank was not told of the other's error") from error
-        return load_file(f"{folder}/m/model.safetensors")[THERE].clone()
-
-
 def _clipped(t: Tensor) -> list[Tensor]:
     layer = ColumnParallelLinear(8, 8, group=_group())
     layer.bias.grad, layer.weight.grad = torch.ones(4), t
@@ -139,7 +122,6 @@ RANK_CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     "Pipeline target": (lambda: _floats(4, 3), _pipelined("target")),
     "Pipeline sent": (lambda: _floats(2, 8), _pipelined("sent")),
     "Pipeline sent alone": (lambda: _floats(2, 8), _pipelined("sent alone")),
-    "hub.save": (lambda: _floats(8, 16), _saved),
 }  # fmt: skip
 WAITED = re.compile(r"timed out[^\n]*|timeout[^\n]*|closed by peer[^\n]*", re.IGNORECASE)
 TOO = {

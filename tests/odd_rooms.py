@@ -18,7 +18,7 @@ from pyops.pipeline import Pipeline, profile, schedule
 
 __all__ = ["ROOMS"]
 
-CONFIG = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=1, dim=8, tied_head=False)
+CONFIG = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=2, dim=8, tied_head=False)
 NAME = "blocks.0.mlp.down.weight"  # of the model, [8, 32]
 THERE = "transformer.h.0.mlp.c_proj.weight"  # of its file, [32, 8]
 
