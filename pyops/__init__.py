@@ -43,6 +43,7 @@ _ROOMS = frozenset(
         "models",
         "data",
         "hub",
+        "hf",
         "elastic",
         "config",
         "train",

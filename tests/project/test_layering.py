@@ -26,7 +26,7 @@ LAYERS = [
     # Strategies, which never import each other.
     ["data_parallel", "onebit", "zero", "tensor_parallel", "pipeline", "recompute", "checkpoint"],
     ["models", "data"],
-    ["hub", "elastic", "config", "train", "cli", "__main__"],
+    ["hub", "hf", "elastic", "config", "train", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 SAME_LAYER_ALLOWED = {"train": {"config", "elastic"}, "cli": {"train", "config", "hub"}, "__main__": {"cli"}}

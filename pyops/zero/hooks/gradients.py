@@ -32,9 +32,16 @@ from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.wire import speaks
 
-__all__ = ["GradientBucket", "Gradients"]
+__all__ = ["GradientBucket", "Gradients", "wrapped_in_ddp"]
 
 ON_THEIR_WAY = 2  # buckets whose reduce-scatter may be unfinished while another one is filled
+
+
+def wrapped_in_ddp() -> RuntimeError:
+    return RuntimeError(
+        "the model is wrapped in DistributedDataParallel, and ZeroOptimizer reduces its gradients already: use the model by "
+        "itself; with Accelerate pyops.hf.prepare(accelerator, model, optimizer), with transformers pyops.hf.ZeroTrainer"
+    )
 
 
 class GradientBucket:
@@ -264,10 +271,7 @@ class Gradients:
         if torch._C._current_graph_task_id() != -1:  # a forward that backward itself runs again
             return
         if DistributedDataParallel._active_ddp_module is not None:
-            raise RuntimeError(
-                "the model is wrapped in DistributedDataParallel, and ZeroOptimizer reduces its gradients already; call it "
-                "by itself; with Accelerate accelerator.prepare_model(model, evaluation_mode=True), see docs/zero.md"
-            )
+            raise wrapped_in_ddp()
         if self._active and any(self._left):
             raise RuntimeError(
                 f"the last backward ended with an error after {sum(self._left)} of {len(self.buckets)} buckets had left, so "

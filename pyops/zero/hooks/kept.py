@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from pyops.flat import InPlace, claim, release
 from pyops.zero.hooks.gathering import Gathering
-from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.hooks.gradients import Gradients, wrapped_in_ddp
 from pyops.zero.layout.parameters import FlatParameters
 
 __all__ = ["Kept"]
@@ -19,6 +19,18 @@ FIX = (
     "precision= casts the model, model_state_dict() and load_model_state_dict() save and load it, optimizer.close() lets go "
     "of it"
 )
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks of a module when it is made
+
+
+class Unwrapped:
+    """The names of parameters that DistributedDataParallel is to leave alone: it reads them first, and is told that it must
+    not be there at all."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise wrapped_in_ddp()
+
+    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
+        return list, ()  # a copy of the model is nobody's
 
 
 class Kept:
@@ -31,6 +43,9 @@ class Kept:
         self._gradients = gradients
         self._in_place = InPlace("ZeroOptimizer", model, self._flats, fix=FIX)
         claim((p for flat in self._flats for p in flat.parameters), gradients, who="ZeroOptimizer")
+        before, self._unwrapped = vars(model).get(IGNORED), Unwrapped()
+        self._model, self._ignored = model, None if isinstance(before, Unwrapped) else before
+        setattr(model, IGNORED, self._unwrapped)
 
     def before_forward(self, *_: Any) -> None:
         """Of the model: a hook."""
@@ -49,4 +64,8 @@ class Kept:
 
     def remove(self) -> None:
         """Let others have the parameters."""
+        if vars(self._model).get(IGNORED) is self._unwrapped:
+            delattr(self._model, IGNORED)
+            if self._ignored is not None:
+                setattr(self._model, IGNORED, self._ignored)
         release((p for flat in self._flats for p in flat.parameters), self._gradients)

@@ -1,0 +1,206 @@
+"""transformers.Trainer over ZeroOptimizer: its loop, schedules, logs and checkpoint folders, and no wrapper around the model.
+
+    create_optimizer     the Trainer's own groups and optimizer class, over ZeroOptimizer
+    save_model           parameters are gathered, rank 0 writes them as ever
+    checkpoint-N/zero    every rank's part of the optimizer's states
+
+Any number of ranks, and any stage, goes on from such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyops import checkpoint
+from pyops.hf.accelerate import check_accelerator, prepare
+from pyops.zero import ZeroOptimizer
+
+__all__ = ["ZeroTraining", "zero_trainer"]
+
+FOLDER = "zero"  # within a checkpoint of the Trainer
+SCHEDULER = "scheduler.pt"  # as the Trainer calls it
+# Options of ZeroOptimizer that something of the Trainer's stands for.
+INSTEAD = {
+    "max_grad_norm": "TrainingArguments(max_grad_norm=...) clips",
+    "params": "the Trainer makes the param groups",
+    "group": "the Trainer shares the data out among all ranks",
+    "tp_group": "the Trainer's model is whole; see pyops.tensor_parallel",
+    "pp_group": "the Trainer's model is whole; see pyops.pipeline",
+    "op": "the Trainer expects the mean over ranks",
+    "delayed_update": "the Trainer looks at the model between steps",
+    "loss_scale": "the Trainer's loop does not scale by it: TrainingArguments(fp16=True)",
+}
+# Arguments of the Trainer, the value that they must have, and what to do instead.
+REFUSED = {
+    "torch_compile": (False, "call model.compile() before"),
+    "auto_find_batch_size": (False, "one rank that runs out of memory would leave the others waiting: set the batch size"),
+    "fp16_full_eval": (False, "it casts the parameters in place: fp16=True computes in 16 bits"),
+    "bf16_full_eval": (False, "it casts the parameters in place: bf16=True computes in 16 bits"),
+}
+
+
+class ZeroTraining:
+    """The part of a Trainer that trains over ZeroOptimizer, named before the Trainer: class Mine(ZeroTraining, SFTTrainer).
+
+    zero: options of ZeroOptimizer: {"stage": 2}, say. The optimizer's class, its options, param groups and clipping
+    are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {"lr": 1e-4}). Everything else is the
+    Trainer's. `zero_optimizer` is the ZeroOptimizer, once train() has begun.
+
+    Raises ValueError, when it is made, for options which cannot work together, with what to do instead.
+    """
+
+    zero_optimizer: ZeroOptimizer | None = None
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
+        self._zero_options = _checked_options(zero)
+        if any(each is not None for each in kwargs.get("optimizers") or ()):
+            raise ValueError(
+                "ZeroTrainer makes its ZeroOptimizer when the model is on its device; give the class instead of optimizers=: "
+                "optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), and the schedule in TrainingArguments"
+            )
+        super().__init__(*args, **kwargs)
+        self._this: Any = self  # what the Trainer gives: its class is not known here
+        _check_trainer(self._this)
+
+    # ------------------------------------------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """As the Trainer's, over ZeroOptimizer."""
+        this = self._this
+        if this.optimizer is not None and this.optimizer.optimizer is self.zero_optimizer:
+            return this.optimizer
+        if self.zero_optimizer is not None:  # of a model that model_init has replaced
+            self.zero_optimizer.close()
+            self.zero_optimizer = None
+        model, given = this.model if model is None else model, this.optimizer_cls_and_kwargs
+        found, arguments = given or this.get_optimizer_cls_and_kwargs(this.args, model)
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise ValueError(
+                f"optim={str(this.args.optim)!r} is not one optimizer's class, which ZeroOptimizer needs; take 'adamw_torch', "
+                "or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {'lr': 1e-4})"
+            )
+        this.optimizer_cls_and_kwargs = _over_ranks(model, found, self._zero_options), arguments
+        try:
+            zero = super().create_optimizer(model)  # type: ignore[misc]
+        finally:
+            this.optimizer_cls_and_kwargs = given
+        if zero.one_bit is not None and this.args.max_grad_norm > 0:
+            raise ValueError(
+                "after its warm-up OneBitAdam leaves gradients on their ranks, and the Trainer would clip each by its own "
+                "norm; set TrainingArguments(max_grad_norm=0)"
+            )
+        self.zero_optimizer = zero
+        _, this.optimizer = prepare(this.accelerator, model, zero)
+        return this.optimizer
+
+    def _whole(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.zero_optimizer is None else self.zero_optimizer.whole_parameters()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; every rank must call it. Parameters are whole meanwhile, on all ranks."""
+        with self._whole():
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        this, zero = self._this, self.zero_optimizer
+        assert zero is not None
+        checkpoint.save(Path(output_dir, FOLDER), {"optimizer": zero.state_dict()})
+        if this.args.should_save:
+            torch.save(this.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        this, zero = self._this, self.zero_optimizer
+        if folder is None:
+            return
+        assert zero is not None
+        zero.refresh_masters()  # of the weights that were loaded before
+        path = Path(folder)
+        if not (path / FOLDER).is_dir():
+            if (path / "optimizer.pt").exists() or (path / "optimizer.bin").exists():
+                raise ValueError(
+                    f"{folder} has optimizer states of another Trainer, and none of a ZeroTrainer ({FOLDER}/): go on "
+                    "with that one, or load its weights into the model and start anew without resume_from_checkpoint"
+                )
+            return  # as the Trainer does: a folder of weights alone
+        state, _ = checkpoint.load(path / FOLDER, lazy=True)
+        zero.load_state_dict(state["optimizer"])
+        this.lr_scheduler.load_state_dict(torch.load(path / SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._whole():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.refresh_masters()
+
+    def _load_best_model(self) -> None:
+        with self._whole():
+            super()._load_best_model()  # type: ignore[misc]
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.refresh_masters()
+
+
+def _over_ranks(
+    model: Any, optimizer_class: type[torch.optim.Optimizer], zero: Mapping[str, Any]
+) -> type[torch.optim.Optimizer]:  # fmt: skip
+    """What the Trainer takes for an optimizer's class, and makes a ZeroOptimizer over `optimizer_class` when it is called."""
+
+    class OverRanks(torch.optim.Optimizer):
+        def __new__(cls, groups: Any, **options: Any) -> Any:
+            return ZeroOptimizer(model, optimizer_class, params=groups, **zero, **options)
+
+    return OverRanks
+
+
+def _checked_options(zero: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(zero, Mapping) or "stage" not in zero:
+        raise ValueError(f'zero is {zero!r}; give the options of pyops.zero.ZeroOptimizer, {{"stage": 2}} for one')
+    for name, why in INSTEAD.items():
+        if zero.get(name) not in (None, False):
+            raise ValueError(f"zero has {name}: {zero[name]!r}; leave it out: {why}")
+    return dict(zero)
+
+
+def _check_trainer(trainer: Any) -> None:
+    """ValueError for arguments of a Trainer under which the model would be wrapped, cast or replaced."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this Trainer would copy the model to {args.n_gpu} GPUs of one process; start a process for each: "
+            f"torchrun --nproc-per-node {args.n_gpu}"
+        )
+    for name, (wanted, why) in REFUSED.items():
+        if getattr(args, name, wanted) != wanted:
+            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) does not go with ZeroOptimizer; {why}")
+    if trainer._zero_options["stage"] == 3 and getattr(args, "predict_with_generate", False):
+        raise ValueError(
+            "predict_with_generate=True: ranks generate different numbers of tokens, and at stage 3 each needs all the others; "
+            "take stage 2, or generate within zero_optimizer.whole_parameters()"
+        )
+    check_accelerator(trainer.accelerator)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != trainer.accelerator.num_processes:
+        raise ValueError(
+            f"Accelerate has {trainer.accelerator.num_processes} processes, torch.distributed {ranks}: start all with torchrun"
+        )
+
+
+@cache
+def zero_trainer() -> type:
+    """transformers.Trainer with ZeroTraining. ImportError says what to install."""
+    try:
+        base = importlib.import_module("transformers").Trainer
+    except ImportError as error:
+        raise ImportError(
+            "pyops.hf.ZeroTrainer needs transformers and accelerate: pip install transformers accelerate"
+        ) from error
+    return type("ZeroTrainer", (ZeroTraining, base), {"__module__": "pyops.hf", "__doc__": ZeroTraining.__doc__})
