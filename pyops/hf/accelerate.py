@@ -32,7 +32,9 @@ class NoSync:
 
     def __call__(self) -> AbstractContextManager[None]:
         optimizer = None if self._optimizer is None else self._optimizer()
-        return nullcontext() if optimizer is None else optimizer.no_sync()
+        if optimizer is None or "gradients" not in vars(optimizer):  # gone, or closed
+            return nullcontext()
+        return optimizer.no_sync()
 
     def __reduce__(self) -> tuple[type[NoSync], tuple[()]]:
         return NoSync, ()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pyops import checkpoint
 from pyops.hf.accelerate import check_accelerator, prepare
+from pyops.optim import OneBitAdam
 from pyops.zero import ZeroOptimizer
 
 __all__ = ["ZeroTraining", "zero_trainer"]
@@ -81,22 +82,12 @@ class ZeroTraining:
             self.zero_optimizer.close()
             self.zero_optimizer = None
         model, given = this.model if model is None else model, this.optimizer_cls_and_kwargs
-        found, arguments = given or this.get_optimizer_cls_and_kwargs(this.args, model)
-        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise ValueError(
-                f"optim={str(this.args.optim)!r} is not one optimizer's class, which ZeroOptimizer needs; take 'adamw_torch', "
-                "or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {'lr': 1e-4})"
-            )
+        found, arguments = _optimizer_class(this, model)
         this.optimizer_cls_and_kwargs = _over_ranks(model, found, self._zero_options), arguments
         try:
             zero = super().create_optimizer(model)  # type: ignore[misc]
         finally:
             this.optimizer_cls_and_kwargs = given
-        if zero.one_bit is not None and this.args.max_grad_norm > 0:
-            raise ValueError(
-                "after its warm-up OneBitAdam leaves gradients on their ranks, and the Trainer would clip each by its own "
-                "norm; set TrainingArguments(max_grad_norm=0)"
-            )
         self.zero_optimizer = zero
         _, this.optimizer = prepare(this.accelerator, model, zero)
         return this.optimizer
@@ -149,6 +140,23 @@ class ZeroTraining:
             self.zero_optimizer.refresh_masters()
 
 
+def _optimizer_class(trainer: Any, model: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """What the Trainer would make its optimizer of; ValueError for what ZeroOptimizer, or the Trainer's clipping, can't use."""
+    args = trainer.args
+    found, arguments = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(
+            f"optim={getattr(args.optim, 'value', args.optim)!r} is not one optimizer's class, which ZeroOptimizer needs; take "
+            "'adamw_torch', or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {'lr': 1e-4})"
+        )
+    if issubclass(found, OneBitAdam) and args.max_grad_norm > 0:
+        raise ValueError(
+            "after its warm-up OneBitAdam leaves gradients on their ranks, and the Trainer would clip each by its own norm; "
+            "set TrainingArguments(max_grad_norm=0)"
+        )
+    return found, arguments
+
+
 def _over_ranks(
     model: Any, optimizer_class: type[torch.optim.Optimizer], zero: Mapping[str, Any]
 ) -> type[torch.optim.Optimizer]:  # fmt: skip
@@ -187,6 +195,7 @@ def _check_trainer(trainer: Any) -> None:
             "take stage 2, or generate within zero_optimizer.whole_parameters()"
         )
     check_accelerator(trainer.accelerator)
+    _optimizer_class(trainer, trainer.model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != trainer.accelerator.num_processes:
         raise ValueError(

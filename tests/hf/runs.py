@@ -84,9 +84,9 @@ def trainer(folder: str, model: Any, zero: Mapping[str, Any] | None, *, given: A
     bases = (Recorded, transformers.Trainer) if zero is None else (Recorded, ZeroTraining, transformers.Trainer)
     more = {} if zero is None else {"zero": zero}
     data = rows()
-    return type("Trained", bases, {"log": lambda self, logs, *_: self.state.log_history.append(dict(logs))})(
-        model=model, args=args, train_dataset=data, eval_dataset=data[:8], compute_loss_func=loss_of, **more, **(given or {})
-    )
+    made = {"model": model, "args": args, "train_dataset": data, "eval_dataset": data[:8], "compute_loss_func": loss_of}
+    quiet = {"log": lambda self, logs, *_: self.state.log_history.append(dict(logs))}
+    return type("Trained", bases, quiet)(**(made | more | dict(given or {})))
 
 
 def finished(run: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:

@@ -49,3 +49,72 @@ def test_without_clipping_the_bits_are_those_of_ddp(world, tmp_path):
         for found in spread:
             assert found[0] == plain[0]
             assert all(torch.equal(found[2][name], weight) for name, weight in plain[2].items())
+
+
+def test_each_train_has_an_optimizer_of_its_model(world, tmp_path):
+    """A second train() goes on with the first one's optimizer; a model that model_init makes anew has a new one."""
+    for again, anew in world(2).run(_twice, str(tmp_path)):
+        assert again == (True, True)
+        assert anew == (False, True)
+
+
+def _twice(rank: int, group: Any, folder: str) -> list[tuple[bool, bool]]:
+    found = []
+    with launched(rank, group):
+        for made in (False, True):
+            run = trainer(
+                folder, None if made else gpt2(), {"stage": 3}, given={"model_init": lambda: gpt2()} if made else None
+            )
+            run.train()
+            first = run.zero_optimizer
+            run.train()
+            found.append((run.zero_optimizer is first, run.zero_optimizer.model is run.model))
+            run.zero_optimizer.close()
+    return found
+
+
+def _refusals(rank: int, group: Any, folder: str) -> list[str]:
+    import transformers
+
+    import pyops
+
+    found = []
+
+    def refused(zero: Any, *, given: Any = None, **options: Any) -> None:
+        try:
+            trainer(folder, gpt2(), zero, given=given, **options)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+
+    one_bit = (pyops.optim.OneBitAdam, {"lr": 1e-3, "warmup_steps": 2})
+    with launched(rank, group):
+        for options in ({}, {"stage": 1, "max_grad_norm": 1.0}, {"stage": 1, "op": "sum"}):
+            refused(options)
+        model = gpt2()
+        refused({"stage": 1}, given={"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)})
+        refused({"stage": 1}, auto_find_batch_size=True)
+        refused({"stage": 1}, bf16_full_eval=True)
+        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": one_bit})
+        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": one_bit}, max_grad_norm=0.0)
+        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": (lambda: None, {})})
+    with launched(rank, group):
+        args = transformers.Seq2SeqTrainingArguments(folder, use_cpu=True, predict_with_generate=True, report_to=[])
+        for stage in (2, 3):
+            refused({"stage": stage}, given={"args": args})
+    with launched(rank, group):
+        refused({"stage": 1}, torch_compile=True)
+    return found
+
+
+def test_what_cannot_work_is_refused_when_the_trainer_is_made(world, tmp_path):
+    expected = [
+        "zero is {}; give the options", "zero has max_grad_norm: 1.0; leave it out: TrainingArguments(max_grad_norm=...) clips",
+        "zero has op: 'sum'", "ZeroTrainer makes its ZeroOptimizer when the model is on its device; give the class",
+        "TrainingArguments(auto_find_batch_size=True)", "TrainingArguments(bf16_full_eval=True)",
+        "after its warm-up OneBitAdam", "nothing", "optim='adamw_torch_fused' is not one optimizer's class", "nothing",
+        "predict_with_generate=True",
+        "TrainingArguments(torch_compile=True)",
+    ]  # fmt: skip
+    for said in world(2).run(_refusals, str(tmp_path)):
+        assert [line.startswith(start) for line, start in zip(said, expected, strict=True)] == [True] * len(expected), said
