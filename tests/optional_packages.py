@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 OPTIONAL = {
-    "PIL", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
+    "PIL", "accelerate", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
     "triton",
 }  # fmt: skip
 

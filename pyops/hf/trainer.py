@@ -212,4 +212,9 @@ def zero_trainer() -> type:
         raise ImportError(
             "pyops.hf.ZeroTrainer needs transformers and accelerate: pip install transformers accelerate"
         ) from error
-    return type("ZeroTrainer", (ZeroTraining, base), {"__module__": "pyops.hf", "__doc__": ZeroTraining.__doc__})
+
+    class ZeroTrainer(ZeroTraining, base):  # type: ignore[misc, valid-type]
+        __doc__ = ZeroTraining.__doc__
+
+    ZeroTrainer.__module__, ZeroTrainer.__qualname__ = "pyops.hf", "ZeroTrainer"
+    return ZeroTrainer

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from tests.workers import ROOT, _context
 
-__all__ = ["Blocks", "Program", "Ranks", "blocks", "differs", "pages", "program_of"]
+__all__ = ["Blocks", "Program", "Ranks", "blocks", "differs", "pages", "program_of", "programs_of"]
 
 TIMEOUT = 60.0  # seconds that a program may take
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -79,6 +79,21 @@ def program_of(page: str, text: str) -> Program:
     return Program(page, source, int(command[1] or 0), fenced[number + 1][2])
 
 
+def programs_of(page: str, text: str) -> list[Program]:
+    """All of the page's Python blocks which are followed by a command and by what they print; the first one must be."""
+    found = [program_of(page, text)]
+    fenced = blocks(text)
+    first = next(n for n, (_, language, _) in enumerate(fenced) if language == "python")
+    for number, (end, language, source) in enumerate(fenced[first + 1 :], first + 1):
+        following = fenced[number + 1] if number + 1 < len(fenced) else None
+        if language != "python" or following is None or following[1] != "text":
+            continue
+        start = following[0] - len(f"```text\n{following[2]}```")
+        if (command := COMMAND.search(text, end, start)) is not None:
+            found.append(Program(page, source, int(command[1] or 0), following[2]))
+    return found
+
+
 def differs(printed: str, stated: str) -> bool:
     """Whether a program printed another thing than its page says."""
     stated_lines, lines = stated.rstrip("\n").split("\n"), printed.rstrip("\n").split("\n")
@@ -112,6 +127,8 @@ def _serve(rank: int, pipe: Any) -> None:
                 runpy.run_path(path, run_name="__main__")
         except BaseException:  # a program's, whatever it is: it belongs to the test
             error = traceback.format_exc()
+        if "accelerate" in sys.modules:  # its notes about the processes of a program outlive that
+            sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
         if dist.is_initialized():
             dist.destroy_process_group()
         for name in variables:

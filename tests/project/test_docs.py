@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.project.documents import TABLES, Program, Ranks, blocks, differs, pages, program_of
+from tests.project.documents import TABLES, Program, Ranks, blocks, differs, pages, program_of, programs_of
 
 pytestmark = pytest.mark.cpu_only
 
@@ -16,12 +18,27 @@ def ranks():
     made.close()
 
 
+def later() -> list[Program]:
+    """The programs of all pages but the first of each."""
+    return [each for page in pages() if page.name not in TABLES for each in programs_of(page.name, page.read_text())[1:]]
+
+
 @pytest.mark.parametrize("page", [page for page in pages() if page.name not in TABLES], ids=lambda page: page.name)
 def test_the_first_program_of_a_page_runs_as_printed(page, ranks, tmp_path):
-    program = program_of(page.name, page.read_text())
+    runs_as_printed(program_of(page.name, page.read_text()), ranks, tmp_path)
+
+
+@pytest.mark.parametrize("program", later(), ids=lambda program: program.page)
+def test_a_later_program_with_its_command_and_output_runs_as_printed(program, ranks, tmp_path):
+    runs_as_printed(program, ranks, tmp_path)
+
+
+def runs_as_printed(program: Program, ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks.run(program, tmp_path)
     assert [error for _, error in outcomes if error is not None] == []
-    assert not differs(outcomes[0][0], program.prints), f"{page.name} states\n{program.prints}\nprinted was\n{outcomes[0][0]}"
+    assert not differs(outcomes[0][0], program.prints), (
+        f"{program.page} states\n{program.prints}\nprinted was\n{outcomes[0][0]}"
+    )
     assert {printed for printed, _ in outcomes[1:]} <= {""}
 
 
@@ -43,6 +60,9 @@ def test_what_is_no_program_is_told(ranks, tmp_path):
     assert program == Program("page", "print(0.5, y)\n", 0, "0.51 1\n")
     assert "name 'y' is not defined" in (ranks.run(program, tmp_path)[0][1] or "")
     assert program_of("page", code + run.replace("python", "torchrun --standalone --nproc-per-node 3") + out).ranks == 3
+    assert [each.prints for each in programs_of("page", code + run + out + code + out + code + run + "```text\n2\n```\n")] == [
+        "0.51 1\n", "2\n"
+    ]  # fmt: skip
     assert not differs("0.50 1\n", "0.51 1")
     for printed in ("0.48 1", "0.51 2", "0.51 1\nmore", ""):
         assert differs(printed, "0.51 1")
