@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 OPTIONAL = {
-    "PIL", "accelerate", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli", "transformers",
-    "triton",
+    "PIL", "accelerate", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli",
+    "transformers", "triton",
 }  # fmt: skip
 
 

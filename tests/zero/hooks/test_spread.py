@@ -74,6 +74,7 @@ def _look(rank: int, group: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 def test_whoever_looks_at_spread_parameters_is_told_how(world):
     for said, allowed in world(2).run(_look):
+        assert "pyops.hf.prepare" in said.pop("ddp")  # whole parameters would not help
         assert {how for how, text in said.items() if "whole_parameters()" not in text} == set()
         assert "blocks.1.inner.weight" in said["norm"]
         assert [how for how, fine in allowed.items() if not fine] == []
