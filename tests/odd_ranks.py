@@ -1,4 +1,4 @@
-"""`tests.odd_input.callables` over the ranks of a group: no signal, no rank that waits, and an error or the right result on each.
+"""`tests.odd_input.callables` over the ranks of a group: no signal, no rank that waits, an error or the right result on each.
 
 Every rank has the odd tensor; of a pipeline, the rank whose stage takes it.
 """

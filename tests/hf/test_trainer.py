@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyops.zero import ZeroOptimizer
 from tests.hf.runs import CLIPPED, finished, gpt2, launched, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -43,9 +44,12 @@ def test_the_trainer_over_zero_is_the_trainer_over_ddp(world, tmp_path, accumula
             assert _differences(found[2], weights) < 1e-12
 
 
-def test_without_clipping_the_bits_are_those_of_ddp(world, tmp_path):
+@pytest.mark.parametrize(
+    "how", [{}, {"bf16": True}, {"activation_checkpointing": True}], ids=["fp32", "autocast", "recomputed"]
+)
+def test_without_clipping_the_bits_are_those_of_ddp(world, tmp_path, how: dict[str, Any]):
     """Of two ranks, whose sum has one order; norms are summed otherwise, and clipping multiplies by them."""
-    for plain, *spread in world(2).run(_trained, str(tmp_path), torch.float32, {"max_grad_norm": 0.0}, timeout=240.0):
+    for plain, *spread in world(2).run(_trained, str(tmp_path), torch.float32, {"max_grad_norm": 0.0, **how}, timeout=240.0):
         for found in spread:
             assert found[0] == plain[0]
             assert all(torch.equal(found[2][name], weight) for name, weight in plain[2].items())
@@ -71,6 +75,26 @@ def _twice(rank: int, group: Any, folder: str) -> list[tuple[bool, bool]]:
             found.append((run.zero_optimizer is first, run.zero_optimizer.model is run.model))
             run.zero_optimizer.close()
     return found
+
+
+def _given(rank: int, group: Any, folder: str, stage: int) -> str:
+    model = gpt2()
+    with launched(rank, group):
+        zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-3)
+        try:
+            trainer(folder, model, None, given={"optimizers": (zero, None)}).train()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            zero.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_trainer_that_is_given_a_zero_optimizer_is_refused_before_its_first_step(world, tmp_path, stage: int):
+    """It moves the model, which is a copy from cpu to cpu:0, and wraps it."""
+    for said in world(2).run(_given, str(tmp_path), stage):
+        assert "with transformers pyops.hf.ZeroTrainer" in said
 
 
 def _refusals(rank: int, group: Any, folder: str) -> list[str]:

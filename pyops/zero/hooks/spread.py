@@ -47,7 +47,8 @@ class _Spread:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if not _needs_values(func, args, kwargs):
-                return func(*args, **kwargs)
+                # torch copies from `cpu` to `cpu:0`, and there is nothing to copy.
+                return args[0] if getattr(func, "__name__", "") == "to" else func(*args, **kwargs)
             for parameter in _found((args, kwargs)):
                 type(parameter)._touched(parameter)
             return func(*args, **kwargs)
@@ -76,7 +77,8 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "to":
         if any(isinstance(each, Tensor) for each in args[1:]):
             return False
-        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
+        given = {key: value for key, value in kwargs.items() if key != "copy"}
+        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **given)
         same_type = device is None or device.type == tensor.device.type
         same_device = same_type and (device is None or device.index in (None, tensor.device.index) or device.type == "cpu")
         return same_device and dtype in (None, tensor.dtype)
