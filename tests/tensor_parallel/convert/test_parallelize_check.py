@@ -73,6 +73,12 @@ WRONG: dict[str, Wrong] = {
     "BeitForImageClassification": (
         {"use_relative_position_bias": True}, {**PICTURE, "relative_position_bias": "partial"}, {}, "the plan does not fit",
     ),
+    "BigBirdForMaskedLM": (  # its forward replaces its attention modules where the text is short
+        {}, {
+            "self": "attention", "self.query": "columns", "self.key": "columns", "self.value": "columns",
+            "attention.output.dense": "head rows",
+        }, {}, "the plan does not fit BigBirdForMaskedLM, which fails in",
+    ),
     "SwinForImageClassification": ({}, {**PICTURE, "relative_position_bias": "partial"}, {}, ""),
 }  # fmt: skip
 

@@ -67,16 +67,23 @@ def try_plan(model: nn.Module, cut: Cut, size: int, *, blocks: list[str], given:
                 reasons.append(f"no copy can be made ({type(error).__name__}: {error})")
                 continue
             for inputs in examples(model, given):
+                uncut = _twin(whole)
                 try:
-                    (reference,) = run_virtual(1, lambda group: _run(whole, _cast(inputs, dtype), dtype))  # noqa: B023
+                    (reference,) = run_virtual(1, lambda group: _run(uncut, _cast(inputs, dtype), dtype))  # noqa: B023
                 except Exception as error:
                     reasons.append(f"{type(error).__name__}: {error}")
+                    whole.zero_grad()
                     continue
                 return _compare(name, whole, cut, size, _cast(inputs, dtype), reference, dtype)
     raise ValueError(
         f"the plan is checked by running {name} before it is cut, and that failed: {_short(reasons[0])}; pass other "
         f"example_inputs= (a mapping of arguments' names), or {NOT_CHECKED}"
     )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters: what a forward does to its own modules and buffers is not done to the model."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def _short(text: str) -> str:
@@ -248,7 +255,7 @@ def _named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
 
 def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, reference: _Run, dtype: torch.dtype) -> str:
     for p in whole.parameters():
-        p.grad = None
+        p.grad = None  # the reference has them
     entered: list[str] = []
 
     def body(group: VirtualGroup) -> tuple[_Run, dict[str, Any]]:
