@@ -53,8 +53,8 @@ def row_of(model: nn.Module, *, group: dist.ProcessGroup | None, guess: bool) ->
 
     result, why = both(None)
     row = {"result": result, "why": why}
-    if guess and sum(p.numel() for p in model.parameters()) < GUESSED:
-        plan = guessed(model)
+    if guess:
+        plan = guessed(model) if sum(p.numel() for p in model.parameters()) < GUESSED else None
         row["guess"], row["guess_why"] = both(plan) if plan else ("none", "")
     return row
 

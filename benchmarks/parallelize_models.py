@@ -48,21 +48,36 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the page from the results that are there, and end")
     arguments = parser.parse_args()
     kept = not arguments.prefixes
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if kept and RESULTS.exists() else []
+    rows = _read() if kept else {}
     everything = ordered()
+    if kept:
+        PAGE.write_text(page(list(rows.values()), list(everything)))
     if not arguments.write:
-        done = {row["class"] for row in rows}
         prefixes = tuple(arguments.prefixes or [""])
-        left = {name: guess for name, guess in everything.items() if name not in done and name.startswith(prefixes)}
-        for row in swept(left):
+        left = [name for name in everything if name.startswith(prefixes) and not _done(rows.get(name), everything[name])]
+        left.sort(key=lambda name: name in rows)  # those that lack a guess come last
+        for row in swept({name: everything[name] for name in left}):
             print(f"{row['class']}: {row['result']} {row['why'][:100]} | {row.get('guess')} {row.get('guess_why')}", flush=True)
-            rows.append(row)
+            rows[row["class"]] = row
             if kept:
                 with open(RESULTS, "a") as file:
                     file.write(json.dumps(row) + "\n")
+                if len(rows) % TOGETHER == 0:
+                    PAGE.write_text(page(list(rows.values()), list(everything)))
     if kept:
-        PAGE.write_text(page(rows, list(everything)))
-    return int(any(row[key] in DEFECTS for row in rows for key in ("result", "guess") if key in row))
+        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
+        PAGE.write_text(page(list(rows.values()), list(everything)))
+    return int(any(row[key] in DEFECTS for row in rows.values() for key in ("result", "guess") if key in row))
+
+
+def _read() -> dict[str, Row]:
+    """{class: its last row}."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {row["class"]: row for row in map(json.loads, lines)}
+
+
+def _done(row: Row | None, guess: bool) -> bool:
+    return row is not None and ("guess" in row or not guess or row["result"] == "not made")
 
 
 def ordered() -> dict[str, bool]:
@@ -162,7 +177,11 @@ def _work(rank: int, folder: str, pipe: Any) -> None:
     limit_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     model: Any = None
+    parent = os.getppid()
     while True:
+        while not pipe.poll(5.0):
+            if os.getppid() != parent:
+                return
         asked = pipe.recv()
         try:
             if asked in ("cut", "cut, and by a guess"):

@@ -22,9 +22,9 @@ def page(rows: list[Row], everything: list[str]) -> str:
     """The docs page. everything: the names of all classes, measured or not."""
     missing = sorted(set(everything) - {row["class"] for row in rows})
     guesses = [{**row, "result": row["guess"], "why": row["guess_why"]} for row in rows if row.get("guess", "none") != "none"]
-    lines = [*_head(rows, guesses, everything, missing), "", "# By the default plan"]
+    lines = [*_head(rows, guesses, everything, missing), "", "## By the default plan"]
     lines += _sections(rows, [*TITLES])
-    lines += ["", "# By a plan that is guessed from the modules' names"]
+    lines += ["", "## By a plan that is guessed from the modules' names"]
     lines += _sections(guesses, [*TITLES])
     if missing:
         lines += ["", f"## Not measured yet: {len(missing)}", "", ", ".join(missing)]
@@ -43,9 +43,13 @@ def _head(rows: list[Row], guesses: list[Row], everything: list[str], missing: l
         "models of two layers of width 16 with random values, or of more where a configuration can't be so small.",
         "",
         f"transformers exports {len(everything)} model classes, heads counted each. Of these {len(made)} were tried, "
-        f"{len(rows) - len(made)} could not be made small, and {len(missing)} are not",
-        f"measured yet. By the default plan: {_counts(made)}. For {len(guesses)} of them, one of each",
-        f"architecture, also by a plan that was guessed from the modules' names: {_counts(guesses)}.",
+        f"{len(rows) - len(made)} could not be made small,",
+        f"and {len(missing)} are not measured yet. For {len(guesses)} of them, one of each architecture, a plan was also guessed from",
+        "the modules' names, so that the check is tried on plans which come near.",
+        "",
+        "| | by the default plan | by a guessed plan |",
+        "|---|---|---|",
+        *(f"| {title} | {_count(made, key)} | {_count(guesses, key)} |" for key, title in TITLES.items() if key != "not made"),
         "",
         "Right: outputs and all gradients are, in fp64, those of the uncut model to 1e-6 of the largest number (to 1e-4 in",
         "fp32, where only that is possible), with sequence parallelism and without where nothing else is said. Refused: a",
@@ -54,9 +58,8 @@ def _head(rows: list[Row], guesses: list[Row], everything: list[str], missing: l
     ]
 
 
-def _counts(rows: list[Row]) -> str:
-    found = {title: sum(row["result"] == key for row in rows) for key, title in TITLES.items() if key != "not made"}
-    return ", ".join(f"{count} {title.lower()}" for title, count in found.items())
+def _count(rows: list[Row], key: str) -> int:
+    return sum(row["result"] == key for row in rows)
 
 
 def _sections(rows: list[Row], keys: list[str]) -> list[str]:
@@ -65,7 +68,7 @@ def _sections(rows: list[Row], keys: list[str]) -> list[str]:
         found = sorted((row for row in rows if row["result"] == key), key=lambda row: row["class"])
         if not found:
             continue
-        lines += ["", f"## {TITLES[key]}: {len(found)}", ""]
+        lines += ["", f"### {TITLES[key]}: {len(found)}", ""]
         reasons: dict[str, list[str]] = {}
         for row in found:
             reasons.setdefault(_reason(row["why"]), []).append(row["class"])

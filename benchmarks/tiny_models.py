@@ -64,8 +64,8 @@ def names() -> list[str]:
 
     found = []
     for name in sorted(dir(transformers)):
-        if name.startswith("Auto") or name.endswith("PreTrainedModel"):
-            continue
+        if name.startswith("Auto") or name.endswith(("PreTrainedModel", "Config", "Processor", "ProcessorPil", "Tokenizer")):
+            continue  # the latter are not even imported
         kind = getattr(transformers, name, None)
         if not inspect.isclass(kind) or not issubclass(kind, PreTrainedModel) or kind.config_class is None:
             continue

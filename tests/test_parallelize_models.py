@@ -112,7 +112,9 @@ def test_the_page_counts_every_class_once():
     ]
     text = page(found, ["A", "B", "C"])
     assert "exports 3 model classes" in text
-    assert "Of these 1 were tried, 1 could not be made small, and 1 are not" in text.replace("\n", " ")
+    assert "Of these 1 were tried, 1 could not be made small, and 1 are not measured" in text.replace("\n", " ")
+    assert "| Right | 1 | 0 |" in text
+    assert "| Refused, and unchanged | 0 | 1 |" in text
     assert "## Not measured yet: 1\n\nC\n" in text
 
 

@@ -112,7 +112,10 @@ def _set(holder: Any, heads: Heads) -> dict[str, tuple[int, int]]:
 def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     for holder in (module, getattr(module, "config", None)):
         for name in names:
-            found = getattr(holder, name, None)
+            try:
+                found = getattr(holder, name, None)
+            except Exception as error:  # transformers', where each layer has a number of its own
+                raise ValueError(f"{type(module).__name__}: its config does not tell one {name}: {error}") from error
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
                 return found
     return None

@@ -117,3 +117,20 @@ def test_refusals_on_every_rank(world):
     assert first == second
     for expected, text in zip([*CASES, "must be cut alike", "gather_logits (True) on rank 0"], first, strict=True):
         assert expected in text
+
+
+class ByLayer:
+    """A configuration of transformers whose layers differ: it raises an error of its own, which is no AttributeError."""
+
+    num_attention_heads = 4
+
+    @property
+    def num_key_value_heads(self) -> int:
+        raise RuntimeError("it may vary across layers")
+
+
+def test_numbers_of_heads_that_a_configuration_does_not_tell_are_refused():
+    model = nn.ModuleDict({"attn": nn.ModuleDict({"q": nn.Linear(8, 8), "o": nn.Linear(8, 8)})})
+    model["attn"].config = ByLayer()
+    with pytest.raises(ValueError, match="does not tell one num_key_value_heads: it may vary across layers"):
+        parallelize(model, plan={"attn": "attention", "attn.q": "columns", "attn.o": "rows"})
