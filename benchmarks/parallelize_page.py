@@ -44,7 +44,7 @@ def _head(rows: list[Row], guesses: list[Row], everything: list[str], missing: l
         "",
         f"transformers exports {len(everything)} model classes, heads counted each. Of these {len(made)} were tried, "
         f"{len(rows) - len(made)} could not be made small,",
-        f"and {len(missing)} are not measured yet. For {len(guesses)} of them, one of each architecture, a plan was also guessed from",
+        f"and {len(missing)} are not measured yet. For {len(guesses)}, one of an architecture, a plan was also guessed from",
         "the modules' names, so that the check is tried on plans which come near.",
         "",
         "| | by the default plan | by a guessed plan |",
