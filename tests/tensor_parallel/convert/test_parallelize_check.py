@@ -245,3 +245,10 @@ def test_what_can_not_be_checked():
     with torch.device("meta"):
         model = tiny("LlamaForCausalLM")
     assert "on the meta device" in parallelize(model).checked
+
+
+def test_parameters_without_elements_are_tried_too():
+    model = Mixed()
+    model.nothing = nn.Parameter(torch.empty(0, 4))
+    told = try_plan(model, cut_by(PLAN), 2, blocks=[], given=torch.randint(0, 51, (2, 5)))
+    assert "2 ranks, equal" in told

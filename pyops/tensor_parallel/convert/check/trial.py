@@ -158,7 +158,7 @@ def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Matrices keep the size of what goes through; vectors are near to what they were, and nowhere alike."""
     noise = torch.randn(p.shape, generator=generator, dtype=dtype)
     if p.dim() > 1:
-        return noise / math.sqrt(max(1, p[0].numel()))
+        return noise / math.sqrt(max(1, p.numel() // max(1, len(p))))
     base = torch.zeros((), dtype=dtype) if p.is_meta else p.detach().to("cpu", dtype)
     return base + 0.3 * noise
 
