@@ -13,6 +13,8 @@ import torch
 from tests.workers import world  # noqa: F401 - a fixture, found by name
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it at the first product on a GPU, whoever makes it
+# pytest-xdist: processes that each took all cores would wait for one another at the end of every parallel loop.
+torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 DEVICE = os.environ.get("PYOPS_TEST_DEVICE", "cpu")
 PRETENDED = "PYOPS_PRETEND_CUDA" in os.environ  # tests/pretend_cuda: a CUDA device over host memory
 

@@ -44,9 +44,9 @@ from pyops.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )  # fmt: skip
 from pyops.zero import ZeroOptimizer
+from tests.odd_input.rooms import ROOMS
 from tests.odd_input.runs import folder_of_all, go_through
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY, bits_of
-from tests.odd_rooms import ROOMS
 
 REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError, IndexError, checkpoint.CheckpointError)
 Call = Callable[[Tensor], Any]

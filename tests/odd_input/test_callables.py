@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.odd_input.ranks import RANK_CALLS, odd_ones_for, wrong_on_ranks
 from tests.odd_input.runs import wrong_in
-from tests.odd_ranks import RANK_CALLS, odd_ones_for, wrong_on_ranks
 from tests.workers import RankError
 
 pytestmark = pytest.mark.cpu_only

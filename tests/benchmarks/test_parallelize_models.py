@@ -20,7 +20,7 @@ from benchmarks.tiny_models import tiny
 from pyops.tensor_parallel import parallelize
 
 pytestmark = pytest.mark.cpu_only
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = "GPTNeoXForCausalLM"
 
 

@@ -26,8 +26,8 @@ from pyops.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )  # fmt: skip
 from tests.odd_input.callables import CALLS, EXCUSED, TORCHS, Call, of_layer, problem
+from tests.odd_input.rooms import Between, linear
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY
-from tests.odd_rooms import Between, linear
 
 __all__ = ["RANK_CALLS", "odd_ones_for", "wrong_on_ranks"]
 
