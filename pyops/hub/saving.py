@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.writing import replace_folder
-from pyops.comm.agreement import agree, naming_lost_ranks
+from pyops.comm.agreement import agree, gather, naming_lost_ranks
 from pyops.failure import CommunicationError
 from pyops.hub.architectures.architecture import Entry
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
 from pyops.hub.packing import Source
 from pyops.mesh import check_initialized
-from pyops.ops.memory import require_memory
+from pyops.ops.memory import require_memory, resolved_view
 
 __all__ = ["save"]
 
@@ -54,8 +54,14 @@ def save(
     """
     check_initialized("hub.save", group)
     architecture = architecture_of(model)
-    entries = architecture.entries(model)
-    _raise_alike(_without_memory(entries), group)
+    entries: list[Entry] = []
+    wrong = None
+    try:
+        entries = architecture.entries(model)
+    except ValueError as caught:  # of a parameter that is not of its placement's shape
+        wrong = HubError(str(caught))
+    _raise_alike(wrong, group)
+    _check_parts(entries, group)
     told = _config(architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like)
     folder, error = Path(folder), None
     files = _files(entries, max_file_bytes)
@@ -84,13 +90,29 @@ def _raise_alike(error: HubError | None, group: dist.ProcessGroup | None) -> Non
         raise error
 
 
-def _without_memory(entries: list[Entry]) -> HubError | None:
-    """What to raise for a parameter that has no numbers to write."""
-    for entry in entries:
-        try:
-            require_memory(entry.parameter, entry.name)
-        except ValueError as error:
-            return HubError(f"{error}: hub.save writes whole parameters")
+def _check_parts(entries: list[Entry], group: dist.ProcessGroup | None) -> None:
+    """HubError, on every rank, for a parameter of any rank that can't be a part of the whole: before anything is sent."""
+    _raise_alike(next((error for entry in entries if (error := _problem(entry)) is not None), None), group)
+    dtypes = {entry.name: str(entry.parameter.dtype) for entry in entries}
+    for rank, other in enumerate(gather(dtypes, group=group) if group is not None else []):
+        if different := next((name for name, dtype in dtypes.items() if other.get(name) != dtype), None):
+            raise HubError(
+                f"{different} is {dtypes[different]} on one rank and {other.get(different)} on rank {rank}; give it one dtype "
+                "on all ranks"
+            )
+
+
+def _problem(entry: Entry) -> HubError | None:
+    parameter = entry.parameter
+    if parameter.layout != torch.strided:
+        return HubError(f"{entry.name} has layout {parameter.layout}; make it dense (to_dense()) before the save")
+    try:
+        require_memory(parameter, entry.name)
+    except ValueError as error:
+        return HubError(f"{error}: hub.save writes whole parameters")
+    wanted = tuple(parameter.shape) if entry.placement is None else entry.placement.local_shape
+    if tuple(parameter.shape) != wanted:
+        return HubError(f"{entry.name} has shape {list(parameter.shape)} on this rank; its part of the whole is {list(wanted)}")
     return None
 
 
@@ -213,7 +235,7 @@ class _Gathered:
 
 def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
     """The whole parameter on rank 0 of the group, None on others. A parameter that all ranks hold whole is not sent."""
-    place, local = entry.placement, entry.parameter.detach()
+    place, local = entry.placement, resolved_view(entry.parameter.detach())
     if group is None or place is None or place.dim is None:
         return local
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -281,11 +281,12 @@ def counted_graphs() -> int:
 
 
 def keeps_nothing(rank: int, group: Any) -> None:
+    before = counted_graphs()  # of earlier tests in this process
     pipeline = made(group, m=3)
     for _ in range(3):
         pipeline.step(*batch(10))
     tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
-    assert counted_graphs() == 0
+    assert counted_graphs() <= before
     for i in range(50):
         stage = pipeline.stages[rank]
         layers, accepted = list(stage.layers), list(stage.accepted)
@@ -294,7 +295,7 @@ def keeps_nothing(rank: int, group: Any) -> None:
         assert bool(said(lambda: pipeline.step(*batch(10)))) == (i % 5 == 0)
         stage.layers, stage.accepted = layers, accepted
         assert stage.kept == 0
-    assert counted_graphs() == 0
+    assert counted_graphs() <= before
     assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= tensors + 2
     assert right(pipeline)
 
