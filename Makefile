@@ -47,7 +47,7 @@ wheel: $(VENV)/.built
 
 rehearse: $(VENV)/.built
 	PYOPS_PRETEND_CUDA=$$($(BIN)/python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda \
-		$(BIN)/python -m pytest $(TESTS)
+		$(BIN)/python -m pytest $(TESTS) $(PARALLEL)
 
 gpu:
 	bash benchmarks/gpu.sh

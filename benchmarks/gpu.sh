@@ -139,10 +139,8 @@ part 240 "build" bash -c build || { tail -40 "$OUT/part.txt"; cat "$SUMMARY"; ex
 # The kernels first: on a GPU the same tests run them there. Triton's, which are compiled as they are met, come after those in C++,
 # and on several processes where pytest can. What Triton's interpreter and its compiler can prove without a GPU is left out.
 pytest=("$PYTHON" -m pytest -p tests.optional_packages -rfE)
-triton=() others=() spread=() fewer=() tests=0
-for stem in activation cross_entropy dropout norm rotary tracing; do
-  triton+=("tests/ops/test_$stem.py") others+=("--ignore=tests/ops/test_$stem.py")
-done
+triton=(tests/ops/layers tests/ops/test_tracing.py) spread=() fewer=() tests=0
+others=("${triton[@]/#/--ignore=}")
 [ "$DEVICE" != cpu ] && "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 8) fewer=(-n 4)  # fewer: each has ranks of its own
 steps=(tests/cuda/test_training.py tests/cuda/test_ranks.py tests/cuda/test_host.py)
 tested() {  # the status of the part before

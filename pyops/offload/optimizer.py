@@ -21,7 +21,7 @@ from pyops.offload.rehearsal import STATES_OF_ITS_OWN, rehearse, standing_in
 from pyops.offload.stores import DiskStore, HostStore, Store
 from pyops.offload.tiles import Segment, Tile, plan_tiles
 from pyops.offload.traffic import Far, Loaded, Near
-from pyops.ops.memory import memory_problem
+from pyops.ops.memory import memory_problem, require_memory
 
 __all__ = ["Offloaded", "stays_with"]
 
@@ -95,9 +95,9 @@ class Offloaded:
                 raise ValueError(f"{what}, has strides {parameter.stride()}; expected a contiguous one, and its target too")
             if target is not None and (target.shape != parameter.shape or not parameter.is_floating_point()):
                 raise ValueError(f"the target of {what}, has shape {tuple(target.shape)}; expected the parameter's")
-            for tensor, whose in ((parameter, ""), (target, "the target of ")) if target is not None else ():
-                if (problem := memory_problem(tensor)) is not None:
-                    raise ValueError(f"{whose}{what}, {problem}")
+            source = target if expanded else parameter  # of the first values; a target may be in a file until its step
+            if target is not None and source is not None and (problem := memory_problem(source)) is not None:
+                raise ValueError(f"{'the target of ' if expanded else ''}{what}, {problem}")
         devices = {p.device if t is None else t.device for p, t in zip(self.parameters, self._targets, strict=True)}
         if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             raise ValueError(f"{who} steps parameters on {sorted(map(str, devices))}; offload needs one device, cpu or cuda")
@@ -134,9 +134,14 @@ class Offloaded:
         gradients: by parameter, in any floating dtype, instead of those in `.grad`; not where states stay in place. factor:
         what gradients are multiplied by. The optimizer's hooks of steps run once per tile.
         """
+        if factor is not None:
+            require_memory(factor, "factor")
+        found = [p.grad for p in self.parameters] if gradients is None else [gradients.get(p) for p in self.parameters]
+        for number, target in enumerate(self._targets):
+            if target is not None and found[number] is not None:
+                require_memory(target, f"the target of parameter {number}")
         if self._stays:
             return self._step_in_place()
-        found = [p.grad for p in self.parameters] if gradients is None else [gradients.get(p) for p in self.parameters]
         self._traffic.gradients, self._factor = found, factor
         turns = self._tiles_with(found)
         fresh = {number for number in turns if number not in self._written}
@@ -270,11 +275,12 @@ class Offloaded:
             if not isinstance(state.get(name), Tensor) or state[name].shape != shape:
                 found = tuple(state[name].shape) if isinstance(state.get(name), Tensor) else state.get(name)
                 raise ValueError(f"state {name!r} of parameter {number} is {found}; expected a tensor of shape {tuple(shape)}")
+            require_memory(state[name], f"state {name!r} of parameter {number}")
         if self._stays and alone:
             parameter.copy_(state[MASTER])
             return
         if self._stays:
-            self.optimizer.state[parameter] = {k: v for k, v in state.items() if target is None or k != MASTER}
+            self.optimizer.state[parameter] = _copies({k: v for k, v in state.items() if target is None or k != MASTER})
             if target is not None and MASTER in state:
                 parameter.copy_(state[MASTER])
             return

@@ -134,7 +134,8 @@ def test_a_folder_that_cannot_be(tmp_path):
 
 SLOW_SAVE = """
 import sys, time, torch
-from pyops.checkpoint import save, tensor_file
+from pyops.checkpoint import save
+from pyops.checkpoint.format import tensor_file
 inner, count = tensor_file.zlib.crc32, 0
 def slow(*a):
     global count

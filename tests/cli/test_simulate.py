@@ -92,7 +92,7 @@ def test_what_skips_stages_is_simulated(capsys, tmp_path: Path):
         (["gpipe", "--stages", "0"], "num_stages is 0"),
         (["gpipe", "--forward", "-1"], r"costs.forward of stage 0 is -1"),
         (["gpipe", "--profile", "none.json"], "none.json"),
-        (["gpipe", "--profile", __file__], "test_simulation.py is no profile"),
+        (["gpipe", "--profile", __file__], "test_simulate.py is no profile"),
         (["gpipe", "--draw", "a.txt"], "give it the ending .svg"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.comm import all_gather
 from pyops.pipeline import Pipeline, schedule
 from pyops.tensor_parallel import (
     ColumnParallelLinear,
@@ -94,12 +95,13 @@ def _clipped(t: Tensor) -> list[Tensor]:
 
 
 ALIKE = (
-    "all_reduce", "reduce_scatter", "all_gather", "all_gather out", "compressed_all_reduce", "compressed_reduce_scatter",
+    "all_reduce", "reduce_scatter", "all_gather", "compressed_all_reduce", "compressed_reduce_scatter",
     "compressed_all_gather", "checkpoint state", "checkpoint own", "checkpoint into", "overflowed", "DataParallel",
     "DataParallel gradient", *(f"ZeroOptimizer stage {stage}" for stage in (1, 2, 3)),
 )  # fmt: skip
 RANK_CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     **{name: CALLS[name] for name in ALIKE},
+    "all_gather out": (lambda: _floats(8, 8), lambda t: all_gather(_floats(4, 8), out=t, group=_group())),
     "ColumnParallelLinear": (lambda: _floats(4, 8), _layer(ColumnParallelLinear, 8, 6)),
     "RowParallelLinear": (lambda: _floats(4, 4), _layer(RowParallelLinear, 8, 6)),
     "ParallelMLP": (lambda: _floats(4, 8), _layer(ParallelMLP, 8, 16)),

@@ -69,7 +69,7 @@ def _offloaded(where: str, put: Callable[[Offloaded, nn.Parameter, Tensor], Any]
     def call(t: Tensor) -> list[Tensor]:
         p = nn.Parameter(_floats(4, 8))
         with tempfile.TemporaryDirectory() as folder:
-            offloaded = Offloaded(AdamW([p], lr=0.1), where or folder, tile_bytes=128)
+            offloaded = Offloaded(AdamW([p], lr=0.1), where or folder, tile_bytes=1 << 16)
             try:
                 p.grad = _floats(4, 8)
                 offloaded.step()

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from tests.odd_input.callables import CALLS
 from tests.odd_input.ranks import RANK_CALLS, odd_ones_for, wrong_on_ranks
 from tests.odd_input.runs import wrong_in
 from tests.workers import RankError
 
 pytestmark = pytest.mark.cpu_only
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_ordinary_tensor_is_taken(name: str):
+    """Else an error for an odd one would show nothing."""
+    make, call = CALLS[name]
+    if name in ("all_reduce", "reduce_scatter", "all_gather"):
+        pytest.skip("of ranks alone: the test after this one has it")
+    call(make())
+
+
+def _takes_an_ordinary_one(rank: int, group: object, name: str) -> None:
+    make, call = RANK_CALLS[name]
+    call(make())
+
+
+@pytest.mark.parametrize("name", RANK_CALLS)
+def test_an_ordinary_tensor_is_taken_on_two_ranks(world, name: str):
+    world(2).run(_takes_an_ordinary_one, name)
 
 
 @pytest.mark.slow

@@ -286,7 +286,7 @@ def at_the_same_time(rank: int, group: Any) -> None:
     found = profile(layers, torch.randn(3, 4), rounds=1, group=group)
     assert len(set(gather(found, group=group))) == 1
     assert dict(found.facts)["ranks"] == "2"
-    alone = [sys.modules["pyops.pipeline.profile"]._Run(layers, torch.zeros(3, 4), None, None, {}).bytes_of()]
+    alone = [sys.modules["pyops.pipeline.profiling"]._Run(layers, torch.zeros(3, 4), None, None, {}).bytes_of()]
     assert found.layers[1].kept == alone[0][0][1]["kept"]
     with pytest.raises(TypeError, match="which has no tensor to send on"):  # on both, though one has it
         profile([nn.Linear(1, 1), Shape() if rank else nn.Tanh()], torch.zeros(1, 1), group=group)
