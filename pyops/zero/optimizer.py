@@ -29,6 +29,7 @@ from pyops.zero.hooks.arriving import Arriving
 from pyops.zero.hooks.gathering import Gathering, Unit
 from pyops.zero.hooks.gradients import Gradients
 from pyops.zero.hooks.kept import Kept
+from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.shown import Shown, gradients_set_by_hand
 from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
 from pyops.zero.layout.units import IsUnit
@@ -168,7 +169,7 @@ class ZeroOptimizer(Savable):
         """Hooks: what arrives late is waited for, and what somebody moves or replaces is noticed."""
         self.arriving = Arriving(self.model, self.flats, late=late)
         self.in_place = Kept(self.model, self.flats, self.gathering, self.gradients)
-        self._hook = self.model.register_forward_pre_hook(self.in_place.before_forward)
+        self._hook = self.model.register_forward_pre_hook(ModuleHook(self.in_place.before_forward))
 
     def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
         """Put the parameters where they belong, with rank 0's values, and hooks on them."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
+from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.units import find_units
 
@@ -55,9 +56,9 @@ class Arriving:
             of_unit = of_root if plan.is_root else list(plan.module.parameters())  # a unit may be called by itself
             keys = {bucket_of[id(p)]: None for p in of_unit if id(p) in bucket_of}
             ordered |= keys
-            self._hooks.append(plan.module.register_forward_pre_hook(partial(self._wait_for, tuple(keys))))
+            self._hooks.append(plan.module.register_forward_pre_hook(ModuleHook(partial(self._wait_for, tuple(keys)))))
         self._order = [key for key in ordered if key in set(published)]
-        self._hooks.append(model.register_state_dict_pre_hook(lambda *_: self.wait()))
+        self._hooks.append(model.register_state_dict_pre_hook(ModuleHook(lambda *_: self.wait())))
 
     def start(self, communicator: Communicator, *, async_op: bool) -> None:
         """Bring all ranks' chunks together."""

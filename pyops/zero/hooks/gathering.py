@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
+from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.spread import Spreading
 from pyops.zero.layout.sharded import ShardedParameters
 from pyops.zero.layout.wire import Wire
@@ -134,9 +135,9 @@ class Gathering:
             for module in members:
                 if module is unit.module or any(True for _ in module.parameters(recurse=False)):
                     before, after = partial(self._before, unit), partial(self._after, unit)
-                    self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                    self._hooks.append(module.register_forward_hook(after, always_call=True))
-            self._hooks.append(unit.module.register_state_dict_pre_hook(partial(self._before_state_dict, unit)))
+                    self._hooks.append(module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
+                    self._hooks.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+            self._hooks.append(unit.module.register_state_dict_pre_hook(ModuleHook(partial(self._before_state_dict, unit))))
 
     # ------------------------------------------------------------------------------------------------ gathering
 
