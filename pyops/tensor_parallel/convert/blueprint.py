@@ -32,6 +32,10 @@ class Blueprint:
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+        if plan is not None and not isinstance(plan, Mapping):
+            raise TypeError(
+                f"plan is a {type(plan).__name__}; expected a mapping of patterns to kinds, {{'mlp.up': 'columns'}} say"
+            )
         self.group, self.ranks = group, Ranks.of(group)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         if taken := [name for name, module in self.modules.items() if getattr(module, "placements", None)]:

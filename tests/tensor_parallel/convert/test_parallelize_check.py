@@ -252,3 +252,33 @@ def test_parameters_without_elements_are_tried_too():
     model.nothing = nn.Parameter(torch.empty(0, 4))
     told = try_plan(model, cut_by(PLAN), 2, blocks=[], given=torch.randint(0, 51, (2, 5)))
     assert "2 ranks, equal" in told
+
+
+class Switched(nn.Module):
+    """A block whose plan is right only while `normalized` is off: then the norm is over all of the inner width."""
+
+    def __init__(self, *, normalized: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.normalized = nn.Linear(8, 12), nn.Linear(12, 8), normalized
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x).relu()
+        out: torch.Tensor = x + self.down(inner / inner.norm(dim=-1, keepdim=True) if self.normalized else inner)
+        return out
+
+
+def _tried_switch(rank: int, group: Any, normalized: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("layers", nn.Sequential(*(Switched(normalized=normalized and number == 2) for number in range(3))))
+    plan = {"layers": "blocks", "up": "columns", "down": "rows"}
+    try:
+        parallelize(model, group=group, plan=plan, example_inputs=torch.ones(2, 8))
+    except ValueError as error:
+        return str(error)
+    return "cut"
+
+
+def test_a_third_block_that_differs_in_a_switch_alone_is_tried_too(world):
+    assert world(2).run(_tried_switch, False) == ["cut", "cut"]
+    assert all("differs" in text for text in world(2).run(_tried_switch, True))

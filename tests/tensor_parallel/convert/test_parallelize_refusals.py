@@ -109,6 +109,8 @@ def refused(rank: int, group: dist.ProcessGroup) -> list[str]:
         texts.append(str(caught.value))
     with pytest.raises(TypeError):
         parallelize("model", group=group)
+    with pytest.raises(TypeError, match=r"plan is a list"):
+        parallelize(mixed(rank), group=group, plan=[("head", "columns")])  # type: ignore[arg-type]
     return texts
 
 

@@ -107,13 +107,22 @@ def _copied(model: nn.Module, dtype: torch.dtype, blocks: list[str]) -> nn.Modul
     return found.eval()
 
 
+def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Attributes that are True, False or a word by their values, others by their types: a number may be the block's own."""
+    given = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return tuple(sorted((name, value if isinstance(value, bool | str) else type(value).__name__) for name, value in given))
+
+
 def _alike(blocks: nn.Module) -> list[nn.Module]:
-    """Those of which there are two before: of the same classes, with parameters of the same names and shapes."""
+    """Those of which there are two before: of the same classes and switches, with parameters of the same names and shapes.
+
+    A block may differ from the others in a switch alone, such as Gemma 3's `is_sliding`.
+    """
     times: dict[Any, int] = {}
     found = []
     for block in blocks.children():
         key = (
-            tuple((name, type(module)) for name, module in block.named_modules()),
+            tuple((name, type(module), _switches(module)) for name, module in block.named_modules()),
             tuple((name, p.shape) for name, p in block.named_parameters()),
         )
         times[key] = times.get(key, 0) + 1
