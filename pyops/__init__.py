@@ -24,6 +24,7 @@ __all__ = ["__version__", "has_kernel"]
 _ROOMS = frozenset(
     [
         "ops",
+        "host_memory",
         "failure",
         "mesh",
         "flat",

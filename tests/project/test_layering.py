@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    ["ops", "failure", "renamed"],  # the contracts of the kernels; the only importer of torch.ops.pyops
+    ["ops", "failure", "host_memory", "renamed"],  # the contracts of the kernels; the only importer of torch.ops.pyops
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision"],
     # Strategies, which never import each other.

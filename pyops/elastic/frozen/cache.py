@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
 from pyops.elastic.frozen.disk import DiskTier, page_multiple
-from pyops.elastic.frozen.free_memory import free_memory
+from pyops.host_memory import free_memory
 
 __all__ = ["ActivationCache", "open_cache"]
 

@@ -11,6 +11,7 @@ import torch
 
 from pyops.config import Config, ConfigError
 from pyops.config.task import KINDS
+from pyops.host_memory import total_memory
 from pyops.models.checks import largest_field, numbers_of
 from pyops.precision import PRECISIONS
 
@@ -27,7 +28,10 @@ def check_memory(config: Config, *, ranks: int) -> None:
     if on_cuda and torch.cuda.is_available():
         there, where = torch.cuda.get_device_properties(0).total_memory, "its device"
     else:
-        there, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this host"
+        try:
+            there, where = total_memory(), "this host, or the container,"
+        except OSError:  # a system without /proc
+            there, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this host"
         taken *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if taken > there:
         field = largest_field(model)

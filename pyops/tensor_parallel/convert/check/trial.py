@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
+from pyops.host_memory import free_memory
 from pyops.tensor_parallel.convert.check.example import Inputs, examples
 from pyops.tensor_parallel.convert.check.virtual import VirtualGroup, run_virtual
 from pyops.tensor_parallel.convert.swap import laid_out
@@ -150,17 +150,12 @@ def _without_identities(blocks: nn.Module, before: nn.Module, dropped: set[int])
 
 def _check_memory(elements: int, dtype: torch.dtype) -> None:
     needed = elements * dtype.itemsize * _COPIES
-    free = _free_memory()
-    if free is not None and needed > free:
+    try:
+        free = free_memory()
+    except OSError:  # a system without /proc does not say
+        return
+    if needed > free:
         raise MemoryError(f"it takes {needed / 2**30:.1f} GiB of the host's memory, and {free / 2**30:.1f} GiB are free")
-
-
-def _free_memory() -> int | None:
-    if not os.path.exists("/proc/meminfo"):
-        return None
-    with open("/proc/meminfo") as file:
-        found = [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
-    return found[0] if found else None
 
 
 def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

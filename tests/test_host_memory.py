@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops.elastic.frozen.free_memory import free_memory
+from pyops.host_memory import free_memory, total_memory
 
 pytestmark = pytest.mark.cpu_only
 
@@ -15,8 +15,8 @@ MIB = 2**20
 
 
 def machine(root: Path, *, groups: str, files: dict[str, int | str]) -> Path:
-    """With 1,000 MiB available. files: by group and name below sys/fs/cgroup, sizes in bytes."""
-    texts = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {1000 * 1024} kB\n", "proc/self/cgroup": groups}
+    """With 2,000 MiB, 1,000 of them available. files: by group and name below sys/fs/cgroup, sizes in bytes."""
+    texts = {"proc/meminfo": f"MemTotal: {2000 * 1024} kB\nMemAvailable: {1000 * 1024} kB\n", "proc/self/cgroup": groups}
     texts |= {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in files.items()}
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -34,6 +34,7 @@ def group(path: str, most: int | str, used: int, cached: int) -> dict[str, int |
 def test_a_container_is_the_root_of_its_groups(tmp_path):
     root = machine(tmp_path, groups="0::/\n", files=group("", 300 * MIB, 250 * MIB, 40 * MIB))
     assert free_memory(root) == 90 * MIB
+    assert total_memory(root) == 300 * MIB
 
 
 def test_a_job_has_what_the_tightest_group_above_it_has(tmp_path):
@@ -55,4 +56,5 @@ def test_no_limit(tmp_path):
     assert free_memory(machine(tmp_path, groups="0::/user\n", files=group("user/", "max", 5, 0))) == 1000 * MIB
     os.remove(tmp_path / "proc/self/cgroup")
     assert free_memory(tmp_path) == 1000 * MIB
-    assert free_memory() > 0
+    assert total_memory(tmp_path) == 2000 * MIB
+    assert total_memory() >= free_memory() > 0
