@@ -52,7 +52,7 @@ class Program:
     prints: str
 
 
-TABLES = {"tensor_parallel_models.md"}  # pages that are one generated table, of another page's programs
+TABLES = {"tensor_parallel_models.md", "results.md"}  # pages of generated tables, which are of other pages' programs
 
 
 def pages() -> list[Path]:
