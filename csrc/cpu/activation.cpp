@@ -3,7 +3,7 @@
 #include <tuple>
 
 #include "../math/activation.h"
-#include "box.h"
+#include "../host/box.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 

@@ -10,7 +10,7 @@
 #include <cmath>
 
 #include "../math/adafactor.h"
-#include "box.h"
+#include "../host/box.h"
 #include "layer.h"
 
 namespace pyops {

@@ -1,6 +1,6 @@
 // Adagrad on the CPU.
-#include "adagrad_ops.h"
-#include "box.h"
+#include "../host/adagrad_ops.h"
+#include "../host/box.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {

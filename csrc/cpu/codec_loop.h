@@ -2,7 +2,7 @@
 #pragma once
 #include <atomic>
 
-#include "codec_ops.h"
+#include "../host/codec_ops.h"
 #include "kernels.h"
 #include "loop.h"
 

@@ -2,7 +2,7 @@
 //
 //   x, or row 0 + row 1 + ...  ->  (times scale)  ->  + error  ->  tile
 #pragma once
-#include "codec.h"
+#include "../host/codec.h"
 #include "vector.h"
 
 namespace pyops::PYOPS_ISA {

@@ -1,6 +1,6 @@
 // Cross entropy on tensors: checks, then blocks of rows dealt out to torch's threads in turn, because rows that are ignored cost
 // nothing and often stand together.
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"

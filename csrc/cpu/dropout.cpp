@@ -1,7 +1,7 @@
 // bias_dropout_add, dropout and the first one's derivative on tensors: checks, then runs of consecutive indices on torch's threads.
 #include <tuple>
 
-#include "box.h"
+#include "../host/box.h"
 #include "row_blocks.h"
 #include "wide_bias.h"
 

@@ -1,6 +1,6 @@
 // Adam with a frozen variance, and its momentum, on the CPU.
-#include "box.h"
-#include "frozen_adam_ops.h"
+#include "../host/box.h"
+#include "../host/frozen_adam_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {

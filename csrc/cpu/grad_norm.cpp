@@ -1,10 +1,10 @@
 // Squared norm of a list: float64 partial sums of fixed blocks, added in the order of the list, whoever computed them.
 #include <cmath>
 
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "loop.h"
-#include "table.h"
+#include "../host/table.h"
 
 namespace pyops {
 namespace {

@@ -13,7 +13,7 @@
 #include "../math/sgd.h"
 #include "../math/table.h"
 #include "activation.h"
-#include "codec.h"
+#include "../host/codec.h"
 #include "logits.h"
 #include "dropout.h"
 #include "rotary.h"

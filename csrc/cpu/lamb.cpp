@@ -1,6 +1,6 @@
 // LAMB on the CPU: two passes over the blocks of all rows, the norms of each row between them.
-#include "box.h"
-#include "lamb_ops.h"
+#include "../host/box.h"
+#include "../host/lamb_ops.h"
 #include "layer.h"
 
 namespace pyops {

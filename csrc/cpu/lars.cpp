@@ -1,6 +1,6 @@
 // LARS on the CPU: the norms of each row's parameter and gradient, then SGD with a rate for each row.
-#include "box.h"
-#include "lars_ops.h"
+#include "../host/box.h"
+#include "../host/lars_ops.h"
 #include "layer.h"
 
 namespace pyops {

@@ -2,7 +2,7 @@
 #pragma once
 #include <sys/mman.h>
 
-#include "table.h"
+#include "../host/table.h"
 
 namespace pyops {
 

@@ -1,6 +1,6 @@
 // Lion on the CPU.
-#include "box.h"
-#include "lion_ops.h"
+#include "../host/box.h"
+#include "../host/lion_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {

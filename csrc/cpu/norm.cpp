@@ -1,7 +1,7 @@
 // Norms of tensors' rows: checks, then rows on torch's threads. Sums over rows go by fixed groups, added in their order.
 #include <memory>
 
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"

@@ -1,5 +1,5 @@
 // One-bit compression of tensors: checks, then blocks on torch's threads.
-#include "box.h"
+#include "../host/box.h"
 #include "codec_loop.h"
 
 namespace pyops {

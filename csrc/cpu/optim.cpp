@@ -1,6 +1,6 @@
 // Adam on the CPU.
-#include "box.h"
-#include "optim_ops.h"
+#include "../host/box.h"
+#include "../host/optim_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {

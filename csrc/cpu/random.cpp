@@ -1,8 +1,8 @@
 // Philox streams into tensors: a part of `out` is a few runs of consecutive global indices (pyops/ops/random.py).
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "loop.h"
-#include "table.h"
+#include "../host/table.h"
 
 namespace pyops {
 namespace {

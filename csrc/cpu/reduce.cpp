@@ -1,8 +1,8 @@
 // The arithmetic of collectives on tensors: checks, then parts of [0, n) on torch's threads.
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "loop.h"
-#include "table.h"
+#include "../host/table.h"
 
 namespace pyops {
 namespace {

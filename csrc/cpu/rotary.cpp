@@ -1,5 +1,5 @@
 // rotary on tensors: checks, then heads on torch's threads.
-#include "box.h"
+#include "../host/box.h"
 #include "kernels.h"
 #include "layer_tensors.h"
 #include "loop.h"

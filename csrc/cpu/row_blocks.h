@@ -9,7 +9,7 @@
 #include "kernels.h"
 #include "loop.h"
 #include "row_tile.h"
-#include "table.h"
+#include "../host/table.h"
 
 namespace pyops {
 

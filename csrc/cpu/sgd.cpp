@@ -1,6 +1,6 @@
 // SGD on the CPU.
-#include "box.h"
-#include "sgd_ops.h"
+#include "../host/box.h"
+#include "../host/sgd_ops.h"
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {

@@ -4,8 +4,8 @@
 
 #include "kernels.h"
 #include "loop.h"
-#include "table.h"
-#include "unpack.h"
+#include "../host/table.h"
+#include "../host/unpack.h"
 
 namespace pyops {
 

@@ -1,6 +1,6 @@
 // The checks and the table of csrc/cpu/table.h, and what library.py asks the shared object.
-#include "box.h"
-#include "table.h"
+#include "../host/box.h"
+#include "../host/table.h"
 
 #include <algorithm>
 #include <cstring>

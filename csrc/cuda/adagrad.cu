@@ -1,6 +1,6 @@
 // Adagrad on CUDA.
-#include "../cpu/adagrad_ops.h"
-#include "../cpu/box.h"
+#include "../host/adagrad_ops.h"
+#include "../host/box.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {

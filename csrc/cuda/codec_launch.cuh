@@ -1,7 +1,7 @@
 // From the checked arguments of an op (csrc/cpu/codec_ops.h) to those of a kernel.
 #pragma once
 
-#include "../cpu/codec_ops.h"
+#include "../host/codec_ops.h"
 #include "codec.cuh"
 #include "launch.cuh"
 

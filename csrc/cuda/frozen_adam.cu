@@ -1,6 +1,6 @@
 // Adam with a frozen variance, and its momentum, on CUDA.
-#include "../cpu/box.h"
-#include "../cpu/frozen_adam_ops.h"
+#include "../host/box.h"
+#include "../host/frozen_adam_ops.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {

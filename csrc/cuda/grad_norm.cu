@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
-#include "../cpu/box.h"
-#include "../cpu/table.h"
+#include "../host/box.h"
+#include "../host/table.h"
 #include "grad_norm_kernel.cuh"
 #include "launch.cuh"
 

@@ -1,6 +1,6 @@
 // LAMB on CUDA.
-#include "../cpu/box.h"
-#include "../cpu/lamb_ops.h"
+#include "../host/box.h"
+#include "../host/lamb_ops.h"
 #include "layer.cuh"
 #include "optim.cuh"
 

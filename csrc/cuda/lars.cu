@@ -1,6 +1,6 @@
 // LARS on CUDA.
-#include "../cpu/box.h"
-#include "../cpu/lars_ops.h"
+#include "../host/box.h"
+#include "../host/lars_ops.h"
 #include "layer.cuh"
 
 namespace pyops::cuda {

@@ -1,6 +1,6 @@
 // Lion on CUDA.
-#include "../cpu/box.h"
-#include "../cpu/lion_ops.h"
+#include "../host/box.h"
+#include "../host/lion_ops.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {

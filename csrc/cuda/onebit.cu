@@ -1,5 +1,5 @@
 // One-bit compression on the GPU: no host synchronisation, no memory but the workspace of the norm.
-#include "../cpu/box.h"
+#include "../host/box.h"
 #include "codec_launch.cuh"
 #include "onebit_kernel.cuh"
 

@@ -1,8 +1,8 @@
 // Adam on CUDA.
-#include "../cpu/box.h"
+#include "../host/box.h"
 #include "optim.cuh"
 
-#include "../cpu/optim_ops.h"
+#include "../host/optim_ops.h"
 
 namespace pyops::cuda {
 

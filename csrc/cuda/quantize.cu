@@ -1,5 +1,5 @@
 // Eight-bit compression on the GPU: no host synchronisation, no memory of its own.
-#include "../cpu/box.h"
+#include "../host/box.h"
 #include "codec_launch.cuh"
 #include "quantize_kernel.cuh"
 

@@ -1,6 +1,6 @@
 // Philox streams into CUDA tensors: uniform numbers, normal numbers, dropout masks.
-#include "../cpu/box.h"
-#include "../cpu/table.h"
+#include "../host/box.h"
+#include "../host/table.h"
 #include "launch.cuh"
 #include "random_kernel.cuh"
 

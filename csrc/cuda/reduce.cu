@@ -1,8 +1,8 @@
 // The local half of a collective: accumulate_, sum_rows_ and scale_cast_, all one kernel.
 #include <type_traits>
 
-#include "../cpu/box.h"
-#include "../cpu/table.h"
+#include "../host/box.h"
+#include "../host/table.h"
 #include "launch.cuh"
 #include "reduce_kernel.cuh"
 

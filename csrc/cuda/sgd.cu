@@ -1,6 +1,6 @@
 // SGD on CUDA.
-#include "../cpu/box.h"
-#include "../cpu/sgd_ops.h"
+#include "../host/box.h"
+#include "../host/sgd_ops.h"
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {

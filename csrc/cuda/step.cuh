@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "../cpu/unpack.h"
+#include "../host/unpack.h"
 #include "launch.cuh"
 #include "step_kernel.cuh"
 #include "upload.cuh"

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../cpu/box.h"
-#include "../cpu/table.h"
+#include "../host/box.h"
+#include "../host/table.h"
 #include "table.cuh"
 #include "upload.cuh"
 
