@@ -92,6 +92,8 @@ def _convert(value: Any, hint: Any, *, key: str) -> Any:
         raise ConfigError(f"{key} is {value[:40]!r}; a text with a null byte names nothing: leave it out")
     kinds = typing.get_args(hint) or (hint,)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if float(value) != value:
+            raise ConfigError(f"{key} is {value}, which a number of 64 bits rounds to {float(value):.17g}; write that instead")
         value = float(value)
     if type(value) not in kinds or (hint is float and not math.isfinite(value)):
         raise ConfigError(f"{key} is {value!r}; it must be {' or '.join(EXPECTED[kind] for kind in kinds)}")

@@ -56,6 +56,7 @@ def test_overrides(tmp_path):
         ("[train]\nsteps = true", r"train.steps is True; it must be a whole number"),
         ("[train]\ncompile = 1", r"train.compile is 1; it must be true or false"),
         ("[optimizer]\nlr = '1e-3'", r"optimizer.lr is '1e-3'; it must be a number"),
+        ("[optimizer]\nlr = 9007199254740993", r"optimizer.lr is 9007199254740993, which .* rounds to 9007199254740992"),
         ("[optimizer]\nlr = nan", r"optimizer.lr is nan; it must be a number"),
         ("[data]\nsuffixes = '.py'", r"data.suffixes is '.py'; it must be a list of texts"),
         ("name = 3", r"name is 3; it must be a text in quotes"),
