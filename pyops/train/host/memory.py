@@ -29,7 +29,7 @@ def check_memory(config: Config, *, ranks: int) -> None:
         there, where = torch.cuda.get_device_properties(0).total_memory, "its device"
     else:
         try:
-            there, where = total_memory(), "this host, or the container,"
+            there, where = total_memory(), "this host"  # or its container
         except OSError:  # a system without /proc
             there, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this host"
         taken *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
