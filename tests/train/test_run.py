@@ -211,6 +211,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
         train(half, resume=True)
 
 
+def test_a_run_without_plot_and_tensorboard_leaves_neither(tmp_path, device):
+    config = config_of(tmp_path, device, steps=1, plot=False, tensorboard=False)
+    train(config)
+    names = {path.name for path in config.folder.iterdir()}
+    assert "metrics.jsonl" in names
+    assert not names & {"loss.png", "tensorboard"}
+
+
 def test_resume_without_a_checkpoint_says_so(tmp_path, device, capsys):
     assert train(config_of(tmp_path, device, steps=1), resume=True).steps == 1
     assert "no checkpoint in" in capsys.readouterr().out
