@@ -1,11 +1,13 @@
-"""The build backend, setuptools' own, that asks for a torch to compile against only where the environment has none.
+"""The build backend, setuptools' own, that asks for a torch to compile against only where the
+environment has none.
 
     pip install .    -> get_requires_for_build_wheel: the target's torch will do: nothing; there is none: torch>=2.11
                      -> build_wheel -> setup.py -> find_torch: this environment's, or that of the environment it is for
 
-pip builds in an environment of its own, from which the packages of the environment that the install is for can't be imported.
-Only headers are needed, so torch is found on disk and never imported; any torch from 2.11 on will do, and what is built
-against it runs with all of them, because the ops use LibTorch's stable ABI alone.
+pip builds in an environment of its own, from which the packages of the environment that the install
+is for can't be imported. Only headers are needed, so torch is found on disk and never imported; any
+torch from 2.11 on will do, and what is built against it runs with all of them, because the ops use
+LibTorch's stable ABI alone.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  # all hooks that this setuptools has; two are replaced below
 
 OLDEST_TORCH = (2, 11)
-ASK = "import importlib.util as u; s = u.find_spec('torch'); print(*(s and s.submodule_search_locations or [])[:1])"
+ASK = (
+    "import importlib.util as u; s = u.find_spec('torch'); print(*(s and "
+    "s.submodule_search_locations or [])[:1])"
+)
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -40,7 +45,8 @@ def without_kernels() -> bool:
 
 
 def find_torch() -> Path | None:
-    """The folder of a torch to compile against: PYOPS_TORCH, that of this environment, or of the one that pip installs for."""
+    """The folder of a torch to compile against: PYOPS_TORCH, that of this environment, or of the
+    one that pip installs for."""
     if named := os.environ.get("PYOPS_TORCH"):
         return Path(named)
     spec = importlib.util.find_spec("torch")
@@ -68,13 +74,26 @@ def _torch_to_install() -> list[str]:
     if without_kernels():
         return []
     folder = find_torch()
-    return [] if folder is not None and is_new_enough(folder) else [f"torch>={'.'.join(map(str, OLDEST_TORCH))}"]
+    return (
+        []
+        if folder is not None and is_new_enough(folder)
+        else [f"torch>={'.'.join(map(str, OLDEST_TORCH))}"]
+    )
 
 
 def _torch_of_target() -> Path | None:
-    """pip hides that environment from a build by PYTHONPATH and PYTHONNOUSERSITE alone; its Python runs the build."""
-    shown = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
-    with tempfile.TemporaryDirectory() as empty:  # a Python that runs -c looks into its working folder first
-        done = subprocess.run([sys.executable, "-c", ASK], cwd=empty, env=shown, capture_output=True, text=True)
+    """pip hides that environment from a build by PYTHONPATH and PYTHONNOUSERSITE alone; its Python
+    runs the build."""
+    shown = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PYTHONNOUSERSITE")
+    }
+    with (
+        tempfile.TemporaryDirectory() as empty
+    ):  # a Python that runs -c looks into its working folder first
+        done = subprocess.run(
+            [sys.executable, "-c", ASK], cwd=empty, env=shown, capture_output=True, text=True
+        )
     folder = done.stdout.strip()
     return Path(folder) if done.returncode == 0 and folder else None

@@ -1,4 +1,5 @@
-"""Runs CMake and places what it built into the package; everything about compiling stands in CMakeLists.txt.
+"""Runs CMake and places what it built into the package; everything about compiling stands in
+CMakeLists.txt.
 
 PYOPS_NO_EXT=1            install the plain-torch path, no compiler needed
 PYOPS_TORCH=FOLDER        compile against the torch package in this folder, whichever Python it is for
@@ -51,29 +52,37 @@ def torch_to_build_against() -> tuple[Path, str]:
     folder, oldest = find_torch(), ".".join(map(str, OLDEST_TORCH))
     if folder is None:
         raise BuildError(
-            f"no torch was found for {sys.executable}, and the kernels are compiled against its headers. Install {oldest} or "
-            "newer there (`pip install torch`) and build again; without --no-build-isolation pip fetches one for the build."
+            f"no torch was found for {sys.executable}, and the kernels are compiled "
+            f"against its headers. Install {oldest} or "
+            "newer there (`pip install torch`) and build again; without "
+            "--no-build-isolation pip fetches one for the build."
         )
     if not is_new_enough(folder):
         raise BuildError(
-            f"the torch in {folder} is {torch_version(folder)}, and pyops needs torch {oldest} or newer, with its headers "
+            f"the torch in {folder} is {torch_version(folder)}, and pyops needs torch "
+            f"{oldest} or newer, with its headers "
             f"(include/torch/csrc/stable/library.h). Install one: `pip install 'torch>={oldest}'`."
         )
     return folder, torch_version(folder)
 
 
 def find_program(*names: str) -> str | None:
-    """A program on PATH, or beside the Python that runs the build (where pip puts cmake and ninja)."""
+    """A program on PATH, or beside the Python that runs the build (where pip puts cmake and
+    ninja)."""
     search = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
-    return next((found for name in names if name and (found := shutil.which(name, path=search))), None)
+    return next(
+        (found for name in names if name and (found := shutil.which(name, path=search))), None
+    )
 
 
 def find_compiler() -> str:
     compiler = find_program(os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++")
     if compiler is None:
         raise BuildError(
-            "no C++ compiler was found. Install one (Debian, Ubuntu: `apt-get install g++`), or name it with CXX=..., or set "
-            "PYOPS_NO_EXT=1 to install pyops without kernels: everything then works in plain torch, slower."
+            "no C++ compiler was found. Install one (Debian, Ubuntu: `apt-get install "
+            "g++`), or name it with CXX=..., or set "
+            "PYOPS_NO_EXT=1 to install pyops without kernels: everything then works in "
+            "plain torch, slower."
         )
     return compiler
 
@@ -84,7 +93,10 @@ def wants_cuda(torch: Path) -> bool:
         raise BuildError(f"PYOPS_CUDA={choice} is none of AUTO, ON, OFF.")
     nvcc = find_program("nvcc", "/usr/local/cuda/bin/nvcc")
     if choice == "ON" and nvcc is None:
-        raise BuildError("PYOPS_CUDA=ON, but nvcc is not on PATH. Install the CUDA toolkit, or set PYOPS_CUDA=OFF.")
+        raise BuildError(
+            "PYOPS_CUDA=ON, but nvcc is not on PATH. Install the CUDA toolkit, or set "
+            "PYOPS_CUDA=OFF."
+        )
     cuda_torch = any((torch / "lib").glob("libtorch_cuda.*"))
     return choice == "ON" or (choice == "AUTO" and nvcc is not None and cuda_torch)
 
@@ -117,9 +129,17 @@ def run_cmake(build: Path) -> None:
     """Configure and build in `build`; leaves _C.so, _native.*.so and _build.json there."""
     cmake = find_program("cmake")
     if cmake is None:
-        raise BuildError("cmake was not found. `pip install cmake ninja` is enough; or set PYOPS_NO_EXT=1 to build no kernels.")
+        raise BuildError(
+            "cmake was not found. `pip install cmake ninja` is enough; or set "
+            "PYOPS_NO_EXT=1 to build no kernels."
+        )
     torch, version_of_torch = torch_to_build_against()
-    pybind11 = package_folder("pybind11", "pybind11 is not installed; `pip install pybind11` and build again.") / "include"
+    pybind11 = (
+        package_folder(
+            "pybind11", "pybind11 is not installed; `pip install pybind11` and build again."
+        )
+        / "include"
+    )
     cuda = wants_cuda(torch)
     ninja = find_program("ninja")
     arguments = {
@@ -135,26 +155,51 @@ def run_cmake(build: Path) -> None:
     if cuda:
         nvcc = find_program("nvcc", "/usr/local/cuda/bin/nvcc")
         arguments["CMAKE_CUDA_COMPILER"] = os.environ.get("CUDACXX") or nvcc
-        arguments["CMAKE_CUDA_ARCHITECTURES"] = os.environ.get("CMAKE_CUDA_ARCHITECTURES", "80-real;90-real;90-virtual")
+        arguments["CMAKE_CUDA_ARCHITECTURES"] = os.environ.get(
+            "CMAKE_CUDA_ARCHITECTURES", "80-real;90-real;90-virtual"
+        )
     if ninja:
         arguments["CMAKE_MAKE_PROGRAM"] = ninja
-    print(f"pyops: torch {version_of_torch} in {torch}; CUDA kernels {'on' if cuda else 'off'}", flush=True)
+    print(
+        f"pyops: torch {version_of_torch} in {torch}; CUDA kernels {'on' if cuda else 'off'}",
+        flush=True,
+    )
     if not (Path(arguments["PYOPS_PYTHON_INCLUDE"]) / "Python.h").exists():
         headers = arguments["PYOPS_PYTHON_INCLUDE"]
-        raise BuildError(f"Python.h is not in {headers}: install Python's headers (`apt-get install python3-dev`).")
+        raise BuildError(
+            f"Python.h is not in {headers}: install Python's headers (`apt-get install "
+            "python3-dev`)."
+        )
     generator = ["-G", "Ninja" if ninja else "Unix Makefiles"]
-    jobs = os.environ.get("MAX_JOBS") or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
-    configure = [cmake, *generator, "-S", str(ROOT), "-B", str(build), *(f"-D{k}={v}" for k, v in arguments.items())]
+    jobs = (
+        os.environ.get("MAX_JOBS")
+        or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL")
+        or str(os.cpu_count() or 1)
+    )
+    configure = [
+        cmake,
+        *generator,
+        "-S",
+        str(ROOT),
+        "-B",
+        str(build),
+        *(f"-D{k}={v}" for k, v in arguments.items()),
+    ]
     for command in (configure, [cmake, "--build", str(build), "--parallel", jobs]):
         if subprocess.run(command).returncode != 0:
-            raise BuildError(f"the build failed; the compiler's message stands above. The command was: {' '.join(command)}")
+            raise BuildError(
+                "the build failed; the compiler's message stands above. The command "
+                f"was: {' '.join(command)}"
+            )
 
 
 class CMakeBuild(build_ext):
     """`build_ext` that hands over to CMake; in place for editable installs."""
 
     def target(self) -> Path:
-        return ROOT / "pyops" if self.inplace or self.editable_mode else Path(self.build_lib) / "pyops"
+        return (
+            ROOT / "pyops" if self.inplace or self.editable_mode else Path(self.build_lib) / "pyops"
+        )
 
     def run(self) -> None:
         target = self.target()
@@ -170,7 +215,9 @@ class CMakeBuild(build_ext):
                 place(build / name, target / name)
 
     def install_without_kernels(self, target: Path) -> None:
-        print("pyops: PYOPS_NO_EXT=1, no kernels are built; every op runs in plain torch", flush=True)
+        print(
+            "pyops: PYOPS_NO_EXT=1, no kernels are built; every op runs in plain torch", flush=True
+        )
         target.mkdir(parents=True, exist_ok=True)
         for name in ARTEFACTS:
             (target / name).unlink(missing_ok=True)
@@ -185,7 +232,9 @@ class CMakeBuild(build_ext):
 
 def version() -> str:
     """The version stands once, in pyops/__init__.py."""
-    found = re.search(r'^__version__ = "([^"]+)"', (ROOT / "pyops" / "__init__.py").read_text(), re.MULTILINE)
+    found = re.search(
+        r'^__version__ = "([^"]+)"', (ROOT / "pyops" / "__init__.py").read_text(), re.MULTILINE
+    )
     assert found, "pyops/__init__.py must say __version__"
     return found.group(1)
 

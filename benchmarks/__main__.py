@@ -1,4 +1,5 @@
-"""`python -m benchmarks [NAME...]`: run benches, append their rows under results/, write the tables anew.
+"""`python -m benchmarks [NAME...]`: run benches, append their rows under results/, write the tables
+anew.
 
 Each `bench_NAME.py` beside this file has `run(options) -> list of rows`; it prints as it goes.
 """
@@ -35,12 +36,23 @@ def names() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benches named, or all; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Check, then time, pyops and its rivals.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(names())}; all when none is given")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Check, then time, pyops and its rivals."
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"one of {', '.join(names())}; all when none is given",
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="samples of each implementation")
     parser.add_argument("--only", help="only cases whose name contains this")
-    parser.add_argument("--no-save", action="store_true", help="print only: append no rows, write no tables")
+    parser.add_argument(
+        "--no-save", action="store_true", help="print only: append no rows, write no tables"
+    )
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.names) - set(names()))
     if unknown:
@@ -49,8 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import harness, machine, report
 
     if options.device.type == "cuda":  # now, while there is memory for it
-        copy, product = machine.copy_bandwidth(options.device) / 1e9, machine.matmul_flops(options.device) / 1e12
-        print(f"roofs of this process: a copy {copy:.0f} GB/s, a matrix product {product:.0f} TFLOP/s", flush=True)
+        copy, product = (
+            machine.copy_bandwidth(options.device) / 1e9,
+            machine.matmul_flops(options.device) / 1e12,
+        )
+        print(
+            f"roofs of this process: a copy {copy:.0f} GB/s, a matrix product {product:.0f} TFLOP/s",
+            flush=True,
+        )
         torch.cuda.empty_cache()
     status = 0
     for name in given.names or names():

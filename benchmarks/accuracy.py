@@ -1,4 +1,5 @@
-"""Forward and backward of a layer as one call, and the check that it is no further from float64 than twice torch's."""
+"""Forward and backward of a layer as one call, and the check that it is no further from float64
+than twice torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Call = Callable[[], list[Tensor]]
 
 
 def forward_backward(layer: Layer, leaves: Sequence[Tensor], seeds: Sequence[Tensor]) -> Call:
-    """A call that gives the outputs and the leaves' gradients, each newly made; seeds: the outputs' gradients."""
+    """A call that gives the outputs and the leaves' gradients, each newly made; seeds: the outputs'
+    gradients."""
 
     def call() -> list[Tensor]:
         found = layer(*leaves)
@@ -29,8 +31,11 @@ def largest(x: Tensor) -> float:
     return float(x.detach().abs().max())
 
 
-def compare(ours: Call, layer: Layer, leaves: Sequence[Tensor], seeds: Sequence[Tensor]) -> Callable[[], float]:
-    """A check that no result is further from `layer` in float64 than twice `layer` itself, in the largest element.
+def compare(
+    ours: Call, layer: Layer, leaves: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> Callable[[], float]:
+    """A check that no result is further from `layer` in float64 than twice `layer` itself, in the
+    largest element.
 
     The check returns our largest error.
     """
@@ -50,7 +55,8 @@ def compare(ours: Call, layer: Layer, leaves: Sequence[Tensor], seeds: Sequence[
 
 
 def resembles(rival: Call, ours: Call, *, results: int = 1) -> Callable[[], None]:
-    """A check that the first results of a rival are ours, to a twentieth: that it was asked for the same thing.
+    """A check that the first results of a rival are ours, to a twentieth: that it was asked for the
+    same thing.
 
     Its gradients are left alone: some rivals write them over their inputs.
     """

@@ -1,7 +1,8 @@
-"""Compiles for sm_90, without a GPU, exactly what a launcher would launch, and reads in the machine code what came out.
+"""Compiles for sm_90, without a GPU, exactly what a launcher would launch, and reads in the machine
+code what came out.
 
-Arguments are recorded, not guessed, and specialised as Triton does at run time: an integer of 1 is a constant, and what is
-divisible by 16 is known to be.
+Arguments are recorded, not guessed, and specialised as Triton does at run time: an integer of 1 is
+a constant, and what is divisible by 16 is known to be.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ class Compiled:
 def compile_launches(call: Callable[[], object]) -> list[Compiled]:
     """Run `call` with every Triton launch recorded in place of run, and compile each for sm_90.
 
-    Tensors may be on the CPU or have no memory at all ("meta"): only their dtypes and addresses are looked at.
+    Tensors may be on the CPU or have no memory at all ("meta"): only their dtypes and addresses are
+    looked at.
     """
     launched = []
 
-    def record(self: JITFunction, *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object) -> None:
+    def record(
+        self: JITFunction, *args: object, grid: tuple[int, ...], warmup: bool, **kwargs: object
+    ) -> None:
         launched.append((self, dict(zip(self.arg_names, args, strict=False)) | kwargs, grid))
 
     with mock.patch.object(JITFunction, "run", record):
@@ -58,9 +62,14 @@ def compile_launches(call: Callable[[], object]) -> list[Compiled]:
 
 def _compiled(kernel: JITFunction, arguments: dict[str, Any], grid: tuple[int, ...]) -> Compiled:
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
-    fixed = {p.name for p in kernel.params if p.is_constexpr} | {name for name, value in arguments.items() if value is None}
+    fixed = {p.name for p in kernel.params if p.is_constexpr} | {
+        name for name, value in arguments.items() if value is None
+    }
     fixed |= {name for name, value in arguments.items() if type(value) is int and value == 1}
-    signature = {name: "constexpr" if name in fixed else mangle_type(arguments[name]) for name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in fixed else mangle_type(arguments[name])
+        for name in kernel.arg_names
+    }
     constants = {(kernel.arg_names.index(name),): arguments[name] for name in fixed}
     divisible = {
         (i,): [["tt.divisibility", 16]]
@@ -93,9 +102,9 @@ def _by_16(value: Any) -> bool:
 class Machine:
     """What a kernel's machine code holds; bytes and instructions are a thread's.
 
-    loads, stores: widths in bytes of global accesses and how many there are of each, widest first. ahead: bytes asked for
-    before the first of them is needed, the most there is along the code. loop: instructions of the longest loop that loads,
-    or of the whole kernel.
+    loads, stores: widths in bytes of global accesses and how many there are of each, widest first.
+    ahead: bytes asked for before the first of them is needed, the most there is along the code.
+    loop: instructions of the longest loop that loads, or of the whole kernel.
     """
 
     name: str
@@ -108,10 +117,13 @@ class Machine:
     loop: int
 
     def ctas(self, threads: int, shared: int = 0) -> int:
-        """How many CTAs of `threads` are on a multiprocessor at a time; registers are dealt out by 256 to a warp."""
+        """How many CTAs of `threads` are on a multiprocessor at a time; registers are dealt out by
+        256 to a warp."""
         warps = threads // 32
         of_registers = REGISTERS // (-(-self.registers * 32 // 256) * 256) // warps
-        of_shared = SHARED // max(shared + self.shared, 1)  # self.shared has in it the 1 KiB that the system takes for each CTA
+        of_shared = SHARED // max(
+            shared + self.shared, 1
+        )  # self.shared has in it the 1 KiB that the system takes for each CTA
         return min(CTAS, THREADS // threads, of_registers, of_shared)
 
 
@@ -128,7 +140,9 @@ def machine_code(cubin: bytes) -> list[Machine]:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([str(TOOLS / tool), *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [str(TOOLS / tool), *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def _functions(code: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
@@ -148,7 +162,9 @@ def _machine(name: str, used: dict[str, int], code: list[tuple[int, str]]) -> Ma
                 found[width] = found.get(width, 0) + 1
     loads, stores = (dict(sorted(found.items(), reverse=True)) for found in (loads, stores))
     local = used.get("STACK", 0) + used.get("LOCAL", 0)
-    return Machine(name, used["REG"], local, used.get("SHARED", 0), loads, stores, _ahead(code), _loop(code))
+    return Machine(
+        name, used["REG"], local, used.get("SHARED", 0), loads, stores, _ahead(code), _loop(code)
+    )
 
 
 def _width(text: str, kind: str) -> int | None:
@@ -166,7 +182,9 @@ def _ahead(code: list[tuple[int, str]]) -> int:
     most = 0
     for _, text in code:
         named = [int(r) for r in re.findall(r"\bR(\d+)", text)]
-        for first in [f for f, size in waiting.items() if any(f <= r < f + max(size // 4, 1) for r in named)]:
+        for first in [
+            f for f, size in waiting.items() if any(f <= r < f + max(size // 4, 1) for r in named)
+        ]:
             del waiting[first]
         width = _width(text, "LDG")
         if width is not None and named:
@@ -176,7 +194,8 @@ def _ahead(code: list[tuple[int, str]]) -> int:
 
 
 def _loop(code: list[tuple[int, str]]) -> int:
-    """Instructions of the longest backward branch's span that holds a load; all but padding where there is none."""
+    """Instructions of the longest backward branch's span that holds a load; all but padding where
+    there is none."""
     longest = 0
     for address, text in code:
         target = re.search(r"\bBRA\S*\s+(?:\S+,\s*)?`?\(?\.?(?:L_x_\d+|0x([0-9a-f]+))", text)

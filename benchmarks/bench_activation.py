@@ -1,9 +1,10 @@
-"""What stands between two linear layers, forward and backward: bias + activation, gated, bias + dropout + residual, rotary.
+"""What stands between two linear layers, forward and backward: bias + activation, gated, bias +
+dropout + residual, rotary.
 
-Each against torch eager's way to the same result; on CUDA also against torch.compile's and what else is installed, on as many
-tokens as make the widest tensor 256 MiB, which no cache holds and whose kernels outlast the host's work: GELU, SwiGLU and
-rotary at every width; the others at one, and without torch.compile, which takes seconds for each shape. `bytes`: what has to
-be moved.
+Each against torch eager's way to the same result; on CUDA also against torch.compile's and what
+else is installed, on as many tokens as make the widest tensor 256 MiB, which no cache holds and
+whose kernels outlast the host's work: GELU, SwiGLU and rotary at every width; the others at one,
+and without torch.compile, which takes seconds for each shape. `bytes`: what has to be moved.
 """
 
 from __future__ import annotations
@@ -33,40 +34,72 @@ Rivals = dict[str, tuple[Layer, list[Tensor]]]  # each with leaves of its own
 
 
 def case(
-    name: str, ours: Layer, theirs: Layer, leaves: list[Tensor], *, shape: tuple[int, ...], moved: int, checked: bool = True,
-    others: Rivals | None = None, table: bool = False,
-) -> Case:  # fmt: skip
-    """`moved`: elements read and written by both passes. `checked`: False where the two draw other random numbers. `table`: on
-    a GPU torch.compile is a rival too."""
+    name: str,
+    ours: Layer,
+    theirs: Layer,
+    leaves: list[Tensor],
+    *,
+    shape: tuple[int, ...],
+    moved: int,
+    checked: bool = True,
+    others: Rivals | None = None,
+    table: bool = False,
+) -> Case:
+    """`moved`: elements read and written by both passes. `checked`: False where the two draw other
+    random numbers. `table`: on a GPU torch.compile is a rival too."""
     x = leaves[0]
     seeds = [torch.randn(shape, device=x.device).to(x.dtype)]
-    calls = {"pyops": forward_backward(ours, leaves, seeds), "torch eager": forward_backward(theirs, leaves, seeds)}
-    more = {rival: forward_backward(layer, own, seeds) for rival, (layer, own) in (others or {}).items()}
+    calls = {
+        "pyops": forward_backward(ours, leaves, seeds),
+        "torch eager": forward_backward(theirs, leaves, seeds),
+    }
+    more = {
+        rival: forward_backward(layer, own, seeds) for rival, (layer, own) in (others or {}).items()
+    }
     if x.is_cuda and table:
         calls["torch.compile"] = forward_backward(compiled(theirs), leaves, seeds)
     return Case(
-        "activation", name, calls | more, check=compare(calls["pyops"], theirs, leaves, seeds) if checked else lambda: None,
-        device=x.device, bytes_moved=moved * x.element_size(),
+        "activation",
+        name,
+        calls | more,
+        check=compare(calls["pyops"], theirs, leaves, seeds) if checked else lambda: None,
+        device=x.device,
+        bytes_moved=moved * x.element_size(),
         vet={rival: resembles(call, calls["pyops"]) for rival, call in more.items()},
         targets=dict.fromkeys([*calls, *more][1:], 1.0) if x.is_cuda else TARGET,
         least={"percent_of_copy": PERCENT} if x.is_cuda else {},
-    )  # fmt: skip
+    )
 
 
 def leaf(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 
-def biased(name: str, act: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
+def biased(
+    name: str, act: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     def theirs(x: Tensor, b: Tensor) -> Tensor:
         return functional.gelu(x + b, approximate="tanh" if act == "gelu_tanh" else "none")
 
-    leaves = [leaf(tokens, width, dtype=dtype, device=device), leaf(width, dtype=dtype, device=device)]
+    leaves = [
+        leaf(tokens, width, dtype=dtype, device=device),
+        leaf(width, dtype=dtype, device=device),
+    ]
     ours = partial(activation.bias_activation, activation=act)
-    return case(name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width, table=act == "gelu")
+    return case(
+        name,
+        ours,
+        theirs,
+        leaves,
+        shape=(tokens, width),
+        moved=5 * tokens * width,
+        table=act == "gelu",
+    )
 
 
-def gated(name: str, bias: bool, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
+def gated(
+    name: str, bias: bool, tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     def theirs(x: Tensor, b: Tensor | None = None) -> Tensor:
         gate, up = (x if b is None else x + b).chunk(2, dim=-1)
         return functional.silu(gate) * up
@@ -76,7 +109,13 @@ def gated(name: str, bias: bool, tokens: int, width: int, dtype: torch.dtype, de
     if not bias and (found := of_swiglu(device)):
         # Gate and up from two projections: the halves as tensors of their own.
         others = {
-            rival: (layer, [half.contiguous().detach().requires_grad_() for half in leaves[0].detach().chunk(2, dim=-1)])
+            rival: (
+                layer,
+                [
+                    half.contiguous().detach().requires_grad_()
+                    for half in leaves[0].detach().chunk(2, dim=-1)
+                ],
+            )
             for rival, layer in found.items()
         }
     leaves += [leaf(2 * width, dtype=dtype, device=device)] if bias else []
@@ -100,25 +139,41 @@ def dropped(name: str, tokens: int, width: int, dtype: torch.dtype, device: torc
     state = torch.tensor([1234, 0], device=device)
     ours = partial(dropout.bias_dropout_add, p=0.1, state=state)
     leaves = [x, leaf(width, dtype=dtype, device=device), r]
-    return case(name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width, checked=False)
+    return case(
+        name, ours, theirs, leaves, shape=(tokens, width), moved=5 * tokens * width, checked=False
+    )
 
 
 def turned(name: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Hugging Face's way: x * cos + rotate_half(x) * sin, with tables repeated over both halves, in x's dtype."""
-    angle = torch.arange(tokens, device=device)[:, None] * 10000.0 ** (-torch.arange(0, 64, 2, device=device) / 64)
+    """Hugging Face's way: x * cos + rotate_half(x) * sin, with tables repeated over both halves, in
+    x's dtype."""
+    angle = torch.arange(tokens, device=device)[:, None] * 10000.0 ** (
+        -torch.arange(0, 64, 2, device=device) / 64
+    )
     cos, sin = angle.cos(), angle.sin()
     whole_cos, whole_sin = (torch.cat([t, t], dim=-1).to(dtype)[:, None] for t in (cos, sin))
 
     def theirs(x: Tensor) -> Tensor:
-        c, s = (whole_cos, whole_sin) if x.dtype == dtype else (whole_cos.to(x.dtype), whole_sin.to(x.dtype))
+        c, s = (
+            (whole_cos, whole_sin)
+            if x.dtype == dtype
+            else (whole_cos.to(x.dtype), whole_sin.to(x.dtype))
+        )
         a, b = x.chunk(2, dim=-1)
         return x * c + torch.cat([-b, a], dim=-1) * s
 
     x = leaf(1, tokens, width // 64, 64, dtype=dtype, device=device)
     others: Rivals = {rival: (layer, [x]) for rival, layer in of_rotary(angle, dtype=dtype).items()}
     return case(
-        name, lambda t: rotary(t, cos, sin), theirs, [x], shape=tuple(x.shape), moved=4 * x.numel(), others=others, table=True
-    )  # fmt: skip
+        name,
+        lambda t: rotary(t, cos, sin),
+        theirs,
+        [x],
+        shape=tuple(x.shape),
+        moved=4 * x.numel(),
+        others=others,
+        table=True,
+    )
 
 
 # How to make each for h, and how many elements wide its widest tensor is.
@@ -138,7 +193,8 @@ def inner(h: int) -> int:
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Hidden sizes of the published models; the width inside is 4 h, and 8/3 h where it is gated."""
+    """Hidden sizes of the published models; the width inside is 4 h, and 8/3 h where it is
+    gated."""
     cuda = device.type == "cuda"
     for dtype in (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
@@ -153,4 +209,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
-    return run_cases([make for name, make in cases(options.device) if (options.only or "") in name], rounds=options.rounds)
+    return run_cases(
+        [make for name, make in cases(options.device) if (options.only or "") in name],
+        rounds=options.rounds,
+    )

@@ -1,12 +1,14 @@
-"""What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by ranks, and recomputed.
+"""What a transformer layer keeps for backward, counted, beside the formulas: alone, shared by
+ranks, and recomputed.
 
     bytes per layer, 16-bit     s b h ( 8 + 24 / t + 4 a s / (h t) ) + 16 s b + s^2                 shared by t ranks
                                                                                                   sequence parallel: 1 / t
     Megatron                    s b h (10 + 24 / t + 5 a s / (h t) )                              34 where t = 1
 
-A layer is a block of pyops.models.GPT in bfloat16, of a heads, with dropout; what autograd saves is counted in storages, each
-once, without parameters. For b sequences of s tokens, width h. docs/recompute.md derives the terms. Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, section 4 and table 2.
+A layer is a block of pyops.models.GPT in bfloat16, of a heads, with dropout; what autograd saves is
+counted in storages, each once, without parameters. For b sequences of s tokens, width h.
+docs/recompute.md derives the terms. Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, arXiv:2205.05198, section 4 and table 2.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Scheme:
-    """recomputed: names of modules within the block, "" for the block itself; ours, megatron: bytes, of sizes and t ranks."""
+    """recomputed: names of modules within the block, "" for the block itself; ours, megatron:
+    bytes, of sizes and t ranks."""
 
     ours: Callable[[Sizes, int], float]
     megatron: Callable[[Sizes, int], float] | None
@@ -108,7 +111,13 @@ def measure(scheme: Scheme, sizes: Sizes, *, group: dist.ProcessGroup | None = N
     sp = scheme.sequence_parallel
     p = 0.1 if scheme.attention_dropout else 0.0
     config = GPTConfig(
-        vocab_size=8, sequence_length=sizes.s, num_layers=1, num_heads=sizes.a, dim=sizes.h, dropout=0.1, attention_dropout=p
+        vocab_size=8,
+        sequence_length=sizes.s,
+        num_layers=1,
+        num_heads=sizes.a,
+        dim=sizes.h,
+        dropout=0.1,
+        attention_dropout=p,
     )
     model = GPT(config, group=group, sequence_parallel=sp, dtype=torch.bfloat16)
     model.set_dropout((sizes.b, sizes.s), seed=1, step=0)
@@ -127,7 +136,9 @@ def measure(scheme: Scheme, sizes: Sizes, *, group: dist.ProcessGroup | None = N
 
     if scheme.partitioned and ranks > 1:
         return _grown(forward)
-    return _saved(forward, {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]})
+    return _saved(
+        forward, {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    )
 
 
 def _saved(forward: Callable[[], Tensor], own: set[int]) -> int:
@@ -146,7 +157,8 @@ def _saved(forward: Callable[[], Tensor], own: set[int]) -> int:
 
 
 def _grown(forward: Callable[[], Tensor]) -> int:
-    """Bytes of the tensors that there are after forward beside those of before and the result: for inputs kept as copies.
+    """Bytes of the tensors that there are after forward beside those of before and the result: for
+    inputs kept as copies.
 
     Floating-point ones: torch's checkpoint also keeps the random state of each call, 5 KB.
     """
@@ -160,17 +172,24 @@ def _grown(forward: Callable[[], Tensor]) -> int:
 def _storages() -> dict[int, int]:
     """Bytes by address of the storages that hold floating-point numbers.
 
-    torch.compile's traces leave fake and functional tensors in a process, which own no memory. They are left out.
+    torch.compile's traces leave fake and functional tensors in a process, which own no memory. They
+    are left out.
     """
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
-    tensors = [each for each in tensors if each.is_floating_point() and not torch._is_functional_tensor(each)]
+    tensors = [
+        each
+        for each in tensors
+        if each.is_floating_point() and not torch._is_functional_tensor(each)
+    ]
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
 def _serve(rank: int, size: int, port: int, names: list[str], results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}"
+    )
     for name in names:
         results.put((name, measure(SCHEMES[name], Sizes(), group=dist.group.WORLD)))
         dist.barrier()
@@ -194,21 +213,40 @@ def _rows(options: Any) -> Iterator[Row]:
     sizes = Sizes()
     unit = sizes.s * sizes.b * sizes.h
     for size in (1, 2, 4):
-        shared = {n: each for n, each in SCHEMES.items() if size > 1 or not (each.sequence_parallel or each.partitioned)}
+        shared = {
+            n: each
+            for n, each in SCHEMES.items()
+            if size > 1 or not (each.sequence_parallel or each.partitioned)
+        }
         cases = {name: f"{name}, {size} rank" + ("s" if size > 1 else "") for name in shared}
-        names = [name for name, case in cases.items() if options.only is None or options.only in case]
+        names = [
+            name for name, case in cases.items() if options.only is None or options.only in case
+        ]
         for name, ranks in (_on_ranks(size, names) if names else {}).items():
             scheme = SCHEMES[name]
             kept = max(ranks)
-            theirs = None if scheme.megatron is None else round(scheme.megatron(sizes, size) / unit, 3)
+            theirs = (
+                None if scheme.megatron is None else round(scheme.megatron(sizes, size) / unit, 3)
+            )
             yield {
-                "bench": "activations", "case": cases[name], "device": "cpu", "us": {}, "speedup": {},
-                "max_error": None, "rounds": 1, "ranks": size, "sizes": vars(sizes),
-                "kept_bytes": kept, "kept_sbh": round(kept / unit, 3),
-                "formula_sbh": round(scheme.ours(sizes, size) / unit, 3), "megatron_sbh": theirs,
-                "machine": {**machine.describe(torch.device("cpu")), "threads": 1}, "versions": machine.versions(),
-                "commit": machine.commit(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            }  # fmt: skip
+                "bench": "activations",
+                "case": cases[name],
+                "device": "cpu",
+                "us": {},
+                "speedup": {},
+                "max_error": None,
+                "rounds": 1,
+                "ranks": size,
+                "sizes": vars(sizes),
+                "kept_bytes": kept,
+                "kept_sbh": round(kept / unit, 3),
+                "formula_sbh": round(scheme.ours(sizes, size) / unit, 3),
+                "megatron_sbh": theirs,
+                "machine": {**machine.describe(torch.device("cpu")), "threads": 1},
+                "versions": machine.versions(),
+                "commit": machine.commit(),
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            }
 
 
 def run(options: Any) -> list[Row]:
@@ -216,6 +254,10 @@ def run(options: Any) -> list[Row]:
     found = []
     for row in _rows(options):
         theirs = "" if row["megatron_sbh"] is None else f", Megatron's {row['megatron_sbh']:6.3f}"
-        print(f"{row['case']:<58} keeps {row['kept_sbh']:6.3f} sbh (formula {row['formula_sbh']:6.3f}{theirs})", flush=True)
+        print(
+            f"{row['case']:<58} keeps {row['kept_sbh']:6.3f} sbh (formula "
+            f"{row['formula_sbh']:6.3f}{theirs})",
+            flush=True,
+        )
         found.append(row)
     return found

@@ -1,7 +1,8 @@
-"""How long a checkpoint keeps training waiting: saved in the background, beside saved at once; and both read back and compared.
+"""How long a checkpoint keeps training waiting: saved in the background, beside saved at once; and
+both read back and compared.
 
-Saves take turns; each goes to a folder of its own under TMPDIR, and is flushed to the disk. The first of each, which makes the
-copy's memory and the files' blocks, is left out.
+Saves take turns; each goes to a folder of its own under TMPDIR, and is flushed to the disk. The
+first of each, which makes the copy's memory and the files' blocks, is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ AIM = 10.0  # times shorter
 def _check(folder: Path, state: dict[str, dict[str, Shard]]) -> None:
     found, _ = load(folder)
     for name, shard in state["model"].items():
-        mine = found["model"][name].view(-1)[shard.offset[0] : shard.offset[0] + shard.tensor.numel()]
+        mine = found["model"][name].view(-1)[
+            shard.offset[0] : shard.offset[0] + shard.tensor.numel()
+        ]
         if not torch.equal(mine, shard.tensor):
             raise AssertionError(f"{folder} does not hold what was saved")
 
@@ -55,7 +58,10 @@ def _measure(folder: Path, rounds: int, *, rank: int = 0, size: int = 1) -> dict
     whole = (MIB << 20) // 4 // TENSORS
     numel = whole // size
     state = {
-        "model": {f"w{i}": Shard((whole,), (rank * numel,), torch.full((numel,), float(i + rank))) for i in range(TENSORS)}
+        "model": {
+            f"w{i}": Shard((whole,), (rank * numel,), torch.full((numel,), float(i + rank)))
+            for i in range(TENSORS)
+        }
     }
     saver = BackgroundSaver()
     seconds: dict[str, list[float]] = {"background": [], "at once": []}
@@ -108,12 +114,20 @@ def _row(size: int, options: Any) -> Row | None:
         shutil.rmtree(folder, ignore_errors=True)
     ratio = statistics.median(seconds["at once"]) / statistics.median(seconds["background"])
     row: Row = {
-        "bench": "checkpoint", "case": name, "device": "cpu", "us": {way: quantiles(each) for way, each in seconds.items()},
-        "speedup": {"at once": round(ratio, 3)}, "targets": {"at once": AIM}, "max_error": 0.0,
-        "rounds": len(seconds["at once"]), "ranks": size,
-        "machine": machine.describe(torch.device("cpu")), "versions": machine.versions(), "commit": machine.commit(),
+        "bench": "checkpoint",
+        "case": name,
+        "device": "cpu",
+        "us": {way: quantiles(each) for way, each in seconds.items()},
+        "speedup": {"at once": round(ratio, 3)},
+        "targets": {"at once": AIM},
+        "max_error": 0.0,
+        "rounds": len(seconds["at once"]),
+        "ranks": size,
+        "machine": machine.describe(torch.device("cpu")),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }
     print(format_row(row), flush=True)
     return row
 

@@ -1,7 +1,9 @@
-"""The kernels of the codecs: one-bit and eight-bit, encode with and without error feedback, decode, sum of rows, server's step.
+"""The kernels of the codecs: one-bit and eight-bit, encode with and without error feedback, decode,
+sum of rows, server's step.
 
-Each against the same result in separate torch operations, and against a copy of as many bytes on the same device. Before
-anything is timed, payload, errors and numbers are compared with the plain-torch definition, bit for bit.
+Each against the same result in separate torch operations, and against a copy of as many bytes on
+the same device. Before anything is timed, payload, errors and numbers are compared with the
+plain-torch definition, bit for bit.
 On a GPU one-bit and int8 aim at 85 % of a copy.
 """
 
@@ -25,7 +27,8 @@ ROWS = 4
 
 
 def same(
-    calls: tuple[Callable[[], object], Callable[[], object]], results: tuple[list[Tensor], list[Tensor]]
+    calls: tuple[Callable[[], object], Callable[[], object]],
+    results: tuple[list[Tensor], list[Tensor]],
 ) -> Callable[[], float]:
     """A check that the op and its definition leave the same bits, and that they wrote something."""
 
@@ -37,7 +40,10 @@ def same(
                 raise AssertionError("the op wrote nothing")
         for ours, defined in zip(*results, strict=True):
             if not torch.equal(ours.view(torch.uint8), defined.view(torch.uint8)):
-                raise AssertionError(f"{int((ours != defined).sum())} of {ours.numel()} elements differ from the definition")
+                raise AssertionError(
+                    f"{int((ours != defined).sum())} of {ours.numel()} elements differ "
+                    "from the definition"
+                )
         return 0.0
 
     return check
@@ -76,7 +82,9 @@ class Torch:
         assert total is not None
         return total.mul_(scale).view(-1)
 
-    def quantize_encode(self, x: Tensor, error: Tensor | None, format: str) -> tuple[Tensor, Tensor]:
+    def quantize_encode(
+        self, x: Tensor, error: Tensor | None, format: str
+    ) -> tuple[Tensor, Tensor]:
         u = (x + error if error is not None else x).view(-1, quantize.BLOCK)
         limit, dtype = {
             "int8": (127.0, torch.int8),
@@ -108,14 +116,19 @@ class Bench:
         self.module: Any = onebit if kind == "onebit" else quantize
         self.name: dict[str, Any] = {"rule": "l1"} if kind == "onebit" else {"format": kind}
         self.decoding: dict[str, Any] = {} if kind == "onebit" else {"format": kind}
-        self.body = 1 / 8 + 4 / onebit.BLOCK if kind == "onebit" else 1 + 4 / quantize.BLOCK  # bytes per element
+        self.body = (
+            1 / 8 + 4 / onebit.BLOCK if kind == "onebit" else 1 + 4 / quantize.BLOCK
+        )  # bytes per element
         self.rival = Torch(device)
 
     def numbers(self) -> Tensor:
         return torch.randn(self.n, device=self.device)
 
     def payloads(self, count: int) -> list[Tensor]:
-        out = [torch.zeros(self.module.payload_bytes(self.n), dtype=torch.uint8, device=self.device) for _ in range(count)]
+        out = [
+            torch.zeros(self.module.payload_bytes(self.n), dtype=torch.uint8, device=self.device)
+            for _ in range(count)
+        ]
         for payload in out:
             self.op("encode")(payload, self.numbers(), **self.name)
         return out
@@ -124,25 +137,56 @@ class Bench:
         return getattr(self.module, f"{self.stem}_{what}_{end}")
 
     def torch_encode(self, x: Tensor, error: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.rival.onebit_encode(x, error) if self.kind == "onebit" else self.rival.quantize_encode(x, error, self.kind)
+        return (
+            self.rival.onebit_encode(x, error)
+            if self.kind == "onebit"
+            else self.rival.quantize_encode(x, error, self.kind)
+        )
 
     def torch_sum(self, rows: list[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-        return self.rival.onebit_sum(rows, scale) if self.kind == "onebit" else self.rival.quantize_sum(rows, scale)
+        return (
+            self.rival.onebit_sum(rows, scale)
+            if self.kind == "onebit"
+            else self.rival.quantize_sum(rows, scale)
+        )
 
-    def case(self, name: str, ours: Callable[[], object], theirs: Callable[[], object], check: Callable[[], float], per: float,
-             target: float | None = None) -> Case:  # fmt: skip
-        return Case("codec", name, {"pyops": ours, "torch": theirs}, check=check, device=self.device,
-                    bytes_moved=round(per * self.n), targets={"torch": target} if target else {},
-                    least={"percent_of_copy": 85.0} if self.device.type == "cuda" and self.kind in ("onebit", "int8") else {},
-                    )  # fmt: skip
+    def case(
+        self,
+        name: str,
+        ours: Callable[[], object],
+        theirs: Callable[[], object],
+        check: Callable[[], float],
+        per: float,
+        target: float | None = None,
+    ) -> Case:
+        return Case(
+            "codec",
+            name,
+            {"pyops": ours, "torch": theirs},
+            check=check,
+            device=self.device,
+            bytes_moved=round(per * self.n),
+            targets={"torch": target} if target else {},
+            least={"percent_of_copy": 85.0}
+            if self.device.type == "cuda" and self.kind in ("onebit", "int8")
+            else {},
+        )
 
     def encode(self, name: str, *, feedback: bool) -> Case:
         x, start = self.numbers(), self.numbers()
         errors = [start.clone() if feedback else None for _ in range(3)]
-        payloads = [torch.zeros(self.module.payload_bytes(self.n), dtype=torch.uint8, device=self.device) for _ in range(2)]
-        calls = [partial(self.op("encode", end), payload, x, error, **self.name)
-                 for end, payload, error in zip(("", "reference"), payloads, errors, strict=False)]  # fmt: skip
-        results = [[payload, *([error] if error is not None else [])] for payload, error in zip(payloads, errors, strict=False)]
+        payloads = [
+            torch.zeros(self.module.payload_bytes(self.n), dtype=torch.uint8, device=self.device)
+            for _ in range(2)
+        ]
+        calls = [
+            partial(self.op("encode", end), payload, x, error, **self.name)
+            for end, payload, error in zip(("", "reference"), payloads, errors, strict=False)
+        ]
+        results = [
+            [payload, *([error] if error is not None else [])]
+            for payload, error in zip(payloads, errors, strict=False)
+        ]
         check = same((calls[0], calls[1]), (results[0], results[1]))
         per = 4 + self.body + (8 if feedback else 0)
         return self.case(
@@ -171,26 +215,46 @@ class Bench:
         )
 
     def sum_rows(self, name: str) -> Case:
-        payloads, outs = self.payloads(ROWS), [torch.zeros(self.n, device=self.device) for _ in range(2)]
-        calls = [partial(self.op("sum_rows", end), out, payloads, scale=0.25, **self.decoding)
-                 for end, out in zip(("", "reference"), outs, strict=True)]  # fmt: skip
+        payloads, outs = (
+            self.payloads(ROWS),
+            [torch.zeros(self.n, device=self.device) for _ in range(2)],
+        )
+        calls = [
+            partial(self.op("sum_rows", end), out, payloads, scale=0.25, **self.decoding)
+            for end, out in zip(("", "reference"), outs, strict=True)
+        ]
         rows = [self.torch_encode(self.numbers(), None) for _ in range(ROWS)]
         check = same((calls[0], calls[1]), ([outs[0]], [outs[1]]))
-        return self.case(name, calls[0], lambda: self.torch_sum(rows, 0.25), check, 4 + ROWS * self.body)
+        return self.case(
+            name, calls[0], lambda: self.torch_sum(rows, 0.25), check, 4 + ROWS * self.body
+        )
 
     def reencode(self, name: str) -> Case:
         payloads, start = self.payloads(ROWS), self.numbers()
-        errors, outs = [start.clone() for _ in range(3)], [torch.zeros_like(payloads[0]) for _ in range(2)]
-        calls = [partial(self.op("reencode", end), out, payloads, error, n=self.n, scale=0.25, **self.name)
-                 for end, out, error in zip(("", "reference"), outs, errors, strict=False)]  # fmt: skip
+        errors, outs = (
+            [start.clone() for _ in range(3)],
+            [torch.zeros_like(payloads[0]) for _ in range(2)],
+        )
+        calls = [
+            partial(
+                self.op("reencode", end), out, payloads, error, n=self.n, scale=0.25, **self.name
+            )
+            for end, out, error in zip(("", "reference"), outs, errors, strict=False)
+        ]
         rows = [self.torch_encode(self.numbers(), None) for _ in range(ROWS)]
         check = same((calls[0], calls[1]), ([outs[0], errors[0]], [outs[1], errors[1]]))
         return self.case(
-            name, calls[0], lambda: self.torch_encode(self.torch_sum(rows, 0.25), errors[2]), check, 8 + (ROWS + 1) * self.body
+            name,
+            calls[0],
+            lambda: self.torch_encode(self.torch_sum(rows, 0.25), errors[2]),
+            check,
+            8 + (ROWS + 1) * self.body,
         )
 
 
-def _make(make: Callable[[Bench, str], Case], kind: str, n: int, device: torch.device, name: str) -> Case:
+def _make(
+    make: Callable[[Bench, str], Case], kind: str, n: int, device: torch.device, name: str
+) -> Case:
     return make(Bench(kind, n, device), name)
 
 
@@ -211,4 +275,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
-    return run_cases([make for name, make in cases(options.device) if (options.only or "") in name], rounds=options.rounds)
+    return run_cases(
+        [make for name, make in cases(options.device) if (options.only or "") in name],
+        rounds=options.rounds,
+    )

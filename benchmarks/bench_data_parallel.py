@@ -1,7 +1,9 @@
-"""One step of data-parallel training of a GPT over 2 ranks, one thread each, beside torch's DistributedDataParallel.
+"""One step of data-parallel training of a GPT over 2 ranks, one thread each, beside torch's
+DistributedDataParallel.
 
-8 layers, width 512, 256 tokens a sequence, 25.6 million parameters. One sequence a rank is bound by communication, eight by
-computation. Each case is timed with one optimizer for both, and with each side's own.
+8 layers, width 512, 256 tokens a sequence, 25.6 million parameters. One sequence a rank is bound by
+communication, eight by computation. Each case is timed with one optimizer for both, and with each
+side's own.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         h = self.ln1(x)
-        q, k, v = (w(h).view(batch, length, HEADS, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, -1)
+        q, k, v = (
+            w(h).view(batch, length, HEADS, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, -1)
+        )
         x = x + self.wo(attended)
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
@@ -66,7 +74,11 @@ class Trainer:
     """A model, wrapped, with its optimizer; calling it takes one step."""
 
     def __init__(
-        self, wrap: Callable[[nn.Module], nn.Module], make_optimizer: Callable[..., Any], batch: int, device: torch.device
+        self,
+        wrap: Callable[[nn.Module], nn.Module],
+        make_optimizer: Callable[..., Any],
+        batch: int,
+        device: torch.device,
     ) -> None:
         torch.manual_seed(0)
         self.model = wrap(Model().to(device))
@@ -84,7 +96,8 @@ class Trainer:
 
 
 def check_losses(ours: Trainer, peer: Trainer) -> float:
-    """Both take three steps from the same weights: the losses must agree. Their largest difference."""
+    """Both take three steps from the same weights: the losses must agree. Their largest
+    difference."""
     worst = max(abs(float(ours() - peer())) for _ in range(3))
     if not worst < 1e-4:
         raise AssertionError(f"losses differ by {worst} within 3 steps")
@@ -109,7 +122,10 @@ def _case(batch: int, own_optimizers: bool, *, device: torch.device) -> Case:
 def _cases(*, device: torch.device, options: Any) -> Iterator[Callable[[], Case]]:
     for batch in (1, 8):
         for own in (False, True):
-            if options.only is None or options.only in f"{batch} x {LENGTH} {'own' if own else 'both'}":
+            if (
+                options.only is None
+                or options.only in f"{batch} x {LENGTH} {'own' if own else 'both'}"
+            ):
                 yield partial(_case, batch, own, device=device)
 
 

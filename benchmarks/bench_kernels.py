@@ -1,6 +1,8 @@
-"""The kernels themselves, called as ops: Adam on long lists, the squared norm, sums of rows, random numbers.
+"""The kernels themselves, called as ops: Adam on long lists, the squared norm, sums of rows, random
+numbers.
 
-Each against plain torch's way to the same result, and against a copy of as many bytes on the same device.
+Each against plain torch's way to the same result, and against a copy of as many bytes on the same
+device.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ __all__ = ["cases", "run"]
 
 MI = 1 << 20
 HYPER: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-FLAGS: dict[str, Any] = {"decoupled": True, "maximize": False, "zero_grads": False, "stochastic_rounding": False, "seed": 1}
+FLAGS: dict[str, Any] = {
+    "decoupled": True,
+    "maximize": False,
+    "zero_grads": False,
+    "stochastic_rounding": False,
+    "seed": 1,
+}
 LARGE = 64 * MI  # elements, from which on a step ought to be bound by memory
 BF16 = torch.bfloat16
 
 
 def gpt2_xl() -> list[int]:
-    """Elements of each parameter of GPT-2 XL (Radford et al., 2019): 580 tensors, 1.56 G elements."""
+    """Elements of each parameter of GPT-2 XL (Radford et al., 2019): 580 tensors, 1.56 G
+    elements."""
     d = 1600
     block = [d, d, 3 * d * d, 3 * d, d * d, d, d, d, 4 * d * d, 4 * d, 4 * d * d, d]
     return [50257 * d, 1024 * d, *block * 48, d, d]
@@ -39,7 +48,13 @@ def gpt2_xl() -> list[int]:
 def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
     """fp32 throughout, 28 bytes per element."""
     lists = [[torch.randn(n, device=device) * scale for n in sizes] for scale in (1.0, 0.1, 0.1)]
-    lists += [[x.square() for x in lists[2]], [], [], [], [torch.zeros((), device=device) for _ in sizes]]
+    lists += [
+        [x.square() for x in lists[2]],
+        [],
+        [],
+        [],
+        [torch.zeros((), device=device) for _ in sizes],
+    ]
     table = optimizer_table(*lists)  # type: ignore[arg-type]
     twin = [[x.clone() for x in column] for column in lists]
     ours = partial(optim.adam_from_table_, table, **HYPER, **FLAGS)
@@ -47,7 +62,17 @@ def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
     def fused() -> None:
         torch._foreach_add_(twin[7], 1)
         params, grads, exp_avgs, exp_avg_sqs, none, _, _, steps = twin
-        torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, none, steps, amsgrad=False, maximize=False, **HYPER)  # type: ignore[call-overload]
+        torch._fused_adamw_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            none,
+            steps,
+            amsgrad=False,
+            maximize=False,
+            **HYPER,
+        )  # type: ignore[call-overload]
 
     def check() -> float:
         before = lists[0][0].clone()
@@ -62,10 +87,17 @@ def adam(name: str, sizes: list[int], *, device: torch.device) -> Case:
 
     cuda = device.type == "cuda"
     return Case(
-        "kernels", name, {"pyops": ours, "torch fused": fused}, check=check, device=device, bytes_moved=28 * sum(sizes),
-        targets={"torch fused": 1.0} if cuda else {}, observe=launched(ours, device), most={"launches": 1.0} if cuda else {},
+        "kernels",
+        name,
+        {"pyops": ours, "torch fused": fused},
+        check=check,
+        device=device,
+        bytes_moved=28 * sum(sizes),
+        targets={"torch fused": 1.0} if cuda else {},
+        observe=launched(ours, device),
+        most={"launches": 1.0} if cuda else {},
         least={"percent_of_copy": 95.0} if cuda and sum(sizes) >= LARGE else {},
-    )  # fmt: skip
+    )
 
 
 def norm(name: str, sizes: list[int], *, dtype: torch.dtype, device: torch.device) -> Case:
@@ -79,13 +111,21 @@ def norm(name: str, sizes: list[int], *, dtype: torch.dtype, device: torch.devic
         return error
 
     return Case(
-        "kernels", name, {"pyops": lambda: grad_norm.squared_norm(tensors), "torch get_total_norm": lambda:
-                          torch.nn.utils.get_total_norm(tensors)}, check=check, device=device,
+        "kernels",
+        name,
+        {
+            "pyops": lambda: grad_norm.squared_norm(tensors),
+            "torch get_total_norm": lambda: torch.nn.utils.get_total_norm(tensors),
+        },
+        check=check,
+        device=device,
         bytes_moved=dtype.itemsize * sum(sizes),
-    )  # fmt: skip
+    )
 
 
-def same(ours: Callable[[], object], theirs: Callable[[], object], result: Tensor, other: Tensor) -> Callable[[], float]:
+def same(
+    ours: Callable[[], object], theirs: Callable[[], object], result: Tensor, other: Tensor
+) -> Callable[[], float]:
     """A check that both give the same bits, and that something was written."""
 
     def check() -> float:
@@ -93,7 +133,9 @@ def same(ours: Callable[[], object], theirs: Callable[[], object], result: Tenso
         ours()
         theirs()
         if not torch.equal(result, other) or bool((result == -7.0).all()):
-            raise AssertionError(f"differs from torch by {float((result.float() - other.float()).abs().max())}")
+            raise AssertionError(
+                f"differs from torch by {float((result.float() - other.float()).abs().max())}"
+            )
         return 0.0
 
     return check
@@ -111,18 +153,33 @@ def sums(numel: int, *, device: torch.device) -> Iterator[tuple[str, Callable[[]
             other.copy_(total)
 
         ours = partial(reduce.sum_rows_, out, rows)
-        return Case("kernels", name, {"pyops": ours, "torch": theirs}, check=same(ours, theirs, out, other), device=device,
-                    bytes_moved=18 * numel)  # fmt: skip
+        return Case(
+            "kernels",
+            name,
+            {"pyops": ours, "torch": theirs},
+            check=same(ours, theirs, out, other),
+            device=device,
+            bytes_moved=18 * numel,
+        )
 
     def cast(name: str) -> Case:
-        a, out, other = torch.randn(numel, device=device), *(torch.empty(numel, device=device, dtype=BF16) for _ in range(2))
+        a, out, other = (
+            torch.randn(numel, device=device),
+            *(torch.empty(numel, device=device, dtype=BF16) for _ in range(2)),
+        )
         ours = partial(reduce.scale_cast_, out, a, scale=0.25)
 
         def theirs() -> None:
             other.copy_(a * 0.25)
 
-        return Case("kernels", name, {"pyops": ours, "torch": theirs}, check=same(ours, theirs, out, other), device=device,
-                    bytes_moved=6 * numel)  # fmt: skip
+        return Case(
+            "kernels",
+            name,
+            {"pyops": ours, "torch": theirs},
+            check=same(ours, theirs, out, other),
+            device=device,
+            bytes_moved=6 * numel,
+        )
 
     for name, make in (
         (f"sum of 8 bf16 rows of {numel // MI} Mi", eight),
@@ -136,7 +193,13 @@ def draws(numel: int, *, device: torch.device) -> Iterator[tuple[str, Callable[[
     kinds: tuple[tuple[str, Any, Any, torch.dtype, dict[str, float]], ...] = (
         ("uniform", random.philox_uniform_, lambda x: x.uniform_(), torch.float32, {}),
         ("normal", random.philox_normal_, lambda x: x.normal_(), torch.float32, {}),
-        ("dropout mask", random.philox_dropout_mask_, lambda x: x.bernoulli_(0.9), torch.bool, {"p": 0.1}),
+        (
+            "dropout mask",
+            random.philox_dropout_mask_,
+            lambda x: x.bernoulli_(0.9),
+            torch.bool,
+            {"p": 0.1},
+        ),
     )
 
     def make(name: str, op: Any, rival: Any, dtype: torch.dtype, extra: dict[str, float]) -> Case:
@@ -148,8 +211,14 @@ def draws(numel: int, *, device: torch.device) -> Iterator[tuple[str, Callable[[
             if abs(float(out.float().mean()) - wanted) > 0.01 or float(out.float().std()) < 0.2:
                 raise AssertionError(f"mean {float(out.float().mean())}, expected {wanted}")
 
-        return Case("kernels", name, {"pyops": lambda: op(out, **extra, **place), "torch": lambda: rival(other)}, check=check,
-                    device=device, bytes_moved=dtype.itemsize * numel)  # fmt: skip
+        return Case(
+            "kernels",
+            name,
+            {"pyops": lambda: op(out, **extra, **place), "torch": lambda: rival(other)},
+            check=check,
+            device=device,
+            bytes_moved=dtype.itemsize * numel,
+        )
 
     for kind, op, rival, dtype, extra in kinds:
         name = f"{kind}, {numel // MI} Mi"
@@ -160,7 +229,10 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Names of the cases and how to make each; on a GPU large enough to be beyond its caches."""
     cuda = device.type == "cuda"
     large = (256 if cuda else 8) * MI
-    lists = {f"1 x {large // MI} Mi": [large], f"1000 x {64 if cuda else 8} Ki": [(64 if cuda else 8) << 10] * 1000}
+    lists = {
+        f"1 x {large // MI} Mi": [large],
+        f"1000 x {64 if cuda else 8} Ki": [(64 if cuda else 8) << 10] * 1000,
+    }
     if cuda:
         lists["parameters of GPT-2 XL"] = gpt2_xl()
     for title, sizes in lists.items():
@@ -175,4 +247,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
-    return run_cases([make for name, make in cases(options.device) if (options.only or "") in name], rounds=options.rounds)
+    return run_cases(
+        [make for name, make in cases(options.device) if (options.only or "") in name],
+        rounds=options.rounds,
+    )

@@ -1,9 +1,11 @@
-"""LAMB, LARS and Adafactor over the tensors of a GPT, against torch's foreach operations with the same semantics.
+"""LAMB, LARS and Adafactor over the tensors of a GPT, against torch's foreach operations with the
+same semantics.
 
     LAMB, LARS   torch has none: the same formula in torch._foreach_*, no host synchronisation either
     Adafactor    torch.optim.Adafactor(foreach=True); on the CPU alone, where it has a kernel
 
-Bytes: LAMB 40 per element in two passes, LARS 28, Adafactor 24 in three. On a GPU LAMB aims at 90 % of a copy.
+Bytes: LAMB 40 per element in two passes, LARS 28, Adafactor 24 in three. On a GPU LAMB aims at 90 %
+of a copy.
 """
 
 from __future__ import annotations
@@ -26,22 +28,46 @@ __all__ = ["cases", "run"]
 
 Step = Callable[[], object]
 LAMB_HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-LARS_HYPER: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 1e-4, "trust_coefficient": 1e-2, "eps": 1e-8}
+LARS_HYPER: dict[str, Any] = {
+    "lr": 0.5,
+    "momentum": 0.9,
+    "weight_decay": 1e-4,
+    "trust_coefficient": 1e-2,
+    "eps": 1e-8,
+}
 
 
 def gpt(width: int, blocks: int, vocabulary: int, *, device: torch.device) -> list[nn.Parameter]:
     """The tensors of a GPT: embeddings, and twelve per block."""
-    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,), (width, 4 * width)]
+    block = [
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (4 * width, width),
+        (4 * width,),
+        (width, 4 * width),
+    ]
     block += [(width,)] * 5
     shapes = [(vocabulary, width), (256, width), *block * blocks, (width,), (width,)]
     generator = torch.Generator(device=device).manual_seed(1)
-    params = [nn.Parameter(torch.randn(s, generator=generator, device=device) * 0.02 + 0.1) for s in shapes]
+    params = [
+        nn.Parameter(torch.randn(s, generator=generator, device=device) * 0.02 + 0.1)
+        for s in shapes
+    ]
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator, device=device) * 0.01
     return params
 
 
-def foreach_lamb(params: list[nn.Parameter], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Step:
+def foreach_lamb(
+    params: list[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Step:
     """LAMB by torch._foreach_*: the same formula, every norm a tensor."""
     ps: list[Tensor] = [p.detach() for p in params]
     ms, vs = ([torch.zeros_like(p) for p in ps] for _ in range(2))
@@ -68,8 +94,15 @@ def foreach_lamb(params: list[nn.Parameter], *, lr: float, betas: tuple[float, f
     return step
 
 
-def foreach_lars(params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float, trust_coefficient: float,
-                 eps: float) -> Step:  # fmt: skip
+def foreach_lars(
+    params: list[nn.Parameter],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+) -> Step:
     """LARS by torch._foreach_*."""
     ps: list[Tensor] = [p.detach() for p in params]
     buffers = [torch.zeros_like(p) for p in ps]
@@ -96,31 +129,61 @@ def flat(params: list[nn.Parameter]) -> nn.Parameter:
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Names of the cases and how to make each."""
     on_cpu = device.type == "cpu"
-    width, blocks, vocabulary = (512, 4, 8192) if on_cpu else (1024, 8, 32768)  # 16.9 Mi and 134 Mi elements
+    width, blocks, vocabulary = (
+        (512, 4, 8192) if on_cpu else (1024, 8, 32768)
+    )  # 16.9 Mi and 134 Mi elements
 
-    def case(name: str, ours: Any, rival: str, theirs: Callable[[list[nn.Parameter]], Step], hyper: Any, each: int,
-             target: float) -> Case:  # fmt: skip
+    def case(
+        name: str,
+        ours: Any,
+        rival: str,
+        theirs: Callable[[list[nn.Parameter]], Step],
+        hyper: Any,
+        each: int,
+        target: float,
+    ) -> Case:
         params = gpt(width, blocks, vocabulary, device=device)
         twin = twins(params)
         mine, other, together = ours(params, **hyper), theirs(twin), ours([flat(params)], **hyper)
         lamb = ours is LAMB and not on_cpu
         more = of_lamb(lambda: twins(params), hyper) if lamb else {}
         return Case(
-            "layerwise", name, {"pyops": mine.step, rival: other, "pyops, flat": together.step, **more}, device=device,
+            "layerwise",
+            name,
+            {"pyops": mine.step, rival: other, "pyops, flat": together.step, **more},
+            device=device,
             check=lambda: compare(params, twin, mine.step, other, relative=1e-4),
-            bytes_moved=each * sum(p.numel() for p in params), targets={rival: target if on_cpu else 1.0},
-            least={"percent_of_copy": 90.0} if lamb else {}, observe=launched(mine.step, device),
-        )  # fmt: skip
+            bytes_moved=each * sum(p.numel() for p in params),
+            targets={rival: target if on_cpu else 1.0},
+            least={"percent_of_copy": 90.0} if lamb else {},
+            observe=launched(mine.step, device),
+        )
 
     size = "16 Mi in the tensors of a GPT" if on_cpu else "128 Mi in the tensors of a GPT"
     names = [f"{kind} fp32, {size}" for kind in ("LAMB", "LARS", "Adafactor")]
     yield (
         names[0],
-        lambda: case(names[0], LAMB, "torch foreach", lambda ps: foreach_lamb(ps, **LAMB_HYPER), LAMB_HYPER, 40, 1.5),
+        lambda: case(
+            names[0],
+            LAMB,
+            "torch foreach",
+            lambda ps: foreach_lamb(ps, **LAMB_HYPER),
+            LAMB_HYPER,
+            40,
+            1.5,
+        ),
     )
     yield (
         names[1],
-        lambda: case(names[1], LARS, "torch foreach", lambda ps: foreach_lars(ps, **LARS_HYPER), LARS_HYPER, 28, 1.5),
+        lambda: case(
+            names[1],
+            LARS,
+            "torch foreach",
+            lambda ps: foreach_lars(ps, **LARS_HYPER),
+            LARS_HYPER,
+            28,
+            1.5,
+        ),
     )
     if not on_cpu:  # Adafactor has no CUDA kernel yet
         return
@@ -140,4 +203,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def run(options: Options) -> list[Row]:
     """All cases whose name contains `options.only`."""
-    return run_cases([make for name, make in cases(options.device) if (options.only or "") in name], rounds=options.rounds)
+    return run_cases(
+        [make for name, make in cases(options.device) if (options.only or "") in name],
+        rounds=options.rounds,
+    )

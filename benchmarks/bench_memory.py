@@ -1,11 +1,13 @@
-"""What each rank keeps and sends at every stage of ZeRO, counted, beside the formulas of the paper; drawn by memory_picture.
+"""What each rank keeps and sends at every stage of ZeRO, counted, beside the formulas of the paper;
+drawn by memory_picture.
 
     bytes of a 16-bit parameter with AdamW     stage 0: 16    1: 4 + 12 / N    2: 2 + 14 / N    3: 16 / N
     elements sent in a step, times (N - 1) / N       0: 2     1: 2             2: 2             3: 3
 
-Kept: all storages that tensors of the process hold between a backward and its step, without inputs. Sent: as the collectives
-count, and, with 2 ranks as root, as the interfaces between two network namespaces count, all headers included. Rajbhandari et
-al., ZeRO, SC 2020, arXiv:1910.02054, sections 5 and 7.
+Kept: all storages that tensors of the process hold between a backward and its step, without inputs.
+Sent: as the collectives count, and, with 2 ranks as root, as the interfaces between two network
+namespaces count, all headers included. Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054,
+sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ BUCKET = 1 << 20
 def bytes_of_tensors() -> int:
     """Bytes of all storages that a tensor of this process keeps alive."""
     gc.collect()
-    found = (each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    found = (
+        each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
+    )
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 def measure_rank(stage: int) -> dict[str, Any]:
-    """Of this rank: bytes kept in all and by kind, bytes sent in a step, seconds of a step; number of parameters."""
+    """Of this rank: bytes kept in all and by kind, bytes sent in a step, seconds of a step; number
+    of parameters."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
     before = bytes_of_tensors()
@@ -74,7 +79,8 @@ def measure_rank(stage: int) -> dict[str, Any]:
 
 
 def wire(*, stages: list[int]) -> dict[str, float]:
-    """{stage: bytes per parameter that this rank's interface sends in a step}; runs within `slow_link.Link.run`."""
+    """{stage: bytes per parameter that this rank's interface sends in a step}; runs within
+    `slow_link.Link.run`."""
     from benchmarks.slow_link import wire_bytes
 
     found = {}
@@ -132,8 +138,12 @@ def _on_ranks(size: int, stages: list[int]) -> dict[int, list[dict[str, Any]]]:
 
 def _rows(options: Any) -> Iterator[Row]:
     for size in RANKS:
-        names = {stage: f"16-bit parameters and AdamW, stage {stage}, {size} ranks" for stage in FORMULA}
-        stages = [stage for stage, name in names.items() if options.only is None or options.only in name]
+        names = {
+            stage: f"16-bit parameters and AdamW, stage {stage}, {size} ranks" for stage in FORMULA
+        }
+        stages = [
+            stage for stage, name in names.items() if options.only is None or options.only in name
+        ]
         if not stages:
             continue
         on_the_wire = _on_the_wire(stages) if size == 2 else {}
@@ -142,19 +152,34 @@ def _rows(options: Any) -> Iterator[Row]:
             whole, shared = FORMULA[stage]
             us = [1e6 * max(rank["seconds"] for rank in ranks)] * 3
             yield {
-                "bench": "memory", "case": names[stage], "device": "cpu", "us": {"ZeroOptimizer": us}, "speedup": {},
-                "max_error": None, "rounds": 1, "stage": stage, "ranks": size, "parameters": numel,
+                "bench": "memory",
+                "case": names[stage],
+                "device": "cpu",
+                "us": {"ZeroOptimizer": us},
+                "speedup": {},
+                "max_error": None,
+                "rounds": 1,
+                "stage": stage,
+                "ranks": size,
+                "parameters": numel,
                 "kept_per_parameter": round(max(rank["kept"] for rank in ranks) / numel, 3),
                 "formula_per_parameter": whole + shared / size,
                 "kinds_per_parameter": {
-                    kind: round(max(rank["kinds"][kind] for rank in ranks) / numel, 3) for kind in ranks[0]["kinds"]
+                    kind: round(max(rank["kinds"][kind] for rank in ranks) / numel, 3)
+                    for kind in ranks[0]["kinds"]
                 },
                 "sent_per_parameter": round(max(rank["sent"] for rank in ranks) / numel, 3),
                 "sent_formula": 2 * SENT[stage] * (size - 1) / size,
-                **({"wire_per_parameter": round(on_the_wire[str(stage)], 3)} if str(stage) in on_the_wire else {}),
-                "machine": {**machine.describe(torch.device("cpu")), "threads": 1}, "versions": machine.versions(),
-                "commit": machine.commit(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            }  # fmt: skip
+                **(
+                    {"wire_per_parameter": round(on_the_wire[str(stage)], 3)}
+                    if str(stage) in on_the_wire
+                    else {}
+                ),
+                "machine": {**machine.describe(torch.device("cpu")), "threads": 1},
+                "versions": machine.versions(),
+                "commit": machine.commit(),
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            }
 
 
 def run(options: Any) -> list[Row]:
@@ -164,8 +189,10 @@ def run(options: Any) -> list[Row]:
         wire = f", interface {row['wire_per_parameter']:.3f}" if "wire_per_parameter" in row else ""
         print(
             f"{row['case']:<50} keeps {row['kept_per_parameter']:6.3f} B a parameter (formula "
-            f"{row['formula_per_parameter']:.3f}), sends {row['sent_per_parameter']:.3f} B (formula "
-            f"{row['sent_formula']:.3f}{wire})", flush=True,
-        )  # fmt: skip
+            f"{row['formula_per_parameter']:.3f}), sends {row['sent_per_parameter']:.3f} "
+            "B (formula "
+            f"{row['sent_formula']:.3f}{wire})",
+            flush=True,
+        )
         found.append(row)
     return found

@@ -1,9 +1,11 @@
-"""Layer norm and RMS norm, alone and after the residual addition, forward and backward, against torch eager's way.
+"""Layer norm and RMS norm, alone and after the residual addition, forward and backward, against
+torch eager's way.
 
-On CUDA also against torch.compile's and what else is installed, on tensors of 256 MiB, which no cache holds and whose kernels
-outlast the host's work; plain norms, and fp32, at one width and without torch.compile, which takes seconds for each shape.
-`bytes`: what has to be moved. On the CPU the heap is told to keep what is freed: whether a tensor's pages have to be made anew
-depends on what else lies on the heap, and costs more than the norm itself.
+On CUDA also against torch.compile's and what else is installed, on tensors of 256 MiB, which no
+cache holds and whose kernels outlast the host's work; plain norms, and fp32, at one width and
+without torch.compile, which takes seconds for each shape. `bytes`: what has to be moved. On the CPU
+the heap is told to keep what is freed: whether a tensor's pages have to be made anew depends on
+what else lies on the heap, and costs more than the norm itself.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return (functional.rms_norm(x, x.shape[-1:], weight, 1e-6),)
 
 
-# ours, theirs, tensors of x's shape among the arguments, vectors, elements moved per token and column, target
+# ours, theirs, tensors of x's shape among the arguments, vectors, elements moved per token and
+# column, target
 KINDS: dict[str, tuple[Layer, Layer, int, int, int, float]] = {
     "residual + layer norm": (norm.add_layer_norm, add_layer_norm, 2, 2, 8, 1.5),
     "residual + RMS norm": (norm.add_rms_norm, add_rms_norm, 2, 1, 8, 1.5),
@@ -57,31 +60,51 @@ KINDS: dict[str, tuple[Layer, Layer, int, int, int, float]] = {
 }
 
 
-def case(name: str, kind: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
+def case(
+    name: str, kind: str, tokens: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     """Gradients arrive at both outputs, as in a model, whose next block adds to the sum."""
     ours, theirs, wide, vectors, moved, target = KINDS[kind]
     shapes = [(tokens, width)] * wide + [(width,)] * vectors
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
     seeds = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(wide)]
-    calls = {"pyops": forward_backward(ours, leaves, seeds), "torch eager": forward_backward(theirs, leaves, seeds)}
+    calls = {
+        "pyops": forward_backward(ours, leaves, seeds),
+        "torch eager": forward_backward(theirs, leaves, seeds),
+    }
     others = {}
     if device.type == "cuda" and wide == 2 and dtype == torch.bfloat16:
         calls["torch.compile"] = forward_backward(compiled(theirs), leaves, seeds)
     if device.type == "cuda":
-        others = {rival: forward_backward(layer, leaves, seeds) for rival, layer in of_norm(kind, width, device).items()}
+        others = {
+            rival: forward_backward(layer, leaves, seeds)
+            for rival, layer in of_norm(kind, width, device).items()
+        }
     return Case(
-        "norm", name, calls | others, check=compare(calls["pyops"], theirs, leaves, seeds), device=device,
+        "norm",
+        name,
+        calls | others,
+        check=compare(calls["pyops"], theirs, leaves, seeds),
+        device=device,
         bytes_moved=moved * tokens * width * dtype.itemsize,
-        vet={rival: resembles(call, calls["pyops"], results=wide) for rival, call in others.items()},
-        targets={"torch eager": target} if device.type == "cpu" else dict.fromkeys([*calls, *others][1:], 1.0),
+        vet={
+            rival: resembles(call, calls["pyops"], results=wide) for rival, call in others.items()
+        },
+        targets={"torch eager": target}
+        if device.type == "cpu"
+        else dict.fromkeys([*calls, *others][1:], 1.0),
         least={} if device.type == "cpu" else {"percent_of_copy": PERCENT},
-    )  # fmt: skip
+    )
 
 
 def shapes(kind: str, device: torch.device) -> Iterator[tuple[int, int, torch.dtype]]:
     """(tokens, width, dtype) of a kind's cases."""
     if device.type == "cpu":
-        yield from ((TOKENS, width, dtype) for dtype in (torch.float32, torch.bfloat16) for width in (512, 1024, 2048))
+        yield from (
+            (TOKENS, width, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+            for width in (512, 1024, 2048)
+        )
         return
     added = kind.startswith("residual")
     for width in (1024, 2048, 4096, 8192, 16384) if added else (4096,):
@@ -104,4 +127,7 @@ def run(options: Options) -> list[Row]:
     if options.device.type == "cpu" and hasattr(heap, "mallopt"):
         heap.mallopt(M_MMAP_THRESHOLD, 32 << 20)
         heap.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    return run_cases([make for name, make in cases(options.device) if (options.only or "") in name], rounds=options.rounds)
+    return run_cases(
+        [make for name, make in cases(options.device) if (options.only or "") in name],
+        rounds=options.rounds,
+    )

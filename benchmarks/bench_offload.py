@@ -1,9 +1,11 @@
-"""Steps with states in files and in host memory, beside a plain O_DIRECT copy of as many bytes and the step without offload.
+"""Steps with states in files and in host memory, beside a plain O_DIRECT copy of as many bytes and
+the step without offload.
 
-A step over a file reads every state once and writes it once, so a copy of the states' bytes from one file of the same disk to
-another is what the disk allows: one after the other, as `dd` does it, and reading and writing at once from two threads. All
-files have their space beforehand. Before anything is timed, parameters are compared with an ordinary step's, bit for bit.
-On a GPU only what is there for one is timed: `offload_device`.
+A step over a file reads every state once and writes it once, so a copy of the states' bytes from
+one file of the same disk to another is what the disk allows: one after the other, as `dd` does it,
+and reading and writing at once from two threads. All files have their space beforehand. Before
+anything is timed, parameters are compared with an ordinary step's, bit for bit. On a GPU only what
+is there for one is timed: `offload_device`.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ LIMIT, BEYOND = 2048, 4096  # MiB: what a process may have, and what its states 
 
 
 def build(nbytes: int, *, pieces: int = 16) -> tuple[list[nn.Parameter], AdamW]:
-    """bf16 parameters whose AdamW states with masters take about nbytes, with one gradient for all."""
+    """bf16 parameters whose AdamW states with masters take about nbytes, with one gradient for
+    all."""
     return offload_device.with_masters([nbytes // STATES // pieces] * pieces, torch.device("cpu"))
 
 
 def same_bits(where: str) -> Callable[[], float]:
-    """A check that three offloaded steps of a small model leave the parameters of three ordinary ones."""
+    """A check that three offloaded steps of a small model leave the parameters of three ordinary
+    ones."""
 
     def check() -> float:
         (ours, mine), (theirs, plain) = build(8 * MI), build(8 * MI)
@@ -52,7 +56,9 @@ def same_bits(where: str) -> Callable[[], float]:
         for _ in range(3):
             offloaded.step()
             plain.step()
-        if not all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)) or bool((ours[0] == 1).all()):
+        if not all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)) or bool(
+            (ours[0] == 1).all()
+        ):
             raise AssertionError("offloaded steps differ from ordinary ones")
         offloaded.close()
         return 0.0
@@ -103,12 +109,22 @@ def disk(folder: str, mib: int) -> tuple[Case, Callable[[], None]]:
     assert hasattr(offloaded._store, "file")
     file: Any = offloaded._store.file
     case = Case(
-        "offload", f"step over files, AdamW bf16 + master, {mib} MiB of states",
-        {"pyops": offloaded.step, "O_DIRECT copy": plain.one_after_the_other, "O_DIRECT copy, two threads": plain.at_once},
-        check=same_bits(folder), targets={"O_DIRECT copy": 0.8},
-        facts={"state_bytes": offloaded.nbytes, "resident_bytes": offloaded.resident_bytes, "engine": file.engine,
-               "direct": file.direct},
-    )  # fmt: skip
+        "offload",
+        f"step over files, AdamW bf16 + master, {mib} MiB of states",
+        {
+            "pyops": offloaded.step,
+            "O_DIRECT copy": plain.one_after_the_other,
+            "O_DIRECT copy, two threads": plain.at_once,
+        },
+        check=same_bits(folder),
+        targets={"O_DIRECT copy": 0.8},
+        facts={
+            "state_bytes": offloaded.nbytes,
+            "resident_bytes": offloaded.resident_bytes,
+            "engine": file.engine,
+            "direct": file.direct,
+        },
+    )
 
     def end() -> None:
         offloaded.close()
@@ -122,10 +138,14 @@ def host(mib: int, device: torch.device) -> Case:
     (_, optimizer), (_, plain) = build(mib * MI), build(mib * MI)
     offloaded = Offloaded(optimizer, "cpu")
     return Case(
-        "offload", f"step in host memory, AdamW bf16 + master, {mib} MiB of states",
-        {"pyops": offloaded.step, "without offload": plain.step}, check=same_bits("cpu"), device=device,
-        targets={"without offload": round(1 / 1.1, 3)}, facts={"state_bytes": offloaded.nbytes},
-    )  # fmt: skip
+        "offload",
+        f"step in host memory, AdamW bf16 + master, {mib} MiB of states",
+        {"pyops": offloaded.step, "without offload": plain.step},
+        check=same_bits("cpu"),
+        device=device,
+        targets={"without offload": round(1 / 1.1, 3)},
+        facts={"state_bytes": offloaded.nbytes},
+    )
 
 
 CHILD = """
@@ -148,14 +168,18 @@ print(json.dumps({"seconds": seconds, "moved": moved, "peak": peak, "state_bytes
 
 
 def limited_memory(folder: str, *, limit: int = LIMIT, mib: int = BEYOND) -> Row:
-    """The row of steps over `mib` MiB of states in a process that may have `limit` MiB (RLIMIT_DATA)."""
+    """The row of steps over `mib` MiB of states in a process that may have `limit` MiB
+    (RLIMIT_DATA)."""
     from benchmarks import harness, machine
 
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(limit), str(mib), folder],
-        capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
     if done.returncode:
         raise AssertionError(f"steps within {limit} MiB ended with\n{done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
@@ -163,12 +187,20 @@ def limited_memory(folder: str, *, limit: int = LIMIT, mib: int = BEYOND) -> Row
         raise AssertionError("a parameter was not stepped")
     device = torch.device("cpu")
     return {
-        "bench": "offload", "case": f"step over files, {mib} MiB of states, process limited to {limit} MiB",
-        "device": "cpu", "us": {"pyops": harness.quantiles(found["seconds"][1:])}, "speedup": {}, "max_error": None,
-        "rounds": len(found["seconds"]) - 1, "state_bytes": found["state_bytes"], "peak_bytes": found["peak"],
-        "machine": machine.describe(device), "versions": machine.versions(), "commit": machine.commit(),
+        "bench": "offload",
+        "case": f"step over files, {mib} MiB of states, process limited to {limit} MiB",
+        "device": "cpu",
+        "us": {"pyops": harness.quantiles(found["seconds"][1:])},
+        "speedup": {},
+        "max_error": None,
+        "rounds": len(found["seconds"]) - 1,
+        "state_bytes": found["state_bytes"],
+        "peak_bytes": found["peak"],
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
         "date": harness.datetime.now(harness.timezone.utc).strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }
 
 
 TRAINED = """
@@ -208,7 +240,8 @@ sys.exit(code)
 
 
 def trained_in_limited_memory(folder: str, *, limit: int = LIMIT, config: str = TRAINED) -> Row:
-    """The row of `pyops train` of a GPT whose states take more than the process may have, saved, resumed for two more steps."""
+    """The row of `pyops train` of a GPT whose states take more than the process may have, saved,
+    resumed for two more steps."""
     from benchmarks import harness, machine
     from pyops.train.report.metrics import read_rows
 
@@ -216,35 +249,63 @@ def trained_in_limited_memory(folder: str, *, limit: int = LIMIT, config: str = 
     file = Path(folder, "config.toml")
     file.write_text(config)
     given = [
-        "train", str(file), "--set", "name=limited", "--set", f"train.folder={folder}", "--set", f"zero.offload={folder}",
-        "--set", f"data.cache={folder}", "--set", "data.max_bytes=200000",
-    ]  # fmt: skip
+        "train",
+        str(file),
+        "--set",
+        "name=limited",
+        "--set",
+        f"train.folder={folder}",
+        "--set",
+        f"zero.offload={folder}",
+        "--set",
+        f"data.cache={folder}",
+        "--set",
+        "data.max_bytes=200000",
+    ]
     peaks = []
     for more in ([], ["--resume", "--set", "train.steps=5"]):
         done = subprocess.run(
             [sys.executable, "-c", TRAIN, str(limit), *given, *more],
-            capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
         if done.returncode:
             raise AssertionError(f"training within {limit} MiB ended with\n{done.stderr[-2000:]}")
         peaks.append(int(done.stdout.split()[-1]))
     rows = read_rows(Path(folder, "limited", "metrics.jsonl"))
-    if len(rows) != 5 or any(row["grad_norm"] is None for row in rows) or rows[0]["loss"] == rows[-1]["loss"]:
+    if (
+        len(rows) != 5
+        or any(row["grad_norm"] is None for row in rows)
+        or rows[0]["loss"] == rows[-1]["loss"]
+    ):
         raise AssertionError(f"expected five steps, the last two after a checkpoint: {rows}")
     tokens = 64
-    saved = json.loads(next(Path(folder, "limited", "checkpoints").glob("step-*/manifest.json")).read_text())
+    saved = json.loads(
+        next(Path(folder, "limited", "checkpoints").glob("step-*/manifest.json")).read_text()
+    )
     device = torch.device("cpu")
     return {
-        "bench": "offload", "case": f"pyops train with states in a folder, process limited to {limit} MiB", "device": "cpu",
-        "us": {"pyops": harness.quantiles([tokens / row["tokens_per_s"] for row in rows[1:]])}, "speedup": {},
-        "max_error": None, "rounds": len(rows) - 1, "peak_bytes": max(peaks),
+        "bench": "offload",
+        "case": f"pyops train with states in a folder, process limited to {limit} MiB",
+        "device": "cpu",
+        "us": {"pyops": harness.quantiles([tokens / row["tokens_per_s"] for row in rows[1:]])},
+        "speedup": {},
+        "max_error": None,
+        "rounds": len(rows) - 1,
+        "peak_bytes": max(peaks),
         "checkpoint_bytes": sum(each["bytes"] for each in saved["files"].values()),
-        "machine": machine.describe(device), "versions": machine.versions(), "commit": machine.commit(),
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
         "date": harness.datetime.now(harness.timezone.utc).strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }
 
 
-def cases(folder: str, device: torch.device) -> list[tuple[str, Callable[[], tuple[Case, Callable[[], None]]]]]:
+def cases(
+    folder: str, device: torch.device
+) -> list[tuple[str, Callable[[], tuple[Case, Callable[[], None]]]]]:
     """(name, maker of a case and of what ends it)."""
     return [
         ("files", lambda: disk(folder, 1024)),

@@ -1,10 +1,12 @@
-"""Which layers go to which stage: the slowest stage of other partitioners over that of `balance`, which is the least there is.
+"""Which layers go to which stage: the slowest stage of other partitioners over that of `balance`,
+which is the least there is.
 
-A case is a sort of costs, drawn 150 times; the same numbers for all. "vs" is the mean of the ratios: how many times slower the
-slowest stage of a rival's partition is, and with it a pipeline whose bubble is small. The time is that of one `balance`.
+A case is a sort of costs, drawn 150 times; the same numbers for all. "vs" is the mean of the
+ratios: how many times slower the slowest stage of a rival's partition is, and with it a pipeline
+whose bubble is small. The time is that of one `balance`.
 
-Rivals, those that are there: torchgpipe (pip install --no-deps torchgpipe): blockpartition.solve, what balance_by_time calls
-with its measured times; DeepSpeed: partition_balanced.
+Rivals, those that are there: torchgpipe (pip install --no-deps torchgpipe): blockpartition.solve,
+what balance_by_time calls with its measured times; DeepSpeed: partition_balanced.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def rivals() -> dict[str, Partitioner]:
         solve = importlib.import_module("torchgpipe.balance.blockpartition").solve
 
         def torchgpipe(costs: Costs, stages: int) -> list[int]:
-            return [0, *itertools.accumulate(len(block) for block in solve(costs, partitions=stages))]
+            return [
+                0,
+                *itertools.accumulate(len(block) for block in solve(costs, partitions=stages)),
+            ]
 
         found["torchgpipe"] = torchgpipe
     except ImportError:
@@ -86,25 +91,41 @@ def _rows(options: Any) -> Iterator[Row]:
             seconds.append(time.perf_counter() - start)
             ours.append(slowest(costs, bounds))
         ratios: dict[str, list[float]] = {
-            rival: [slowest(costs, solve(costs, stages)) / best for costs, best in zip(several, ours, strict=True)]
+            rival: [
+                slowest(costs, solve(costs, stages)) / best
+                for costs, best in zip(several, ours, strict=True)
+            ]
             for rival, solve in others.items()
         }
         if any(ratio < 1 - 1e-9 for each in ratios.values() for ratio in each):
-            raise AssertionError(f"{name}: a rival's slowest stage is faster than ours, which should be the fastest there is")
+            raise AssertionError(
+                f"{name}: a rival's slowest stage is faster than ours, which should be "
+                "the fastest there is"
+            )
         yield {
-            "bench": "partition", "case": name, "device": "cpu", "us": {"pyops": quantiles(seconds)},
+            "bench": "partition",
+            "case": name,
+            "device": "cpu",
+            "us": {"pyops": quantiles(seconds)},
             "speedup": {rival: round(statistics.mean(each), 3) for rival, each in ratios.items()},
             "worst": {rival: round(max(each), 2) for rival, each in ratios.items()},
-            "max_error": None, "rounds": DRAWS, "machine": machine.describe(torch.device("cpu")),
-            "versions": machine.versions(), "commit": machine.commit(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        }  # fmt: skip
+            "max_error": None,
+            "rounds": DRAWS,
+            "machine": machine.describe(torch.device("cpu")),
+            "versions": machine.versions(),
+            "commit": machine.commit(),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        }
 
 
 def run(options: Any) -> list[Row]:
     """The rows of this bench."""
     found = []
     for row in _rows(options):
-        against = ", ".join(f"{rival} {mean:.3f}x, worst {row['worst'][rival]:.2f}x" for rival, mean in row["speedup"].items())
+        against = ", ".join(
+            f"{rival} {mean:.3f}x, worst {row['worst'][rival]:.2f}x"
+            for rival, mean in row["speedup"].items()
+        )
         print(f"{row['case']:<62} {against}", flush=True)
         found.append(row)
     return found

@@ -1,4 +1,5 @@
-"""Steps of a pipeline on ranks of one thread each, beside torch.distributed.pipelining with the same stages and micro-batches.
+"""Steps of a pipeline on ranks of one thread each, beside torch.distributed.pipelining with the
+same stages and micro-batches.
 
     tiny layers     what a pipeline costs: a step less what its stages take by themselves, for each (micro-batch, stage) cell
     GPT             the model of bench_data_parallel on 2 ranks, 4 micro-batches, and what the simulator says from its profile
@@ -92,12 +93,26 @@ class Sleeps(nn.Module):
 
 class _Ours:
     def __init__(
-        self, layers: list[nn.Module], made: Schedule, loss: Callable[..., Tensor], x: Tensor, target: Tensor, *, steps: bool
+        self,
+        layers: list[nn.Module],
+        made: Schedule,
+        loss: Callable[..., Tensor],
+        x: Tensor,
+        target: Tensor,
+        *,
+        steps: bool,
     ) -> None:
-        self.pipeline = Pipeline(layers, schedule=made, group=dist.group.WORLD, loss=loss,
-                                 boundaries=[0, *_cuts(len(layers), made.num_stages), len(layers)])  # fmt: skip
+        self.pipeline = Pipeline(
+            layers,
+            schedule=made,
+            group=dist.group.WORLD,
+            loss=loss,
+            boundaries=[0, *_cuts(len(layers), made.num_stages), len(layers)],
+        )
         self.x, self.target = x, target
-        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-4, fused=True) if steps else None
+        self.optimizer = (
+            torch.optim.AdamW(self.pipeline.parameters(), lr=1e-4, fused=True) if steps else None
+        )
 
     def __call__(self) -> float:
         loss = self.pipeline.step(self.x, self.target)
@@ -109,16 +124,25 @@ class _Ours:
 
 class _Theirs:
     def __init__(
-        self, layers: list[nn.Module], name: str, microbatches: int, loss: Callable[..., Tensor], x: Tensor, target: Tensor, *,
+        self,
+        layers: list[nn.Module],
+        name: str,
+        microbatches: int,
+        loss: Callable[..., Tensor],
+        x: Tensor,
+        target: Tensor,
+        *,
         steps: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         edges = [0, *_cuts(len(layers), size), len(layers)]
         self.module = nn.Sequential(*layers[edges[rank] : edges[rank + 1]])
         stage = pipelining.PipelineStage(self.module, rank, size, torch.device("cpu"))
         self.schedule = THEIRS[name](stage, n_microbatches=microbatches, loss_fn=loss)
         self.x, self.target = x, target
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True) if steps else None
+        self.optimizer = (
+            torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True) if steps else None
+        )
 
     def __call__(self) -> float:
         losses: list[Tensor] = []
@@ -133,9 +157,12 @@ class _Theirs:
 
 
 class _StagesAlone:
-    """What the ranks' stages take for all micro-batches, one after the other, when nothing is sent."""
+    """What the ranks' stages take for all micro-batches, one after the other, when nothing is
+    sent."""
 
-    def __init__(self, layers: list[nn.Module], microbatches: int, x: Tensor, target: Tensor) -> None:
+    def __init__(
+        self, layers: list[nn.Module], microbatches: int, x: Tensor, target: Tensor
+    ) -> None:
         edges = [0, *_cuts(len(layers), dist.get_world_size()), len(layers)]
         self.module = nn.Sequential(*layers[edges[dist.get_rank()] : edges[dist.get_rank() + 1]])
         self.xs, self.targets = x.tensor_split(microbatches), target.tensor_split(microbatches)
@@ -152,7 +179,8 @@ def _cuts(layers: int, stages: int) -> list[int]:
 
 
 def _same_losses(*several: Callable[[], float]) -> float:
-    """Each takes three steps from the same weights; the last rank knows all losses. Their largest difference."""
+    """Each takes three steps from the same weights; the last rank knows all losses. Their largest
+    difference."""
     worst = 0.0
     for _ in range(3):
         found = [one() for one in several]
@@ -178,12 +206,14 @@ def _tiny(name: str, microbatches: int, *, device: torch.device) -> Case:
         bench="pipeline",
         name=f"{name}, tiny layers, {SIZE} ranks, {microbatches} micro-batches",
         implementations={
-            "Pipeline": ours, "torch pipelining": theirs, "stages alone": _StagesAlone(layers(), microbatches, x, target),
+            "Pipeline": ours,
+            "torch pipelining": theirs,
+            "stages alone": _StagesAlone(layers(), microbatches, x, target),
         },
         check=lambda: worst,
         device=device,
         facts={"ranks": SIZE, "cells": SIZE * microbatches},
-    )  # fmt: skip
+    )
 
 
 def _one_process(microbatches: int, *, device: torch.device) -> Case:
@@ -195,10 +225,17 @@ def _one_process(microbatches: int, *, device: torch.device) -> Case:
 
     generator = torch.Generator().manual_seed(0)
     x, target = (torch.randn(2 * microbatches, 8, generator=generator) for _ in range(2))
-    pipeline = Pipeline(layers(), schedule=schedule("1f1b", num_stages=STAGES, num_microbatches=microbatches),
-                        loss=nn.functional.mse_loss)  # fmt: skip
-    stages: list[Any] = [pipelining.PipelineStage(layer, i, STAGES, device) for i, layer in enumerate(layers())]
-    peer = pipelining.ScheduleInterleaved1F1B(stages, n_microbatches=microbatches, loss_fn=nn.functional.mse_loss)
+    pipeline = Pipeline(
+        layers(),
+        schedule=schedule("1f1b", num_stages=STAGES, num_microbatches=microbatches),
+        loss=nn.functional.mse_loss,
+    )
+    stages: list[Any] = [
+        pipelining.PipelineStage(layer, i, STAGES, device) for i, layer in enumerate(layers())
+    ]
+    peer = pipelining.ScheduleInterleaved1F1B(
+        stages, n_microbatches=microbatches, loss_fn=nn.functional.mse_loss
+    )
 
     def theirs() -> float:
         losses: list[Tensor] = []
@@ -212,7 +249,9 @@ def _one_process(microbatches: int, *, device: torch.device) -> Case:
     alone = layers()
 
     def cells() -> None:
-        for rows, wanted in zip(x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+        for rows, wanted in zip(
+            x.tensor_split(microbatches), target.tensor_split(microbatches), strict=True
+        ):
             leaves, outputs, y = [], [], rows
             for layer in alone:
                 leaves.append(y.detach().requires_grad_())
@@ -245,7 +284,8 @@ def _gpt(name: str, *, device: torch.device) -> Case:
     worst = _same_losses(*several.values())
     return Case(
         bench="pipeline",
-        name=f"GPT step, {name}, {SIZE} ranks, {BATCH} x {LENGTH} tokens, {MICROBATCHES} micro-batches",
+        name=f"GPT step, {name}, {SIZE} ranks, {BATCH} x {LENGTH} tokens, {MICROBATCHES} "
+        "micro-batches",
         implementations=several,
         check=lambda: worst,
         device=device,
@@ -255,22 +295,29 @@ def _gpt(name: str, *, device: torch.device) -> Case:
 
 
 def _predicted(made: Schedule, ours: _Ours, x: Tensor, target: Tensor) -> dict[str, Any]:
-    """Milliseconds of forward and backward of a step: simulated from the layers' own profile, taken on both ranks at
-    once, and measured; the median of several."""
+    """Milliseconds of forward and backward of a step: simulated from the layers' own profile, taken
+    on both ranks at once, and measured; the median of several."""
     layers = gpt_layers()
     rows = BATCH // MICROBATCHES
     found = profile(layers, x[:rows], loss=token_loss, target=target[:rows], group=dist.group.WORLD)
-    costs = found.costs(ours.pipeline.boundaries, split=made.splits_backward, latency=_seconds_of_a_message(rows))
+    costs = found.costs(
+        ours.pipeline.boundaries, split=made.splits_backward, latency=_seconds_of_a_message(rows)
+    )
     simulated = simulate(made, costs).makespan
     with ours.pipeline.recording() as timelines:
         for _ in range(7):
             ours()
     measured = sorted(timeline.makespan for timeline in timelines)[len(timelines) // 2]
-    return {"predicted_ms": round(1e3 * simulated, 1), "measured_ms": round(1e3 * measured, 1), "layers": LAYERS}
+    return {
+        "predicted_ms": round(1e3 * simulated, 1),
+        "measured_ms": round(1e3 * measured, 1),
+        "layers": LAYERS,
+    }
 
 
 def _seconds_of_a_message(rows: int) -> float:
-    """How long the activations of a micro-batch take to the other rank, one way: the median of several."""
+    """How long the activations of a micro-batch take to the other rank, one way: the median of
+    several."""
     message, samples = torch.zeros(rows, LENGTH, WIDTH), []
     for _ in range(15):
         dist.barrier()
@@ -291,12 +338,18 @@ def _slow(part: float, *, device: torch.device) -> Case:
     several, expected = [], []
     for warmup in ("b", "a"):
         made = schedule("1f1b", num_stages=SLOW, num_microbatches=microbatches, warmup=warmup)
-        ours = _Ours([Sleeps() for _ in range(SLOW)], made, nn.functional.mse_loss, x, target, steps=False)
+        ours = _Ours(
+            [Sleeps() for _ in range(SLOW)], made, nn.functional.mse_loss, x, target, steps=False
+        )
         for channel in ours.pipeline.incoming_channels():
             assert isinstance(channel, Incoming)
             channel.delay_ns = round(part * SLEEP * 1e9)
         several.append(ours)
-        expected.append(simulate(made, Costs(forward=1, input_gradient=1, weight_gradient=1, latency=part)).makespan)
+        expected.append(
+            simulate(
+                made, Costs(forward=1, input_gradient=1, weight_gradient=1, latency=part)
+            ).makespan
+        )
     worst = _same_losses(*several)
     return Case(
         bench="pipeline",
@@ -304,7 +357,11 @@ def _slow(part: float, *, device: torch.device) -> Case:
         implementations={"eager 1f1b": several[0], "1f1b": several[1]},
         check=lambda: worst,
         device=device,
-        facts={"ranks": SLOW, "simulated": round(expected[1] / expected[0], 3), "micro_batches": microbatches},
+        facts={
+            "ranks": SLOW,
+            "simulated": round(expected[1] / expected[0], 3),
+            "micro_batches": microbatches,
+        },
     )
 
 
@@ -313,8 +370,14 @@ def _cases(*, device: torch.device, options: Any) -> Iterator[Callable[[], Case]
     if dist.get_world_size() == 1:
         several += [(f"one process {m}", partial(_one_process, m, device=device)) for m in (4, 16)]
     elif dist.get_world_size() == SIZE:
-        several += [(f"tiny {name} {m}", partial(_tiny, name, m, device=device)) for name in ("gpipe", "1f1b") for m in (4, 16)]
-        several += [(f"GPT {name}", partial(_gpt, name, device=device)) for name in ("1f1b", "zb1p")]
+        several += [
+            (f"tiny {name} {m}", partial(_tiny, name, m, device=device))
+            for name in ("gpipe", "1f1b")
+            for m in (4, 16)
+        ]
+        several += [
+            (f"GPT {name}", partial(_gpt, name, device=device)) for name in ("1f1b", "zb1p")
+        ]
     else:
         several += [(f"slow {part:g}", partial(_slow, part, device=device)) for part in (0.1, 0.3)]
     return (make for name, make in several if options.only is None or options.only in name)
@@ -326,7 +389,9 @@ def run(options: Any) -> list[Row]:
         print("the pipeline bench runs on CPU ranks only")
         return []
     sizes = {"one": 1, "slow": SLOW}
-    chosen = [size for word, size in sizes.items() if options.only and word in options.only] or [SIZE]
+    chosen = [size for word, size in sizes.items() if options.only and word in options.only] or [
+        SIZE
+    ]
     rows = [
         row
         for size in (chosen if options.only else (1, SIZE, SLOW))
@@ -336,7 +401,9 @@ def run(options: Any) -> list[Row]:
         if "stages alone" in row["us"]:
             alone = row["us"]["stages alone"][1]
             row["overhead_us_a_cell"] = {
-                name: round((us[1] - alone) / row["cells"], 1) for name, us in row["us"].items() if name != "stages alone"
+                name: round((us[1] - alone) / row["cells"], 1)
+                for name, us in row["us"].items()
+                if name != "stages alone"
             }
             print(row["case"], "overhead of a cell, us:", row["overhead_us_a_cell"])
         if "predicted_ms" in row:

@@ -1,4 +1,5 @@
-"""PowerSGD of a bucket of gradients over 2 ranks of one host, one thread each, beside torch's hook for its DDP."""
+"""PowerSGD of a bucket of gradients over 2 ranks of one host, one thread each, beside torch's hook
+for its DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Bucket:
         sizes = [p.numel() for p in self._parameters]
         self.given = torch.randn(sum(sizes), generator=generator).to(device)
         self._flat = self.given.clone()
-        self._views = [part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True)]
+        self._views = [
+            part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True)
+        ]
 
     def buffer(self) -> Tensor:
         return self._flat
@@ -51,12 +54,18 @@ class Bucket:
 
 def block(width: int) -> list[tuple[int, ...]]:
     """The parameters of one block of a GPT."""
-    matrices: list[tuple[int, ...]] = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    matrices: list[tuple[int, ...]] = [
+        (3 * width, width),
+        (width, width),
+        (4 * width, width),
+        (width, 4 * width),
+    ]
     return [shape for matrix in matrices for shape in (matrix, (matrix[0],))] + [(width,)] * 4
 
 
 def _check(call: Callable[[], object], bucket: Bucket, *, rank: int) -> float:
-    """That what comes out has the rank, is the same on both ranks, and takes most of a mean of that rank."""
+    """That what comes out has the rank, is the same on both ranks, and takes most of a mean of that
+    rank."""
     call()
     mine = bucket.gradients()[0].clone()
     if int(torch.linalg.matrix_rank(mine, rtol=1e-4)) > rank:
@@ -73,7 +82,9 @@ def _case(width: int, blocks: int, rank: int, device: torch.device) -> Case:
 
     bucket = Bucket(block(width) * blocks, device)
     state, hook = ddp_hook(PowerSGD(rank))
-    theirs = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    theirs = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+    )
     theirs.iter = 2  # past the iterations that are not compressed
 
     def call(which: Callable[..., Any], of: Any) -> None:
@@ -84,22 +95,31 @@ def _case(width: int, blocks: int, rank: int, device: torch.device) -> Case:
     return Case(
         bench="power_sgd",
         name=f"PowerSGD, rank {rank}, {blocks} x a GPT block of width {width}, {SIZE} ranks",
-        implementations={"pyops": partial(call, hook, state), TORCH: partial(call, powerSGD_hook.powerSGD_hook, theirs)},
+        implementations={
+            "pyops": partial(call, hook, state),
+            TORCH: partial(call, powerSGD_hook.powerSGD_hook, theirs),
+        },
         check=partial(_check, partial(call, hook, state), bucket, rank=rank),
         device=device,
-        bytes_moved=8 * 4 * numel,  # gradient and error read, U written, read twice more, then mean and error written
+        bytes_moved=8
+        * 4
+        * numel,  # gradient and error read, U written, read twice more, then mean and error written
         targets={TORCH: 1.0},
         facts={"ranks": SIZE, "threads": torch.get_num_threads()},
     )
 
 
 def _cases(*, device: torch.device, options: Any) -> Iterator[Callable[[], Case]]:
-    # torch's hook may drop the last reference to the group in a thread of the group's own, which cannot end itself.
+    # torch's hook may drop the last reference to the group in a thread of the group's own, which
+    # cannot end itself.
     atexit.register(lambda group: None, dist.group.WORLD)
     for width, blocks in ((512, 1), (512, 2), (128, 4)):
         for rank in (1, 2, 4):
             make = partial(_case, width, blocks, rank, device)
-            if options.only is None or options.only in f"rank {rank}, {blocks} x a GPT block of width {width}":
+            if (
+                options.only is None
+                or options.only in f"rank {rank}, {blocks} x a GPT block of width {width}"
+            ):
                 yield make
 
 

@@ -1,9 +1,11 @@
-"""What frozen layers say, read from the cache beside computed: a batch of 64 through blocks of a ViT of width 128, 17 tokens.
+"""What frozen layers say, read from the cache beside computed: a batch of 64 through blocks of a
+ViT of width 128, 17 tokens.
 
     reading     the frozen layers as one, `Prefix`, whose samples are all in the cache: in memory, or on disk, not read ahead
     computing   the same without a cache
 
-A sample has 8.7 kB. `keep_us`: microseconds to keep one. The bits of both are the same, or the case fails.
+A sample has 8.7 kB. `keep_us`: microseconds to keep one. The bits of both are the same, or the case
+fails.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from pyops.models import ViT, ViTConfig
 __all__ = ["case", "cases", "run"]
 
 BATCH, DEPTHS = 64, (1, 12)
-CONFIG = ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, num_layers=12, num_heads=4, dim=128)
+CONFIG = ViTConfig(
+    image_size=8, patch_size=2, num_channels=1, num_labels=10, num_layers=12, num_heads=4, dim=128
+)
 
 
 def _keeping(cache: ActivationCache, samples: Tensor, values: Tensor, prefix: Prefix) -> float:
@@ -51,12 +55,20 @@ def case(blocks: int, folder: str | None) -> Case:
 
     def check() -> float:
         there = cache.get(samples, depth=reading.depth, seed=reading.key)[1]
-        if not bool(there.all()) or not torch.equal(reading(x, samples=samples, **given), computing(x, **given)):
+        if not bool(there.all()) or not torch.equal(
+            reading(x, samples=samples, **given), computing(x, **given)
+        ):
             raise AssertionError("what is read is not what is computed")
         return 0.0
 
-    name = f"{blocks} block{'s' * (blocks > 1)}, {BATCH} samples, {'on disk' if folder else 'in memory'}"
-    calls = {"reading": lambda: reading(x, samples=samples, **given), "computing": lambda: computing(x, **given)}
+    name = (
+        f"{blocks} block{'s' * (blocks > 1)}, {BATCH} samples, "
+        f"{'on disk' if folder else 'in memory'}"
+    )
+    calls = {
+        "reading": lambda: reading(x, samples=samples, **given),
+        "computing": lambda: computing(x, **given),
+    }
     facts = {"keep_us": _keeping(cache, samples, values, reading)}
     return Case("reading", name, calls, check=check, facts=facts)
 
@@ -65,7 +77,10 @@ def cases(folder: str) -> Iterator[tuple[str, partial[Case]]]:
     """(name, what makes it)"""
     for where in (None, folder):
         for blocks in DEPTHS:
-            yield f"{blocks} blocks, {'on disk' if where else 'in memory'}", partial(case, blocks, where)
+            yield (
+                f"{blocks} blocks, {'on disk' if where else 'in memory'}",
+                partial(case, blocks, where),
+            )
 
 
 def run(options: Options) -> list[Row]:
@@ -75,8 +90,12 @@ def run(options: Options) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with tempfile.TemporaryDirectory(dir=".") as folder:  # where runs are, not in a memory that looks like a disk
-            made = (make for name, make in cases(folder) if options.only is None or options.only in name)
+        with tempfile.TemporaryDirectory(
+            dir="."
+        ) as folder:  # where runs are, not in a memory that looks like a disk
+            made = (
+                make for name, make in cases(folder) if options.only is None or options.only in name
+            )
             return run_cases(made, rounds=options.rounds)
     finally:
         torch.set_num_threads(threads)

@@ -1,8 +1,10 @@
-"""One step of a GPT whose layers 2 ranks share, one thread each, beside torch's DTensor parallelism and one process alone.
+"""One step of a GPT whose layers 2 ranks share, one thread each, beside torch's DTensor parallelism
+and one process alone.
 
-The model of bench_data_parallel, its blocks shared out and embedding and head whole on each rank, as torch's example does it.
-Both sides start from the same weights and see the same tokens. "one process" takes the whole step on the first rank, while the
-other waits: half of its time is what two ranks can reach at best. `beyond_half` is what each needs above that, in milliseconds.
+The model of bench_data_parallel, its blocks shared out and embedding and head whole on each rank,
+as torch's example does it. Both sides start from the same weights and see the same tokens. "one
+process" takes the whole step on the first rank, while the other waits: half of its time is what two
+ranks can reach at best. `beyond_half` is what each needs above that, in milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.bench_data_parallel import HEADS, LAYERS, LENGTH, SIZE, VOCABULARY, WIDTH, Model, Trainer, check_losses
+from benchmarks.bench_data_parallel import (
+    HEADS,
+    LAYERS,
+    LENGTH,
+    SIZE,
+    VOCABULARY,
+    WIDTH,
+    Model,
+    Trainer,
+    check_losses,
+)
 from benchmarks.bench_data_parallel import Block as PlainBlock
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
@@ -33,7 +45,8 @@ RATE = 1e-4
 
 
 class Block(nn.Module):
-    """PlainBlock of shared layers: x and what is to be added to it -> the same of the next block."""
+    """PlainBlock of shared layers: x and what is to be added to it -> the same of the next
+    block."""
 
     def __init__(self, **shared: Any) -> None:
         super().__init__()
@@ -55,7 +68,12 @@ class SharedModel(nn.Module):
         super().__init__()
         assert isinstance(whole, Model)
         self.group, self.sequence_parallel = dist.group.WORLD, sequence_parallel
-        self.tokens, self.positions, self.ln, self.head = whole.tokens, whole.positions, whole.ln, whole.head
+        self.tokens, self.positions, self.ln, self.head = (
+            whole.tokens,
+            whole.positions,
+            whole.ln,
+            whole.head,
+        )
         shared = {"group": self.group, "sequence_parallel": sequence_parallel, "seed": None}
         self.blocks = nn.ModuleList(Block(**shared) for _ in range(LAYERS))
         for block, plain in zip(self.blocks, whole.blocks, strict=True):
@@ -89,9 +107,14 @@ def shared_tensors(plain: PlainBlock) -> dict[str, Tensor]:
         "ln1": plain.ln1,
         "ln2": plain.ln2,
     }
-    tensors: dict[str, Tensor] = {f"{name}.{key}": p for name, layer in found.items() for key, p in layer.named_parameters()}
+    tensors: dict[str, Tensor] = {
+        f"{name}.{key}": p for name, layer in found.items() for key, p in layer.named_parameters()
+    }
     for key in ("weight", "bias"):
-        three = [getattr(layer, key).view(HEADS, WIDTH // HEADS, -1) for layer in (plain.wq, plain.wk, plain.wv)]
+        three = [
+            getattr(layer, key).view(HEADS, WIDTH // HEADS, -1)
+            for layer in (plain.wq, plain.wk, plain.wv)
+        ]
         rows = torch.stack(three, dim=1).flatten(0, 2)
         tensors[f"attention.qkv.{key}"] = rows if key == "weight" else rows.flatten()
     return tensors
@@ -103,15 +126,19 @@ class Shared(Trainer):
     def __init__(self, batch: int, device: torch.device, *, sequence_parallel: bool) -> None:
         super().__init__(
             lambda whole: SharedModel(whole, sequence_parallel=sequence_parallel),
-            lambda model: AdamW(model.parameters(), lr=RATE), batch, device,
-        )  # fmt: skip
+            lambda model: AdamW(model.parameters(), lr=RATE),
+            batch,
+            device,
+        )
         self.batch = _same_batch(batch, device)
         step = self.optimizer.step
         self.optimizer.step = lambda: (finish_gradients(self.model, group=self.model.group), step())  # type: ignore
 
 
 def _same_batch(batch: int, device: torch.device) -> Tensor:
-    return torch.randint(VOCABULARY, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randint(
+        VOCABULARY, (batch, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
 
 
 def _dtensor(batch: int, device: torch.device) -> Trainer:
@@ -126,7 +153,12 @@ def _dtensor(batch: int, device: torch.device) -> Trainer:
             parallelize_module(block, mesh, plan)
         return model
 
-    found = Trainer(wrap, lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-2), batch, device)
+    found = Trainer(
+        wrap,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-2),
+        batch,
+        device,
+    )
     found.batch = _same_batch(batch, device)
     return found
 
@@ -134,7 +166,10 @@ def _dtensor(batch: int, device: torch.device) -> Trainer:
 def _local_heads(self: PlainBlock, x: Tensor) -> Tensor:
     batch, length, _ = x.shape
     h = self.ln1(x)
-    q, k, v = (w(h).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+    q, k, v = (
+        w(h).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+        for w in (self.wq, self.wk, self.wv)
+    )
     attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + self.wo(attended.transpose(1, 2).reshape(batch, length, -1))
     return x + self.down(nn.functional.gelu(self.up(self.ln2(x))))
@@ -144,7 +179,9 @@ class _OneProcess:
     """The whole step on the first rank; nothing on others."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        self.trainer = Trainer(lambda model: model, lambda model: AdamW(model.parameters(), lr=RATE), batch, device)
+        self.trainer = Trainer(
+            lambda model: model, lambda model: AdamW(model.parameters(), lr=RATE), batch, device
+        )
         self.trainer.batch = _same_batch(batch, device)
 
     def __call__(self) -> None:
@@ -159,7 +196,11 @@ def _facts(ours: Shared) -> dict[str, Any]:
     before = comm.sequence, comm.bytes_sent
     ours()
     held = sum(p.numel() for p in ours.model.parameters())
-    return {"collectives": comm.sequence - before[0], "sent_bytes": comm.bytes_sent - before[1], "parameters_held": held}
+    return {
+        "collectives": comm.sequence - before[0],
+        "sent_bytes": comm.bytes_sent - before[1],
+        "parameters_held": held,
+    }
 
 
 def _case(batch: int, sequence_parallel: bool, *, device: torch.device) -> Case:
@@ -170,7 +211,11 @@ def _case(batch: int, sequence_parallel: bool, *, device: torch.device) -> Case:
     return Case(
         bench="tensor_parallel",
         name=f"GPT step, tp = {SIZE}{kind}, {batch} x {LENGTH} tokens",
-        implementations={"pyops layers": ours, "torch DTensor": peer, "one process": _OneProcess(batch, device)},
+        implementations={
+            "pyops layers": ours,
+            "torch DTensor": peer,
+            "one process": _OneProcess(batch, device),
+        },
         check=lambda: worst,
         device=device,
         targets={"torch DTensor": 1.5} if batch == 1 else {},
@@ -192,7 +237,9 @@ def run(options: Any) -> list[Row]:
     for row in rows:
         half = row["us"]["one process"][1] / 2
         row["beyond_half_ms"] = {
-            name: round((us[1] - half) / 1e3, 1) for name, us in row["us"].items() if name != "one process"
+            name: round((us[1] - half) / 1e3, 1)
+            for name, us in row["us"].items()
+            if name != "one process"
         }
         print(row["case"], "beyond half of one process, ms:", row["beyond_half_ms"])
     return rows

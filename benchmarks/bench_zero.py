@@ -1,7 +1,9 @@
-"""One step of a GPT whose states, gradients and parameters are spread over 2 ranks, one thread each, beside torch's FSDP2.
+"""One step of a GPT whose states, gradients and parameters are spread over 2 ranks, one thread
+each, beside torch's FSDP2.
 
-The model of bench_data_parallel. One sequence a rank is bound by communication, eight by computation. FSDP2 spreads what
-stage 3 spreads, so it is the rival of every stage; "each rank alone" takes the same step without any communication.
+The model of bench_data_parallel. One sequence a rank is bound by communication, eight by
+computation. FSDP2 spreads what stage 3 spreads, so it is the rival of every stage; "each rank
+alone" takes the same step without any communication.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ __all__ = ["run"]
 RATE = 1e-4
 
 
-def _trainer(make: Callable[[nn.Module], torch.optim.Optimizer], batch: int, device: torch.device) -> Trainer:
+def _trainer(
+    make: Callable[[nn.Module], torch.optim.Optimizer], batch: int, device: torch.device
+) -> Trainer:
     """The other bench's, of a model that its optimizer wraps if anything does."""
     return Trainer(lambda model: model, make, batch, device)
 
@@ -51,13 +55,22 @@ def _facts(ours: Trainer, stage: int) -> dict[str, Any]:
     ours()
     numel = sum(p.numel() for p in ours.model.parameters())
     return {
-        "stage": stage, "parameters": numel, "sent_bytes_per_parameter": round((comm.bytes_sent - before) / numel, 3),
-        **{f"{kind}_bytes_per_parameter": round(size / numel, 3) for kind, size in ours.optimizer.memory().items()},
-    }  # fmt: skip
+        "stage": stage,
+        "parameters": numel,
+        "sent_bytes_per_parameter": round((comm.bytes_sent - before) / numel, 3),
+        **{
+            f"{kind}_bytes_per_parameter": round(size / numel, 3)
+            for kind, size in ours.optimizer.memory().items()
+        },
+    }
 
 
 def _case(stage: int, batch: int, *, device: torch.device) -> Case:
-    ours = _trainer(lambda model: ZeroOptimizer(model, AdamW, stage=stage, lr=RATE, weight_decay=0.01), batch, device)
+    ours = _trainer(
+        lambda model: ZeroOptimizer(model, AdamW, stage=stage, lr=RATE, weight_decay=0.01),
+        batch,
+        device,
+    )
     peer = _trainer(_fsdp, batch, device)
     alone = _trainer(_alone, batch, device)
     facts = {"ranks": SIZE, "threads": torch.get_num_threads(), "tokens": SIZE * batch * LENGTH}
@@ -66,7 +79,11 @@ def _case(stage: int, batch: int, *, device: torch.device) -> Case:
     return Case(
         bench="zero",
         name=f"GPT step, stage {stage}, {SIZE} ranks, {batch} x {LENGTH} tokens a rank",
-        implementations={f"ZeroOptimizer, stage {stage}": ours, "torch FSDP2": peer, "each rank alone": alone},
+        implementations={
+            f"ZeroOptimizer, stage {stage}": ours,
+            "torch FSDP2": peer,
+            "each rank alone": alone,
+        },
         check=lambda: worst,
         device=device,
         targets={"torch FSDP2": 1.5 if batch == 1 else 1.0},

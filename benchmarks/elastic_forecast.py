@@ -1,6 +1,8 @@
-"""python -m benchmarks.elastic_forecast: PipeTransformer's machines, simulated, beside what its authors measured.
+"""python -m benchmarks.elastic_forecast: PipeTransformer's machines, simulated, beside what its
+authors measured.
 
-Two servers of eight Quadro RTX 5000; ViT-B/16 at 224 x 224, and BERT-large at 384 tokens. The tables of docs/elastic.md.
+Two servers of eight Quadro RTX 5000; ViT-B/16 at 224 x 224, and BERT-large at 384 tokens. The
+tables of docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from pyops.pipeline import Costs, LayerCosts, Profile, schedule, simulate
 
 __all__ = ["bert", "machine", "run", "seconds", "throughput", "vit"]
 
-# The device's speed and what a micro-batch costs besides are fitted to the published throughput of ViT with K = 8 at M = K and
-# 2 K, 368 and 410 samples a second on two pipelines of about 400 samples each.
+# The device's speed and what a micro-batch costs besides are fitted to the published throughput of
+# ViT with K = 8 at M = K and 2 K, 368 and 410 samples a second on two pipelines of about 400
+# samples each.
 FLOPS = 5.6e12
 OVERHEAD = 11e-3
 PCIE, INFINIBAND = 15.754e9, 5e9
@@ -25,19 +28,31 @@ BERT = {"batch": 64, "blocks": 24, "cached_from": 5}
 
 
 def transformer(dim: int, tokens: int, blocks: int, *, embedding: int, head: int) -> Profile:
-    """Costs of a sample: each block's attention and MLP a layer, in fp32; backward takes twice as long as forward."""
+    """Costs of a sample: each block's attention and MLP a layer, in fp32; backward takes twice as
+    long as forward."""
     sizes = [(embedding, 0.0)]
     for _ in range(blocks):
         attention = 8.0 * dim * dim * tokens + 4.0 * tokens * tokens * dim
-        sizes += [(4 * (dim * dim + dim) + 2 * dim, attention), (8 * dim * dim + 7 * dim, 16.0 * dim * dim * tokens)]
+        sizes += [
+            (4 * (dim * dim + dim) + 2 * dim, attention),
+            (8 * dim * dim + 7 * dim, 16.0 * dim * dim * tokens),
+        ]
     sizes += [(2 * dim, 0.0), (head, 2.0 * head)]
     layers = []
     for i, (parameters, flops) in enumerate(sizes):
         seconds = flops / FLOPS
-        layers.append(LayerCosts(
-            forward=seconds, backward=2 * seconds, forward_apart=seconds, input_gradient=seconds, weight_gradient=seconds,
-            activation=4 * tokens * dim, parameters=parameters, weights=((i, 4 * parameters),),
-        ))  # fmt: skip
+        layers.append(
+            LayerCosts(
+                forward=seconds,
+                backward=2 * seconds,
+                forward_apart=seconds,
+                input_gradient=seconds,
+                weight_gradient=seconds,
+                activation=4 * tokens * dim,
+                parameters=parameters,
+                weights=((i, 4 * parameters),),
+            )
+        )
     return Profile(tuple(layers))
 
 
@@ -53,14 +68,32 @@ def machine() -> Machine:
     return Machine(devices=16, overhead=OVERHEAD, bandwidth=PCIE, reduce_bandwidth=INFINIBAND)
 
 
-def run(profile: Profile, model: dict[str, int], alpha: float | None, *, epochs: int = 10, cache: bool = True,
-        **options: Any) -> tuple[Epoch, ...]:  # fmt: skip
+def run(
+    profile: Profile,
+    model: dict[str, int],
+    alpha: float | None,
+    *,
+    epochs: int = 10,
+    cache: bool = True,
+    **options: Any,
+) -> tuple[Epoch, ...]:
     """As published: each replica's batch kept, frozen layers in 1/6 of their memory."""
     return forecast(
-        profile, policy=None if alpha is None else Bound(alpha), epochs=epochs, samples=50_000, blocks=model["blocks"],
-        layers_of=lambda n: 1 + 2 * n, stages=8, machine=machine(), batch=model["batch"], batch_policy="replica",
-        cached_from=model["cached_from"] if cache else None, schedule="gpipe", head=2, **options,
-    )  # fmt: skip
+        profile,
+        policy=None if alpha is None else Bound(alpha),
+        epochs=epochs,
+        samples=50_000,
+        blocks=model["blocks"],
+        layers_of=lambda n: 1 + 2 * n,
+        stages=8,
+        machine=machine(),
+        batch=model["batch"],
+        batch_policy="replica",
+        cached_from=model["cached_from"] if cache else None,
+        schedule="gpipe",
+        head=2,
+        **options,
+    )
 
 
 def seconds(epochs: Sequence[Epoch]) -> float:
@@ -72,33 +105,53 @@ def throughput(profile: Profile, micro_batches: int) -> float:
     bounds = pack(profile, frozen=0, stages=8, batch=8).boundaries
     costs, scale = profile.costs(bounds), VIT["batch"] / micro_batches
     parts: dict[str, Any] = {
-        part: [scale * costs.of(part, s) for s in range(8)] for part in ("forward", "input_gradient", "weight_gradient")
+        part: [scale * costs.of(part, s) for s in range(8)]
+        for part in ("forward", "input_gradient", "weight_gradient")
     }
     for part in ("forward", "input_gradient"):
         parts[part] = [OVERHEAD + each for each in parts[part]]
-    step = simulate(schedule("gpipe", num_stages=8, num_microbatches=micro_batches), Costs(**parts)).makespan
+    step = simulate(
+        schedule("gpipe", num_stages=8, num_microbatches=micro_batches), Costs(**parts)
+    ).makespan
     return 2 * VIT["batch"] / step
 
 
 def main() -> None:
     profile, large = vit(), bert()
     base, base_large = seconds(run(profile, VIT, None)), seconds(run(large, BERT, None))
-    print("| alpha | ViT-B/16, simulated | published, CIFAR-100 | BERT-large, simulated |\n|---|---:|---:|---:|")
+    print(
+        "| alpha | ViT-B/16, simulated | published, CIFAR-100 | BERT-large, simulated "
+        "|\n|---|---:|---:|---:|"
+    )
     for name, published in SPEEDUPS.items():
         above, below = map(int, name.split("/"))
         one, other = run(profile, VIT, above / below), run(large, BERT, above / below)
-        print(f"| {name} | {base / seconds(one):.2f} | {published} | {base_large / seconds(other):.2f} |")
+        print(
+            f"| {name} | {base / seconds(one):.2f} | {published} | "
+            f"{base_large / seconds(other):.2f} |"
+        )
     print("\n| ViT-B/16, alpha = 1/3 | simulated | published, ImageNet |\n|---|---:|---:|")
-    rows = [("freeze only", {"compress": False, "cache": False}, 0.95),
-            ("fewer stages and cache", {"replicate": False}, 1.26),
-            ("fewer stages and more replicas", {"cache": False}, 2.27), ("all", {}, 2.83)]  # fmt: skip
+    rows = [
+        ("freeze only", {"compress": False, "cache": False}, 0.95),
+        ("fewer stages and cache", {"replicate": False}, 1.26),
+        ("fewer stages and more replicas", {"cache": False}, 2.27),
+        ("all", {}, 2.83),
+    ]
     for title, options, published in rows:
-        print(f"| {title} | {base / seconds(run(profile, VIT, 1 / 3, **options)):.2f} | {published} |")
-    print("\n| epoch | frozen | stages | replicas | micro-batches | samples/s |\n|---|---:|---:|---:|---:|---:|")
+        print(
+            f"| {title} | {base / seconds(run(profile, VIT, 1 / 3, **options)):.2f} | {published} |"
+        )
+    print(
+        "\n| epoch | frozen | stages | replicas | micro-batches | samples/s "
+        "|\n|---|---:|---:|---:|---:|---:|"
+    )
     for i, epoch in enumerate(run(profile, VIT, 1 / 3)):
         packing = epoch.packing
         rate = 50_000 / epoch.seconds
-        print(f"| {i} | {epoch.frozen} | {packing.stages} | {packing.replicas} | {packing.micro_batches} | {rate:.0f} |")
+        print(
+            f"| {i} | {epoch.frozen} | {packing.stages} | {packing.replicas} | "
+            f"{packing.micro_batches} | {rate:.0f} |"
+        )
     print("\n| micro-batches, of 8 stages | simulated samples/s | published |\n|---:|---:|---:|")
     for times, published in enumerate(THROUGHPUT, start=1):
         print(f"| {8 * times} | {throughput(profile, 8 * times):.0f} | {published} |")

@@ -1,12 +1,13 @@
-"""A training step of a GPT, ready to be called: as `pyops train` takes it, and as plain PyTorch does.
+"""A training step of a GPT, ready to be called: as `pyops train` takes it, and as plain PyTorch
+does.
 
     PyopsStep    GPT in bf16, DataParallel over one rank, AdamW with fp32 masters over flat buffers: pyops.train's own parts
     PlainStep    nn.Linear, nn.LayerNorm, scaled_dot_product_attention, cross_entropy; torch's fused AdamW, clipped. In bf16
                  beside fp32 masters, like ours, or in fp32 under autocast
 
-Each has what was made of it by torch.compile as well: blocks and the head with its loss, each by itself, so that equal blocks
-are compiled once. A call takes one step on the same tokens and returns its loss and the norm of its gradient, as in training,
-where both are read.
+Each has what was made of it by torch.compile as well: blocks and the head with its loss, each by
+itself, so that equal blocks are compiled once. A call takes one step on the same tokens and returns
+its loss and the norm of its gradient, as in training, where both are read.
 """
 
 from __future__ import annotations
@@ -51,21 +52,27 @@ class Size:
 
     @property
     def flops(self) -> int:
-        """Of a step, by the usual formula: 6 N + 12 L d s a token, for N parameters, L layers of width d, s tokens in a row.
+        """Of a step, by the usual formula: 6 N + 12 L d s a token, for N parameters, L layers of
+        width d, s tokens in a row.
 
-        6 N: each parameter is multiplied and added in forward, and twice in backward. 12 L d s: so are scores and values, as if
-        no token were masked. (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.) Nothing for what is computed twice.
+        6 N: each parameter is multiplied and added in forward, and twice in backward. 12 L d s: so
+        are scores and values, as if no token were masked. (Chowdhery et al., PaLM,
+        arXiv:2204.02311, appendix B.) Nothing for what is computed twice.
         """
         return self.tokens * (6 * self.parameters + 12 * self.layers * self.width * self.length)
 
     def batch_of_tokens(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(self.vocabulary, (self.batch, self.length + 1), generator=generator).to(device)
+        return torch.randint(
+            self.vocabulary, (self.batch, self.length + 1), generator=generator
+        ).to(device)
 
 
 SIZES = {
     "GPT 125M": Size(12, 768, 12, 1024, batch=32),
-    "GPT 1.3B": Size(24, 2048, 16, 2048, batch=4),  # states of ours and of one rival, and activations, in 78 GiB
+    "GPT 1.3B": Size(
+        24, 2048, 16, 2048, batch=4
+    ),  # states of ours and of one rival, and activations, in 78 GiB
     "GPT tiny": Size(2, 64, 4, 32, batch=4, vocabulary=256),
 }
 
@@ -79,16 +86,22 @@ class PyopsStep:
 
     def __init__(self, size: Size, device: torch.device) -> None:
         model = GPTConfig(
-            vocab_size=size.vocabulary, sequence_length=size.length, num_layers=size.layers, num_heads=size.heads,
-            dim=size.width, activation="gelu_tanh",
-        )  # fmt: skip
+            vocab_size=size.vocabulary,
+            sequence_length=size.length,
+            num_layers=size.layers,
+            num_heads=size.heads,
+            dim=size.width,
+            activation="gelu_tanh",
+        )
         config = Config(model=model, optimizer=OPTIMIZER, precision=PrecisionConfig(dtype="bf16"))
         self.model, self.rows, self.tokens = (
             make_model(config, device=device, tp_group=None),
             size.batch_of_tokens(device),
             size.tokens,
         )
-        self.start = {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
+        self.start = {
+            name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()
+        }
         self.strategy = Replicated(config, self.model, group=None)
 
     def compile(self) -> None:
@@ -135,7 +148,10 @@ class PlainGPT(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
+        self.tokens, self.positions = (
+            nn.Embedding(size.vocabulary, size.width),
+            nn.Embedding(size.length, size.width),
+        )
         self.blocks = nn.ModuleList(PlainBlock(size.width, size.heads) for _ in range(size.layers))
         self.head = PlainHead(self.tokens)
 
@@ -151,16 +167,21 @@ class PlainGPT(nn.Module):
         """The values of pyops.models.GPT's parameters, by their names there."""
         mine = dict(self.named_parameters())
         for name, value in start.items():
-            name = name.replace("embedding.token", "tokens").replace("embedding.position", "positions")
+            name = name.replace("embedding.token", "tokens").replace(
+                "embedding.position", "positions"
+            )
             mine.pop(name.replace("attention.", "").replace("mlp.", "")).copy_(value)
         if mine:
             raise AssertionError(f"the plain model has {sorted(mine)}, which pyops' has not")
 
 
 class PlainStep:
-    """A step by torch alone. autocast: fp32 parameters, products in bf16; else bf16 parameters beside fp32 masters."""
+    """A step by torch alone. autocast: fp32 parameters, products in bf16; else bf16 parameters
+    beside fp32 masters."""
 
-    def __init__(self, size: Size, device: torch.device, start: dict[str, Tensor], *, autocast: bool = False) -> None:
+    def __init__(
+        self, size: Size, device: torch.device, start: dict[str, Tensor], *, autocast: bool = False
+    ) -> None:
         dtype = torch.float32 if autocast else torch.bfloat16
         with torch.device(device):
             self.model = PlainGPT(size).to(dtype)
@@ -173,10 +194,17 @@ class PlainStep:
             self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
             for master in self.masters:
                 master.grad = torch.empty_like(master)
-        decayed, others = ([m for m in self.masters if (m.ndim >= 2) == wide] for wide in (True, False))
-        groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        decayed, others = (
+            [m for m in self.masters if (m.ndim >= 2) == wide] for wide in (True, False)
+        )
+        groups = [
+            {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.eps, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.eps, fused=True
+        )
 
     def compile(self) -> None:
         """Let torch.compile have the blocks and the head."""
@@ -194,6 +222,8 @@ class PlainStep:
         norm = nn.utils.clip_grad_norm_(self.masters, OPTIMIZER.max_grad_norm)
         self.optimizer.step()
         if self.masters is not self.parameters:
-            torch._foreach_copy_([p.detach() for p in self.parameters], [m.detach() for m in self.masters])
+            torch._foreach_copy_(
+                [p.detach() for p in self.parameters], [m.detach() for m in self.masters]
+            )
         self.model.zero_grad(set_to_none=True)
         return float(loss.detach()), float(norm)

@@ -2,11 +2,12 @@
 
     check -> calibrate -> ours peer ours peer ours peer ... -> median, 20 % and 80 % quantiles -> one JSON line
 
-Rounds are interleaved so that a machine that slows down for a while slows all alike; a speed-up is the median of the
-ratios within each round. A case that gives a wrong result raises instead of printing a number; a rival that raises, or gives
-another result, is left out of the row.
+Rounds are interleaved so that a machine that slows down for a while slows all alike; a speed-up is
+the median of the ratios within each round. A case that gives a wrong result raises instead of
+printing a number; a rival that raises, or gives another result, is left out of the row.
 
-Several processes time a case together through `Ranks`: a barrier before each sample, the slowest rank's time counts,
+Several processes time a case together through `Ranks`: a barrier before each sample, the slowest
+rank's time counts,
 and the number of repetitions is the first rank's.
 """
 
@@ -77,14 +78,19 @@ class Case:
     """One line of a bench: the same work by pyops and by its rivals.
 
     implementations: name -> callable without arguments; the first is ours.
-    check: raises when our result is wrong; returns the largest error, or None where there is nothing to say.
+    check: raises when our result is wrong; returns the largest error, or None where there is
+    nothing to say.
     prepare: name -> callable run before each call and not timed (fresh gradients, say).
     bytes_moved: bytes that one call must read and write at least; gives GB/s and percent of a copy.
-    flops: operations that one call must do at least; gives TFLOP/s of all, and percent of a matrix product of ours.
-    targets: rival -> how many times faster than it ours ought to be, for the report.
-    least, most: field of the row -> what it ought to reach, or stay within: percent_of_copy, or ms, our median time.
-    vet: rival -> callable that raises when the rival gives another result; called once, after `check`.
-    facts: anything else the row ought to record. observe: called with the row when all is timed, for facts that follow from it
+    flops: operations that one call must do at least; gives TFLOP/s of all, and percent of a matrix
+    product of ours. targets: rival -> how many times faster than it ours ought to be, for the
+    report.
+    least, most: field of the row -> what it ought to reach, or stay within: percent_of_copy, or ms,
+    our median time.
+    vet: rival -> callable that raises when the rival gives another result; called once, after
+    `check`.
+    facts: anything else the row ought to record. observe: called with the row when all is timed,
+    for facts that follow from it
         or cost time; one that raises costs the row nothing else.
     """
 
@@ -105,7 +111,8 @@ class Case:
 
 
 def _sample(case: Case, name: str, *, repeats: int, ranks: Ranks) -> float:
-    """Seconds for one call of an implementation: the mean of `repeats` calls, preparation left out."""
+    """Seconds for one call of an implementation: the mean of `repeats` calls, preparation left
+    out."""
     call, prepare = case.implementations[name], case.prepare.get(name)
     cuda = case.device.type == "cuda"
     ranks.barrier()
@@ -133,7 +140,8 @@ def _calibrate(case: Case, name: str, *, sample_seconds: float, ranks: Ranks) ->
 
 
 def _contenders(case: Case, *, sample_seconds: float, ranks: Ranks) -> dict[str, int]:
-    """How many calls make a sample, of all implementations that work. Ours must; among several processes all must."""
+    """How many calls make a sample, of all implementations that work. Ours must; among several
+    processes all must."""
     repeats: dict[str, int] = {}
     for name in case.implementations:
         try:
@@ -143,7 +151,10 @@ def _contenders(case: Case, *, sample_seconds: float, ranks: Ranks) -> dict[str,
         except Exception as error:
             if not repeats or not isinstance(ranks, Alone):
                 raise
-            print(f"{case.name}: {name} is left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(
+                f"{case.name}: {name} is left out: {type(error).__name__}: {str(error)[:300]}",
+                flush=True,
+            )
     return repeats
 
 
@@ -155,10 +166,13 @@ def quantiles(seconds: list[float]) -> list[float]:
     return [round(1e6 * value, 3) for value in (low, statistics.median(ordered), high)]
 
 
-def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks: Ranks | None = None) -> Row:
+def measure(
+    case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks: Ranks | None = None
+) -> Row:
     """Check the case, time it, and return its row.
 
-    rounds: how often each implementation is sampled, in turn. sample_seconds: calls are repeated within a sample
+    rounds: how often each implementation is sampled, in turn. sample_seconds: calls are repeated
+    within a sample
     until it lasts about that long. Whatever `case.check` raises is raised.
     """
     ranks = ranks if ranks is not None else Alone()
@@ -177,14 +191,19 @@ def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks
         "device": case.device.type,
         "us": {name: quantiles(seconds[name]) for name in names},
         "speedup": {
-            name: round(statistics.median(r / o for r, o in zip(seconds[name], seconds[ours], strict=True)), 3)
+            name: round(
+                statistics.median(r / o for r, o in zip(seconds[name], seconds[ours], strict=True)),
+                3,
+            )
             for name in rivals
         },
         "max_error": error,
         "rounds": rounds,
     }
     row |= _roofs(case, {name: statistics.median(seconds[name]) for name in names})
-    row |= {key: dict(found) for key in ("targets", "least", "most") if (found := getattr(case, key))}
+    row |= {
+        key: dict(found) for key in ("targets", "least", "most") if (found := getattr(case, key))
+    }
     row |= dict(case.facts)
     row |= _observed(case, row)
     row["machine"] = machine.describe(case.device)
@@ -194,24 +213,28 @@ def measure(case: Case, *, rounds: int = 15, sample_seconds: float = 0.01, ranks
 
 
 def _roofs(case: Case, medians: Mapping[str, float]) -> Row:
-    """What a case that states its bytes or operations does a second, beside a copy and a matrix product of this process."""
+    """What a case that states its bytes or operations does a second, beside a copy and a matrix
+    product of this process."""
     row: Row = {}
     ours = next(iter(medians))
     if case.bytes_moved is not None:
         copy, per_second = machine.copy_bandwidth(case.device), case.bytes_moved / medians[ours]
         row |= {
-            "bytes": case.bytes_moved, "gb_per_s": round(per_second / 1e9, 2),
-            "percent_of_copy": round(100 * per_second / copy, 1), "copy_gb_per_s": round(copy / 1e9, 2),
-        }  # fmt: skip
+            "bytes": case.bytes_moved,
+            "gb_per_s": round(per_second / 1e9, 2),
+            "percent_of_copy": round(100 * per_second / copy, 1),
+            "copy_gb_per_s": round(copy / 1e9, 2),
+        }
         if case.device.type == "cuda":
             row["matmul_tflop_per_s"] = _digits(machine.matmul_flops(case.device) / 1e12)
     if case.flops is not None:
         matmul = machine.matmul_flops(case.device)
         row |= {
-            "flops": case.flops, "tflop_per_s": {name: _digits(case.flops / s / 1e12) for name, s in medians.items()},
+            "flops": case.flops,
+            "tflop_per_s": {name: _digits(case.flops / s / 1e12) for name, s in medians.items()},
             "percent_of_matmul": round(100 * case.flops / medians[ours] / matmul, 1),
             "matmul_tflop_per_s": _digits(matmul / 1e12),
-        }  # fmt: skip
+        }
         if case.device.type == "cuda":
             row["copy_gb_per_s"] = round(machine.copy_bandwidth(case.device) / 1e9, 2)
     return row
@@ -231,14 +254,18 @@ def _observed(case: Case, row: Row) -> Mapping[str, Any]:
 
 
 def format_row(row: Row) -> str:
-    """One line for a terminal: ours, then each rival with the speed-up over it, and whether the target was met."""
+    """One line for a terminal: ours, then each rival with the speed-up over it, and whether the
+    target was met."""
     ours, *rivals = row["us"]
     low, middle, high = row["us"][ours]
     line = f"{row['case']:<52} {middle:>10.1f} us ({low:.1f}-{high:.1f})"
     if "gb_per_s" in row:
         line += f" {row['gb_per_s']:6.1f} GB/s {row['percent_of_copy']:5.1f} % of copy"
     if "tflop_per_s" in row:
-        line += f" {row['tflop_per_s'][ours]:6.1f} TFLOP/s {row['percent_of_matmul']:5.1f} % of a product"
+        line += (
+            f" {row['tflop_per_s'][ours]:6.1f} TFLOP/s {row['percent_of_matmul']:5.1f} % of "
+            "a product"
+        )
     for name in rivals:
         line += f" | {row['speedup'][name]:.2f}x {name}"
     for verdict in verdicts(row):
@@ -247,7 +274,8 @@ def format_row(row: Row) -> str:
 
 
 def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
-    """Append rows as JSON lines to the file of their machine; returns that file, or None if there were no rows."""
+    """Append rows as JSON lines to the file of their machine; returns that file, or None if there
+    were no rows."""
     path = None
     for row in rows:
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,18 +285,25 @@ def append_rows(rows: Iterable[Row], *, folder: Path = RESULTS) -> Path | None:
     return path
 
 
-def run_cases(cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01) -> list[Row]:
+def run_cases(
+    cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, sample_seconds: float = 0.01
+) -> list[Row]:
     """Measure cases one after another in this process and print each row as it comes.
 
-    A case may be given as a function that makes it, so that its tensors exist only while it is measured. Where the environment
-    variable PYOPS_BENCH_ROWS names a file, each row is appended to it at once: a bench that is stopped keeps what it has.
-    Raises FailedCases at the end when a case raised; its error is printed and the others are measured all the same.
+    A case may be given as a function that makes it, so that its tensors exist only while it is
+    measured. Where the environment variable PYOPS_BENCH_ROWS names a file, each row is appended to
+    it at once: a bench that is stopped keeps what it has. Raises FailedCases at the end when a case
+    raised; its error is printed and the others are measured all the same.
     """
     rows: list[Row] = []
     failed: list[str] = []
     for case in cases:
         try:
-            row = measure(case if isinstance(case, Case) else case(), rounds=rounds, sample_seconds=sample_seconds)
+            row = measure(
+                case if isinstance(case, Case) else case(),
+                rounds=rounds,
+                sample_seconds=sample_seconds,
+            )
         except Exception as error:
             traceback.print_exc()
             failed.append(f"{type(error).__name__}: {error}")
@@ -285,7 +320,8 @@ def run_cases(cases: Iterable[Case | Callable[[], Case]], *, rounds: int = 15, s
 
 
 def _release() -> None:
-    """Give the memory of the case before back: the next may need all of a GPU, and an optimizer can be part of a cycle."""
+    """Give the memory of the case before back: the next may need all of a GPU, and an optimizer can
+    be part of a cycle."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,5 @@
-"""What the compiler made of every Triton and CUDA kernel for sm_90: registers, occupancy, widths of accesses. Needs no GPU.
+"""What the compiler made of every Triton and CUDA kernel for sm_90: registers, occupancy, widths of
+accesses. Needs no GPU.
 
 python -m benchmarks.kernel_facts [NAME...]      a stem of pyops/ops/triton or csrc/cuda; all when none is given
 
@@ -38,7 +39,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class Case(NamedTuple):
-    """A launcher's call; bytes and operations are those of an element of its largest input, or of the output of a gate."""
+    """A launcher's call; bytes and operations are those of an element of its largest input, or of
+    the output of a gate."""
 
     name: str
     call: Callable[[], object]
@@ -54,12 +56,27 @@ def norms() -> Iterator[Case]:
     from pyops.ops.triton import norm as kernels
 
     for dtype, width in [(BF16, w) for w in WIDTHS] + [(F32, w) for w in WIDTHS]:
-        x, w, statistic = empty(TOKENS, width, dtype=dtype), empty(width, dtype=dtype), empty(TOKENS, dtype=F32)
+        x, w, statistic = (
+            empty(TOKENS, width, dtype=dtype),
+            empty(width, dtype=dtype),
+            empty(TOKENS, dtype=F32),
+        )
         size, label = dtype.itemsize, f"{width} {_short(dtype)}"
-        rms_back = partial(kernels.rms_norm_backward, x, None, x, w, statistic, offset=0.0, weight_grad=True)
-        layer_back = partial(kernels.layer_norm_backward, x, x, x, w, statistic, statistic, weight_grad=True)
-        yield Case(f"rms {label}", partial(kernels.rms_norm, x, w, eps=1e-6, offset=0.0), 2 * size, 4)
-        yield Case(f"add layer {label}", partial(kernels.add_layer_norm, x, x, w, w, eps=1e-6), 4 * size, 10)
+        rms_back = partial(
+            kernels.rms_norm_backward, x, None, x, w, statistic, offset=0.0, weight_grad=True
+        )
+        layer_back = partial(
+            kernels.layer_norm_backward, x, x, x, w, statistic, statistic, weight_grad=True
+        )
+        yield Case(
+            f"rms {label}", partial(kernels.rms_norm, x, w, eps=1e-6, offset=0.0), 2 * size, 4
+        )
+        yield Case(
+            f"add layer {label}",
+            partial(kernels.add_layer_norm, x, x, w, w, eps=1e-6),
+            4 * size,
+            10,
+        )
         yield Case(f"rms back {label}", rms_back, 3 * size, 9)
         yield Case(f"add layer back {label}", layer_back, 4 * size, 14)
 
@@ -71,11 +88,25 @@ def activations() -> Iterator[Case]:
         x, bias, size = empty(TOKENS, 4096, dtype=dtype), empty(4096, dtype=dtype), dtype.itemsize
         half = empty(TOKENS, 2048, dtype=dtype)
         for name, flops in (("gelu", 40), ("gelu_tanh", 14), ("silu", 6), ("relu", 2)):
-            back = partial(kernels.bias_activation_backward, x, x, bias, activation=name, bias_grad=True)
-            yield Case(f"{name} {_short(dtype)}", partial(kernels.bias_activation, x, bias, activation=name), 2 * size, flops)
+            back = partial(
+                kernels.bias_activation_backward, x, x, bias, activation=name, bias_grad=True
+            )
+            yield Case(
+                f"{name} {_short(dtype)}",
+                partial(kernels.bias_activation, x, bias, activation=name),
+                2 * size,
+                flops,
+            )
             yield Case(f"{name} back {_short(dtype)}", back, 3 * size, flops + 10)
-        gated_back = partial(kernels.bias_gated_backward, half, x, None, activation="silu", bias_grad=False)
-        yield Case(f"swiglu {_short(dtype)}", partial(kernels.bias_gated, x, None, activation="silu"), 3 * size, 6)
+        gated_back = partial(
+            kernels.bias_gated_backward, half, x, None, activation="silu", bias_grad=False
+        )
+        yield Case(
+            f"swiglu {_short(dtype)}",
+            partial(kernels.bias_gated, x, None, activation="silu"),
+            3 * size,
+            6,
+        )
         yield Case(f"swiglu back {_short(dtype)}", gated_back, 5 * size, 12)
 
 
@@ -83,7 +114,11 @@ def cross_entropies() -> Iterator[Case]:
     from pyops.ops.triton import cross_entropy as kernels
 
     rows = 4096
-    y, maxima, coefficients = (empty(rows, dtype=torch.int64), empty(rows, dtype=F32), empty(rows, 3, dtype=F32))
+    y, maxima, coefficients = (
+        empty(rows, dtype=torch.int64),
+        empty(rows, dtype=F32),
+        empty(rows, 3, dtype=F32),
+    )
     for dtype, columns in [(BF16, v) for v in VOCABULARIES] + [(F32, v) for v in VOCABULARIES]:
         z, label = empty(rows, columns, dtype=dtype), f"{columns} {_short(dtype)}"
         place: dict[str, Any] = {"ignore_index": -100, "first_column": 0, "columns": columns}
@@ -104,7 +139,10 @@ def dropouts() -> Iterator[Case]:
         back = partial(kernels.bias_dropout_add_backward, x, state, p=0.1, bias_grad=True)
         part = partial(kernels.dropout, x, state, p=0.1, row=4096, row_stride=8192)
         yield Case(
-            f"bias dropout add {_short(dtype)}", partial(kernels.bias_dropout_add, x, bias, x, state, p=0.1), 3 * size, 5
+            f"bias dropout add {_short(dtype)}",
+            partial(kernels.bias_dropout_add, x, bias, x, state, p=0.1),
+            3 * size,
+            5,
         )
         yield Case(f"back {_short(dtype)}", back, 3 * size, 3)
         yield Case(f"part of rows {_short(dtype)}", part, 2 * size, 3)
@@ -148,20 +186,40 @@ def elements(launch: Compiled) -> int:
 
 def line(name: str, machine: Machine, warps: int, dynamic: int = 0) -> str:
     ctas = machine.ctas(32 * warps, dynamic)
-    loads, stores = (" ".join(f"{size}x{n}" for size, n in found.items()) for found in (machine.loads, machine.stores))
+    loads, stores = (
+        " ".join(f"{size}x{n}" for size, n in found.items())
+        for found in (machine.loads, machine.stores)
+    )
     ahead = round(machine.ahead * 32 * warps * ctas / 1024)
-    facts = (warps, machine.registers, machine.local, machine.shared + dynamic, ctas, loads, stores, ahead)
-    return " ".join([f"{name:<54}", *(f"{fact:>{width}}" for fact, width in zip(facts, COLUMNS.values(), strict=True))])
+    facts = (
+        warps,
+        machine.registers,
+        machine.local,
+        machine.shared + dynamic,
+        ctas,
+        loads,
+        stores,
+        ahead,
+    )
+    return " ".join(
+        [
+            f"{name:<54}",
+            *(f"{fact:>{width}}" for fact, width in zip(facts, COLUMNS.values(), strict=True)),
+        ]
+    )
 
 
 def of_triton(stem: str) -> None:
-    """A line for every launch of every case; `issue` is the instructions of a program over its elements."""
+    """A line for every launch of every case; `issue` is the instructions of a program over its
+    elements."""
     print(f"\n{stem} (Triton)\n{HEAD} {'issue':>6} {'B':>4} {'FLOP':>4}")
     seen: dict[str, str] = {}
     for case in TRITON[stem]():
         for launch in compile_launches(case.call):
             (machine,) = machine_code(launch.cubin)
-            facts = line(f"{case.name}: {launch.kernel.lstrip('_')}", machine, launch.warps, launch.shared)
+            facts = line(
+                f"{case.name}: {launch.kernel.lstrip('_')}", machine, launch.warps, launch.shared
+            )
             facts += f" {machine.loop * 32 * launch.warps / elements(launch):>6.1f}"
             if launch.kernel == "_column_sum":
                 facts = facts.replace(case.name, "any", 1)
@@ -178,18 +236,39 @@ def cubin_of(stem: str, nvcc: str, folder: Path) -> bytes:
     assert spec is not None
     assert spec.origin is not None
     include, out = Path(spec.origin).parent / "include", folder / f"{stem}.cubin"
-    exact = re.search(rf"csrc/cuda/{stem}\.cu [^\n]*-fmad=false", (ROOT / "CMakeLists.txt").read_text())
-    options = ["-std=c++17", "-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA=1", "-isystem", str(include)]
+    exact = re.search(
+        rf"csrc/cuda/{stem}\.cu [^\n]*-fmad=false", (ROOT / "CMakeLists.txt").read_text()
+    )
+    options = [
+        "-std=c++17",
+        "-O3",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        "-DUSE_CUDA=1",
+        "-isystem",
+        str(include),
+    ]
     source = ROOT / "csrc" / "cuda" / f"{stem}.cu"
     subprocess.run(
-        [nvcc, *options, *(["-fmad=false"] if exact else []), "-arch=sm_90", "-cubin", "-o", str(out), str(source)], check=True
+        [
+            nvcc,
+            *options,
+            *(["-fmad=false"] if exact else []),
+            "-arch=sm_90",
+            "-cubin",
+            "-o",
+            str(out),
+            str(source),
+        ],
+        check=True,
     )
     return out.read_bytes()
 
 
 def _readable(name: str) -> str:
     """`step_kernel<Adam, false>`."""
-    text = subprocess.run(["c++filt", name], check=True, capture_output=True, text=True).stdout.strip()
+    text = subprocess.run(
+        ["c++filt", name], check=True, capture_output=True, text=True
+    ).stdout.strip()
     for pattern, short in (
         (r"pyops::cuda::|pyops::|\(anonymous namespace\)::", ""),
         (r"^void ", ""),
@@ -213,12 +292,20 @@ def of_cuda(stem: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernel_facts", description="What the compiler made of the kernels."
+        prog="python -m benchmarks.kernel_facts",
+        description="What the compiler made of the kernels.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*TRITON, *CUDA])}; all when none is given")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join([*TRITON, *CUDA])}; all when none is given",
+    )
     names = parser.parse_args().names or [*TRITON, *CUDA]
     if unknown := sorted(set(names) - {*TRITON, *CUDA}):
-        parser.error(f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *CUDA])}")
+        parser.error(
+            f"no kernels called {', '.join(unknown)}; there are {', '.join([*TRITON, *CUDA])}"
+        )
     for name in names:
         (of_triton if name in TRITON else of_cuda)(name)
     return 0

@@ -1,4 +1,5 @@
-"""What a row was measured on: processor, accelerator, versions, commit, and the speed of a plain copy and of a matrix product.
+"""What a row was measured on: processor, accelerator, versions, commit, and the speed of a plain
+copy and of a matrix product.
 
 No row names a host or a user: a machine is its processor model, its cores and its accelerator.
 """
@@ -36,7 +37,11 @@ def processor() -> str:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The machine as a row records it; `threads` are those torch computes with."""
-    found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    found: dict[str, Any] = {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30)}
@@ -58,17 +63,25 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """The short commit of the sources, with a plus when tracked sources differ from it.
 
-    Outside of git what the environment variable PYOPS_COMMIT says, for a copy of the sources; else None.
+    Outside of git what the environment variable PYOPS_COMMIT says, for a copy of the sources; else
+    None.
     """
     folder = Path(__file__).resolve().parent.parent
     try:
         short = subprocess.run(
-            ["git", "rev-parse", "--short=10", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short=10", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         changed = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no", "--", "csrc", "pyops"],
-            cwd=folder, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("PYOPS_COMMIT")
     return short + ("+" if changed else "")
@@ -84,7 +97,8 @@ def slug(machine: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=4)
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of `out.copy_(source)`, read and written bytes both counted: the roof of what only moves memory.
+    """Bytes per second of `out.copy_(source)`, read and written bytes both counted: the roof of
+    what only moves memory.
 
     Measured once per process, the median of 15 copies of 256 MiB (4 GiB on a GPU).
     """
@@ -97,8 +111,9 @@ def copy_bandwidth(device: torch.device) -> float:
 def matmul_flops(device: torch.device) -> float:
     """Operations per second of a product of two square matrices: the roof of what only computes.
 
-    Of normal random numbers, whose products draw more power than those of constants. 8192 wide in bf16 on a GPU, 1024 in fp32
-    on a CPU. Measured once per process, the median of 15 times four products.
+    Of normal random numbers, whose products draw more power than those of constants. 8192 wide in
+    bf16 on a GPU, 1024 in fp32 on a CPU. Measured once per process, the median of 15 times four
+    products.
     """
     width, dtype = MATMUL.get(device.type, MATMUL["cpu"])
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))

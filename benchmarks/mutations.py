@@ -1,9 +1,11 @@
-"""Damaged and odd input by the thousand: checkpoints, Hugging Face folders, configurations; what becomes of each.
+"""Damaged and odd input by the thousand: checkpoints, Hugging Face folders, configurations; what
+becomes of each.
 
     python -m benchmarks.mutations                      5,000 of them, the same ones each time
     python -m benchmarks.mutations --count 600 --kind hub --seed 7
 
-Each is a sound folder or file with one thing changed: bits, bytes, names, types, sizes, files. It must be refused with
+Each is a sound folder or file with one thing changed: bits, bytes, names, types, sizes, files. It
+must be refused with
 an error that names the file or the key, or be read as what it says. What is counted as a failure:
 
     raw       an exception of another kind (TypeError, KeyError, RuntimeError of torch, ...), or one that names nothing
@@ -60,10 +62,15 @@ class _TooSlow(BaseException):
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
     """Raise _TooSlow within, once either limit has passed."""
-    timers = [(signal.ITIMER_PROF, signal.SIGPROF, LIMIT, "of CPU time"), (signal.ITIMER_REAL, signal.SIGALRM, WAIT, "in all")]
+    timers = [
+        (signal.ITIMER_PROF, signal.SIGPROF, LIMIT, "of CPU time"),
+        (signal.ITIMER_REAL, signal.SIGALRM, WAIT, "in all"),
+    ]
 
     def stop(number: int, _: object) -> None:
-        (text,) = (f"more than {limit:g} s {what}" for _, kind, limit, what in timers if kind == number)
+        (text,) = (
+            f"more than {limit:g} s {what}" for _, kind, limit, what in timers if kind == number
+        )
         raise _TooSlow(text)
 
     before = [signal.signal(kind, stop) for _, kind, _, _ in timers]
@@ -78,10 +85,15 @@ def _limited() -> Iterator[None]:
 
 
 def judge(kind: str, subject: Any, folder: Path, number: int, *, seed: int = 0) -> Verdict:
-    """Change the sound thing in its way `number`, and read it. subject: of `KINDS`; folder: to be made and removed."""
+    """Change the sound thing in its way `number`, and read it. subject: of `KINDS`; folder: to be
+    made and removed."""
     change = subject.mutate(random.Random(f"{seed} {kind} {number}"), folder)
     try:
-        with _limited(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            _limited(),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             problem = subject.read(folder, change)
         outcome, text = ("silent", problem) if problem else ("read", "")
     except _TooSlow as late:
@@ -105,14 +117,20 @@ def run(count: int, *, kinds: list[str], seed: int = 0) -> list[Verdict]:
         subjects = {kind: KINDS[kind](Path(place) / f"sound-{kind}") for kind in kinds}
         for number in range(count):
             kind = kinds[number % len(kinds)]
-            found.append(judge(kind, subjects[kind], Path(place) / f"{kind}-{number}", number, seed=seed))
+            found.append(
+                judge(kind, subjects[kind], Path(place) / f"{kind}-{number}", number, seed=seed)
+            )
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=5000)
-    parser.add_argument("--kind", choices=list(KINDS), action="append", help="one or more of these; all unless told")
+    parser.add_argument(
+        "--kind", choices=list(KINDS), action="append", help="one or more of these; all unless told"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     started = time.perf_counter()
@@ -120,11 +138,29 @@ def main() -> int:
     counts = Counter((verdict.kind, verdict.outcome) for verdict in found)
     for verdict in found:
         if verdict.failed:
-            print(f"{verdict.outcome:7} {verdict.kind:10} {verdict.change}\n        {verdict.text[:300]}")
+            print(
+                f"{verdict.outcome:7} {verdict.kind:10} {verdict.change}\n        "
+                f"{verdict.text[:300]}"
+            )
     for kind in given.kind or list(KINDS):
-        print(json.dumps({"kind": kind, **{outcome: n for (k, outcome), n in sorted(counts.items()) if k == kind}}))
-    print(json.dumps({"count": len(found), "failed": sum(v.failed for v in found), "seed": given.seed,
-                      "seconds": round(time.perf_counter() - started, 1)}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "kind": kind,
+                    **{outcome: n for (k, outcome), n in sorted(counts.items()) if k == kind},
+                }
+            )
+        )
+    print(
+        json.dumps(
+            {
+                "count": len(found),
+                "failed": sum(v.failed for v in found),
+                "seed": given.seed,
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+        )
+    )
     return int(any(verdict.failed for verdict in found))
 
 

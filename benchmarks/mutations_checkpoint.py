@@ -23,7 +23,13 @@ __all__ = ["Checkpoint"]
 def _tensors(part: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(part, Tensor):
         return {name: part}
-    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list | tuple) else ()
+    items = (
+        part.items()
+        if isinstance(part, dict)
+        else enumerate(part)
+        if isinstance(part, list | tuple)
+        else ()
+    )
     return {n: t for key, value in items for n, t in _tensors(value, f"{name}.{key}").items()}
 
 
@@ -44,10 +50,20 @@ class Checkpoint:
         ranges = Shards((Shard((2, 5), (0,), flat[:3]), Shard((2, 5), (3,), flat[3:])))
         moments = {0: {"step": torch.tensor(7.0), "exp_avg": boxes}, 1: {"exp_avg": ranges}}
         state = {
-            "model": {"w": drawn(5, 3), "b": drawn(3).bfloat16(), "empty": drawn(0, 4), "mask": torch.ones(3) > 0},
-            "optimizer": {"state": moments, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]}, "list": [1, [2, drawn(2)]],
-            "step": 7, "loss": 1.5, "name": "run", "done": False, "nothing": None,
-        }  # fmt: skip
+            "model": {
+                "w": drawn(5, 3),
+                "b": drawn(3).bfloat16(),
+                "empty": drawn(0, 4),
+                "mask": torch.ones(3) > 0,
+            },
+            "optimizer": {"state": moments, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]},
+            "list": [1, [2, drawn(2)]],
+            "step": 7,
+            "loss": 1.5,
+            "name": "run",
+            "done": False,
+            "nothing": None,
+        }
         save(sound, state, own={"rng": torch.arange(9), "count": 3})
         self._sound = sound
         self._files = sorted(path.name for path in sound.iterdir())
@@ -94,9 +110,16 @@ class Checkpoint:
         state, own = load(folder)
         load(folder, lazy=True, compare=True)
         for name, tensor in _tensors([state, own]).items():
-            candidates = [self._tensors[name]] if name in self._tensors else list(self._tensors.values())
-            if change.at is not None:  # a name in the tree may lead to another tensor, which is then what it says
+            candidates = (
+                [self._tensors[name]] if name in self._tensors else list(self._tensors.values())
+            )
+            if (
+                change.at is not None
+            ):  # a name in the tree may lead to another tensor, which is then what it says
                 candidates = list(self._tensors.values())
-            if not any(tensor.dtype == c.dtype and tensor.shape == c.shape and torch.equal(tensor, c) for c in candidates):
+            if not any(
+                tensor.dtype == c.dtype and tensor.shape == c.shape and torch.equal(tensor, c)
+                for c in candidates
+            ):
                 return f"{name} is none of the tensors that were saved"
         return ""

@@ -1,4 +1,5 @@
-"""Configurations for `benchmarks.mutations`: `pyops train CONFIG` up to the construction of the model."""
+"""Configurations for `benchmarks.mutations`: `pyops train CONFIG` up to the construction of the
+model."""
 
 from __future__ import annotations
 
@@ -60,23 +61,43 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf") if math.isinf(value) else repr(value)
+        return (
+            "nan"
+            if math.isnan(value)
+            else ("inf" if value > 0 else "-inf")
+            if math.isinf(value)
+            else repr(value)
+        )
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(k)} = {_text(v)}" for k, v in value.items()) + "}"
-    return "1979-05-27" if value is None else json.dumps(value) if isinstance(value, str) else str(value)
+    return (
+        "1979-05-27"
+        if value is None
+        else json.dumps(value)
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 def _whole(tree: dict[str, Any]) -> str:
-    top = [f"{key} = {_text(value)}" for key, value in tree.items() if not (isinstance(value, dict) and key in ALL)]
+    top = [
+        f"{key} = {_text(value)}"
+        for key, value in tree.items()
+        if not (isinstance(value, dict) and key in ALL)
+    ]
     for section in (key for key, value in tree.items() if isinstance(value, dict) and key in ALL):
-        top += [f"[{section}]", *(f"{json.dumps(k)} = {_text(v)}" for k, v in tree[section].items())]
+        top += [
+            f"[{section}]",
+            *(f"{json.dumps(k)} = {_text(v)}" for k, v in tree[section].items()),
+        ]
     return "\n".join(top) + "\n"
 
 
 class Toml:
-    """The examples, with every section's defaults written out; paths lead nowhere but to the folder."""
+    """The examples, with every section's defaults written out; paths lead nowhere but to the
+    folder."""
 
     refusals = (Refused,)
 
@@ -93,7 +114,10 @@ class Toml:
         tree = copy.deepcopy(self._trees[name])
         tree["train"]["folder"] = "runs"
         file = folder / "config.toml"
-        way = rng.choice(["value"] * 8 + ["unknown", "twice", "elsewhere", "damage", "folder", "missing", "latin"])
+        way = rng.choice(
+            ["value"] * 8
+            + ["unknown", "twice", "elsewhere", "damage", "folder", "missing", "latin"]
+        )
         at = rng.choice([place for place in places(tree) if len(place) <= 2])
         there = tree[at[0]][at[1]] if len(at) == 2 else tree[at[0]]
         alike = [each for each in ODD if type(each) is type(there)]
@@ -108,28 +132,42 @@ class Toml:
         if way == "value":
             set_place(tree, at, value)
         elif way == "unknown":
-            set_place(tree, (*at[:-1], rng.choice(["x", at[-1] + "s", "", "é", "__class__"])), value)
+            set_place(
+                tree, (*at[:-1], rng.choice(["x", at[-1] + "s", "", "é", "__class__"])), value
+            )
         elif way == "elsewhere":
             tree[rng.choice(ALL)][at[-1]] = value
         file.write_text(_whole(tree))
         if way == "twice":
-            file.write_text(file.read_text() + "".join(f"{k} = 1\n" for k in list(tree[ALL[-1]])[:1]))
+            file.write_text(
+                file.read_text() + "".join(f"{k} = 1\n" for k in list(tree[ALL[-1]])[:1])
+            )
         elif way == "damage":
-            change = replace(damage(rng, folder, ["config.toml"]), names=("config.toml", "unknown key", *ALL, "name"))
+            change = replace(
+                damage(rng, folder, ["config.toml"]),
+                names=("config.toml", "unknown key", *ALL, "name"),
+            )
         elif way in ("folder", "missing"):
             file.unlink()
             if way == "folder":
                 file.mkdir()
         elif way == "latin":
             file.write_bytes(file.read_bytes() + b"# \xe9\n")
-        return change if way in ("value", "damage") else Change(change.text, (*change.names, "config.toml", "unknown key"))
+        return (
+            change
+            if way in ("value", "damage")
+            else Change(change.text, (*change.names, "config.toml", "unknown key"))
+        )
 
     def read(self, folder: Path, change: Change) -> str:
         """The command line; where it is accepted, the value must be what the configuration has."""
         told, here = io.StringIO(), os.getcwd()
         os.chdir(folder)
         try:
-            with contextlib.redirect_stderr(told), mock.patch.multiple(training, Run=_make, TaskRun=_make):
+            with (
+                contextlib.redirect_stderr(told),
+                mock.patch.multiple(training, Run=_make, TaskRun=_make),
+            ):
                 code = main(["train", "config.toml"])
         except Reached:
             return self._compare(folder, change)
@@ -150,7 +188,9 @@ class Toml:
             if len(at) > 2 or isinstance(tree[at[0]], dict) != (len(at) == 2):
                 continue
             wanted = tree[at[0]][at[1]] if len(at) == 2 else tree[at[0]]
-            found = getattr(getattr(config, at[0]), at[1]) if len(at) == 2 else getattr(config, at[0])
+            found = (
+                getattr(getattr(config, at[0]), at[1]) if len(at) == 2 else getattr(config, at[0])
+            )
             if (list(found) if isinstance(found, tuple) else found) != wanted:
                 return f"{'.'.join(at)} is {found!r}, the file has {wanted!r}"
         return ""

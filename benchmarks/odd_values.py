@@ -25,8 +25,8 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Change:
-    """What was changed. names: of files or keys, one of which a refusal must say, and one of `keys`, where there are any.
-    at: (place in a tree, value), if it is one."""
+    """What was changed. names: of files or keys, one of which a refusal must say, and one of
+    `keys`, where there are any. at: (place in a tree, value), if it is one."""
 
     text: str
     names: tuple[str, ...]
@@ -36,7 +36,13 @@ class Change:
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths to every value of a tree of dicts and lists."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     found = [at] if at else []
     for key, value in items:
         found += places(value, (*at, key))
@@ -58,7 +64,11 @@ def damage(rng: random.Random, folder: Path, files: list[str]) -> Change:
     start = rng.randrange(len(content))
     if way in ("bit", "bits", "head"):
         for _ in range(1 if way == "bit" else 5):
-            at = rng.randrange(min(len(content), 400)) if way == "head" else rng.randrange(len(content))
+            at = (
+                rng.randrange(min(len(content), 400))
+                if way == "head"
+                else rng.randrange(len(content))
+            )
             content[at] ^= 1 << rng.randrange(8)
     elif way == "cut":
         del content[start:]

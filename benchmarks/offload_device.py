@@ -1,12 +1,13 @@
-"""A step of parameters on a GPU whose states are in host memory, beside its copies alone and the processor's Adam alone.
+"""A step of parameters on a GPU whose states are in host memory, beside its copies alone and the
+processor's Adam alone.
 
     down    gradients and parameters, bf16     ----->|
     Adam    masters and moments, fp32                 |-------->|
     up      parameters, bf16                                    |--->      a tile at a time, all three at once
 
-What is slowest of the three decides if they hide behind each other: the aim is 1.3 times the slower of copies and Adam. A trace
-of one step goes to the folder of PYOPS_BENCH_ROWS, if it is set, for Perfetto; how much of the copies' time Adam, or a copy
-the other way, ran too is taken from it.
+What is slowest of the three decides if they hide behind each other: the aim is 1.3 times the slower
+of copies and Adam. A trace of one step goes to the folder of PYOPS_BENCH_ROWS, if it is set, for
+Perfetto; how much of the copies' time Adam, or a copy the other way, ran too is taken from it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ ADAM = ("pyops::adam",)
 
 
 def with_masters(sizes: list[int], device: torch.device) -> tuple[list[nn.Parameter], AdamW]:
-    """bf16 parameters of these sizes under AdamW with masters; those of one size have one gradient."""
-    gradients = {numel: torch.randn(numel, device=device).bfloat16() for numel in sorted(set(sizes))}
-    params = [nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=device)) for numel in sizes]
+    """bf16 parameters of these sizes under AdamW with masters; those of one size have one
+    gradient."""
+    gradients = {
+        numel: torch.randn(numel, device=device).bfloat16() for numel in sorted(set(sizes))
+    }
+    params = [
+        nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=device)) for numel in sizes
+    ]
     for p in params:
         p.grad = gradients[p.numel()]
     return params, AdamW(params, lr=1e-3, master_weights=True)
@@ -51,13 +57,18 @@ def parameters_of(size: Size) -> list[int]:
 
 
 class Copies:
-    """What a step copies, by itself: gradients and parameters down, parameters up, through pinned memory on two streams."""
+    """What a step copies, by itself: gradients and parameters down, parameters up, through pinned
+    memory on two streams."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.device = params[0].device
         piece, pinned = TILE // STATES, self.device.type == "cuda"
         flat = [(p.detach().view(-1), p.grad.view(-1)) for p in params if p.grad is not None]
-        self.pairs = [(v, g) for values, grads in flat for v, g in zip(values.split(piece), grads.split(piece), strict=True)]
+        self.pairs = [
+            (v, g)
+            for values, grads in flat
+            for v, g in zip(values.split(piece), grads.split(piece), strict=True)
+        ]
         self.host = [torch.empty(piece, dtype=torch.bfloat16, pin_memory=pinned) for _ in range(3)]
         self.host[2].fill_(1.0)
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if pinned else []
@@ -82,11 +93,15 @@ class Copies:
 
 
 def same_bits(device: torch.device) -> Callable[[], float]:
-    """A check that three offloaded steps of parameters on the device leave those of three ordinary ones in host memory."""
+    """A check that three offloaded steps of parameters on the device leave those of three ordinary
+    ones in host memory."""
 
     def check() -> float:
         sizes = [300_000, 5_000, 1 << 20]
-        (ours, mine), (theirs, plain) = with_masters(sizes, device), with_masters(sizes, torch.device("cpu"))
+        (ours, mine), (theirs, plain) = (
+            with_masters(sizes, device),
+            with_masters(sizes, torch.device("cpu")),
+        )
         for p, q in zip(ours, theirs, strict=True):
             assert p.grad is not None
             q.grad = p.grad.cpu()
@@ -94,7 +109,9 @@ def same_bits(device: torch.device) -> Callable[[], float]:
         for _ in range(3):
             offloaded.step()
             plain.step()
-        if not all(torch.equal(p.cpu(), q) for p, q in zip(ours, theirs, strict=True)) or bool((ours[0] == 1).all()):
+        if not all(torch.equal(p.cpu(), q) for p, q in zip(ours, theirs, strict=True)) or bool(
+            (ours[0] == 1).all()
+        ):
             raise AssertionError("offloaded steps differ from ordinary ones")
         offloaded.close()
         return 0.0
@@ -109,14 +126,19 @@ def slower(row: Row) -> dict[str, Any]:
 
 
 def hidden(events: list[Any]) -> dict[str, Any]:
-    """From a step's trace: milliseconds of copies down and up, and in percent of both, while Adam or the other way ran too."""
+    """From a step's trace: milliseconds of copies down and up, and in percent of both, while Adam
+    or the other way ran too."""
     down, up = (spans(events, f"Memcpy {way}", device=True) for way in ("DtoH", "HtoD"))
     host = spans(events, *ADAM, device=False)
     (down_us, down_hidden), (up_us, up_hidden) = covered(down, host + up), covered(up, host + down)
     if not down_us or not up_us:
         raise RuntimeError("the trace has no copies")
     percent = round(100 * (down_hidden + up_hidden) / (down_us + up_us), 1)
-    return {"down_ms": round(down_us / 1e3, 2), "up_ms": round(up_us / 1e3, 2), "percent_of_copies_hidden": percent}
+    return {
+        "down_ms": round(down_us / 1e3, 2),
+        "up_ms": round(up_us / 1e3, 2),
+        "percent_of_copies_hidden": percent,
+    }
 
 
 def case(title: str, sizes: list[int], device: torch.device) -> tuple[Case, Callable[[], None]]:
@@ -132,15 +154,23 @@ def case(title: str, sizes: list[int], device: torch.device) -> tuple[Case, Call
             if rows := os.environ.get("PYOPS_BENCH_ROWS"):
                 export(trace, Path(rows).parent / "offload_step.json.gz")
             found |= hidden(trace.events())
-            print("trace of a step:", ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+            print(
+                "trace of a step:",
+                ", ".join(f"{key} {value}" for key, value in found.items()),
+                flush=True,
+            )
         return found
 
     made = Case(
-        "offload", f"step in host memory of {title}, parameters on {device.type}, AdamW bf16 + master",
-        {"pyops": offloaded.step, "copies alone": copies, "CPU Adam alone": alone.step}, device=device, check=same_bits(device),
-        observe=observe, most={"times_the_slower": WITHIN} if device.type == "cuda" else {},
+        "offload",
+        f"step in host memory of {title}, parameters on {device.type}, AdamW bf16 + master",
+        {"pyops": offloaded.step, "copies alone": copies, "CPU Adam alone": alone.step},
+        device=device,
+        check=same_bits(device),
+        observe=observe,
+        most={"times_the_slower": WITHIN} if device.type == "cuda" else {},
         facts={"state_bytes": STATES * sum(sizes), "copied_bytes": 6 * sum(sizes)},
-    )  # fmt: skip
+    )
     return made, offloaded.close
 
 

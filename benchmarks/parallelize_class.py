@@ -1,4 +1,5 @@
-"""One model class under `parallelize`, on one of two forked ranks: is it right, or refused and unchanged?"""
+"""One model class under `parallelize`, on one of two forked ranks: is it right, or refused and
+unchanged?"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def limit_memory() -> None:
 
 
 def row_of(model: nn.Module, *, group: dist.ProcessGroup | None, guess: bool) -> Row:
-    """{result, why} by the plan that `parallelize` has for it; {guess, guess_why} by one that is guessed from names."""
+    """{result, why} by the plan that `parallelize` has for it; {guess, guess_why} by one that is
+    guessed from names."""
     reference = functools.cache(lambda: _reference(model))
 
     def both(plan: Plan) -> tuple[str, str]:
@@ -48,7 +50,10 @@ def row_of(model: nn.Module, *, group: dist.ProcessGroup | None, guess: bool) ->
             return result, why
         with_sp, why_sp = _agreed(_tried(model, plan, True, reference, group), group)
         if with_sp in ("right", "refused"):
-            return result, why if with_sp == "right" else f"with sequence_parallel refused: {why_sp}"
+            return (
+                result,
+                why if with_sp == "right" else f"with sequence_parallel refused: {why_sp}",
+            )
         return with_sp, f"with sequence_parallel: {why_sp}"
 
     result, why = both(None)
@@ -67,10 +72,14 @@ def _agreed(mine: tuple[str, str], group: Any) -> tuple[str, str]:
     for pair in found:
         if pair[0] in DEFECTS:
             return pair
-    return found[0] if len(set(results)) == 1 else ("WRONG", f"the ranks differ: {', '.join(results)}")
+    return (
+        found[0] if len(set(results)) == 1 else ("WRONG", f"the ranks differ: {', '.join(results)}")
+    )
 
 
-def _tried(model: nn.Module, plan: Plan, sequence_parallel: bool, reference: Callable[[], Any], group: Any) -> tuple[str, str]:
+def _tried(
+    model: nn.Module, plan: Plan, sequence_parallel: bool, reference: Callable[[], Any], group: Any
+) -> tuple[str, str]:
     """(result, why) of one call of `parallelize`, on a copy."""
     cut = copy.deepcopy(model)
     before = _state(cut)
@@ -87,22 +96,42 @@ def _tried(model: nn.Module, plan: Plan, sequence_parallel: bool, reference: Cal
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Everything that a refusal must leave: modules, their attributes and hooks by identity; tensors by their bits."""
+    """Everything that a refusal must leave: modules, their attributes and hooks by identity;
+    tensors by their bits."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found[f"module {name}"] = (id(module), type(module), list(module.__dict__), list(module._modules))
+        found[f"module {name}"] = (
+            id(module),
+            type(module),
+            list(module.__dict__),
+            list(module._modules),
+        )
         for key, value in module.__dict__.items():
             inner = list(value.items()) if isinstance(value, dict) else value
-            found[f"attribute {name}.{key}"] = inner if isinstance(inner, int | float | str) else _ids(inner)
+            found[f"attribute {name}.{key}"] = (
+                inner if isinstance(inner, int | float | str) else _ids(inner)
+            )
         if (config := getattr(module, "config", None)) is not None:
             found[f"config {name}"] = repr(config)
-    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found[f"tensor {name}"] = (id(value), value.requires_grad, value.grad, value.detach().clone())
+    for name, value in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        found[f"tensor {name}"] = (
+            id(value),
+            value.requires_grad,
+            value.grad,
+            value.detach().clone(),
+        )
     return found
 
 
 def _ids(value: Any) -> Any:
-    return [(key, id(each)) for key, each in value] if isinstance(value, list) and all(_pair(v) for v in value) else id(value)
+    return (
+        [(key, id(each)) for key, each in value]
+        if isinstance(value, list) and all(_pair(v) for v in value)
+        else id(value)
+    )
 
 
 def _pair(value: Any) -> bool:
@@ -124,18 +153,24 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_meta or a.is_complex():
-        return a.shape == b.shape and (a.is_meta or torch.equal(torch.view_as_real(a), torch.view_as_real(b)))
+        return a.shape == b.shape and (
+            a.is_meta or torch.equal(torch.view_as_real(a), torch.view_as_real(b))
+        )
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 def _reference(model: nn.Module) -> Reference | str:
-    """Arguments, and (outputs, gradients) of the uncut model, in fp64 or else in fp32; or why it does not run."""
+    """Arguments, and (outputs, gradients) of the uncut model, in fp64 or else in fp32; or why it
+    does not run."""
     reasons: list[Exception] = []
     for dtype in BOUNDS:
         before = copy.deepcopy(model).to(dtype)
         try:
             for _, options in examples(model, None):
-                inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in options.items()}
+                inputs = {
+                    k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+                    for k, v in options.items()
+                }
                 try:
                     return dtype, inputs, *_passed(before, inputs)
                 except Exception as error:
@@ -152,13 +187,17 @@ def _passed(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str
     outputs = [each for each in _tensors(model(**inputs)) if each.is_floating_point()]
     generator = torch.Generator().manual_seed(3)
     weighted = [
-        (torch.randn(y.shape, generator=generator, dtype=y.dtype) * y.masked_fill(y.isinf(), 0.0)).sum()
+        (
+            torch.randn(y.shape, generator=generator, dtype=y.dtype) * y.masked_fill(y.isinf(), 0.0)
+        ).sum()
         for y in outputs
         if y.requires_grad
     ]
     torch.stack(weighted).sum().backward()
     gradients = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
-    if any(x.isnan().any() for x in (*outputs, *gradients.values())) or not any(g.any() for g in gradients.values()):
+    if any(x.isnan().any() for x in (*outputs, *gradients.values())) or not any(
+        g.any() for g in gradients.values()
+    ):
         raise ValueError("its outputs and gradients are not numbers, or all zero")
     return [y.detach() for y in outputs], gradients
 
@@ -173,7 +212,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _compared(cut: nn.Module, reference: Reference, group: Any) -> tuple[str, str]:
-    """("right", "") or ("WRONG", what): outputs, and every gradient or the part of it that this rank has."""
+    """("right", "") or ("WRONG", what): outputs, and every gradient or the part of it that this
+    rank has."""
     dtype, inputs, expected, expected_gradients = reference
     bound = BOUNDS[dtype]
     cut = cut.to(dtype)
@@ -217,4 +257,6 @@ def _largest(x: torch.Tensor) -> float:
 def told(error: BaseException) -> str:
     """A line about it."""
     text = " ".join(str(error).split()).replace("|", "/")
-    return f"{type(error).__name__}: {text[:160]}" if not isinstance(error, ValueError) else text[:220]
+    return (
+        f"{type(error).__name__}: {text[:160]}" if not isinstance(error, ValueError) else text[:220]
+    )

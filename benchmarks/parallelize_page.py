@@ -21,7 +21,11 @@ TITLES = {
 def page(rows: list[Row], everything: list[str]) -> str:
     """The docs page. everything: the names of all classes, measured or not."""
     missing = sorted(set(everything) - {row["class"] for row in rows})
-    guesses = [{**row, "result": row["guess"], "why": row["guess_why"]} for row in rows if row.get("guess", "none") != "none"]
+    guesses = [
+        {**row, "result": row["guess"], "why": row["guess_why"]}
+        for row in rows
+        if row.get("guess", "none") != "none"
+    ]
     lines = [*_head(rows, guesses, everything, missing), "", "## By the default plan"]
     lines += _sections(rows, [*TITLES])
     lines += ["", "## By a plan that is guessed from the modules' names"]
@@ -31,30 +35,44 @@ def page(rows: list[Row], everything: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(rows: list[Row], guesses: list[Row], everything: list[str], missing: list[str]) -> list[str]:
+def _head(
+    rows: list[Row], guesses: list[Row], everything: list[str], missing: list[str]
+) -> list[str]:
     import transformers
 
     made = [row for row in rows if row["result"] != "not made"]
     return [
         "# Model classes of transformers under `parallelize`",
         "",
-        "Written by `python -m benchmarks.parallelize_models`, which goes on where it ended; transformers "
+        "Written by `python -m benchmarks.parallelize_models`, which goes on where it "
+        "ended; transformers "
         f"{transformers.__version__}, 2 ranks,",
-        "models of two layers of width 16 with random values, or of more where a configuration can't be so small.",
+        "models of two layers of width 16 with random values, or of more where a "
+        "configuration can't be so small.",
         "",
-        f"transformers exports {len(everything)} model classes, heads counted each. Of these {len(made)} were tried, "
+        f"transformers exports {len(everything)} model classes, heads counted each. Of "
+        f"these {len(made)} were tried, "
         f"{len(rows) - len(made)} could not be made small,",
-        f"and {len(missing)} are not measured yet. For {len(guesses)}, one of an architecture, a plan was also guessed from",
+        f"and {len(missing)} are not measured yet. For {len(guesses)}, one of an "
+        "architecture, a plan was also guessed from",
         "the modules' names, so that the check is tried on plans which come near.",
         "",
         "| | by the default plan | by a guessed plan |",
         "|---|---|---|",
-        *(f"| {title} | {_count(made, key)} | {_count(guesses, key)} |" for key, title in TITLES.items() if key != "not made"),
+        *(
+            f"| {title} | {_count(made, key)} | {_count(guesses, key)} |"
+            for key, title in TITLES.items()
+            if key != "not made"
+        ),
         "",
-        "Right: outputs and all gradients are, in fp64, those of the uncut model to 1e-6 of the largest number (to 1e-4 in",
-        "fp32, where only that is possible), with sequence parallelism and without where nothing else is said. Refused: a",
-        "ValueError on every rank, after which modules, attributes, hooks, configurations and the bits of all tensors are what",
-        "they were. A class without a plan needs `plan=`, which is checked alike; a guess that is right can be passed there.",
+        "Right: outputs and all gradients are, in fp64, those of the uncut model to 1e-6 "
+        "of the largest number (to 1e-4 in",
+        "fp32, where only that is possible), with sequence parallelism and without where "
+        "nothing else is said. Refused: a",
+        "ValueError on every rank, after which modules, attributes, hooks, "
+        "configurations and the bits of all tensors are what",
+        "they were. A class without a plan needs `plan=`, which is checked alike; a "
+        "guess that is right can be passed there.",
     ]
 
 
@@ -73,7 +91,10 @@ def _sections(rows: list[Row], keys: list[str]) -> list[str]:
         for row in found:
             reasons.setdefault(_reason(row["why"]), []).append(row["class"])
         lines += ["| classes | |", "|---|---|"]
-        lines += [f"| {', '.join(classes)} | {why} |" for why, classes in sorted(reasons.items(), key=lambda kv: -len(kv[1]))]
+        lines += [
+            f"| {', '.join(classes)} | {why} |"
+            for why, classes in sorted(reasons.items(), key=lambda kv: -len(kv[1]))
+        ]
     return lines
 
 

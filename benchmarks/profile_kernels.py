@@ -1,6 +1,8 @@
-"""`python -m benchmarks.profile_kernels`: a few cases of the benches, each called once within cudaProfilerStart and Stop.
+"""`python -m benchmarks.profile_kernels`: a few cases of the benches, each called once within
+cudaProfilerStart and Stop.
 
-For ncu --profile-from-start off, which then sees these launches alone. Compiled and warmed up before.
+For ncu --profile-from-start off, which then sees these launches alone. Compiled and warmed up
+before.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def chosen(device: torch.device) -> Iterator[tuple[str, Callable[[], Case]]]:
     """Name and maker of each, the middle one where a bench has several sizes."""
     for bench, beginning in CHOSEN:
         found = [
-            each for each in importlib.import_module(f"benchmarks.bench_{bench}").cases(device) if each[0].startswith(beginning)
+            each
+            for each in importlib.import_module(f"benchmarks.bench_{bench}").cases(device)
+            if each[0].startswith(beginning)
         ]
         if not found:
             raise LookupError(f"bench {bench} has no case that begins with {beginning!r}")

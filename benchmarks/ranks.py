@@ -1,4 +1,5 @@
-"""Several processes that time one case together: gloo ranks with one thread each, or one NCCL rank per GPU.
+"""Several processes that time one case together: gloo ranks with one thread each, or one NCCL rank
+per GPU.
 
 The first rank prints each row as it comes, and its rows are the result.
 """
@@ -48,15 +49,27 @@ class GroupRanks:
         return float(told)
 
 
-def _serve(rank: int, size: int, port: int, device_type: str, make_cases: MakeCases, options: Any, rows: Any) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    device_type: str,
+    make_cases: MakeCases,
+    options: Any,
+    rows: Any,
+) -> None:
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        backend, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
+    )
     ranks = GroupRanks(device)
     for given in make_cases(device=device, options=options):
-        row = measure(given if isinstance(given, Case) else given(), rounds=options.rounds, ranks=ranks)
+        row = measure(
+            given if isinstance(given, Case) else given(), rounds=options.rounds, ranks=ranks
+        )
         if rank == 0:
             print(format_row(row), flush=True)
             keep_row(row)
@@ -65,18 +78,24 @@ def _serve(rank: int, size: int, port: int, device_type: str, make_cases: MakeCa
 
 
 def measure_on_ranks(make_cases: MakeCases, *, size: int, options: Any) -> list[Row]:
-    """Rows of the cases that `make_cases(device=, options=)`, a function at module level, gives on each of `size` ranks.
+    """Rows of the cases that `make_cases(device=, options=)`, a function at module level, gives on
+    each of `size` ranks.
 
     On CUDA each rank needs a GPU of its own: without enough of them there are no rows.
     """
     if options.device.type == "cuda" and torch.cuda.device_count() < size:
-        print(f"{size} ranks need {size} GPUs, this machine has {torch.cuda.device_count()}: nothing to time")
+        print(
+            f"{size} ranks need {size} GPUs, this machine has "
+            f"{torch.cuda.device_count()}: nothing to time"
+        )
         return []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rows = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    told = SimpleNamespace(rounds=options.rounds, only=options.only)  # whose class a new process knows
+    told = SimpleNamespace(
+        rounds=options.rounds, only=options.only
+    )  # whose class a new process knows
     arguments = (size, port, options.device.type, make_cases, told, rows)
     torch.multiprocessing.spawn(_serve, arguments, nprocs=size)
     found = []

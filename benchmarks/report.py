@@ -1,10 +1,12 @@
-"""Tables from rows: the newest row of each case and machine, written between markers in README.md and docs/*.md.
+"""Tables from rows: the newest row of each case and machine, written between markers in README.md
+and docs/*.md.
 
     <!-- results:optim -->
     ... a table per machine, generated; edits are lost ...
     <!-- /results -->
 
-`results:optim` takes every case of the bench; `results:optim/clip` those whose name contains `clip`.
+`results:optim` takes every case of the bench; `results:optim/clip` those whose name contains
+`clip`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ Row = dict[str, Any]
 
 
 def read_rows(folder: Path = ROOT / "benchmarks" / "results") -> list[Row]:
-    """All rows, in the order they were measured; a line that is no row raises ValueError naming file and line."""
+    """All rows, in the order they were measured; a line that is no row raises ValueError naming
+    file and line."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -34,12 +37,15 @@ def read_rows(folder: Path = ROOT / "benchmarks" / "results") -> list[Row]:
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path.name}, line {number} is not JSON: {error}; delete or mend the line") from error
+                raise ValueError(
+                    f"{path.name}, line {number} is not JSON: {error}; delete or mend the line"
+                ) from error
     return rows
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each (machine, bench, case, device), in the order in which cases first appeared."""
+    """The last row of each (machine, bench, case, device), in the order in which cases first
+    appeared."""
     found: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
         found[(machine.slug(row["machine"]), row["bench"], row["case"], row["device"])] = row
@@ -62,7 +68,8 @@ def against(row: Row, name: str) -> str:
 
 
 def fewer(row: Row) -> str:
-    """How many times fewer bytes went over the wire than the rival's, and the target where there is one."""
+    """How many times fewer bytes went over the wire than the rival's, and the target where there is
+    one."""
     aim = f" (aim {row['wire_target']:g}x)" if "wire_target" in row else ""
     return f"{row['wire_ratio']:.1f}x{aim}" if "wire_ratio" in row else ""
 
@@ -77,17 +84,27 @@ def of_roof(row: Row, field: str) -> str:
 EXTRA: dict[str, Callable[[Row], str]] = {
     "GB/s": lambda row: f"{row['gb_per_s']:.1f}" if "gb_per_s" in row else "",
     "% of copy": lambda row: of_roof(row, "percent_of_copy"),
-    "TFLOP/s": lambda row: f"{next(iter(row['tflop_per_s'].values())):.4g}" if "tflop_per_s" in row else "",
+    "TFLOP/s": lambda row: (
+        f"{next(iter(row['tflop_per_s'].values())):.4g}" if "tflop_per_s" in row else ""
+    ),
     "% of a matrix product": lambda row: of_roof(row, "percent_of_matmul"),
     "MB on the wire": lambda row: f"{row['wire_bytes'] / 1e6:.3g}" if "wire_bytes" in row else "",
     "fewer bytes": fewer,
-    "bytes kept per parameter": lambda row: f"{row['kept_per_parameter']:.3f}" if "kept_per_parameter" in row else "",
-    "formula": lambda row: f"{row['formula_per_parameter']:.3f}" if "formula_per_parameter" in row else "",
+    "bytes kept per parameter": lambda row: (
+        f"{row['kept_per_parameter']:.3f}" if "kept_per_parameter" in row else ""
+    ),
+    "formula": lambda row: (
+        f"{row['formula_per_parameter']:.3f}" if "formula_per_parameter" in row else ""
+    ),
     "kept, s b h bytes": lambda row: f"{row['kept_sbh']:.3f}" if "kept_sbh" in row else "",
     "our formula": lambda row: f"{row['formula_sbh']:.3f}" if "formula_sbh" in row else "",
     "Megatron's": lambda row: f"{row['megatron_sbh']:.3f}" if row.get("megatron_sbh") else "",
-    "bytes sent per parameter": lambda row: f"{row['sent_per_parameter']:.3f}" if "sent_per_parameter" in row else "",
-    "by the interface": lambda row: f"{row['wire_per_parameter']:.3f}" if "wire_per_parameter" in row else "",
+    "bytes sent per parameter": lambda row: (
+        f"{row['sent_per_parameter']:.3f}" if "sent_per_parameter" in row else ""
+    ),
+    "by the interface": lambda row: (
+        f"{row['wire_per_parameter']:.3f}" if "wire_per_parameter" in row else ""
+    ),
     "its formula": lambda row: f"{row['sent_formula']:.3f}" if "sent_formula" in row else "",
     "beyond half of one process": lambda row: ", ".join(
         f"{name} {ms:.0f} ms" for name, ms in row.get("beyond_half_ms", {}).items()
@@ -95,7 +112,9 @@ EXTRA: dict[str, Callable[[Row], str]] = {
     "overhead of a cell": lambda row: ", ".join(
         f"{name} {us:.0f} us" for name, us in row.get("overhead_us_a_cell", {}).items()
     ),
-    "forward and backward": lambda row: f"{row['measured_ms'] / 1e3:.3g} s" if "measured_ms" in row else "",
+    "forward and backward": lambda row: (
+        f"{row['measured_ms'] / 1e3:.3g} s" if "measured_ms" in row else ""
+    ),
     "simulated": lambda row: (
         f"{row['predicted_ms'] / 1e3:.3g} s"
         if "predicted_ms" in row
@@ -103,12 +122,20 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         if "simulated" in row
         else ""
     ),
-    "validation loss": lambda row: f"{row['validation_loss']:.3f}" if "validation_loss" in row else "",
+    "validation loss": lambda row: (
+        f"{row['validation_loss']:.3f}" if "validation_loss" in row else ""
+    ),
     "MiB, rank by rank": lambda row: ", ".join(f"{size:.1f}" for size in row.get("peak_mib", ())),
     "simulated MiB": lambda row: ", ".join(f"{size:.1f}" for size in row.get("simulated_mib", ())),
-    "off, in micro-batches": lambda row: ", ".join(f"{size:.2f}" for size in row.get("off_in_micro_batches", ())),
-    "worst of all": lambda row: ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()),
-    "accuracy": lambda row: f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else "",
+    "off, in micro-batches": lambda row: ", ".join(
+        f"{size:.2f}" for size in row.get("off_in_micro_batches", ())
+    ),
+    "worst of all": lambda row: ", ".join(
+        f"{name} {ratio:.2f}x" for name, ratio in row.get("worst", {}).items()
+    ),
+    "accuracy": lambda row: (
+        f"{sum(row['accuracy']) / len(row['accuracy']):.2f} %" if "accuracy" in row else ""
+    ),
     "points": lambda row: f"{row['points']:+.2f}" if row.get("speedup") and "points" in row else "",
     "seeds": lambda row: str(row["rounds"]) if row.get("bench") == "elastic" else "",
     "longest transition; largest part of an epoch": lambda row: (
@@ -117,12 +144,15 @@ EXTRA: dict[str, Callable[[Row], str]] = {
         else ""
     ),
     "to keep a sample": lambda row: duration(row["keep_us"]) if "keep_us" in row else "",
-    "vs AdamW's loss": lambda row: f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else "",
+    "vs AdamW's loss": lambda row: (
+        f"{row['percent_of_loss']:+.2f} %" if "percent_of_loss" in row else ""
+    ),
 }
 
 
 def table(rows: list[Row]) -> str:
-    """One Markdown table: a line per case, a column per rival; columns that no row fills are left out."""
+    """One Markdown table: a line per case, a column per rival; columns that no row fills are left
+    out."""
     rivals = list(dict.fromkeys(name for row in rows for name in row["speedup"]))
     extra = {title: cell for title, cell in EXTRA.items() if any(cell(row) for row in rows)}
     timed = ["time"] if any(row["us"] for row in rows) else []
@@ -140,7 +170,9 @@ def heading(rows: list[Row]) -> str:
     row = rows[-1]
     where = row["machine"]
     what = where.get("gpu") or f"{where['cpu']}, {where['cores']} cores"
-    commits, dates = (", ".join(dict.fromkeys(str(each[key]) for each in rows)) for key in ("commit", "date"))
+    commits, dates = (
+        ", ".join(dict.fromkeys(str(each[key]) for each in rows)) for key in ("commit", "date")
+    )
     stamp = f"torch {row['versions']['torch']}, commit {commits}, {dates}"
     return f"{what} ({where['threads']} threads); {stamp}:"
 

@@ -1,6 +1,8 @@
-"""Other people's kernels, where they are installed: Liger, Transformer Engine, Apex, bitsandbytes, and torch.compile.
+"""Other people's kernels, where they are installed: Liger, Transformer Engine, Apex, bitsandbytes,
+and torch.compile.
 
-None is needed. One that is not installed is not mentioned; one that fails is left out of its row, and the reason printed.
+None is needed. One that is not installed is not mentioned; one that fails is left out of its row,
+and the reason printed.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ def installed(makers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile for the shapes it is called with first.
 
-    What was compiled before is forgotten: after eight sets of shapes of one function torch would give up and run it as it is.
+    What was compiled before is forgotten: after eight sets of shapes of one function torch would
+    give up and run it as it is.
     """
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False)
 
 
 def of_norm(kind: str, width: int, device: torch.device) -> dict[str, Layer]:
-    """Layers that take what ours of `kind` takes: x, [residual,] weight[, bias]; eps 1e-5 for layer norm, 1e-6 for RMS norm."""
+    """Layers that take what ours of `kind` takes: x, [residual,] weight[, bias]; eps 1e-5 for layer
+    norm, 1e-6 for RMS norm."""
     if device.type != "cuda":
         return {}
     root, added = kind.endswith("RMS norm"), kind.startswith("residual")
@@ -64,7 +68,11 @@ def of_norm(kind: str, width: int, device: torch.device) -> dict[str, Layer]:
         import transformer_engine.pytorch as te
 
         module = te.RMSNorm(width, eps=1e-6) if root else te.LayerNorm(width, eps=1e-5)
-        return alone(lambda x, *v: torch.func.functional_call(module, dict(zip(("weight", "bias"), v, strict=False)), (x,)))
+        return alone(
+            lambda x, *v: torch.func.functional_call(
+                module, dict(zip(("weight", "bias"), v, strict=False)), (x,)
+            )
+        )
 
     def apex() -> Layer:
         from apex.normalization import fused_layer_norm as theirs
@@ -88,16 +96,24 @@ def of_swiglu(device: torch.device) -> dict[str, Layer]:
 
 
 def of_rotary(angle: Tensor, *, dtype: torch.dtype) -> dict[str, Layer]:
-    """Halves of the last dimension of x [1, tokens, heads, width] turned by angle [tokens, width / 2]."""
+    """Halves of the last dimension of x [1, tokens, heads, width] turned by angle [tokens, width /
+    2]."""
 
     def liger() -> Layer:
         from liger_kernel.transformers import functional as theirs
 
         whole = torch.cat([angle, angle], dim=-1)[None]
         cos, sin = whole.cos().to(dtype), whole.sin().to(dtype)
-        # It turns queries and keys in place, heads before tokens: two halves of the heads stand for them.
+        # It turns queries and keys in place, heads before tokens: two halves of the heads stand for
+        # them.
         return lambda x: torch.cat(
-            [t.transpose(1, 2) for t in theirs.liger_rope(*(h.transpose(1, 2).clone() for h in x.chunk(2, dim=2)), cos, sin)], 2
+            [
+                t.transpose(1, 2)
+                for t in theirs.liger_rope(
+                    *(h.transpose(1, 2).clone() for h in x.chunk(2, dim=2)), cos, sin
+                )
+            ],
+            2,
         )
 
     def engine() -> Layer:
@@ -106,11 +122,18 @@ def of_rotary(angle: Tensor, *, dtype: torch.dtype) -> dict[str, Layer]:
         frequencies = torch.cat([angle, angle], dim=-1)[:, None, None].float()
         return lambda x: apply_rotary_pos_emb(x, frequencies, tensor_format="bshd", fused=True)
 
-    return installed({"Liger, with copies": liger, "Transformer Engine": engine}) if angle.is_cuda else {}
+    return (
+        installed({"Liger, with copies": liger, "Transformer Engine": engine})
+        if angle.is_cuda
+        else {}
+    )
 
 
-def of_adamw(twins: Callable[[], list[nn.Parameter]], hyper: Mapping[str, Any]) -> dict[str, Callable[[], object]]:
-    """Steps of AdamW on parameters of their own. bitsandbytes' has moments of 8 bits: fewer bytes, and another result."""
+def of_adamw(
+    twins: Callable[[], list[nn.Parameter]], hyper: Mapping[str, Any]
+) -> dict[str, Callable[[], object]]:
+    """Steps of AdamW on parameters of their own. bitsandbytes' has moments of 8 bits: fewer bytes,
+    and another result."""
 
     def apex() -> Callable[[], object]:
         from apex.optimizers import FusedAdam
@@ -130,8 +153,11 @@ def of_adamw(twins: Callable[[], list[nn.Parameter]], hyper: Mapping[str, Any]) 
     return installed({"Apex": apex, "Transformer Engine": engine, "bitsandbytes 8-bit": bits})
 
 
-def of_lamb(twins: Callable[[], list[nn.Parameter]], hyper: Mapping[str, Any]) -> dict[str, Callable[[], object]]:
-    """Steps of LAMB on parameters of their own; Apex' also clips by the global norm, which it takes in any case."""
+def of_lamb(
+    twins: Callable[[], list[nn.Parameter]], hyper: Mapping[str, Any]
+) -> dict[str, Callable[[], object]]:
+    """Steps of LAMB on parameters of their own; Apex' also clips by the global norm, which it takes
+    in any case."""
 
     def apex() -> Callable[[], object]:
         from apex.optimizers import FusedLAMB

@@ -1,4 +1,5 @@
-"""The pictures and the table of docs/pipeline.md: every schedule for 4 ranks and 8 micro-batches, F = I = W.
+"""The pictures and the table of docs/pipeline.md: every schedule for 4 ranks and 8 micro-batches, F
+= I = W.
 
 python -m benchmarks.schedule_pictures
 """
@@ -20,7 +21,8 @@ OPTIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def timelines() -> list[tuple[str, Timeline]]:
-    """(name with its options, timeline) of every picture; times are those of all stages of a rank together."""
+    """(name with its options, timeline) of every picture; times are those of all stages of a rank
+    together."""
     found = []
     for name, options in OPTIONS:
         made = schedule(name, num_stages=RANKS, num_microbatches=MICROBATCHES, **options)
@@ -32,7 +34,10 @@ def timelines() -> list[tuple[str, Timeline]]:
 
 def table() -> str:
     """Rows of Markdown: makespan, bubble and memory."""
-    lines = ["| schedule | length | idle | micro-batches kept on rank 0, 1, 2, 3 |", "|---|---:|---:|---|"]
+    lines = [
+        "| schedule | length | idle | micro-batches kept on rank 0, 1, 2, 3 |",
+        "|---|---:|---:|---|",
+    ]
     for label, timeline in timelines():
         made = timeline.schedule
         share = made.num_ranks / made.num_stages

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.slow_link_picture`: draw docs/slow_link.png from the newest rows of the slow-link bench's runs.
+"""`python -m benchmarks.slow_link_picture`: draw docs/slow_link.png from the newest rows of the
+slow-link bench's runs.
 
-Loss against seconds, one line for each way to communicate; all take the same number of steps, so a line that ends early is a
-run that was done early.
+Loss against seconds, one line for each way to communicate; all take the same number of steps, so a
+line that ends early is a run that was done early.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def draw(rows: Iterable[Row], path: Path) -> None:
     first = rows[0]
     speed = f"{first['mbit']} Mbit/s" if first["mbit"] < 1000 else f"{first['mbit'] // 1000} Gbit/s"
     axes.set(
-        xlabel="seconds of training", ylabel="training loss, nats per byte (running mean)",
+        xlabel="seconds of training",
+        ylabel="training loss, nats per byte (running mean)",
         title=f"The example GPT, {first['ranks']} ranks, {speed}: {len(first['curve'])} steps each",
-    )  # fmt: skip
+    )
     axes.set_ylim(top=3.5)
     axes.legend(title="way: time taken, validation loss at the end", fontsize=9)
     axes.grid(alpha=0.3)
@@ -62,9 +64,14 @@ def draw(rows: Iterable[Row], path: Path) -> None:
 
 
 def main() -> int:
-    rows = [row for row in report.newest(report.read_rows()) if "curve" in row and row["batch"] == BATCH]
+    rows = [
+        row for row in report.newest(report.read_rows()) if "curve" in row and row["batch"] == BATCH
+    ]
     if not rows:
-        print("no runs of the slow-link bench yet: python -m benchmarks slow_link --only loss", file=sys.stderr)
+        print(
+            "no runs of the slow-link bench yet: python -m benchmarks slow_link --only loss",
+            file=sys.stderr,
+        )
         return 1
     draw(rows, PICTURE)
     print(f"{PICTURE.relative_to(report.ROOT)}: {len(rows)} lines")

@@ -1,8 +1,10 @@
-"""What a rank does in the slow-link bench: all-reduces, training steps and whole short runs, by ways to communicate.
+"""What a rank does in the slow-link bench: all-reduces, training steps and whole short runs, by
+ways to communicate.
 
     WAYS: name -> (model, corpus) -> (wrapped model, optimizer)        one line of the picture each
 
-Runs within `slow_link.Link.run`; times with a barrier before each sample, and reads the interface's own counters.
+Runs within `slow_link.Link.run`; times with a barrier before each sample, and reads the interface's
+own counters.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ FP32, BASELINE, ALONE = "gloo fp32", "torch DDP + AdamW", "no communication"
 CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gpt_small.toml"
 FULL_RUN = 2000  # steps
 MATRIX_RANK = 4  # of PowerSGD
-RATES = {"OneBitLAMB": 1e-2}  # LAMB's step is a share of a layer's norm, so its learning rate is another; else the example's
+RATES = {
+    "OneBitLAMB": 1e-2
+}  # LAMB's step is a share of a layer's norm, so its learning rate is another; else the example's
 Pair = tuple[nn.Module, Any]
 
 
@@ -49,7 +53,8 @@ class Sample:
         self.sent = wire_bytes()["sent"] - self._before
 
 
-# --- all-reduce -------------------------------------------------------------------------------------------------------------
+# --- all-reduce
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _reducers(x: Tensor, names: list[str]) -> dict[str, Callable[[], object]]:
@@ -65,13 +70,18 @@ def _reducers(x: Tensor, names: list[str]) -> dict[str, Callable[[], object]]:
             continue
         codec = parse(name)
         rank, size = dist.get_rank(), dist.get_world_size()
-        error = ErrorFeedback(x.numel(), codec=codec, rank=rank, size=size, device=x.device) if codec.feedback else None
+        error = (
+            ErrorFeedback(x.numel(), codec=codec, rank=rank, size=size, device=x.device)
+            if codec.feedback
+            else None
+        )
         found[name] = partial(compressed_all_reduce, x, codec=codec, error=error)
     return found
 
 
 def _check(names: list[str]) -> None:
-    """Each gives about the mean, and the same bits on every rank; the bounds are those of the codecs."""
+    """Each gives about the mean, and the same bits on every rank; the bounds are those of the
+    codecs."""
     bound = {"bf16": 2**-7, "int8": 0.05, "onebit": 1.5}
     rows = torch.randn(dist.get_world_size(), 100_003, generator=torch.Generator().manual_seed(0))
     for name in names:
@@ -107,28 +117,40 @@ def all_reduces(*, numel: int, names: list[str], rounds: int) -> dict[str, Any]:
     return found
 
 
-# --- training ---------------------------------------------------------------------------------------------------------------
+# --- training
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _torch_adamw(model: nn.Module, config: Config) -> Any:
     options = config.optimizer
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": options.weight_decay,
+        },
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True
+    )
 
 
 def _torch_ddp(model: nn.Module, config: Config, *, warmup: int, power_sgd: bool = False) -> Pair:
-    # The hook's all-reduces are issued from callbacks, in no set order over buckets, which Gloo can't bear: one bucket for it.
+    # The hook's all-reduces are issued from callbacks, in no set order over buckets, which Gloo
+    # can't bear: one bucket for it.
     wrapped = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=1024 if power_sgd else None
+        model,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        bucket_cap_mb=1024 if power_sgd else None,
     )
     if power_sgd:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         state = powerSGD_hook.PowerSGDState(
-            process_group=None, matrix_approximation_rank=MATRIX_RANK, start_powerSGD_iter=max(2, warmup)
+            process_group=None,
+            matrix_approximation_rank=MATRIX_RANK,
+            start_powerSGD_iter=max(2, warmup),
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return wrapped, _torch_adamw(wrapped, config)
@@ -139,11 +161,15 @@ def _alone(model: nn.Module, config: Config, *, warmup: int) -> Pair:
     return model, _torch_adamw(model, config)
 
 
-def _pyops(model: nn.Module, config: Config, *, warmup: int, optimizer: str = "adamw", codec: str = "none") -> Pair:
+def _pyops(
+    model: nn.Module, config: Config, *, warmup: int, optimizer: str = "adamw", codec: str = "none"
+) -> Pair:
     from pyops.train.setup.recipe import make_data_parallel, make_optimizer
 
     options = replace(config.optimizer, name=optimizer, compression_warmup_steps=warmup)
-    config = replace(config, optimizer=options, communication=replace(config.communication, codec=codec))
+    config = replace(
+        config, optimizer=options, communication=replace(config.communication, codec=codec)
+    )
     wrapped = make_data_parallel(config, model, group=dist.group.WORLD)
     return wrapped, make_optimizer(config, wrapped, group=dist.group.WORLD)
 
@@ -161,26 +187,43 @@ WAYS: dict[str, Callable[..., Pair]] = {
 
 
 class Trainer:
-    """The example GPT on the standard library's sources, communicating in one of the WAYS; calling it takes one step."""
+    """The example GPT on the standard library's sources, communicating in one of the WAYS; calling
+    it takes one step."""
 
     def __init__(self, way: str, *, batch: int, num_steps: int, warmup: int) -> None:
         overrides = [f"train.steps={num_steps}", f"train.batch={batch}"]
         overrides += [f"optimizer.lr={RATES[way]}"] if way in RATES else []
         self.config = load_config(CONFIG, overrides=overrides)
         length, seed = self.config.model.sequence_length, self.config.train.seed
-        rows = {"sequence_length": length, "rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
-        self.corpus = prepare(self.config.data, vocab_size=self.config.model.vocab_size, sequence_length=length)
+        rows = {
+            "sequence_length": length,
+            "rank": dist.get_rank(),
+            "num_ranks": dist.get_world_size(),
+        }
+        self.corpus = prepare(
+            self.config.data, vocab_size=self.config.model.vocab_size, sequence_length=length
+        )
         self.batches = Batches(self.corpus, global_batch=batch, seed=seed, **rows)
-        self.held_out = validation_rows(self.corpus, num_sequences=self.config.train.validation_sequences, **rows)
-        self.inner = GPT(self.config.model, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
-        self.model, self.optimizer = (_alone if way == ALONE else WAYS[way])(self.inner, self.config, warmup=warmup)
+        self.held_out = validation_rows(
+            self.corpus, num_sequences=self.config.train.validation_sequences, **rows
+        )
+        self.inner = GPT(
+            self.config.model, seed=seed, device=torch.device("cpu"), dtype=torch.float32
+        )
+        self.model, self.optimizer = (_alone if way == ALONE else WAYS[way])(
+            self.inner, self.config, warmup=warmup
+        )
         self.clips = not hasattr(self.optimizer, "max_grad_norm")  # torch's does not
-        self.tokens = batch * length / (dist.get_world_size() if self.clips else 1)  # DDP averages, pyops' recipe sums
+        self.tokens = (
+            batch * length / (dist.get_world_size() if self.clips else 1)
+        )  # DDP averages, pyops' recipe sums
         self.step = 0
 
     def _nats(self, rows_BT: Tensor) -> Tensor:
         logits_BTV = self.model(rows_BT[:, :-1])
-        return functional.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum"
+        )
 
     def __call__(self) -> float:
         """One step; this rank's nats per token before it."""
@@ -202,17 +245,25 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64)
         for rows_BT in self.held_out.split(4):
             logits_BTV = self.inner(rows_BT[:, :-1])
-            totals[0] += functional.cross_entropy(logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum")
+            totals[0] += functional.cross_entropy(
+                logits_BTV.flatten(0, 1), rows_BT[:, 1:].flatten(), reduction="sum"
+            )
             totals[1] += rows_BT[:, 1:].numel()
         dist.all_reduce(totals)
         return float(totals[0] / totals[1])
 
 
 def steps(*, ways: dict[str, int], batch: int, warmup: int) -> dict[str, Any]:
-    """{way: {"seconds": [...], "sent": [...]}} of `ways[way]` training steps each after the warm-up, the ways in turn."""
-    trainers = {way: Trainer(way, batch=batch, num_steps=warmup + 2 + count, warmup=warmup) for way, count in ways.items()}
+    """{way: {"seconds": [...], "sent": [...]}} of `ways[way]` training steps each after the
+    warm-up, the ways in turn."""
+    trainers = {
+        way: Trainer(way, batch=batch, num_steps=warmup + 2 + count, warmup=warmup)
+        for way, count in ways.items()
+    }
     found: dict[str, Any] = {way: {"seconds": [], "sent": []} for way in ways}
-    scheduled = {way: trainers.pop(way) for way in ways if hasattr(trainers[way].optimizer, "schedule")}
+    scheduled = {
+        way: trainers.pop(way) for way in ways if hasattr(trainers[way].optimizer, "schedule")
+    }
     for trainer in trainers.values():
         for _ in range(warmup + 2):
             trainer()
@@ -223,11 +274,14 @@ def steps(*, ways: dict[str, int], batch: int, warmup: int) -> dict[str, Any]:
                     trainer()
                 found[way]["seconds"].append(sample.seconds)
                 found[way]["sent"].append(sample.sent)
-    return found | {way: _over_schedule(trainer, count=ways[way]) for way, trainer in scheduled.items()}
+    return found | {
+        way: _over_schedule(trainer, count=ways[way]) for way, trainer in scheduled.items()
+    }
 
 
 def _over_schedule(trainer: Trainer, *, count: int) -> dict[str, list[float]]:
-    """Of 0/1 Adam, whose steps differ: the mean step of a run of FULL_RUN steps, by steps of each kind on a short schedule."""
+    """Of 0/1 Adam, whose steps differ: the mean step of a run of FULL_RUN steps, by steps of each
+    kind on a short schedule."""
     optimizer = trainer.optimizer
     rounds = replace(optimizer.schedule, var_freeze_step=FULL_RUN // 5).rounds(FULL_RUN)._asdict()
     optimizer.schedule = replace(optimizer.schedule, var_freeze_step=12, local_step_scaler=8)
@@ -238,13 +292,18 @@ def _over_schedule(trainer: Trainer, *, count: int) -> dict[str, list[float]]:
         if step > 1:  # which makes connections and buffers
             samples[optimizer.schedule.kind(step)].append(sample)
     share = {kind: many / FULL_RUN for kind, many in rounds.items()}
-    seconds = sum(share[kind] * statistics.median(s.seconds for s in each) for kind, each in samples.items())
-    sent = sum(share[kind] * statistics.fmean(s.sent for s in each) for kind, each in samples.items())
+    seconds = sum(
+        share[kind] * statistics.median(s.seconds for s in each) for kind, each in samples.items()
+    )
+    sent = sum(
+        share[kind] * statistics.fmean(s.sent for s in each) for kind, each in samples.items()
+    )
     return {"seconds": [seconds] * count, "sent": [sent] * count}
 
 
 def losses(*, way: str, batch: int, num_steps: int, warmup: int) -> dict[str, Any]:
-    """A run of `num_steps`: {"seconds": since the start, after each step, "loss": of each, "sent", "validation_loss"}."""
+    """A run of `num_steps`: {"seconds": since the start, after each step, "loss": of each, "sent",
+    "validation_loss"}."""
     trainer = Trainer(way, batch=batch, num_steps=num_steps, warmup=warmup)
     own, seconds = [], []
     with Sample() as sample:
@@ -255,4 +314,9 @@ def losses(*, way: str, batch: int, num_steps: int, warmup: int) -> dict[str, An
     mean = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    return {"seconds": seconds, "loss": mean.tolist(), "sent": sample.sent, "validation_loss": trainer.validate()}
+    return {
+        "seconds": seconds,
+        "loss": mean.tolist(),
+        "sent": sample.sent,
+        "validation_loss": trainer.validate(),
+    }

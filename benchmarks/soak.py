@@ -1,4 +1,5 @@
-"""Kills at random instants: python -m benchmarks.soak [--runs 100] [--seed 0] [--only NAME] [--folder KEPT]
+"""Kills at random instants: python -m benchmarks.soak [--runs 100] [--seed 0] [--only NAME]
+[--folder KEPT]
 
     a run      some ranks train; one of them is killed by SIGKILL: while they start, in a step, in a save, in a change of layout
     bare       the others must end with an error that names the killed rank, in time; all start again and go on
@@ -6,8 +7,8 @@
     verdict    "resumed": the losses of the whole run are those of one that nobody killed, bit for bit, and no half-written
                checkpoint is left; anything else is a FAIL, whose folder is kept
 
-Each run is small: 24 steps of a GPT, or 16 of a ViT that is frozen layer by layer. Layouts: see LAYOUTS. A row of JSON for each
-run stands in KEPT/soak.jsonl.
+Each run is small: 24 steps of a GPT, or 16 of a ViT that is frozen layer by layer. Layouts: see
+LAYOUTS. A row of JSON for each run stands in KEPT/soak.jsonl.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ Sections = dict[str, dict[str, Any]]
 GPT: Sections = {
     "model": {"sequence_length": 16, "num_layers": 3, "num_heads": 2, "dim": 16, "dropout": 0.1},
     "optimizer": {"lr": 1e-2, "warmup_steps": 3},
-    "train": {"steps": 24, "batch": 12, "validation_sequences": 6, "validate_every": 0, "sample_tokens": 0},
+    "train": {
+        "steps": 24,
+        "batch": 12,
+        "validation_sequences": 6,
+        "validate_every": 0,
+        "sample_tokens": 0,
+    },
 }
 VIT: Sections = {
     "task": {"kind": "digits", "epochs": 4},
@@ -72,7 +79,8 @@ MOMENTS = ("start", "step", "step", "save", "save", "change")
 
 @dataclass(frozen=True)
 class Moment:
-    """When which rank is killed: `part` (of 0 to 1) of the way through `kind`; after this row of metrics, but for a start."""
+    """When which rank is killed: `part` (of 0 to 1) of the way through `kind`; after this row of
+    metrics, but for a start."""
 
     kind: str
     victim: int
@@ -82,7 +90,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one run. seconds: from the kill until the last of the others had ended; None under torchrun."""
+    """What came of one run. seconds: from the kill until the last of the others had ended; None
+    under torchrun."""
 
     run: int
     layout: str
@@ -107,7 +116,8 @@ def _toml(sections: Sections, name: str) -> str:
 
 
 class Forked:
-    """A process forked from one that has imported everything, with the ways of a subprocess.Popen."""
+    """A process forked from one that has imported everything, with the ways of a
+    subprocess.Popen."""
 
     def __init__(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -150,10 +160,17 @@ class Place:
     def write(self, text: Path) -> None:
         self.folder.mkdir(parents=True)
         changes = LAYOUTS[self.layout][1]
-        sections = {name: dict(options) for name, options in (VIT if "elastic" in changes else GPT).items()}
+        sections = {
+            name: dict(options) for name, options in (VIT if "elastic" in changes else GPT).items()
+        }
         for name, options in changes.items():
             sections[name] = {**sections.get(name, {}), **options}
-        sections["train"] |= {"folder": str(self.folder / "runs"), "device": "cpu", "checkpoint_every": 4, "keep": 3}
+        sections["train"] |= {
+            "folder": str(self.folder / "runs"),
+            "device": "cpu",
+            "checkpoint_every": 4,
+            "keep": 3,
+        }
         if "elastic" not in changes:
             sections["data"] = {"path": str(text), "cache": str(text.parent / "cache")}
         (self.folder / "run.toml").write_text(_toml(sections, "soak"))
@@ -171,17 +188,27 @@ class Place:
         return list((self.run / "checkpoints").glob("*.tmp"))
 
     def command(self) -> list[str]:
-        return [str(ROOT / "benchmarks" / "soak_rank.py"), str(self.folder / "run.toml"), str(self.timeout)]
+        return [
+            str(ROOT / "benchmarks" / "soak_rank.py"),
+            str(self.folder / "run.toml"),
+            str(self.timeout),
+        ]
 
     def fork(self, name: str, **variables: str) -> Forked:
         log, config = self.folder / f"said-{name}.txt", self.folder / "run.toml"
-        return Forked(begin, ({"OMP_NUM_THREADS": "1", **variables}, str(log), str(config), self.timeout))
+        return Forked(
+            begin, ({"OMP_NUM_THREADS": "1", **variables}, str(log), str(config), self.timeout)
+        )
 
     def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(self.folder / f"said-{name}.txt", "w") as log:
             return subprocess.Popen(
-                [sys.executable, *command], env=given, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, *command],
+                env=given,
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def said(self, name: str) -> str:
@@ -189,20 +216,35 @@ class Place:
 
 
 def bare(place: Place, attempt: str) -> tuple[list[Forked], Any]:
-    """The ranks without torchrun, and the store that they meet in: it outlives every one of them, as an agent's does."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if place.ranks > 1 else None
+    """The ranks without torchrun, and the store that they meet in: it outlives every one of them,
+    as an agent's does."""
+    store = (
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if place.ranks > 1
+        else None
+    )
     started = []
     for rank in range(place.ranks):
-        variables = {} if store is None else {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(place.ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        }  # fmt: skip
+        variables = (
+            {}
+            if store is None
+            else {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(place.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }
+        )
         started.append(place.fork(f"{attempt}-rank-{rank}", **variables))
     return started, store
 
 
 def end(processes: Sequence[Process], limit: float) -> list[int | None]:
-    """Exit codes; None for a process that had to be killed because it still ran after so many seconds."""
+    """Exit codes; None for a process that had to be killed because it still ran after so many
+    seconds."""
     until = time.monotonic() + limit
     codes: list[int | None] = []
     for each in processes:
@@ -229,7 +271,8 @@ def wait_for(what: Callable[[], bool], processes: Sequence[Process], limit: floa
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nobody killed: its losses, seconds until its first row of metrics, and seconds of a row."""
+    """A run that nobody killed: its losses, seconds until its first row of metrics, and seconds of
+    a row."""
 
     losses: list[float]
     to_first: float
@@ -249,8 +292,11 @@ def reference(place: Place, limit: float) -> Reference:
     return Reference(losses, first - begin, (time.monotonic() - first) / len(losses))
 
 
-def kill(place: Place, moment: Moment, straight: Reference, processes: Sequence[Process], limit: float) -> int:
-    """Wait for the moment and kill; the number of rows there were then. A victim that is gone by then is left alone."""
+def kill(
+    place: Place, moment: Moment, straight: Reference, processes: Sequence[Process], limit: float
+) -> int:
+    """Wait for the moment and kill; the number of rows there were then. A victim that is gone by
+    then is left alone."""
     delay = moment.part * straight.of_row
     if moment.kind == "start":
         delay = moment.part * straight.to_first
@@ -276,12 +322,20 @@ def _through_bare(place: Place, result: Result, straight: Reference, limit: floa
     begin = time.monotonic()
     others = [rank for rank in range(place.ranks) if rank != victim]
     codes = end([processes[rank] for rank in others], 2 * place.timeout + 10)
-    result = replace(result, seconds=round(time.monotonic() - begin, 2) if others else None, killed_at_row=rows)
+    result = replace(
+        result, seconds=round(time.monotonic() - begin, 2) if others else None, killed_at_row=rows
+    )
     was_killed = processes[victim].wait() == -signal.SIGKILL
     for rank, code in zip(others, codes, strict=True):
         if code is None:
-            raise Failed(f"rank {rank} still ran {result.seconds:g} s after rank {victim} was killed")
-        if was_killed and code not in (0, -signal.SIGKILL) and f"rank {victim}" not in place.said(f"killed-rank-{rank}"):
+            raise Failed(
+                f"rank {rank} still ran {result.seconds:g} s after rank {victim} was killed"
+            )
+        if (
+            was_killed
+            and code not in (0, -signal.SIGKILL)
+            and f"rank {victim}" not in place.said(f"killed-rank-{rank}")
+        ):
             raise Failed(f"rank {rank} ended with {code} and did not name rank {victim}")
         if code < 0:
             raise Failed(f"rank {rank} ended by signal {-code}")
@@ -293,9 +347,20 @@ def _through_bare(place: Place, result: Result, straight: Reference, limit: floa
 
 
 def _through_torchrun(place: Place, result: Result, straight: Reference, limit: float) -> Result:
-    options = ["--standalone", "--nproc-per-node", str(place.ranks), "--max-restarts", "2", "--monitor-interval", "0.2"]
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        str(place.ranks),
+        "--max-restarts",
+        "2",
+        "--monitor-interval",
+        "0.2",
+    ]
     agent = place.start("torchrun", ["-m", "torch.distributed.run", *options, *place.command()])
-    agents = [agent, *([agent] if place.ranks == 1 else [])]  # so that their number is never that of the ranks
+    agents = [
+        agent,
+        *([agent] if place.ranks == 1 else []),
+    ]  # so that their number is never that of the ranks
     rows = kill(place, result.moment, straight, agents, limit)
     if (code := end([agent], 2 * limit)[0]) != 0:
         raise Failed(f"torchrun ended with {code}")
@@ -309,7 +374,9 @@ def one(place: Place, result: Result, straight: Reference, limit: float) -> Resu
         result = through(place, result, straight, limit)
         losses = place.losses()
         if len(losses) != len(straight.losses):
-            raise Failed(f"{len(losses)} losses, of a run that nobody killed {len(straight.losses)}")
+            raise Failed(
+                f"{len(losses)} losses, of a run that nobody killed {len(straight.losses)}"
+            )
         if losses != straight.losses:
             off = max(abs(a - b) for a, b in zip(losses, straight.losses, strict=True))
             raise Failed(f"losses differ by {off:.3g}")
@@ -334,21 +401,41 @@ def drawn(run: int, layouts: Sequence[str], generator: random.Random) -> Result:
 
 def _row(result: Result) -> str:
     m = result.moment
-    when = f"{m.kind}, {100 * m.part:.0f} %" if m.kind == "start" else f"{m.kind} after row {m.after}"
+    when = (
+        f"{m.kind}, {100 * m.part:.0f} %" if m.kind == "start" else f"{m.kind} after row {m.after}"
+    )
     ended = "" if result.seconds is None else f"{result.seconds:.1f} s"
-    return f"{result.run:4}  {result.layout:16} {result.how:9} rank {m.victim}  {when:20} {ended:>7}  {result.verdict}"
+    return (
+        f"{result.run:4}  {result.layout:16} {result.how:9} rank {m.victim}  {when:20} "
+        f"{ended:>7}  {result.verdict}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs and print a line for each; returns 1 when one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Kill ranks at random instants.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description="Kill ranks at random instants."
+    )
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first run; the same number is the same run")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the number of the first run; the same number is the same run",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only layouts whose name contains this")
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds that ranks wait for each other")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a run may take in all")
-    parser.add_argument("--folder", type=Path, help="where failed runs and soak.jsonl stay; default: a temporary one")
+    parser.add_argument(
+        "--timeout", type=float, default=20.0, help="seconds that ranks wait for each other"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that a run may take in all"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where failed runs and soak.jsonl stay; default: a temporary one",
+    )
     given = parser.parse_args(arguments)
     layouts = [name for name in LAYOUTS if given.only in name]
     if not layouts:
@@ -378,7 +465,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             failed += 1
     print(
-        f"{given.runs - failed} of {given.runs} resumed with the losses of a run that nobody killed; what failed is in {folder}"
+        f"{given.runs - failed} of {given.runs} resumed with the losses of a run that "
+        f"nobody killed; what failed is in {folder}"
     )
     return 1 if failed else 0
 

@@ -1,7 +1,8 @@
-"""One rank of a run of `benchmarks.soak`: python soak_rank.py CONFIG.toml SECONDS, with torchrun's variables.
+"""One rank of a run of `benchmarks.soak`: python soak_rank.py CONFIG.toml SECONDS, with torchrun's
+variables.
 
-It is `pyops train --resume`, but that nobody waits for another rank for longer than SECONDS, and that its process id is left in
-the run's folder of pids, for whoever kills it.
+It is `pyops train --resume`, but that nobody waits for another rank for longer than SECONDS, and
+that its process id is left in the run's folder of pids, for whoever kills it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def begin(variables: Mapping[str, str], log: str, path: str, seconds: float) -> 
 
 
 def _train(path: Path, limit: timedelta) -> int:
-    absent: dict[str, Any] = dict.fromkeys(("matplotlib", "torch.utils.tensorboard"))  # which take seconds to import
+    absent: dict[str, Any] = dict.fromkeys(
+        ("matplotlib", "torch.utils.tensorboard")
+    )  # which take seconds to import
     sys.modules.update(absent)
     pid = path.parent / "pids" / os.environ.get("RANK", "0")
     pid.parent.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""Every model class of transformers, made small: two layers of width 16, by the names that configurations use for sizes.
+"""Every model class of transformers, made small: two layers of width 16, by the names that
+configurations use for sizes.
 
 for name in names():
     model = tiny(name)
@@ -58,16 +59,23 @@ FITTING: dict[str, dict[str, Any]] = {  # sizes that must fit one another
 
 
 def names() -> list[str]:
-    """Of all model classes that transformers exports, those with a configuration and a forward; bases are left out."""
+    """Of all model classes that transformers exports, those with a configuration and a forward;
+    bases are left out."""
     import transformers
     from transformers import PreTrainedModel
 
     found = []
     for name in sorted(dir(transformers)):
-        if name.startswith("Auto") or name.endswith(("PreTrainedModel", "Config", "Processor", "ProcessorPil", "Tokenizer")):
+        if name.startswith("Auto") or name.endswith(
+            ("PreTrainedModel", "Config", "Processor", "ProcessorPil", "Tokenizer")
+        ):
             continue  # the latter are not even imported
         kind = getattr(transformers, name, None)
-        if not inspect.isclass(kind) or not issubclass(kind, PreTrainedModel) or kind.config_class is None:
+        if (
+            not inspect.isclass(kind)
+            or not issubclass(kind, PreTrainedModel)
+            or kind.config_class is None
+        ):
             continue
         if kind.forward is not PreTrainedModel.forward:
             found.append(name)
@@ -75,16 +83,23 @@ def names() -> list[str]:
 
 
 def tiny(name: str, **changed: Any) -> nn.Module:
-    """The model class of that name, in two layers, in evaluation mode. changed: of the configuration, beside SIZES.
+    """The model class of that name, in two layers, in evaluation mode. changed: of the
+    configuration, beside SIZES.
 
-    Where a configuration can't be so small, its widths, or all of its sizes, are the usual ones. Raises whatever the
-    configuration, or the model, raises with the smallest sizes where it can't be made so either.
+    Where a configuration can't be so small, its widths, or all of its sizes, are the usual ones.
+    Raises whatever the configuration, or the model, raises with the smallest sizes where it can't
+    be made so either.
     """
     import transformers
 
     kind = getattr(transformers, name)
     reasons: list[Exception] = []
-    for sizes in (SIZES, {**SIZES, **{f"{key}?": value for key, value in MISSING.items()}}, {k: SIZES[k] for k in DEPTHS}, {}):
+    for sizes in (
+        SIZES,
+        {**SIZES, **{f"{key}?": value for key, value in MISSING.items()}},
+        {k: SIZES[k] for k in DEPTHS},
+        {},
+    ):
         try:
             config = tiny_config(kind.config_class, sizes=sizes, **changed)
             with torch.device("meta"):
@@ -102,7 +117,8 @@ def tiny(name: str, **changed: Any) -> nn.Module:
 
 
 def tiny_config(kind: Any, *, sizes: dict[str, Any] = SIZES, **changed: Any) -> Any:
-    """A configuration of this class with every size that it has, and those of the configurations within it, made small."""
+    """A configuration of this class with every size that it has, and those of the configurations
+    within it, made small."""
     usual = kind()
     arguments: dict[str, Any] = {}
     parts = {key: value for key, value in getattr(kind, "sub_configs", {}).items()}
@@ -115,7 +131,13 @@ def tiny_config(kind: Any, *, sizes: dict[str, Any] = SIZES, **changed: Any) -> 
             if value is not None:
                 part = type(value)
                 arguments[key] = tiny_config(part, sizes=sizes).to_dict()
-        elif key.endswith("_token_id") and isinstance(value, int) and key not in sizes and vocabulary and value >= vocabulary:
+        elif (
+            key.endswith("_token_id")
+            and isinstance(value, int)
+            and key not in sizes
+            and vocabulary
+            and value >= vocabulary
+        ):
             arguments[key] = 5 + sum(map(ord, key)) % 50
         elif (
             key in sizes
@@ -124,9 +146,19 @@ def tiny_config(kind: Any, *, sizes: dict[str, Any] = SIZES, **changed: Any) -> 
         ):
             arguments[key] = sizes[key]
     groups = _value(usual, "num_key_value_heads")
-    if "num_attention_heads" in sizes and isinstance(groups, int) and groups == usual.num_attention_heads:
+    if (
+        "num_attention_heads" in sizes
+        and isinstance(groups, int)
+        and groups == usual.num_attention_heads
+    ):
         arguments["num_key_value_heads"] = HEADS
-    return kind(**{**arguments, **(FITTING.get(kind.__name__, {}) if sizes.get("hidden_size") else {}), **changed})
+    return kind(
+        **{
+            **arguments,
+            **(FITTING.get(kind.__name__, {}) if sizes.get("hidden_size") else {}),
+            **changed,
+        }
+    )
 
 
 def _value(config: Any, key: str) -> Any:

@@ -1,10 +1,12 @@
-"""Whether a row meets its targets; `python -m benchmarks.verdicts ROWS.jsonl` lists those of a file of rows.
+"""Whether a row meets its targets; `python -m benchmarks.verdicts ROWS.jsonl` lists those of a file
+of rows.
 
     targets   {rival: how many times faster than it ours ought to be}
     least     {field of the row: what it ought to reach at least}, percent_of_copy say
     most      {field of the row: what it ought to stay within}; the field "ms" is our median time
 
-A target whose field is missing, because a rival is not there or a figure could not be taken, is neither met nor missed.
+A target whose field is missing, because a rival is not there or a figure could not be taken, is
+neither met nor missed.
 """
 
 from __future__ import annotations
@@ -52,13 +54,21 @@ def verdicts(row: Row) -> list[Verdict]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print each missed target, and how many there are of both; returns 0 whatever they say."""
-    rows = [json.loads(line) for path in arguments for line in Path(path).read_text().splitlines() if line.strip()]
+    rows = [
+        json.loads(line)
+        for path in arguments
+        for line in Path(path).read_text().splitlines()
+        if line.strip()
+    ]
     met = 0
     for row in rows:
         for verdict in verdicts(row):
             met += verdict.met
             if not verdict.met:
-                print(f"BELOW {row['bench']}: {row['case']}: {verdict.target}, found {verdict.found:g}")
+                print(
+                    f"BELOW {row['bench']}: {row['case']}: {verdict.target}, found "
+                    f"{verdict.found:g}"
+                )
     judged = sum(len(verdicts(row)) for row in rows)
     print(f"{met} targets met, {judged - met} missed, in {len(rows)} rows")
     return 0

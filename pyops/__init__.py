@@ -1,9 +1,11 @@
-"""pyops: fused optimizers, collectives and parallel layers for models that one device can't hold or can't feed.
+"""pyops: fused optimizers, collectives and parallel layers for models that one device can't hold or
+can't feed.
 
     batch -> model -> backward -> buckets -> collective -> optimizer -> checkpoint
              models   flat        comm       comm          optim        checkpoint
 
-Rooms are imported when they are first used, so `import pyops` is light and `pyops.optim.AdamW` just works.
+Rooms are imported when they are first used, so `import pyops` is light and `pyops.optim.AdamW` just
+works.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("pyops.ops.library").has_kernel
     if new := MODULES.get(f"pyops.{name}"):
         raise AttributeError(f"pyops.{name} has a new name: {new}")
-    raise AttributeError(f"module 'pyops' has no attribute {name!r}; it has {', '.join(sorted([*__all__, *_ROOMS]))}")
+    raise AttributeError(
+        f"module 'pyops' has no attribute {name!r}; it has {', '.join(sorted([*__all__, *_ROOMS]))}"
+    )
 
 
 def __dir__() -> list[str]:

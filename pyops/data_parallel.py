@@ -1,4 +1,5 @@
-"""The same parameters on every rank, each rank its own part of the batch: gradients are averaged while backward runs.
+"""The same parameters on every rank, each rank its own part of the batch: gradients are averaged
+while backward runs.
 
 rank 0   batch 0 -> module -> backward --buckets--.
                                                   all-reduce -> the same gradients -> the same optimizer step
@@ -25,7 +26,10 @@ from pyops.mesh import check_initialized
 
 __all__ = ["DataParallel"]
 
-FIX = "call close() of the old one before; load_state_dict() without assign=True loads values in place"
+FIX = (
+    "call close() of the old one before; load_state_dict() without assign=True loads values "
+    "in place"
+)
 COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,11 +40,15 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(
-            "the module has no parameter with requires_grad=True, so there is no gradient to reduce; use the module itself"
+            "the module has no parameter with requires_grad=True, so there is no "
+            "gradient to reduce; use the module itself"
         )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device; materialise the module (module.to_empty, then initialise) first")
+            raise ValueError(
+                f"{name} is on the meta device; materialise the module (module.to_empty, "
+                "then initialise) first"
+            )
     return named
 
 
@@ -49,18 +57,26 @@ def _check_codec(codec: Codec | None, named: list[tuple[str, nn.Parameter]]) -> 
     if codec is None:
         return
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.OneBit(), or None")
+        raise TypeError(
+            f"codec is {codec!r}; expected a codec such as pyops.comm.OneBit(), or None"
+        )
     for name, p in named:
         if p.dtype not in COMPRESSIBLE:
             raise TypeError(
-                f"{name} is {p.dtype}, which {codec.name} can't compress; use float32, bfloat16 or float16, or codec=None"
+                f"{name} is {p.dtype}, which {codec.name} can't compress; use float32, "
+                "bfloat16 or float16, or codec=None"
             )
 
 
 def _signature(module: nn.Module) -> list[tuple[Any, ...]]:
     """What the ranks must agree on, in order."""
     return [
-        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), "trained" if t.requires_grad else "fixed")
+        (
+            name,
+            tuple(t.shape),
+            str(t.dtype).removeprefix("torch."),
+            "trained" if t.requires_grad else "fixed",
+        )
         for name, t in [*module.named_parameters(), *module.named_buffers()]
     ]
 
@@ -73,38 +89,51 @@ def _difference(signatures: list[list[tuple[Any, ...]]]) -> str | None:
         for mine, theirs in zip(signatures[0], other, strict=False):
             if mine != theirs:
                 return f"rank 0 has {mine} where rank {rank} has {theirs}"
-        return f"rank 0 has {len(signatures[0])} parameters and buffers, rank {rank} has {len(other)}"
+        return (
+            f"rank 0 has {len(signatures[0])} parameters and buffers, rank {rank} has {len(other)}"
+        )
     return None
 
 
 class DataParallel(nn.Module):
-    """Wraps `module` so that after backward() every rank holds the mean (or sum) of all ranks' gradients.
+    """Wraps `module` so that after backward() every rank holds the mean (or sum) of all ranks'
+    gradients.
 
-    module: on this rank's device, the same on every rank up to the values: rank 0's are broadcast once.
-    group: the ranks that hold replicas; None: all. bucket_bytes: how much is reduced at a time. algorithm: as for
-    `pyops.comm.all_reduce`. op: "mean", or "sum" for a loss that is already divided by the global number of samples.
-    group_by: (name, parameter) -> key; parameters with different keys lie in different buffers, so that an optimizer can
-    treat them differently: `AdamW([{"params": [b.parameter], ...} for b in model.flat])`.
-    codec: gradients travel compressed, a bucket at a time (`pyops.comm.compressed_all_reduce`); what is left out of one step
-    is added to the next one's gradient, and belongs into checkpoints: `communication_state()`. None: exactly. `algorithm`
-    then has no meaning, and one rank alone compresses nothing.
+    module: on this rank's device, the same on every rank up to the values: rank 0's are broadcast
+    once.
+    group: the ranks that hold replicas; None: all. bucket_bytes: how much is reduced at a time.
+    algorithm: as for `pyops.comm.all_reduce`. op: "mean", or "sum" for a loss that is already
+    divided by the global number of samples. group_by: (name, parameter) -> key; parameters with
+    different keys lie in different buffers, so that an optimizer can treat them differently:
+    `AdamW([{"params": [b.parameter], ...} for b in model.flat])`.
+    codec: gradients travel compressed, a bucket at a time (`pyops.comm.compressed_all_reduce`);
+    what is left out of one step is added to the next one's gradient, and belongs into checkpoints:
+    `communication_state()`. None: exactly. `algorithm` then has no meaning, and one rank alone
+    compresses nothing.
 
-    flat: the FlatBuffers, one per dtype, device and key. keys: their keys, in the same order. module: the wrapped module;
-    take state_dict() from it. Parameters that take part on no rank keep the gradient they had, None say. Frozen parameters
-    and buffers are broadcast once and left alone afterwards. A non-contiguous parameter becomes contiguous.
+    flat: the FlatBuffers, one per dtype, device and key. keys: their keys, in the same order.
+    module: the wrapped module; take state_dict() from it. Parameters that take part on no rank keep
+    the gradient they had, None say. Frozen parameters and buffers are broadcast once and left alone
+    afterwards. A non-contiguous parameter becomes contiguous.
 
-    Raises, on every rank alike: ValueError when the ranks' modules differ in names, shapes, dtypes or order, or their
-    options above; when nothing is trainable; for parameters on the meta device. In backward, pyops.comm's errors name the
-    rank and the bucket.
+    Raises, on every rank alike: ValueError when the ranks' modules differ in names, shapes, dtypes
+    or order, or their options above; when nothing is trainable; for parameters on the meta device.
+    In backward, pyops.comm's errors name the rank and the bucket.
 
     Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets, overlap, no_sync).
     """
 
     def __init__(
-        self, module: nn.Module, *, group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 << 20,
-        algorithm: str = "auto", op: str = "mean", group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 25 << 20,
+        algorithm: str = "auto",
+        op: str = "mean",
+        group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
         codec: Codec | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_initialized("DataParallel", group)
         super().__init__()
         named: list[tuple[str, nn.Parameter]] = []
@@ -118,21 +147,33 @@ class DataParallel(nn.Module):
         agree(error, group=group)
         difference = _difference(gather(_signature(module), group=group))
         if difference:
-            raise ValueError(f"the ranks' modules differ: {difference}; build the same module on every rank")
-        order = {id(p): i for i, (_, p) in enumerate(reversed(named))}  # backward reaches the last parameter first
+            raise ValueError(
+                f"the ranks' modules differ: {difference}; build the same module on every rank"
+            )
+        order = {
+            id(p): i for i, (_, p) in enumerate(reversed(named))
+        }  # backward reaches the last parameter first
         sorted_into: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, p in named:
             key = group_by(name, p) if group_by else None
             sorted_into.setdefault((key, p.dtype, p.device), []).append((name, p))
         plan = [
-            ([name for name, _ in members], str(dtype), bucket_bytes, algorithm, op, codec and codec.name)
+            (
+                [name for name, _ in members],
+                str(dtype),
+                bucket_bytes,
+                algorithm,
+                op,
+                codec and codec.name,
+            )
             for (_, dtype, _), members in sorted_into.items()
         ]
         plans = gather(plan, group=group)
         different = next((rank for rank, other in enumerate(plans) if other != plans[0]), None)
         if different is not None:
             raise ValueError(
-                f"rank 0 and rank {different} reduce gradients in different ways; pass the same group_by, bucket_bytes, "
+                f"rank 0 and rank {different} reduce gradients in different ways; pass "
+                "the same group_by, bucket_bytes, "
                 "algorithm, op and codec on every rank"
             )
         self.module, self._group = module, group
@@ -142,9 +183,14 @@ class DataParallel(nn.Module):
         broadcast([*(buffer.data for buffer in self.flat), *fixed, *module.buffers()], group=group)
         alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         self.reducer = Reducer(
-            self.flat, None if alone else Communicator.of(group), bucket_bytes=bucket_bytes, algorithm=algorithm, op=op,
-            positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat], codec=codec,
-        )  # fmt: skip
+            self.flat,
+            None if alone else Communicator.of(group),
+            bucket_bytes=bucket_bytes,
+            algorithm=algorithm,
+            op=op,
+            positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
+            codec=codec,
+        )
         self._in_place: InPlace | None = InPlace("DataParallel", module, self.flat, fix=FIX)
         self.reducer.look = self._in_place.problem
         self.flat[0].parameter.flat_watch.look = self._in_place.problem  # type: ignore[attr-defined]  # before a step
@@ -156,7 +202,8 @@ class DataParallel(nn.Module):
         if looks:
             if self._in_place is None:
                 raise RuntimeError(
-                    "this DataParallel is closed, and gradients would stay those of each rank; call its .module, or make a new "
+                    "this DataParallel is closed, and gradients would stay those of each "
+                    "rank; call its .module, or make a new "
                     "DataParallel of it"
                 )
             error = self._in_place.problem()
@@ -167,9 +214,11 @@ class DataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients over the ranks; as on torch's DistributedDataParallel, and settable.
+        """Whether backward reduces gradients over the ranks; as on torch's DistributedDataParallel,
+        and settable.
 
-        False: as within `no_sync()`, until it is set again. An optimizer that communicates by itself sets it.
+        False: as within `no_sync()`, until it is set again. An optimizer that communicates by
+        itself sets it.
         """
         return self.reducer.synchronises
 
@@ -180,7 +229,8 @@ class DataParallel(nn.Module):
         self.reducer.synchronises = value
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within the block, backward adds gradients up locally; the next backward outside reduces the sum of all."""
+        """Within the block, backward adds gradients up locally; the next backward outside reduces
+        the sum of all."""
         return self.reducer.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -192,9 +242,11 @@ class DataParallel(nn.Module):
                 buffer.zero_grad()
 
     def close(self) -> None:
-        """Take the hooks off the module, which gets memory of its own, so that it can be moved, or go to another wrapper.
+        """Take the hooks off the module, which gets memory of its own, so that it can be moved, or
+        go to another wrapper.
 
-        No forward with gradients is possible through it afterwards; call its `module`. A second time it does nothing.
+        No forward with gradients is possible through it afterwards; call its `module`. A second
+        time it does nothing.
         """
         self.reducer.remove()
         release((p for buffer in self.flat for p in buffer.parameters), self.reducer)
@@ -205,18 +257,22 @@ class DataParallel(nn.Module):
         self.flat, self.reducer.buffers, self._in_place, self.reducer.look = [], [], None, None
 
     def communication_state(self) -> dict[str, Any]:
-        """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without a codec, or alone.
+        """The errors of compression: {"codec": name, "worker": {parameter: Shard}, ...}; {} without
+        a codec, or alone.
 
-        `pyops.checkpoint.save` writes all ranks' shards as one; put it into `state`, not `own`. It shares memory with the
-        errors in use: save or copy it before the next backward.
+        `pyops.checkpoint.save` writes all ranks' shards as one; put it into `state`, not `own`. It
+        shares memory with the errors in use: save or copy it before the next backward.
         """
         return self.reducer.communication_state()
 
     def load_communication_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `communication_state` gave, or a checkpoint of it: of any number of ranks, and any buckets.
+        """Take up what `communication_state` gave, or a checkpoint of it: of any number of ranks,
+        and any buckets.
 
-        Errors of another number of ranks are shared out so that what they add to the gradient is the same. ValueError,
-        on every rank and before anything is changed, for the state of another codec (naming both) or of another model.
+        Errors of another number of ranks are shared out so that what they add to the gradient is
+        the same. ValueError,
+        on every rank and before anything is changed, for the state of another codec (naming both)
+        or of another model.
         """
         error: Exception | None = None
         try:

@@ -1,15 +1,18 @@
-"""Weight gradients: at once, in fp32 beside the weight, or put off until a pipeline has nothing better to do.
+"""Weight gradients: at once, in fp32 beside the weight, or put off until a pipeline has nothing
+better to do.
 
     I    with queue.collecting():             dy --> dx = dy W --> ...          dy, x --> queue
              torch.autograd.backward(loss)
     W    queue.take().accumulate()            dW = dy^T x, db = sum of dy --> .grad or main_grad, hooks
 
-A layer asks `weight_gradient` for the gradients of its weight and bias; whether a parameter carries a queue (`deferred`) or an
-fp32 sum (`main_grad`) is no business of the layer's. Linear layers do: those of pyops.tensor_parallel, and torch.nn.Linear
-after `linears(module)`. A norm's weight gradient comes with that of its input for nothing, and a convolution's, an embedding's
-or any other module's is autograd's: they are not put off.
+A layer asks `weight_gradient` for the gradients of its weight and bias; whether a parameter carries
+a queue (`deferred`) or an fp32 sum (`main_grad`) is no business of the layer's. Linear layers do:
+those of pyops.tensor_parallel, and torch.nn.Linear after `linears(module)`. A norm's weight
+gradient comes with that of its input for nothing, and a convolution's, an embedding's or any other
+module's is autograd's: they are not put off.
 
-I then W has the bits of one backward pass. (The split: Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2.)
+I then W has the bits of one backward pass. (The split: Qi et al., "Zero Bubble Pipeline
+Parallelism", 2024, section 2.)
 """
 
 from __future__ import annotations
@@ -22,7 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Deferred", "Pieces", "accumulate_weight_gradient", "is_marked", "linear", "linears", "remove", "weight_gradient"]
+__all__ = [
+    "Deferred",
+    "Pieces",
+    "accumulate_weight_gradient",
+    "is_marked",
+    "linear",
+    "linears",
+    "remove",
+    "weight_gradient",
+]
 
 BLOCK_BYTES = 8 << 20  # of widened operands
 
@@ -30,28 +42,36 @@ BLOCK_BYTES = 8 << 20  # of widened operands
 class Deferred:
     """A queue of weight gradients, carried by these parameters as their attribute `deferred`.
 
-    Nothing is put off but within `collecting()`. Where several queues have a parameter in common, that of the latest one to
-    collect takes it. ValueError for a tensor that is no leaf of autograd's graph: it has no gradient to put off.
+    Nothing is put off but within `collecting()`. Where several queues have a parameter in common,
+    that of the latest one to collect takes it. ValueError for a tensor that is no leaf of
+    autograd's graph: it has no gradient to put off.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         for p in self._parameters:
             if not p.is_leaf:
-                raise ValueError(f"a tensor {tuple(p.shape)} was computed from others; give a model's own parameters")
+                raise ValueError(
+                    f"a tensor {tuple(p.shape)} was computed from others; give a model's "
+                    "own parameters"
+                )
         self._passes: list[_Pass] = []
         self._now: _Pass | None = None
         self._mark()
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """The weight gradients of a backward pass within this are put off; if it raises, what it put off is dropped.
+        """The weight gradients of a backward pass within this are put off; if it raises, what it
+        put off is dropped.
 
-        Gradients and hooks of a parameter stay as they are until `accumulate`. One that another module uses as well (a tied
-        embedding) gets its whole gradient within this instead, when the other's share of it is there.
+        Gradients and hooks of a parameter stay as they are until `accumulate`. One that another
+        module uses as well (a tied embedding) gets its whole gradient within this instead, when the
+        other's share of it is there.
         """
         if self._now is not None:
-            raise RuntimeError("this queue is collecting already; end that backward pass before the next one")
+            raise RuntimeError(
+                "this queue is collecting already; end that backward pass before the next one"
+            )
         self._mark()
         now: _Pass = {}
         self._now = now
@@ -98,29 +118,39 @@ class Pieces:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors kept; one kept for several gradients counts once."""
-        kept = {t.data_ptr(): t.nbytes for each in self._passes for waiting in each.values() for t in waiting.tensors()}
+        kept = {
+            t.data_ptr(): t.nbytes
+            for each in self._passes
+            for waiting in each.values()
+            for t in waiting.tensors()
+        }
         return sum(kept.values())
 
     def accumulate(self) -> None:
-        """Compute them and add them to .grad as a backward pass would, hooks and all, or to main_grad.
+        """Compute them and add them to .grad as a backward pass would, hooks and all, or to
+        main_grad.
 
-        What is kept for a parameter is let go as soon as its gradient is there; afterwards there is nothing left to add. The
-        gradients of several backward passes are added one after the other. On CUDA: computed on the current stream, which must
-        be behind the one of backward. RuntimeError where a tensor kept was changed in place meanwhile.
+        What is kept for a parameter is let go as soon as its gradient is there; afterwards there is
+        nothing left to add. The gradients of several backward passes are added one after the other.
+        On CUDA: computed on the current stream, which must be behind the one of backward.
+        RuntimeError where a tensor kept was changed in place meanwhile.
 
-        It is one backward pass for each that was put off. DataParallel and ZeroOptimizer reduce gradients when a backward pass
-        ends: run those within collecting() under their no_sync(), and this one, for the last of them, without.
+        It is one backward pass for each that was put off. DataParallel and ZeroOptimizer reduce
+        gradients when a backward pass ends: run those within collecting() under their no_sync(),
+        and this one, for the last of them, without.
         """
         while self._passes:
             waiting = [w for w in self._passes.pop(0).values() if w.operands]
-            with torch.enable_grad():  # one backward for all, as those who reduce gradients expect; begins with the last made
+            # one backward for all, as those who reduce gradients expect; begins with the last made
+            with torch.enable_grad():
                 kept = [_Kept.apply(w.parameter, w) for w in reversed(waiting)]
             if kept:
                 torch.autograd.backward(kept)
 
 
 class _Waiting:
-    """What one backward pass put off for one parameter, whose hooks are hidden from autograd until the pass is over.
+    """What one backward pass put off for one parameter, whose hooks are hidden from autograd until
+    the pass is over.
 
     Autograd calls the hooks of a parameter for a gradient of None, too.
     """
@@ -148,7 +178,8 @@ class _Waiting:
         _refilled(self.parameter._post_accumulate_grad_hooks, self.accumulate_hooks)
 
     def _arrived(self, gradient: Tensor | None) -> Tensor | None:
-        """Another module's share, which autograd is about to add to .grad: ours goes with it, and the hooks run."""
+        """Another module's share, which autograd is about to add to .grad: ours goes with it, and
+        the hooks run."""
         if gradient is None:
             return None
         found = self.computed()
@@ -162,14 +193,17 @@ class _Waiting:
 
     @torch.no_grad()
     def computed(self) -> Tensor | None:
-        """The sum in the order in which they came; None where there is nothing, or main_grad has it."""
+        """The sum in the order in which they came; None where there is nothing, or main_grad has
+        it."""
         total = None
         while self.operands:
             dy, dy_version, x, x_version = self.operands.pop(0)
             if dy._version != dy_version or (x is not None and x._version != x_version):
                 raise RuntimeError(
-                    f"the gradient of a parameter {tuple(self.parameter.shape)} was put off, and a tensor that it needs has "
-                    "been changed in place since; accumulate() before a buffer of activations or gradients is filled again"
+                    f"the gradient of a parameter {tuple(self.parameter.shape)} was put "
+                    "off, and a tensor that it needs has "
+                    "been changed in place since; accumulate() before a buffer of "
+                    "activations or gradients is filled again"
                 )
             found = _gradient(self.parameter, dy, x)
             total = found if total is None or found is None else total.add_(found)
@@ -177,7 +211,8 @@ class _Waiting:
 
 
 class _Kept(torch.autograd.Function):
-    """A number whose backward is the gradient that was put off: computed there, it becomes .grad without a copy."""
+    """A number whose backward is the gradient that was put off: computed there, it becomes .grad
+    without a copy."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, waiting: _Waiting) -> Tensor:
@@ -199,22 +234,28 @@ def _emptied(hooks: dict[int, Callable[..., Any]] | None) -> dict[int, Callable[
     return held
 
 
-def _refilled(hooks: dict[int, Callable[..., Any]] | None, held: dict[int, Callable[..., Any]]) -> None:
+def _refilled(
+    hooks: dict[int, Callable[..., Any]] | None, held: dict[int, Callable[..., Any]]
+) -> None:
     if hooks is not None:
         hooks.update(held)
     held.clear()
 
 
 def is_marked(parameter: Tensor | None) -> bool:
-    """Whether its gradient may go elsewhere than to .grad at once: autograd's own product doesn't know."""
+    """Whether its gradient may go elsewhere than to .grad at once: autograd's own product doesn't
+    know."""
     return hasattr(parameter, "deferred") or hasattr(parameter, "main_grad")
 
 
 def weight_gradient(parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
-    """The gradient of a linear layer's weight, dy^T x, or of its bias, the sum of dy (x None), shaped as the parameter.
+    """The gradient of a linear layer's weight, dy^T x, or of its bias, the sum of dy (x None),
+    shaped as the parameter.
 
-    None where it was put off, or added to the weight's `main_grad`, [..., in] of fp32 or float64 (a bias has none).
-    dy [rows, out], x [rows, in], of one dtype; parameter [.., in] or [..] with out elements in its leading dims.
+    None where it was put off, or added to the weight's `main_grad`, [..., in] of fp32 or float64 (a
+    bias has none).
+    dy [rows, out], x [rows, in], of one dtype; parameter [.., in] or [..] with out elements in its
+    leading dims.
     """
     queue = getattr(parameter, "deferred", None)
     if queue is not None and queue.put(parameter, dy, x):
@@ -233,22 +274,26 @@ def _gradient(parameter: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
 
 
 def accumulate_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad += dy^T x, in place, in the dtype of main_grad: no 16-bit sum over micro-batches or chunks.
+    """main_grad += dy^T x, in place, in the dtype of main_grad: no 16-bit sum over micro-batches or
+    chunks.
 
-    main_grad [out, in], float32 or float64; dy [rows, out] and x [rows, in] of one dtype, no wider. ValueError otherwise.
+    main_grad [out, in], float32 or float64; dy [rows, out] and x [rows, in] of one dtype, no wider.
+    ValueError otherwise.
 
-    Moves 8 bytes per weight, where a product in 16 bits and an addition move 12, and rounds once less. On CUDA it is one
-    product of cuBLAS that takes 16-bit operands and accumulates in fp32; on the CPU, whose libraries have none, a block of
-    operands at a time is widened to fp32.
+    Moves 8 bytes per weight, where a product in 16 bits and an addition move 12, and rounds once
+    less. On CUDA it is one product of cuBLAS that takes 16-bit operands and accumulates in fp32; on
+    the CPU, whose libraries have none, a block of operands at a time is widened to fp32.
     """
     if main_grad.shape != (dy.shape[1], x.shape[1]) or len(dy) != len(x):
         raise ValueError(
-            f"main_grad {tuple(main_grad.shape)} must be [out, in] for dy [rows, out] and x [rows, in]; got dy "
+            f"main_grad {tuple(main_grad.shape)} must be [out, in] for dy [rows, out] "
+            "and x [rows, in]; got dy "
             f"{tuple(dy.shape)} and x {tuple(x.shape)}"
         )
     if main_grad.dtype not in (torch.float32, torch.float64) or dy.dtype != x.dtype:
         raise ValueError(
-            f"main_grad must be float32 or float64, dy and x of one dtype; got {main_grad.dtype}, {dy.dtype} and {x.dtype}"
+            "main_grad must be float32 or float64, dy and x of one dtype; got "
+            f"{main_grad.dtype}, {dy.dtype} and {x.dtype}"
         )
     if dy.dtype == main_grad.dtype:
         main_grad.addmm_(dy.t(), x)
@@ -263,9 +308,11 @@ def accumulate_weight_gradient(main_grad: Tensor, dy: Tensor, x: Tensor) -> None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's linear, x W^T + b, whose weight and bias may carry a queue; the weight an fp32 `main_grad`, too.
+    """torch's linear, x W^T + b, whose weight and bias may carry a queue; the weight an fp32
+    `main_grad`, too.
 
-    x [..., in], weight [out, in], bias [out]. Under autocast in its dtype. A compiled region puts nothing off.
+    x [..., in], weight [out, in], bias [out]. Under autocast in its dtype. A compiled region puts
+    nothing off.
     """
     if not is_marked(weight) or torch.compiler.is_compiling():
         return functional.linear(x, weight, bias)
@@ -276,8 +323,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-        ctx.parameters, ctx.dtype = (weight, bias), dtype  # those that carry the marks; what is unpacked may be aliases
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.parameters, ctx.dtype = (
+            (weight, bias),
+            dtype,
+        )  # those that carry the marks; what is unpacked may be aliases
         x = x if dtype is None else x.to(dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         w, b = (t if t is None or dtype is None else t.to(dtype) for t in (weight, bias))
@@ -308,8 +360,8 @@ class _Forward:
 def linears(module: nn.Module) -> list[str]:
     """Let every torch.nn.Linear in `module` ask `weight_gradient`; returns their names.
 
-    Their `forward` is replaced on the instance: names, parameters, state_dict and hooks stay. Subclasses, and layers whose
-    forward somebody else has replaced, are left as they are.
+    Their `forward` is replaced on the instance: names, parameters, state_dict and hooks stay.
+    Subclasses, and layers whose forward somebody else has replaced, are left as they are.
     """
     names = []
     for name, layer in module.named_modules():
@@ -321,7 +373,11 @@ def linears(module: nn.Module) -> list[str]:
 
 def remove(module: nn.Module) -> list[str]:
     """Undo `linears`; returns the layers' names."""
-    found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer.__dict__.get("forward"), _Forward)]
+    found = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer.__dict__.get("forward"), _Forward)
+    ]
     for _, layer in found:
         del layer.forward
     return [name for name, _ in found]

@@ -1,8 +1,9 @@
 """What can go wrong between ranks, in words: who, in which collective, and what to do.
 
-A connection tells a rank only about its own neighbour. So after a failure every rank leaves a note in the group's store,
-wakes its neighbours, and waits a moment for the notes of the others: a rank without a note is the one that is lost. A copy of
-the note is in the store of all ranks: who waits in one group while the others fail in another must not take them for lost.
+A connection tells a rank only about its own neighbour. So after a failure every rank leaves a note
+in the group's store, wakes its neighbours, and waits a moment for the notes of the others: a rank
+without a note is the one that is lost. A copy of the note is in the store of all ranks: who waits
+in one group while the others fail in another must not take them for lost.
 """
 
 from __future__ import annotations
@@ -26,19 +27,25 @@ __all__ = [
 ]
 
 GRACE = 3.0  # seconds that a rank waits for the others' notes
-PATIENCE = 2 * GRACE + 1  # the same, where others may come only when they have waited for each other elsewhere
+PATIENCE = (
+    2 * GRACE + 1
+)  # the same, where others may come only when they have waited for each other elsewhere
 
 
 class CommunicationError(RuntimeError):
-    """A collective did not come about. `ranks`: the group ranks to blame, empty where that is unknown."""
+    """A collective did not come about. `ranks`: the group ranks to blame, empty where that is
+    unknown."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
 
-def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GRACE) -> list[int] | None:
-    """Leave this rank's note; the ranks that left none within `grace` seconds, or None when the store is gone too."""
+def ranks_without_note(
+    group: dist.ProcessGroup, *, note: str, grace: float = GRACE
+) -> list[int] | None:
+    """Leave this rank's note; the ranks that left none within `grace` seconds, or None when the
+    store is gone too."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     keys = [f"pyops/failure/{r}" for r in range(size)]
     anywhere = [f"pyops/failure/of rank {r}" for r in dist.get_process_group_ranks(group)]
@@ -50,7 +57,11 @@ def ranks_without_note(group: dist.ProcessGroup, *, note: str, grace: float = GR
         wake_neighbours(group)
         end = time.monotonic() + grace
         while True:
-            missing = [r for r in range(size) if not store.check([keys[r]]) and not of_all.check([anywhere[r]])]
+            missing = [
+                r
+                for r in range(size)
+                if not store.check([keys[r]]) and not of_all.check([anywhere[r]])
+            ]
             if not missing or time.monotonic() > end:
                 return missing
             time.sleep(0.05)
@@ -72,9 +83,9 @@ def wake_neighbours(group: dist.ProcessGroup) -> None:
 
 def lost_peer(
     what: str, *, group: dist.ProcessGroup, cause: Exception, sequence: int, grace: float = GRACE
-) -> CommunicationError:  # fmt: skip
-    """The error to raise for a collective whose exchange failed with `cause`; names the ranks that gave no sign of life within
-    `grace` seconds."""
+) -> CommunicationError:
+    """The error to raise for a collective whose exchange failed with `cause`; names the ranks that
+    gave no sign of life within `grace` seconds."""
     me = dist.get_rank(group)
     silent = ranks_without_note(group, note=f"gave up in collective {sequence}", grace=grace)
     reason = (str(cause).splitlines() or [type(cause).__name__])[0]
@@ -84,16 +95,29 @@ def lost_peer(
         return CommunicationError(message, ranks=silent)
     if silent is None:
         suspects = [cause.peer] if hasattr(cause, "peer") else []
-        hint = f"the exchange with rank {suspects[0]} failed first" if suspects else "no rank could be named"
-        message = f"rank {me}: {what} failed, and the group's store, which a rank or torchrun holds, is gone: {hint} ({reason})"
+        hint = (
+            f"the exchange with rank {suspects[0]} failed first"
+            if suspects
+            else "no rank could be named"
+        )
+        message = (
+            f"rank {me}: {what} failed, and the group's store, which a rank or torchrun "
+            f"holds, is gone: {hint} ({reason})"
+        )
         return CommunicationError(message, ranks=suspects)
-    message = f"rank {me}: {what} failed although every rank is alive; one came later than the group's timeout ({reason})"
+    message = (
+        f"rank {me}: {what} failed although every rank is alive; one came later than the "
+        f"group's timeout ({reason})"
+    )
     return CommunicationError(message)
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(what: str, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> Iterator[None]:
-    """Within, an error of torch's own collectives becomes a CommunicationError that names the ranks that are lost.
+def naming_lost_ranks(
+    what: str, *, group: dist.ProcessGroup | None = None, grace: float | None = None
+) -> Iterator[None]:
+    """Within, an error of torch's own collectives becomes a CommunicationError that names the ranks
+    that are lost.
 
     what: for the message. grace: as for `lost_peer`, by default PATIENCE seconds.
     """

@@ -1,4 +1,5 @@
-"""How much host memory this process may use: of the machine, and of the control groups that limit a container or a job.
+"""How much host memory this process may use: of the machine, and of the control groups that limit a
+container or a job.
 
 /proc/meminfo                       MemAvailable, MemTotal                        of the machine
 /sys/fs/cgroup/job/memory.max       less memory.current, but for cached files     of each group up to the root; also version 1
@@ -11,19 +12,30 @@ from pathlib import Path
 
 __all__ = ["free_memory", "total_memory"]
 
-# Where groups are mounted, and of each its limit, what is in use, and the part of it that is given back when memory is needed.
-VERSION_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# Where groups are mounted, and of each its limit, what is in use, and the part of it that is given
+# back when memory is needed.
+VERSION_1 = (
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
 VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def free_memory(root: Path | str = "/") -> int:
-    """Bytes that are free to this process. root: the folder that has proc and sys. OSError where there is no /proc."""
+    """Bytes that are free to this process. root: the folder that has proc and sys. OSError where
+    there is no /proc."""
     root = Path(root)
-    return max(0, min([_of_machine(root, "MemAvailable"), *(limit - used for limit, used in _groups(root))]))
+    return max(
+        0,
+        min([_of_machine(root, "MemAvailable"), *(limit - used for limit, used in _groups(root))]),
+    )
 
 
 def total_memory(root: Path | str = "/") -> int:
-    """Bytes that this process could have if nothing else took any. root: as for `free_memory`. OSError likewise."""
+    """Bytes that this process could have if nothing else took any. root: as for `free_memory`.
+    OSError likewise."""
     root = Path(root)
     return min([_of_machine(root, "MemTotal"), *(limit for limit, _ in _groups(root))])
 
@@ -34,7 +46,8 @@ def _of_machine(root: Path, key: str) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that are not given back) of each group that this process is in and that has a limit."""
+    """(limit, bytes in use that are not given back) of each group that this process is in and that
+    has a limit."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -45,7 +58,9 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):  # one that a container does not show is not there
             if (folder / most).exists() and (limit := (folder / most).read_text().strip()) != "max":
-                told = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                told = dict(
+                    each.split() for each in (folder / "memory.stat").read_text().splitlines()
+                )
                 yield int(limit), int((folder / used).read_text()) - int(told.get(cached, 0))
             if folder == top:
                 break

@@ -4,8 +4,9 @@
                        dp    0   1            group("dp") of rank 2 is ranks 0, 2
                         v    2   3
 
-Axes from the outside in: pp (pipeline), dp (data), cp (context), tp (tensor). The innermost axis talks most, so its ranks are
-neighbours, on one host where possible (Narayanan et al., 2021, section 3.2).
+Axes from the outside in: pp (pipeline), dp (data), cp (context), tp (tensor). The innermost axis
+talks most, so its ranks are neighbours, on one host where possible (Narayanan et al., 2021, section
+3.2).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within, a process that torchrun started as one of several may work without the others, before it has joined them: count
-    the parameters of a model, say."""
+    """Within, a process that torchrun started as one of several may work without the others, before
+    it has joined them: count the parameters of a model, say."""
     token = _alone.set(True)
     try:
         yield
@@ -40,25 +41,31 @@ def alone() -> Iterator[None]:
 
 
 def check_initialized(who: str, group: dist.ProcessGroup | None = None) -> None:
-    """ValueError where `who`, given this group, would work alone although this process was started as one rank of several.
+    """ValueError where `who`, given this group, would work alone although this process was started
+    as one rank of several.
 
-    Every strategy calls it first: group=None is one process where torch.distributed is not initialised, and ranks that train
-    each for itself look well until somebody compares them, or until both save into one folder.
+    Every strategy calls it first: group=None is one process where torch.distributed is not
+    initialised, and ranks that train each for itself look well until somebody compares them, or
+    until both save into one folder.
     """
     if torch.compiler.is_compiling() or group is not None or dist.is_initialized():
         return
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdigit() and int(size) > 1 and not _alone.get():
         raise ValueError(
-            f"{who}: torch.distributed is not initialised, but the environment has WORLD_SIZE={size}, so this is one of {size} "
-            "ranks, each of which would work alone; call torch.distributed.init_process_group() first, or, where this process "
-            "is meant to be alone, start it without WORLD_SIZE in its environment, or use pyops.mesh.alone()"
+            f"{who}: torch.distributed is not initialised, but the environment has "
+            f"WORLD_SIZE={size}, so this is one of {size} "
+            "ranks, each of which would work alone; call "
+            "torch.distributed.init_process_group() first, or, where this process "
+            "is meant to be alone, start it without WORLD_SIZE in its environment, or "
+            "use pyops.mesh.alone()"
         )
 
 
 @dataclass(frozen=True)
 class Axes:
-    """How many ranks each axis has; 1 for an axis that is not used. cp has its place in the order, but takes only 1 as yet."""
+    """How many ranks each axis has; 1 for an axis that is not used. cp has its place in the order,
+    but takes only 1 as yet."""
 
     pp: int = 1
     dp: int = 1
@@ -71,7 +78,8 @@ class Axes:
                 raise ValueError(f"{name} is {degree!r}; an axis has 1 rank or more")
         if self.cp > 1:
             raise ValueError(
-                f"cp is {self.cp}, but context parallelism is not there yet: no layer shares out a sequence over that axis; "
+                f"cp is {self.cp}, but context parallelism is not there yet: no layer "
+                "shares out a sequence over that axis; "
                 "leave it 1, and use tp with sequence_parallel=True for long sequences"
             )
 
@@ -89,8 +97,9 @@ class Mesh:
     """A grid of all ranks, with a process group for every line of ranks along an axis.
 
     axes: the degrees; their product must be the number of ranks. device_type: "cpu" or "cuda".
-    Works without torch.distributed as well, for one rank: then every group is None. ValueError for degrees whose product is
-    another number than that of the ranks, and where torchrun started several that have not called init_process_group.
+    Works without torch.distributed as well, for one rank: then every group is None. ValueError for
+    degrees whose product is another number than that of the ranks, and where torchrun started
+    several that have not called init_process_group.
     """
 
     def __init__(self, axes: Axes, *, device_type: str = "cpu") -> None:
@@ -99,7 +108,8 @@ class Mesh:
         if axes.size != world:
             product = " x ".join(f"{name} {degree}" for name, degree in axes.degrees().items())
             raise ValueError(
-                f"{product} = {axes.size} ranks, but {world} run; start {axes.size} with torchrun --nproc-per-node, "
+                f"{product} = {axes.size} ranks, but {world} run; start {axes.size} with "
+                "torchrun --nproc-per-node, "
                 "or change a degree"
             )
         self.axes = axes
@@ -107,10 +117,13 @@ class Mesh:
         if dist.is_initialized():
             degrees = axes.degrees()
             with naming_lost_ranks("the making of the groups of a Mesh"):
-                self.device_mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+                self.device_mesh = init_device_mesh(
+                    device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)
+                )
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of ranks that differ from this one in `axis` alone; None where one rank runs alone."""
+        """The group of ranks that differ from this one in `axis` alone; None where one rank runs
+        alone."""
         self._check(axis)
         return self.device_mesh.get_group(axis) if self.device_mesh is not None else None
 

@@ -1,11 +1,13 @@
-"""Random numbers that depend on (seed, name, place) alone: a shard draws exactly its part of the whole.
+"""Random numbers that depend on (seed, name, place) alone: a shard draws exactly its part of the
+whole.
 
     whole = normal(seed, "wte", (8, 6))                                     o o o o o o
     shard = normal(seed, "wte", (4, 3), offset=(4, 3), global_shape=(8, 6))  o o o . . .     torch.equal(shard, whole[4:, 3:])
                                                                              . . . x x x
-Initialisation and dropout are therefore the same on any layout of ranks, and the same bits on CPU and CUDA. The generator is
-Philox4x32-10 (Salmon et al., SC 2011) with a 64-bit key hashed from seed and name, and the global index as its counter. Nothing
-here has state: the same call gives the same numbers.
+Initialisation and dropout are therefore the same on any layout of ranks, and the same bits on CPU
+and CUDA. The generator is Philox4x32-10 (Salmon et al., SC 2011) with a 64-bit key hashed from seed
+and name, and the global index as its counter. Nothing here has state: the same call gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -29,35 +31,61 @@ Offset = int | Sequence[int]
 
 def key_of(seed: int, name: str) -> int:
     """The 64-bit key of the stream `name` under `seed`: the first 8 bytes of BLAKE2b over both."""
-    return int.from_bytes(hashlib.blake2b(f"{int(seed)}/{name}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{int(seed)}/{name}".encode(), digest_size=8).digest(), "little"
+    )
 
 
 def uniform(
-    seed: int, name: str, shape: Sequence[int], *, offset: Offset = 0, global_shape: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    *,
+    offset: Offset = 0,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """Uniform numbers on [0, 1) in steps of 2^-24, of `shape`, cast to `dtype` at the end.
 
-    offset: where the result stands in the whole. A number counts elements of the flattened whole; a sequence gives the start in
-    each dimension of `global_shape`. Raises ValueError when the result would reach outside `global_shape`.
+    offset: where the result stands in the whole. A number counts elements of the flattened whole; a
+    sequence gives the start in each dimension of `global_shape`. Raises ValueError when the result
+    would reach outside `global_shape`.
     """
     out = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     key = key_of(seed, name)
-    _fill(out, offset, global_shape, lambda part, place: kernels.philox_uniform_(part, key=key, **place))
+    _fill(
+        out,
+        offset,
+        global_shape,
+        lambda part, place: kernels.philox_uniform_(part, key=key, **place),
+    )
     return out.to(dtype)
 
 
 def normal(
-    seed: int, name: str, shape: Sequence[int], *, mean: float = 0.0, std: float = 1.0, offset: Offset = 0,
-    global_shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float32,
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    offset: Offset = 0,
+    global_shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Normal numbers with the given mean and standard deviation; the rest as in `uniform`."""
     if not std >= 0:
         raise ValueError(f"std must be a number >= 0, got {std}")
     out = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     key = key_of(seed, name)
-    _fill(out, offset, global_shape, lambda part, place: kernels.philox_normal_(part, key=key, **place))
+    _fill(
+        out,
+        offset,
+        global_shape,
+        lambda part, place: kernels.philox_normal_(part, key=key, **place),
+    )
     if std != 1.0:
         out.mul_(std)
     if mean != 0.0:
@@ -66,26 +94,40 @@ def normal(
 
 
 def dropout_mask(
-    seed: int, name: str, shape: Sequence[int], *, p: float, offset: Offset = 0,
-    global_shape: Sequence[int] | None = None, device: torch.device | str | None = None,
-) -> Tensor:  # fmt: skip
-    """A bool mask that keeps (True) each element with probability 1 - p; the rest as in `uniform`."""
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    *,
+    p: float,
+    offset: Offset = 0,
+    global_shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A bool mask that keeps (True) each element with probability 1 - p; the rest as in
+    `uniform`."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p must be a probability in [0, 1], got {p}")
     out = torch.empty(tuple(shape), dtype=torch.bool, device=device)
     key = key_of(seed, name)
-    _fill(out, offset, global_shape, lambda part, place: kernels.philox_dropout_mask_(part, p=p, key=key, **place))
+    _fill(
+        out,
+        offset,
+        global_shape,
+        lambda part, place: kernels.philox_dropout_mask_(part, p=p, key=key, **place),
+    )
     return out
 
 
 def states_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """(module, state) of every module in `module` that is given the state of its dropout before each forward (`take_state`)."""
+    """(module, state) of every module in `module` that is given the state of its dropout before
+    each forward (`take_state`)."""
     return [(each, each.state) for each in module.modules() if hasattr(each, "take_state")]
 
 
 @contextlib.contextmanager
 def with_states(states: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """The modules with these states, for a forward that must draw what an earlier one drew; afterwards as before."""
+    """The modules with these states, for a forward that must draw what an earlier one drew;
+    afterwards as before."""
     now = [(module, module.state) for module, _ in states]
     try:
         for module, state in states:
@@ -97,13 +139,17 @@ def with_states(states: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def _fill(
-    out: Tensor, offset: Offset, global_shape: Sequence[int] | None, draw: Callable[[Tensor, dict[str, int]], None]
+    out: Tensor,
+    offset: Offset,
+    global_shape: Sequence[int] | None,
+    draw: Callable[[Tensor, dict[str, int]], None],
 ) -> None:
     """Call draw(part, place) on contiguous parts of `out`, with each part's place in the whole."""
     start, sizes, strides = _place_in_whole(tuple(out.shape), offset, global_shape)
     if out.numel() == 0:
         return
-    # A kernel call takes rows of one length at one distance; dimensions before those are walked here.
+    # A kernel call takes rows of one length at one distance; dimensions before those are walked
+    # here.
     rows, row = ([1, 1, *sizes])[-2:]
     row_stride = ([0, 0, *strides])[-2]
     flat = out.view(-1, rows * row)
@@ -116,21 +162,26 @@ def _fill(
 def _place_in_whole(
     shape: tuple[int, ...], offset: Offset, global_shape: Sequence[int] | None
 ) -> tuple[int, list[int], list[int]]:
-    """Flat start of the slice, and its sizes and strides in the whole with dimensions merged where nothing lies between."""
+    """Flat start of the slice, and its sizes and strides in the whole with dimensions merged where
+    nothing lies between."""
     whole = shape if global_shape is None else tuple(global_shape)
     if isinstance(offset, int):
         if len(shape) != 1 and shape != whole:
             raise ValueError(
-                f"shape {shape} in global_shape {whole} needs an offset for each dimension, got the number {offset}"
+                f"shape {shape} in global_shape {whole} needs an offset for each "
+                f"dimension, got the number {offset}"
             )
         room = math.inf if global_shape is None else math.prod(whole)
         if offset < 0 or offset + math.prod(shape) > room:
-            raise ValueError(f"offset {offset} and shape {shape} reach outside a whole of {room} elements")
+            raise ValueError(
+                f"offset {offset} and shape {shape} reach outside a whole of {room} elements"
+            )
         return offset, [math.prod(shape)], [1]
     starts = tuple(offset)
     if global_shape is None or not len(starts) == len(whole) == len(shape):
         raise ValueError(
-            f"an offset per dimension needs global_shape, all of one length; got shape {shape}, offset {starts}, "
+            "an offset per dimension needs global_shape, all of one length; got shape "
+            f"{shape}, offset {starts}, "
             f"global_shape {global_shape}"
         )
     if any(o < 0 or o + n > g for n, o, g in zip(shape, starts, whole, strict=True)):

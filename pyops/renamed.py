@@ -29,10 +29,15 @@ MODULES = {
 
 
 class RenamedFinder(MetaPathFinder):
-    """The last finder of `sys.meta_path`: it is asked only for a module that no other finder has found."""
+    """The last finder of `sys.meta_path`: it is asked only for a module that no other finder has
+    found."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Raises ModuleNotFoundError with the new name for a module in MODULES; finds nothing."""
         if fullname in MODULES:
-            raise ModuleNotFoundError(f"{fullname} has a new name: {MODULES[fullname]}", name=fullname)
+            raise ModuleNotFoundError(
+                f"{fullname} has a new name: {MODULES[fullname]}", name=fullname
+            )
         return None

@@ -1,4 +1,5 @@
-"""What every test can ask for: the device under test, the ISA-independent seed, a world of gloo ranks."""
+"""What every test can ask for: the device under test, the ISA-independent seed, a world of gloo
+ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +13,45 @@ import torch
 
 from tests.workers import world  # noqa: F401 - a fixture, found by name
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it at the first product on a GPU, whoever makes it
-# pytest-xdist: processes that each took all cores would wait for one another at the end of every parallel loop.
-torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # torch reads it at the first product on a GPU, whoever makes it
+# pytest-xdist: processes that each took all cores would wait for one another at the end of every
+# parallel loop.
+torch.set_num_threads(
+    max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
 DEVICE = os.environ.get("PYOPS_TEST_DEVICE", "cpu")
 PRETENDED = "PYOPS_PRETEND_CUDA" in os.environ  # tests/pretend_cuda: a CUDA device over host memory
 
 
 def pytest_report_header() -> str:
-    return f"pyops: device under test is {DEVICE}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return (
+        f"pyops: device under test is {DEVICE}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} threads"
+    )
 
 
 def _is_for_the_device(item: pytest.Item) -> bool:
-    """Whether a test has something to prove on a device other than the CPU: it asks for it, or is made for it."""
-    if item.get_closest_marker("cpu_only") or (PRETENDED and item.get_closest_marker("real_device")):
+    """Whether a test has something to prove on a device other than the CPU: it asks for it, or is
+    made for it."""
+    if item.get_closest_marker("cpu_only") or (
+        PRETENDED and item.get_closest_marker("real_device")
+    ):
         return False
-    asks = "device" in getattr(item, "fixturenames", ()) or hasattr(getattr(item, "module", None), "DEVICE")
+    asks = "device" in getattr(item, "fixturenames", ()) or hasattr(
+        getattr(item, "module", None), "DEVICE"
+    )
     return asks or item.get_closest_marker("on_device") is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out full grids unless `-m` was given, and on another device what has nothing to prove there."""
+    """Leave out full grids unless `-m` was given, and on another device what has nothing to prove
+    there."""
     if not config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("full")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("full")]
     if DEVICE == "cpu":
         return
@@ -44,7 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """A test marked on_device makes its tensors there without naming it, its fixtures and the workers of its pool as well."""
+    """A test marked on_device makes its tensors there without naming it, its fixtures and the
+    workers of its pool as well."""
     there = DEVICE != "cpu" and item.get_closest_marker("on_device") is not None
     with torch.device(DEVICE) if there else contextlib.nullcontext():
         return (yield)

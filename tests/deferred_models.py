@@ -1,4 +1,5 @@
-"""Small models whose weight gradients can be put off, and their gradients from whole and from split backward passes."""
+"""Small models whose weight gradients can be put off, and their gradients from whole and from split
+backward passes."""
 
 from __future__ import annotations
 
@@ -31,12 +32,15 @@ class Twice(nn.Module):
 class Shared(nn.Module):
     """Two parallel linears, the second one called twice."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
         options = {"group": group, "sequence_parallel": sequence_parallel, "std": 0.5}
         self.up, self.down = (
-            ColumnParallelLinear(6, 8, name="up", **options), RowParallelLinear(8, 6, name="down", **options)
-        )  # fmt: skip
+            ColumnParallelLinear(6, 8, name="up", **options),
+            RowParallelLinear(8, 6, name="down", **options),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(self.down(self.up(x).tanh())).tanh())
@@ -48,7 +52,11 @@ class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.inner, self.out = nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
+        self.words, self.inner, self.out = (
+            nn.Embedding(7, 5),
+            nn.Linear(5, 5),
+            nn.Linear(5, 7, bias=False),
+        )
         self.out.weight = self.words.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +64,10 @@ class Embedded(nn.Module):
 
 
 def batches(width: int = 6, count: int = 3) -> list[Tensor]:
-    return [torch.randn(2, 5, width, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(count)]
+    return [
+        torch.randn(2, 5, width, generator=torch.Generator().manual_seed(i)).requires_grad_()
+        for i in range(count)
+    ]
 
 
 def whole(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
@@ -82,7 +93,10 @@ def split(model: nn.Module, inputs: list[Tensor], *, together: bool = False) -> 
 
 def found(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     """All gradients, of which none may be zero."""
-    gradients = [p.main_grad if hasattr(p, "main_grad") and p.grad is None else p.grad for p in model.parameters()]
+    gradients = [
+        p.main_grad if hasattr(p, "main_grad") and p.grad is None else p.grad
+        for p in model.parameters()
+    ]
     gradients += [x.grad for x in inputs if x.requires_grad]
     assert all(g is not None and g.abs().max() > 0 for g in gradients)
     return gradients

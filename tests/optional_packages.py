@@ -1,8 +1,10 @@
-"""A pytest plugin for machines that lack an optional package: what needs it is skipped, and says which one.
+"""A pytest plugin for machines that lack an optional package: what needs it is skipped, and says
+which one.
 
     python -m pytest -p tests.optional_packages
 
-Without it, a test module whose package is missing is an error, as it should be where everything was installed.
+Without it, a test module whose package is missing is an error, as it should be where everything was
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ OPTIONAL = {
 def missing(error: BaseException | None) -> str | None:
     """The optional package that an import error, or one of its causes, is about."""
     while error is not None:
-        if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] in OPTIONAL:
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and error.name.split(".")[0] in OPTIONAL
+        ):
             return error.name.split(".")[0]
         error = error.__cause__ or error.__context__
     return None

@@ -1,4 +1,5 @@
-"""DataParallel: n ranks with a part of the batch each take the step that one rank takes with the whole batch."""
+"""DataParallel: n ranks with a part of the batch each take the step that one rank takes with the
+whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ROWS, WIDTH = 12, 10  # ROWS divides by 1, 2, 3, 4
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused and late-used parameters, and a buffer: what DataParallel must get right."""
+    """Tied, frozen, unused and late-used parameters, and a buffer: what DataParallel must get
+    right."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -47,7 +49,9 @@ class Net(nn.Module):
 
 def rows() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return torch.randn(ROWS, WIDTH, generator=generator).double(), torch.randn(ROWS, WIDTH, generator=generator).double()
+    return torch.randn(ROWS, WIDTH, generator=generator).double(), torch.randn(
+        ROWS, WIDTH, generator=generator
+    ).double()
 
 
 def part(rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -55,11 +59,17 @@ def part(rank: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
 
 
-def _one_backward(rank: int, group: Any, bucket_bytes: int, algorithm: str) -> dict[str, Tensor | None]:
-    model = DataParallel(Net(seed=rank), group=group, bucket_bytes=bucket_bytes, algorithm=algorithm)
+def _one_backward(
+    rank: int, group: Any, bucket_bytes: int, algorithm: str
+) -> dict[str, Tensor | None]:
+    model = DataParallel(
+        Net(seed=rank), group=group, bucket_bytes=bucket_bytes, algorithm=algorithm
+    )
     x, y = part(rank, dist.get_world_size(group))
     for _ in range(2):  # the second time the views are stale and .grad is None again
         model.zero_grad()
@@ -87,7 +97,10 @@ def test_mean_of_the_parts_is_the_gradient_of_the_whole(world, size: int, bucket
             assert torch.equal(rank[name], found[0][name]), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "two_shot", pytest.param("shared_memory", marks=pytest.mark.cpu_only), "auto"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["ring", "two_shot", pytest.param("shared_memory", marks=pytest.mark.cpu_only), "auto"],
+)
 def test_bucket_size_does_not_change_a_bit(world, algorithm: str):
     small, large = (world(3).run(_one_backward, size, algorithm)[0] for size in (1, 1 << 20))
     for name, gradient in small.items():
@@ -97,7 +110,9 @@ def test_bucket_size_does_not_change_a_bit(world, algorithm: str):
 
 def _wide(rank: int, group: Any, bucket_bytes: int) -> Tensor:
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # 1.4 MB each: more than a segment of the ring
+    net = nn.Sequential(
+        *(nn.Linear(600, 600) for _ in range(4))
+    )  # 1.4 MB each: more than a segment of the ring
     model = DataParallel(net, group=group, bucket_bytes=bucket_bytes, algorithm="ring")
     torch.manual_seed(rank)
     model(torch.randn(8, 600)).square().mean().backward()
@@ -105,7 +120,8 @@ def _wide(rank: int, group: Any, bucket_bytes: int) -> Tensor:
 
 
 def test_bucket_size_does_not_change_the_ring_where_it_is_cut_into_segments(world):
-    # Three ranks: the ring's order of summation differs from segment to segment, and must follow the place in the buffer.
+    # Three ranks: the ring's order of summation differs from segment to segment, and must follow
+    # the place in the buffer.
     small, large = (world(3).run(_wide, size)[0] for size in (1, 1 << 30))
     assert small.abs().max() > 0
     assert torch.equal(small, large)
@@ -120,10 +136,13 @@ def _accumulate(rank: int, group: Any, to_none: bool) -> tuple[dict[str, Tensor 
             for i in range(3):
                 last, rows = i == 2, slice(2 * i, 2 * i + 2)
                 with contextlib.nullcontext() if last else model.no_sync():
-                    # `sometimes` takes part in the local backwards only: its gradient must be communicated all the same.
+                    # `sometimes` takes part in the local backwards only: its gradient must be
+                    # communicated all the same.
                     nn.functional.mse_loss(model(x[rows], sometimes=not last), y[rows]).backward()
     labels = [call.kwargs["label"] for call in reduce.call_args_list]
-    return grads(model.module), sum("bucket" in label for label in labels) // len(model.reducer.buckets)
+    return grads(model.module), sum("bucket" in label for label in labels) // len(
+        model.reducer.buckets
+    )
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -150,7 +169,9 @@ def _switch_off(rank: int, group: Any) -> list[Any]:
         model.require_backward_grad_sync = wanted
         with model.no_sync():
             found.append(model.require_backward_grad_sync)
-        assert model.require_backward_grad_sync is wanted, "no_sync puts back what was set before it"
+        assert model.require_backward_grad_sync is wanted, (
+            "no_sync puts back what was set before it"
+        )
         model.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         found.append(model.module.last.weight.grad.clone())
@@ -167,7 +188,9 @@ def test_require_backward_grad_sync_is_that_of_torch(world):
         nn.functional.mse_loss(net(x), y).backward()
         alone.append(net.last.weight.grad)
     assert not torch.allclose(alone[0], alone[1])
-    for rank, (at_first, within, local, within_again, reduced) in enumerate(world(2).run(_switch_off)):
+    for rank, (at_first, within, local, within_again, reduced) in enumerate(
+        world(2).run(_switch_off)
+    ):
         assert (at_first, within, within_again) == (True, False, False)
         torch.testing.assert_close(local, alone[rank], rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(reduced, (alone[0] + alone[1]) / 2, rtol=1e-11, atol=1e-12)
@@ -192,7 +215,9 @@ def test_a_parameter_used_on_one_rank_has_its_gradient_on_all(world):
         x, y = part(rank, 2)
         (nn.functional.mse_loss(net(x, sometimes=rank == 1), y) / 2).backward()
     for found, missing in world(2).run(_used_on_rank_1):
-        torch.testing.assert_close(found["sometimes.weight"].double(), net.sometimes.weight.grad, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            found["sometimes.weight"].double(), net.sometimes.weight.grad, rtol=1e-11, atol=1e-12
+        )
         assert found["never.weight"] is None
         assert missing == [False, True], "used on no rank: .grad stays None"
 
@@ -224,13 +249,20 @@ def test_a_backward_within_the_backward_that_ends_first_is_refused(reentrant: bo
             return checkpoint(self.last, self.first(x), use_reentrant=reentrant)
 
     model = DataParallel(Recomputed())
-    with pytest.raises(RuntimeError, match="pass use_reentrant=False") if reentrant else contextlib.nullcontext():
+    with (
+        pytest.raises(RuntimeError, match="pass use_reentrant=False")
+        if reentrant
+        else contextlib.nullcontext()
+    ):
         model(torch.ones(2, 3)).sum().backward()
         assert all(p.grad.abs().sum() > 0 for p in model.module.parameters())
 
 
 def _values(rank: int, group: Any) -> dict[str, Tensor]:
-    return {k: v.clone() for k, v in DataParallel(Net(seed=rank), group=group).module.state_dict().items()}
+    return {
+        k: v.clone()
+        for k, v in DataParallel(Net(seed=rank), group=group).module.state_dict().items()
+    }
 
 
 def test_rank_0_is_broadcast_frozen_parameters_and_buffers_too(world):
@@ -243,11 +275,13 @@ def _disagree(rank: int, group: Any, how: str) -> str:
     net: nn.Module = Net()
     if rank == 1:
         net = {
-            "shape": lambda: nn.ModuleDict({**dict(net.named_children()), "last": nn.Linear(WIDTH, 3)}),
+            "shape": lambda: nn.ModuleDict(
+                {**dict(net.named_children()), "last": nn.Linear(WIDTH, 3)}
+            ),
             "dtype": lambda: Net().float(),
             "frozen": lambda: Net().requires_grad_(False),
             "more": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        }[how]()  # fmt: skip
+        }[how]()
     if how == "more" and rank == 0:
         net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError) as caught:
@@ -257,9 +291,13 @@ def _disagree(rank: int, group: Any, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("shape", "rank 1"), ("dtype", "float32"), ("frozen", "no parameter with requires_grad=True"),
-     ("more", "rank 0 has 2 parameters and buffers, rank 1 has 4")],
-)  # fmt: skip
+    [
+        ("shape", "rank 1"),
+        ("dtype", "float32"),
+        ("frozen", "no parameter with requires_grad=True"),
+        ("more", "rank 0 has 2 parameters and buffers, rank 1 has 4"),
+    ],
+)
 def test_ranks_that_disagree_all_raise(world, how: str, message: str):
     first, second = world(2).run(_disagree, how, timeout=20.0)
     assert message in first
@@ -282,7 +320,9 @@ def _disagree_on_options(rank: int, group: Any) -> list[str]:
 
 def test_ranks_that_disagree_on_options_all_raise(world):
     first, second = world(2).run(_disagree_on_options, timeout=20.0)
-    assert all("rank 0 and rank 1 reduce gradients in different ways" in message for message in first)
+    assert all(
+        "rank 0 and rank 1 reduce gradients in different ways" in message for message in first
+    )
     assert first == second
 
 
@@ -321,16 +361,23 @@ def test_a_backward_that_broke_off_is_forgotten():
 
 @pytest.mark.real_device
 def test_compiled_module_trains():
-    model = DataParallel(torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), backend="aot_eager"))
+    model = DataParallel(
+        torch.compile(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), backend="aot_eager"
+        )
+    )
     model(torch.ones(2, 4)).sum().backward()
     assert all(buffer.grad.abs().sum() > 0 for buffer in model.flat)
 
 
 @pytest.mark.parametrize(
     ("module", "error", "message"),
-    [(nn.ReLU(), ValueError, "no parameter with requires_grad=True"), ("net", TypeError, "module is a str"),
-     (nn.Linear(2, 2, device="meta"), ValueError, "weight is on the meta device")],
-)  # fmt: skip
+    [
+        (nn.ReLU(), ValueError, "no parameter with requires_grad=True"),
+        ("net", TypeError, "module is a str"),
+        (nn.Linear(2, 2, device="meta"), ValueError, "weight is on the meta device"),
+    ],
+)
 def test_refuses(module: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         DataParallel(module)

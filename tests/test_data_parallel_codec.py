@@ -1,4 +1,5 @@
-"""DataParallel(codec=...): what a bucket loses comes with the next step, parameter by parameter, and nothing else changes."""
+"""DataParallel(codec=...): what a bucket loses comes with the next step, parameter by parameter,
+and nothing else changes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ def whole(group: Any, shards: dict[str, Shard]) -> dict[str, Tensor]:
     """The tensors that all ranks' shards make, in float64."""
     found: dict[str, Tensor] = {}
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, {n: (s.global_shape, s.offset, s.tensor.clone()) for n, s in shards.items()}, group=group)
+    dist.all_gather_object(
+        gathered,
+        {n: (s.global_shape, s.offset, s.tensor.clone()) for n, s in shards.items()},
+        group=group,
+    )
     for part in gathered:
         for name, (shape, offset, tensor) in part.items():
             place = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
@@ -75,17 +80,29 @@ def carried(model: DataParallel, group: Any, op: str) -> dict[str, Tensor]:
     """By parameter: what the errors of all ranks will still add to the reduced gradients."""
     state = model.communication_state()
     worker, server = whole(group, state["worker"]), whole(group, state["server"])
-    total = {name: rows.mean(dim=0) if op == "mean" else rows.sum(dim=0) for name, rows in worker.items()}
-    return {name: rows + server[name].view(rows.shape) if name in server else rows for name, rows in total.items()}
+    total = {
+        name: rows.mean(dim=0) if op == "mean" else rows.sum(dim=0) for name, rows in worker.items()
+    }
+    return {
+        name: rows + server[name].view(rows.shape) if name in server else rows
+        for name, rows in total.items()
+    }
 
 
 def gradients(model: DataParallel) -> dict[str, Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.module.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.module.named_parameters()
+    }
 
 
-def _steps(rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, steps: int) -> tuple[Any, ...]:
+def _steps(
+    rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, steps: int
+) -> tuple[Any, ...]:
     model = DataParallel(Net(), group=group, codec=CODEC, op=op, bucket_bytes=bucket_bytes)
-    total: dict[str, Tensor] = {name: torch.zeros_like(p).double() for name, p in model.module.named_parameters()}
+    total: dict[str, Tensor] = {
+        name: torch.zeros_like(p).double() for name, p in model.module.named_parameters()
+    }
     for step in range(steps):
         last = not accumulate or step % 2 == 1
         if not accumulate or step % 2 == 0:
@@ -100,11 +117,20 @@ def _steps(rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, 
     for name in buffer.layout.names:
         padding[buffer.layout.slice(name)] = False
     assert padding.sum() > 0
-    assert buffer.grad[padding].abs().max() == 0, "padding has a gradient of zero, or it would enter norms and updates"
+    assert buffer.grad[padding].abs().max() == 0, (
+        "padding has a gradient of zero, or it would enter norms and updates"
+    )
     errors = model.reducer.errors
     assert errors is not None
-    assert all(errors[i].worker[places].abs().sum() == 0 for i, places in enumerate(errors._padding)), "nor an error"
-    return total, carried(model, group, op), gradients(model), model.module.never.weight.grad is None
+    assert all(
+        errors[i].worker[places].abs().sum() == 0 for i, places in enumerate(errors._padding)
+    ), "nor an error"
+    return (
+        total,
+        carried(model, group, op),
+        gradients(model),
+        model.module.never.weight.grad is None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +144,8 @@ def _steps(rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, 
     ],
 )
 def test_nothing_is_lost(world, size: int, op: str, bucket_bytes: int, accumulate: bool):
-    """Sum of the reduced gradients + what the errors carry = sum of the exact ones, to the rounding of fp32 additions."""
+    """Sum of the reduced gradients + what the errors carry = sum of the exact ones, to the rounding
+    of fp32 additions."""
     steps = 16
     given = [local_gradients(rank, steps) for rank in range(size)]
     found = world(size).run(_steps, op, bucket_bytes, accumulate, steps)
@@ -132,7 +159,9 @@ def test_nothing_is_lost(world, size: int, op: str, bucket_bytes: int, accumulat
         torch.testing.assert_close(first + carry, exact, rtol=0, atol=scale)
         assert carry.abs().max() > 100 * scale, "so small an error would not be missed"
         assert all(torch.equal(first, other[0][name]) for other in found), "the ranks differ"
-    assert all(never for *_, never in found), "a parameter used on no rank keeps its gradient of None"
+    assert all(never for *_, never in found), (
+        "a parameter used on no rank keeps its gradient of None"
+    )
 
 
 def _one_rank_uses_it(rank: int, group: Any) -> list[Any]:
@@ -159,8 +188,12 @@ def test_a_parameter_used_on_no_rank_keeps_its_errors(world):
                 "what was sent of it was thrown away, so nothing has left the errors"
             )
             assert torch.equal(held[name], kept[name])
-            exact = dict(net.named_parameters())[name].grad.double() / size  # rank 1's; the others have none
-            torch.testing.assert_close(reduced[name] + after[name], exact + middle[name], rtol=0, atol=1e-6)
+            exact = (
+                dict(net.named_parameters())[name].grad.double() / size
+            )  # rank 1's; the others have none
+            torch.testing.assert_close(
+                reduced[name] + after[name], exact + middle[name], rtol=0, atol=1e-6
+            )
         assert not torch.equal(before["first.weight"], middle["first.weight"])
 
 
@@ -173,23 +206,32 @@ def _resume(rank: int, group: Any, path: str, bucket_bytes: int) -> list[bool]:
     expected = carried(model, group, "mean")
     again = DataParallel(Net(), group=group, codec=CODEC, bucket_bytes=bucket_bytes)
     again.load_communication_state(load(path, group=group)[0]["communication"])
-    same = [torch.equal(value, expected[name]) for name, value in carried(again, group, "mean").items()]
+    same = [
+        torch.equal(value, expected[name]) for name, value in carried(again, group, "mean").items()
+    ]
     for m in (model, again):
         m.zero_grad()
         loss_of(m, rank, 3).backward()
     return [
         all(same),
-        all(torch.equal(a, b) for a, b in zip(gradients(model).values(), gradients(again).values(), strict=True)),
+        all(
+            torch.equal(a, b)
+            for a, b in zip(gradients(model).values(), gradients(again).values(), strict=True)
+        ),
     ]
 
 
 def test_resumes_where_it_was(world, tmp_path):
     assert world(3).run(_resume, str(tmp_path / "c"), 600) == [[True, True]] * 3
-    assert all(errors for errors, _ in world(2).run(_resume, str(tmp_path / "c"), 1 << 20)), "in other buckets, the same errors"
+    assert all(errors for errors, _ in world(2).run(_resume, str(tmp_path / "c"), 1 << 20)), (
+        "in other buckets, the same errors"
+    )
 
 
 def _save_or_load(rank: int, group: Any, path: str, op: str, saves: bool) -> dict[str, Tensor]:
-    model = DataParallel(Net(), group=group, codec=CODEC, bucket_bytes=600 if saves else 2000, op=op)
+    model = DataParallel(
+        Net(), group=group, codec=CODEC, bucket_bytes=600 if saves else 2000, op=op
+    )
     if saves:
         for step in range(3):
             model.zero_grad()
@@ -206,15 +248,21 @@ def test_another_number_of_ranks_carries_the_same(world, tmp_path, op: str):
     for size in (2, 4):
         for found in world(size).run(_save_or_load, str(tmp_path / "c"), op, False):
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=2.0**-22)  # roundings of numbers below 2
+                torch.testing.assert_close(
+                    found[name], value, rtol=0, atol=2.0**-22
+                )  # roundings of numbers below 2
     assert max(v.abs().max() for v in expected.values()) > 1e-3
 
 
 def _overlap(rank: int, group: Any) -> tuple[int, int]:
     model = DataParallel(Net(), group=group, codec=CODEC, bucket_bytes=600)
     at_last_gradient = []
-    with mock.patch.object(reducer, "compressed_all_reduce", wraps=reducer.compressed_all_reduce) as reduce:
-        model.module.first.weight.register_post_accumulate_grad_hook(lambda p: at_last_gradient.append(reduce.call_count))
+    with mock.patch.object(
+        reducer, "compressed_all_reduce", wraps=reducer.compressed_all_reduce
+    ) as reduce:
+        model.module.first.weight.register_post_accumulate_grad_hook(
+            lambda p: at_last_gradient.append(reduce.call_count)
+        )
         model.module.never.requires_grad_(False)
         loss_of(model, rank, 0).backward()
         assert all(call.kwargs["async_op"] for call in reduce.call_args_list)
@@ -227,7 +275,8 @@ def test_the_first_buckets_leave_while_backward_runs(world):
 
 
 def _regression(rank: int, group: Any, forget: bool) -> float:
-    """Least squares with features of very different sizes, by gradient descent; the final distance to the solution."""
+    """Least squares with features of very different sizes, by gradient descent; the final distance
+    to the solution."""
     size = dist.get_world_size(group)
     generator = torch.Generator().manual_seed(5)
     a = torch.randn(32, 12, generator=generator) * torch.logspace(0, -0.5, 12)
@@ -295,7 +344,9 @@ def test_one_rank_alone_is_exact():
         loss_of(m, 0, 0).backward()
     assert torch.equal(model.module.first.weight.grad, net.first.weight.grad)
     assert model.communication_state() == {}
-    model.load_communication_state({"codec": CODEC.name, "worker": {}})  # of several ranks: one alone has no use for it
+    model.load_communication_state(
+        {"codec": CODEC.name, "worker": {}}
+    )  # of several ranks: one alone has no use for it
 
 
 def test_a_state_and_no_codec():

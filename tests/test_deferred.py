@@ -1,4 +1,5 @@
-"""Weight gradients that are put off: I then W has the bits of B, hooks run once, nothing is kept longer than needed."""
+"""Weight gradients that are put off: I then W has the bits of B, hooks run once, nothing is kept
+longer than needed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 
 from pyops import deferred, recompute
 from pyops.deferred import Deferred
-from tests.deferred_models import Embedded, Shared, Twice, assert_same_bits, batches, found, split, whole
+from tests.deferred_models import (
+    Embedded,
+    Shared,
+    Twice,
+    assert_same_bits,
+    batches,
+    found,
+    split,
+    whole,
+)
 
 pytestmark = pytest.mark.on_device
 
@@ -23,7 +33,9 @@ def test_apart_has_the_bits_of_one_backward(together: bool):
     for make in (Twice, Shared):
         plain = make()
         model = copy.deepcopy(plain)
-        assert deferred.linears(model) == (["first", "again", "tied", "last"] if make is Twice else [])
+        assert deferred.linears(model) == (
+            ["first", "again", "tied", "last"] if make is Twice else []
+        )
         assert_same_bits(split(model, batches(), together=together), whole(plain, batches()))
 
 
@@ -64,12 +76,16 @@ def test_a_weight_shared_with_an_embedding_gets_its_whole_gradient_at_once():
 
 @pytest.mark.parametrize("name", ["again", "last", "norm"])
 def test_hooks_run_once_with_the_whole_gradient(name: str):
-    def run(step: Callable[[nn.Module, list[Tensor]], object], model: nn.Module) -> list[tuple[str, Tensor]]:
+    def run(
+        step: Callable[[nn.Module, list[Tensor]], object], model: nn.Module
+    ) -> list[tuple[str, Tensor]]:
         seen: list[tuple[str, Tensor]] = []
         weight = model.get_submodule(name).weight
         weight.register_hook(lambda g: seen.append(("gradient", g.clone())) or 3 * g)
         weight.register_hook(lambda g: seen.append(("tripled", g.clone())))
-        handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(("grad", p.grad.clone())))
+        handle = weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(("grad", p.grad.clone()))
+        )
         step(model, batches())
         handle.remove()
         step(model, batches(count=1))
@@ -78,9 +94,15 @@ def test_hooks_run_once_with_the_whole_gradient(name: str):
     plain, model = Twice(), Twice()
     deferred.linears(model)
     expected, seen = run(whole, plain), run(split, model)
-    assert [kind for kind, _ in seen] == [kind for kind, _ in expected] == ["gradient", "tripled", "grad"] * 3 + [
-        "gradient", "tripled",
-    ]  # fmt: skip
+    assert (
+        [kind for kind, _ in seen]
+        == [kind for kind, _ in expected]
+        == ["gradient", "tripled", "grad"] * 3
+        + [
+            "gradient",
+            "tripled",
+        ]
+    )
     assert_same_bits([g for _, g in seen], [g for _, g in expected])
 
 
@@ -119,7 +141,8 @@ def test_kept_tensors_go_as_their_gradients_come():
     with queue.collecting():
         loss.backward()
     pieces = queue.take()
-    # first and again get x [10, .], three times of 8 inputs and one of 6; dy's are of 8, 8, 8, 8 and 3 columns.
+    # first and again get x [10, .], three times of 8 inputs and one of 6; dy's are of 8, 8, 8, 8
+    # and 3 columns.
     assert pieces.nbytes == 4 * 10 * (6 + 3 * 8 + 8 + 4 * 8 + 3)
     del loss, x
     gc.collect()
@@ -137,12 +160,26 @@ def test_each_parameter_lets_go_what_was_kept_for_it_before_the_next():
     with queue.collecting():
         model(x).square().sum().backward()
     pieces = queue.take()
-    rows = {name: waiting for each in pieces._passes for waiting in each.values() for name, p in model.named_parameters()
-            if p is waiting.parameter}  # fmt: skip
+    rows = {
+        name: waiting
+        for each in pieces._passes
+        for waiting in each.values()
+        for name, p in model.named_parameters()
+        if p is waiting.parameter
+    }
     for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, n=name: left.append((n, sum(len(w.operands) for w in rows.values()))))
+        p.register_post_accumulate_grad_hook(
+            lambda p, n=name: left.append((n, sum(len(w.operands) for w in rows.values())))
+        )
     pieces.accumulate()
-    assert left == [("2.weight", 5), ("2.bias", 4), ("1.weight", 3), ("1.bias", 2), ("0.weight", 1), ("0.bias", 0)]
+    assert left == [
+        ("2.weight", 5),
+        ("2.bias", 4),
+        ("1.weight", 3),
+        ("1.bias", 2),
+        ("0.weight", 1),
+        ("0.bias", 0),
+    ]
 
 
 def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch):
@@ -233,6 +270,10 @@ def test_refusals():
     with pytest.raises(ValueError, match="computed from others"):
         Deferred([p * 2])
     queue = Deferred([p])
-    with queue.collecting(), pytest.raises(RuntimeError, match="collecting already"), queue.collecting():
+    with (
+        queue.collecting(),
+        pytest.raises(RuntimeError, match="collecting already"),
+        queue.collecting(),
+    ):
         pass
     assert queue.take().nbytes == 0

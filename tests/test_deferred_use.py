@@ -1,4 +1,5 @@
-"""Weight gradients that are put off, with recomputation, autocast, whole models, ranks and strategies that reduce gradients."""
+"""Weight gradients that are put off, with recomputation, autocast, whole models, ranks and
+strategies that reduce gradients."""
 
 from __future__ import annotations
 
@@ -111,23 +112,30 @@ def test_layers_shared_by_ranks(world):
 
 
 def trained(rank: int, group: dist.ProcessGroup, strategy: str, *, apart: bool) -> list[Tensor]:
-    """Parameters after two steps of three micro-batches, of which the last one's gradients are reduced."""
+    """Parameters after two steps of three micro-batches, of which the last one's gradients are
+    reduced."""
     model = Twice()
     if apart:
         deferred.linears(model)
-    wrapped: Any = DataParallel(model, group=group, bucket_bytes=200) if strategy == "data_parallel" else model
+    wrapped: Any = (
+        DataParallel(model, group=group, bucket_bytes=200) if strategy == "data_parallel" else model
+    )
     options = {"lr": 0.1, "momentum": 0.5}
     if strategy == "data_parallel":
         optimizer: Any = torch.optim.SGD(model.parameters(), **options)
         no_sync = wrapped.no_sync
     else:
         stage = int(strategy[-1])
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, bucket_bytes=200, **options)
+        optimizer = ZeroOptimizer(
+            model, torch.optim.SGD, stage=stage, group=group, bucket_bytes=200, **options
+        )
         no_sync = optimizer.no_sync
     queue = Deferred(model.parameters())
     for step in range(2):
         for k in range(3):
-            x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(10 * step + 2 * k + rank))
+            x = torch.randn(
+                2, 5, 6, generator=torch.Generator().manual_seed(10 * step + 2 * k + rank)
+            )
             loss = wrapped(x).square().mean()
             syncing = contextlib.nullcontext if k == 2 else no_sync
             if not apart:

@@ -15,8 +15,12 @@ MIB = 2**20
 
 
 def machine(root: Path, *, groups: str, files: dict[str, int | str]) -> Path:
-    """With 2,000 MiB, 1,000 of them available. files: by group and name below sys/fs/cgroup, sizes in bytes."""
-    texts = {"proc/meminfo": f"MemTotal: {2000 * 1024} kB\nMemAvailable: {1000 * 1024} kB\n", "proc/self/cgroup": groups}
+    """With 2,000 MiB, 1,000 of them available. files: by group and name below sys/fs/cgroup, sizes
+    in bytes."""
+    texts = {
+        "proc/meminfo": f"MemTotal: {2000 * 1024} kB\nMemAvailable: {1000 * 1024} kB\n",
+        "proc/self/cgroup": groups,
+    }
     texts |= {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in files.items()}
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -26,9 +30,10 @@ def machine(root: Path, *, groups: str, files: dict[str, int | str]) -> Path:
 
 def group(path: str, most: int | str, used: int, cached: int) -> dict[str, int | str]:
     return {
-        f"{path}memory.max": most, f"{path}memory.current": used,
+        f"{path}memory.max": most,
+        f"{path}memory.current": used,
         f"{path}memory.stat": f"anon 7\nactive_file {9 * MIB}\ninactive_file {cached}",
-    }  # fmt: skip
+    }
 
 
 def test_a_container_is_the_root_of_its_groups(tmp_path):
@@ -45,15 +50,19 @@ def test_a_job_has_what_the_tightest_group_above_it_has(tmp_path):
 
 def test_version_1_and_a_path_of_the_host(tmp_path):
     files: dict[str, int | str] = {
-        "memory/memory.limit_in_bytes": 200 * MIB, "memory/memory.usage_in_bytes": 220 * MIB,
+        "memory/memory.limit_in_bytes": 200 * MIB,
+        "memory/memory.usage_in_bytes": 220 * MIB,
         "memory/memory.stat": f"cache 5\ninactive_file 1\ntotal_inactive_file {30 * MIB}",
-    }  # fmt: skip
+    }
     groups = "9:name=systemd:/docker/3f\n4:cpu,memory:/docker/3f\n0::/docker/3f\n"
     assert free_memory(machine(tmp_path, groups=groups, files=files)) == 10 * MIB
 
 
 def test_no_limit(tmp_path):
-    assert free_memory(machine(tmp_path, groups="0::/user\n", files=group("user/", "max", 5, 0))) == 1000 * MIB
+    assert (
+        free_memory(machine(tmp_path, groups="0::/user\n", files=group("user/", "max", 5, 0)))
+        == 1000 * MIB
+    )
     os.remove(tmp_path / "proc/self/cgroup")
     assert free_memory(tmp_path) == 1000 * MIB
     assert total_memory(tmp_path) == 2000 * MIB

@@ -1,4 +1,5 @@
-"""Ranks that torchrun started and that nobody joined: every strategy refuses to work alone, and says what to call first."""
+"""Ranks that torchrun started and that nobody joined: every strategy refuses to work alone, and
+says what to call first."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
 from pyops.mesh import Axes, Mesh, alone, check_initialized
-from pyops.models import BERT, GPT, T5, BERTClassifier, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
+from pyops.models import (
+    BERT,
+    GPT,
+    T5,
+    BERTClassifier,
+    BERTConfig,
+    GPTConfig,
+    T5Config,
+    ViT,
+    ViTConfig,
+)
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.precision import LossScaler, overflowed
@@ -31,10 +42,17 @@ pytestmark = pytest.mark.cpu_only
 
 TP = tensor_parallel
 X = torch.zeros(4)
-MODELS: list[tuple[Any, Any]] = [(GPT, GPTConfig), (BERT, BERTConfig), (T5, T5Config), (ViT, ViTConfig)]
+MODELS: list[tuple[Any, Any]] = [
+    (GPT, GPTConfig),
+    (BERT, BERTConfig),
+    (T5, T5Config),
+    (ViT, ViTConfig),
+]
 ONE_BIT: list[tuple[Any, dict[str, int]]] = [
-    (onebit.OneBitAdam, {"warmup_steps": 3}), (onebit.OneBitLAMB, {"warmup_steps": 3}), (onebit.ZeroOneAdam, {}),
-]  # fmt: skip
+    (onebit.OneBitAdam, {"warmup_steps": 3}),
+    (onebit.OneBitLAMB, {"warmup_steps": 3}),
+    (onebit.ZeroOneAdam, {}),
+]
 
 
 def linear() -> nn.Linear:
@@ -144,7 +162,10 @@ def public() -> set[str]:
                 names = list(inspect.signature(getattr(module, name)).parameters)
             except (TypeError, ValueError):
                 continue
-            if any(each in ("communicator", "group") or each.endswith("_group") for each in set(names) - {"param_group"}):
+            if any(
+                each in ("communicator", "group") or each.endswith("_group")
+                for each in set(names) - {"param_group"}
+            ):
                 found.add(f"{room}.{name}")
     return found
 
@@ -158,7 +179,10 @@ def test_nothing_that_takes_a_group_is_forgotten():
 def test_ranks_that_nobody_joined_are_refused(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"torch.distributed is not initialised.*WORLD_SIZE=2.*init_process_group\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch.distributed is not initialised.*WORLD_SIZE=2.*init_process_group\(\)",
+    ):
         CALLS[name]()
     assert list(tmp_path.iterdir()) == [], "nothing is written before"
 
@@ -176,7 +200,13 @@ def test_one_process_works_alone(size, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size is not None:
         monkeypatch.setenv("WORLD_SIZE", size)
-    for name in ("data_parallel.DataParallel", "zero.ZeroOptimizer", "pipeline.Pipeline", "mesh.Mesh", "comm.agreement.gather"):
+    for name in (
+        "data_parallel.DataParallel",
+        "zero.ZeroOptimizer",
+        "pipeline.Pipeline",
+        "mesh.Mesh",
+        "comm.agreement.gather",
+    ):
         CALLS[name]()
 
 

@@ -1,4 +1,5 @@
-"""A rank that dies as it comes to one of torch's own collectives: every other rank names it, wherever pyops calls one."""
+"""A rank that dies as it comes to one of torch's own collectives: every other rank names it,
+wherever pyops calls one."""
 
 from __future__ import annotations
 
@@ -45,15 +46,22 @@ Group = dist.ProcessGroup
 
 
 def _save(group: Group, folder: str) -> None:
-    config = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=SIZE, dim=6, hidden=6)
+    config = GPTConfig(
+        vocab_size=12, sequence_length=4, num_layers=1, num_heads=SIZE, dim=6, hidden=6
+    )
     hub.save(GPT(config, group=group, seed=1), Path(folder) / "saved", group=group)
 
 
 def _replicas(group: Group, folder: str) -> None:
     Elastic(
-        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=6, seed=5,
+        networks.layers(2),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=6,
+        seed=5,
         stages=1,
-    )  # fmt: skip
+    )
 
 
 def _cache(group: Group, folder: str) -> None:
@@ -64,7 +72,9 @@ def _cache(group: Group, folder: str) -> None:
 def _placed(group: Group, folder: str) -> None:
     grid = DeviceMesh("cpu", list(range(SIZE)))
     mine = torch.ones(SIZE, 2)
-    placed_as(DTensor.from_local(mine, grid, [Partial()]), DTensor.from_local(mine, grid, [Replicate()]))
+    placed_as(
+        DTensor.from_local(mine, grid, [Partial()]), DTensor.from_local(mine, grid, [Replicate()])
+    )
 
 
 def _logits(group: Group, folder: str) -> None:
@@ -94,15 +104,24 @@ PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
     "overflowed": ("all_reduce", lambda group, _: overflowed([torch.ones(3)], group=group)),
     "hub.save": ("gather", _save),
     "replicas of an elastic run": ("broadcast", _replicas),
-    "norms of DTensors": ("all_reduce", lambda group, _: Spread(DeviceMesh("cpu", [0, 1, 2]), (0,)).sum_(torch.ones(3))),
+    "norms of DTensors": (
+        "all_reduce",
+        lambda group, _: Spread(DeviceMesh("cpu", [0, 1, 2]), (0,)).sum_(torch.ones(3)),
+    ),
     "a DTensor's gradient": ("DTensor.redistribute", _placed),
     "all_to_all": ("all_to_all_single", _exchange),
     "DataParallel": ("broadcast", lambda group, _: DataParallel(nn.Linear(2, 2), group=group)),
-    "ZeroOptimizer": ("broadcast", lambda group, _: ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1, group=group, lr=0.1)),
+    "ZeroOptimizer": (
+        "broadcast",
+        lambda group, _: ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1, group=group, lr=0.1),
+    ),
     "broadcast": ("broadcast", lambda group, _: broadcast([torch.ones(2)], group=group)),
     "losses": ("all_reduce", lambda group, _: Run._sum(SimpleNamespace(), torch.ones(2))),  # type: ignore[arg-type]
     "logits": ("broadcast", _logits),
-    "native all_reduce": ("all_reduce", lambda group, _: all_reduce(torch.ones(2), group=group, algorithm="native")),
+    "native all_reduce": (
+        "all_reduce",
+        lambda group, _: all_reduce(torch.ones(2), group=group, algorithm="native"),
+    ),
     "message group": ("new_group", lambda group, _: message_group(patience=TIMEOUT)),
     "groups of a layout": ("new_group", _layout),
     "group of a host": ("new_group", _cache),
@@ -114,9 +133,13 @@ def _die(*args: Any, **kwargs: Any) -> None:
     os._exit(7)
 
 
-def _lose_a_rank(rank: int, group: Group, place: str, folder: str) -> tuple[str, tuple[int, ...], float]:
+def _lose_a_rank(
+    rank: int, group: Group, place: str, folder: str
+) -> tuple[str, tuple[int, ...], float]:
     failure.PATIENCE = 2.0
-    distributed_c10d.default_pg_timeout = timedelta(seconds=TIMEOUT)  # which the groups of a mesh have
+    distributed_c10d.default_pg_timeout = timedelta(
+        seconds=TIMEOUT
+    )  # which the groups of a mesh have
     name, call = PLACES[place]
     dist.barrier(group)
     if rank == VICTIM:
@@ -125,7 +148,9 @@ def _lose_a_rank(rank: int, group: Group, place: str, folder: str) -> tuple[str,
     begin = time.monotonic()
     try:
         call(group, folder)
-        gather(rank, group=group)  # a rank may have had all that it waits for, and hears of it at what comes next
+        gather(
+            rank, group=group
+        )  # a rank may have had all that it waits for, and hears of it at what comes next
     except CommunicationError as error:
         return str(error), error.ranks, time.monotonic() - begin
     raise AssertionError("nothing was raised")
@@ -134,7 +159,12 @@ def _lose_a_rank(rank: int, group: Group, place: str, folder: str) -> tuple[str,
 @pytest.mark.parametrize("place", PLACES)
 def test_every_other_rank_names_the_one_that_died(tmp_path, place):
     outcomes = spawn_ranks(
-        4 if place == "mesh" else SIZE, _lose_a_rank, place, str(tmp_path), timeout=40, group_timeout=TIMEOUT
+        4 if place == "mesh" else SIZE,
+        _lose_a_rank,
+        place,
+        str(tmp_path),
+        timeout=40,
+        group_timeout=TIMEOUT,
     )
     assert outcomes[VICTIM].exitcode == 7
     for outcome in outcomes:

@@ -22,8 +22,18 @@ def _lines(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[int, int, lis
 
 def test_groups_of_a_2_by_2_grid(world):
     ranks = world(4).run(_lines)
-    assert [r["dp"] for r in ranks] == [(0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3])]
-    assert [r["tp"] for r in ranks] == [(0, 2, [0, 1]), (1, 2, [0, 1]), (0, 2, [2, 3]), (1, 2, [2, 3])]
+    assert [r["dp"] for r in ranks] == [
+        (0, 2, [0, 2]),
+        (0, 2, [1, 3]),
+        (1, 2, [0, 2]),
+        (1, 2, [1, 3]),
+    ]
+    assert [r["tp"] for r in ranks] == [
+        (0, 2, [0, 1]),
+        (1, 2, [0, 1]),
+        (0, 2, [2, 3]),
+        (1, 2, [2, 3]),
+    ]
     assert [r["pp"] for r in ranks] == [(0, 1, [rank]) for rank in range(4)]
 
 

@@ -1,4 +1,5 @@
-"""Parameters that were moved, cast or replaced after a strategy took them: an error on all ranks, never a constant loss."""
+"""Parameters that were moved, cast or replaced after a strategy took them: an error on all ranks,
+never a constant loss."""
 
 from __future__ import annotations
 
@@ -74,11 +75,15 @@ class Trained:
             self.optimizer: Any = AdamW([buffer.parameter for buffer in self.forward.flat], lr=0.01)
         elif strategy == "Pipeline":
             plan = schedule("1f1b", num_stages=1, num_microbatches=2)
-            self.forward = Pipeline(list(self.model), schedule=plan, loss=lambda y, t: (y - t).square().mean())
+            self.forward = Pipeline(
+                list(self.model), schedule=plan, loss=lambda y, t: (y - t).square().mean()
+            )
             self.optimizer = SGD(self.forward.parameters(), lr=0.01)
         else:
             self.forward = self.model
-            self.optimizer = ZeroOptimizer(self.model, AdamW, stage=int(strategy[-1]), group=group, lr=0.01)
+            self.optimizer = ZeroOptimizer(
+                self.model, AdamW, stage=int(strategy[-1]), group=group, lr=0.01
+            )
 
     def step(self, between: Callable[[nn.Module], Any] | None = None) -> float:
         """between: what is done between backward and step."""
@@ -110,7 +115,10 @@ def test_a_moved_parameter_is_found_before_it_computes(strategy):
         assert second < first
         move(trained.model)
         before = [p.detach().clone() for p in trained.model.parameters()]
-        with pytest.raises(ValueError, match=rf"^{NAMES[strategy[0]]}: .*(is another Parameter now|was given other)") as caught:
+        with pytest.raises(
+            ValueError,
+            match=rf"^{NAMES[strategy[0]]}: .*(is another Parameter now|was given other)",
+        ) as caught:
             trained.step()
         assert "afterwards" in str(caught.value)
         for p, q in zip(trained.model.parameters(), before, strict=True):
@@ -119,7 +127,11 @@ def test_a_moved_parameter_is_found_before_it_computes(strategy):
 
 @pytest.mark.parametrize("strategy", FLAT)
 def test_a_parameter_moved_between_backward_and_step_is_found(strategy):
-    moves = {name: move for name, move in MOVES.items() if strategy != "DataParallel" or name not in REPLACED}
+    moves = {
+        name: move
+        for name, move in MOVES.items()
+        if strategy != "DataParallel" or name not in REPLACED
+    }
     for move in moves.values():
         trained = Trained(strategy)
         trained.step()
@@ -150,9 +162,15 @@ def test_forward_without_gradients_is_left_alone():
 
 
 def _moved(
-    rank: int, group: dist.ProcessGroup, strategy: str, name: str, who: tuple[int, ...], between: bool
+    rank: int,
+    group: dist.ProcessGroup,
+    strategy: str,
+    name: str,
+    who: tuple[int, ...],
+    between: bool,
 ) -> tuple[str, str]:
-    """What a rank raises where the ranks `who` move their parameters; and what comes of a collective afterwards."""
+    """What a rank raises where the ranks `who` move their parameters; and what comes of a
+    collective afterwards."""
     group = dist.new_group(list(range(dist.get_world_size())))  # which is of no use afterwards
     trained = Trained(strategy, group)
     first, second = trained.step(), trained.step()
@@ -180,7 +198,9 @@ def test_all_ranks_hear_of_it_though_only_one_moved(world, strategy, name):
     assert other[0].startswith("CommunicationError: ")
     assert "rank 0 left: ValueError: " in other[0], other[0]
     assert "afterwards" in other[0], "the fix"
-    assert (mine[1], other[1]) == ("CommunicationError", "CommunicationError"), "nobody goes on without rank 0"
+    assert (mine[1], other[1]) == ("CommunicationError", "CommunicationError"), (
+        "nobody goes on without rank 0"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ZeRO 1", "ZeRO 3"])
@@ -204,7 +224,9 @@ def test_where_all_ranks_moved_the_group_is_as_good_as_before(world):
 
 def _replaced_stage(rank: int, group: dist.ProcessGroup) -> str:
     plan = schedule("1f1b", num_stages=2, num_microbatches=2)
-    pipeline = Pipeline(list(network()), schedule=plan, group=group, loss=lambda y, t: (y - t).square().mean())
+    pipeline = Pipeline(
+        list(network()), schedule=plan, group=group, loss=lambda y, t: (y - t).square().mean()
+    )
     pipeline.step(torch.ones(4, 6), torch.zeros(4, 2))
     if rank:
         _replace(pipeline)
@@ -219,7 +241,8 @@ def test_all_ranks_of_a_pipeline_hear_of_a_replaced_parameter(world):
         assert "4.weight is another Parameter now" in told
 
 
-# ---------------------------------------------------------------------------------------------------- a second owner
+# ----------------------------------------------------------------------------------------------------
+# a second owner
 
 
 def wrap(strategy: str, model: nn.Module) -> Any:
@@ -250,9 +273,9 @@ def test_two_optimizers_of_different_parameters_of_a_model_are_two_owners_of_not
     model(x_of(model)).square().mean().backward()
     before = [p.detach().clone() for p in model.parameters()]
     first.step(), second.step()
-    assert [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)] == [False] * 2 + [True] * 2 + [
+    assert [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)] == [
         False
-    ] * 2
+    ] * 2 + [True] * 2 + [False] * 2
 
 
 def test_a_copy_of_a_wrapped_model_is_free():
@@ -285,13 +308,16 @@ def test_another_module_in_the_place_of_one_is_noticed_and_one_around_it_is_not(
     trained.model[2] = nn.Sequential(trained.model[2])  # keeps its parameters
     assert [trained.step() for _ in range(2)] == [plain.step() for _ in range(2)]
     old, trained.model[4] = trained.model[4], nn.Linear(6, 2)
-    with pytest.raises(ValueError, match=r"4.weight is in the model no more.*another module in its place"):
+    with pytest.raises(
+        ValueError, match=r"4.weight is in the model no more.*another module in its place"
+    ):
         trained.step()
     trained.model[4] = old
     trained.step()
 
 
-# ---------------------------------------------------------------------------------------------------- flat optimizers
+# ----------------------------------------------------------------------------------------------------
+# flat optimizers
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, OneBitAdam])
@@ -305,7 +331,9 @@ def test_an_optimizer_over_a_flat_buffer_notices(kind):
     optimizer.step()
     before = buffer.data.clone()
     model.half()
-    with pytest.raises(ValueError, match=r"FlatBuffer: 4.bias was given other memory.* torch.float16 on cpu now"):
+    with pytest.raises(
+        ValueError, match=r"FlatBuffer: 4.bias was given other memory.* torch.float16 on cpu now"
+    ):
         optimizer.step()
     assert torch.equal(buffer.data, before)
     if again is not None:
@@ -323,11 +351,15 @@ def test_an_ordinary_optimizer_follows_its_parameters():
     assert not torch.equal(model[0].weight, before)
 
 
-# ---------------------------------------------------------------------------------------------------- compiled
+# ----------------------------------------------------------------------------------------------------
+# compiled
 
 
-def _compiled_step(optimizer_of: Callable[..., Any], move: Callable[[nn.Module], Any], group: Any = None) -> None:
-    """Two compiled steps, and a third after a move; whose forward, compiled, does not look where parameters are."""
+def _compiled_step(
+    optimizer_of: Callable[..., Any], move: Callable[[nn.Module], Any], group: Any = None
+) -> None:
+    """Two compiled steps, and a third after a move; whose forward, compiled, does not look where
+    parameters are."""
     model = network()
     wrapper = DataParallel(model, group=group)
     optimizer = optimizer_of([buffer.parameter for buffer in wrapper.flat], lr=0.01)
@@ -353,10 +385,17 @@ def _compiled_step(optimizer_of: Callable[..., Any], move: Callable[[nn.Module],
 @pytest.mark.real_device
 @pytest.mark.parametrize("optimizer_of", [AdamW, torch.optim.AdamW])
 def test_a_compiled_wrapper_looks_in_backward_or_at_the_step(optimizer_of):
-    for name in ("memory", "there and back", "replaced", "assign"):  # tracing itself fails for another dtype
+    for name in (
+        "memory",
+        "there and back",
+        "replaced",
+        "assign",
+    ):  # tracing itself fails for another dtype
         if name == "assign" and optimizer_of is torch.optim.AdamW:
             continue  # no gradient arrives at any parameter, and torch's optimizer asks nobody
-        with pytest.raises(ValueError, match=r"^DataParallel: .*(is another Parameter now|was given other)"):
+        with pytest.raises(
+            ValueError, match=r"^DataParallel: .*(is another Parameter now|was given other)"
+        ):
             _compiled_step(optimizer_of, MOVES[name])
     for call in HARMLESS.values():
         if call is not HARMLESS["parametrized"]:
@@ -366,7 +405,9 @@ def test_a_compiled_wrapper_looks_in_backward_or_at_the_step(optimizer_of):
 def _compiled_rank(rank: int, group: dist.ProcessGroup) -> str:
     group = dist.new_group(list(range(dist.get_world_size())))  # which is of no use afterwards
     try:
-        _compiled_step(torch.optim.AdamW, MOVES["memory"] if rank == 1 else lambda model: None, group)
+        _compiled_step(
+            torch.optim.AdamW, MOVES["memory"] if rank == 1 else lambda model: None, group
+        )
     except (ValueError, CommunicationError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -1,4 +1,5 @@
-"""The loss scale goes the way that the script says, and a step that one rank can't take changes nothing on any."""
+"""The loss scale goes the way that the script says, and a step that one rank can't take changes
+nothing on any."""
 
 from __future__ import annotations
 
@@ -32,12 +33,24 @@ def trajectory(script: str, **options: Any) -> list[float]:
         ("......", {"window": 2, "initial": 4}, [4, 4, 8, 8, 16, 16, 32]),
         (".x...", {"window": 2, "initial": 4, "hysteresis": 1}, [4, 4, 2, 2, 4, 4]),
         # the first overflow is forgiven, those after it not, until it has grown
-        ("xxx..x.xx", {"window": 2, "initial": 64, "hysteresis": 2}, [64, 64, 32, 16, 16, 32, 32, 32, 16, 8]),
+        (
+            "xxx..x.xx",
+            {"window": 2, "initial": 64, "hysteresis": 2},
+            [64, 64, 32, 16, 16, 32, 32, 32, 16, 8],
+        ),
         # without growth in between, good steps don't fill the hysteresis up again
         ("x.x.x", {"window": 9, "initial": 64, "hysteresis": 2}, [64, 64, 64, 32, 32, 16]),
         # unless only overflows in a row count
-        ("x.x.x", {"window": 9, "initial": 64, "hysteresis": 2, "consecutive_hysteresis": True}, [64] * 6),
-        ("xx.xx", {"window": 9, "initial": 64, "hysteresis": 2, "consecutive_hysteresis": True}, [64, 64, 32, 32, 32, 16]),
+        (
+            "x.x.x",
+            {"window": 9, "initial": 64, "hysteresis": 2, "consecutive_hysteresis": True},
+            [64] * 6,
+        ),
+        (
+            "xx.xx",
+            {"window": 9, "initial": 64, "hysteresis": 2, "consecutive_hysteresis": True},
+            [64, 64, 32, 32, 32, 16],
+        ),
         ("xxxx", {"initial": 64, "hysteresis": 3}, [64, 64, 64, 32, 16]),
         # the window begins anew with an overflow, also with one that is forgiven
         ("..x...", {"window": 3, "initial": 4, "hysteresis": 2}, [4, 4, 4, 4, 4, 4, 8]),
@@ -55,7 +68,9 @@ def test_at_the_minimum_it_warns_and_goes_on():
         warnings.simplefilter("error")
         scale.update(True)
     assert scale.scale == 1.5
-    with pytest.warns(RuntimeWarning, match=r"overflow at the smallest loss scale, 1.5: the step is skipped"):
+    with pytest.warns(
+        RuntimeWarning, match=r"overflow at the smallest loss scale, 1.5: the step is skipped"
+    ):
         scale.update(True)
     assert (scale.scale, scale.skipped) == (1.5, 2)
     scale.update(False)
@@ -93,7 +108,10 @@ def test_a_saved_one_continues(script):
         ({"window": 0}, "window of the loss scale is 0"),
         ({"hysteresis": 0}, "hysteresis of the loss scale is 0"),
         ({"minimum": 0.0}, "minimum of the loss scale is 0.0"),
-        ({"initial": 0.5}, "initial of the loss scale is 0.5; it must be at least the minimum, 1.0"),
+        (
+            {"initial": 0.5},
+            "initial of the loss scale is 0.5; it must be at least the minimum, 1.0",
+        ),
         ({"initial": float("inf")}, "initial of the loss scale is inf"),
     ],
 )
@@ -107,7 +125,10 @@ def test_what_makes_no_sense(options, message):
 @pytest.mark.cpu_only
 def test_a_state_that_is_none():
     scale = LossScale()
-    for state, message in [({}, "lacks"), ({**scale.state_dict(), "scale": float("nan")}, "loss scale is nan")]:
+    for state, message in [
+        ({}, "lacks"),
+        ({**scale.state_dict(), "scale": float("nan")}, "loss scale is nan"),
+    ]:
         with pytest.raises(ValueError, match=message):
             scale.load_state_dict(state)
     assert scale.scale == 2.0**16
@@ -163,7 +184,9 @@ def test_steps_are_those_without_scaling_and_skipped_ones_change_nothing(device,
         if bad:
             assert same(everything(scaled, b), before)
             continue
-        assert not same(everything(scaled, b), before), "a step that does nothing would pass this test"
+        assert not same(everything(scaled, b), before), (
+            "a step that does nothing would pass this test"
+        )
         a.zero_grad()
         loss_of(plain, step).backward()
         a.step()
@@ -176,7 +199,11 @@ def test_steps_are_those_without_scaling_and_skipped_ones_change_nothing(device,
 
 def test_disabled_passes_everything_through(device):
     model = model_of(device)
-    optimizer, scaler, loss = torch.optim.SGD(model.parameters(), lr=0.1), LossScaler(enabled=False), loss_of(model, 0)
+    optimizer, scaler, loss = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        LossScaler(enabled=False),
+        loss_of(model, 0),
+    )
     before = copy.deepcopy(model.state_dict())
     assert scaler.scale(loss) is loss
     scaler.scale([loss])[0].backward()
@@ -205,7 +232,9 @@ def test_calls_in_a_wrong_order(device):
 @pytest.mark.real_device
 def test_overflow_is_found_in_any_gradient(device):
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-    fine = [torch.ones(5, device=device, dtype=d) for d in dtypes] + [torch.ones(4, 6, device=device)[:, ::2]]
+    fine = [torch.ones(5, device=device, dtype=d) for d in dtypes] + [
+        torch.ones(4, 6, device=device)[:, ::2]
+    ]
     fine.append(torch.sparse_coo_tensor([[1]], [2.0], (5,), device=device, check_invariants=True))
     assert overflowed(fine).item() == 0
     assert overflowed([]).item() == 0
@@ -219,7 +248,8 @@ def test_overflow_is_found_in_any_gradient(device):
 
 
 def on_ranks(rank: int, group: Any, name: str) -> list[Any]:
-    """Each rank steps its own part, as with states over ranks; in steps 1 and 2 one rank alone has an inf."""
+    """Each rank steps its own part, as with states over ranks; in steps 1 and 2 one rank alone has
+    an inf."""
     model = model_of("cpu")
     optimizer = OPTIMIZERS[name](model.parameters())
     scaler = LossScaler(group=group, initial=8.0, hysteresis=1)
@@ -227,9 +257,13 @@ def on_ranks(rank: int, group: Any, name: str) -> list[Any]:
     for step in range(4):
         before = everything(model, optimizer)
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, step + rank, bad=step in (1, 2) and rank == step % 2)).backward()
+        scaler.scale(
+            loss_of(model, step + rank, bad=step in (1, 2) and rank == step % 2)
+        ).backward()
         if step == 3 and rank == 1:
-            optimizer.zero_grad(set_to_none=True)  # a rank without gradients takes part all the same
+            optimizer.zero_grad(
+                set_to_none=True
+            )  # a rank without gradients takes part all the same
         scaler.step(optimizer)
         stepped = scaler.update()
         told.append((stepped, scaler.get_scale()))
@@ -255,7 +289,8 @@ def test_fp16_with_masters_trains(device):
         scaler = LossScaler(enabled=enabled)
         for _ in range(20):
             optimizer.zero_grad()
-            # The factor of 1e-8 meets the gradient in fp32 when it is scaled there, in fp16 when it is not.
+            # The factor of 1e-8 meets the gradient in fp32 when it is scaled there, in fp16 when it
+            # is not.
             loss = ((p.float() - wanted).square().sum()) * 1e-8
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -268,8 +303,10 @@ def test_fp16_with_masters_trains(device):
 @pytest.mark.cpu_only
 def test_what_precisions_mean():
     assert {n: (p.dtype, p.master_weights, p.scaled) for n, p in PRECISIONS.items()} == {
-        "fp32": (torch.float32, False, False), "bf16": (torch.bfloat16, True, False), "fp16": (torch.float16, True, True),
-    }  # fmt: skip
+        "fp32": (torch.float32, False, False),
+        "bf16": (torch.bfloat16, True, False),
+        "fp16": (torch.float16, True, True),
+    }
 
 
 def test_a_loss_without_memory_is_refused():

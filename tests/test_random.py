@@ -1,4 +1,5 @@
-"""pyops.random: known answers, slices of the whole, the same bits from kernel and plain torch, and the right distributions."""
+"""pyops.random: known answers, slices of the whole, the same bits from kernel and plain torch, and
+the right distributions."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ SLICES = [
     [
         (0, (0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         (-1, (0xFFFFFFFF, 0xFFFFFFFF), -1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (0x85A308D3243F6A88 - (1 << 64), (0x13198A2E, 0x03707344), 0x299F31D0A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            0x85A308D3243F6A88 - (1 << 64),
+            (0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_known_answers_of_random123(counter: int, high: tuple[int, int], key: int, words: str):
@@ -33,7 +39,9 @@ def test_known_answers_of_random123(counter: int, high: tuple[int, int], key: in
     assert " ".join(f"{w:08x}" for w in out.tolist()) == words
 
 
-def draws(place: dict[str, int], n: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def draws(
+    place: dict[str, int], n: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(kernel, reference) for each kind of number."""
     pairs = []
     for op, reference, dtype, more in (
@@ -54,7 +62,9 @@ def test_kernel_is_the_reference_bit_for_bit(key: int, device: torch.device, isa
         (0, 1, 5, 300, 33001), (0, 3, (1 << 34) - 7), ((33001, 33001), (7, 10), (1, 3), (260, 1000))
     ):
         if n < 1000 or (row > 1000 and offset > 3):
-            for kernel, reference in draws({"key": key, "offset": offset, "row": row, "row_stride": stride}, n, device):
+            for kernel, reference in draws(
+                {"key": key, "offset": offset, "row": row, "row_stride": stride}, n, device
+            ):
                 assert torch.equal(kernel, reference)
 
 
@@ -65,16 +75,21 @@ def test_kernel_on_the_cpu_is_the_kernel_here(device: torch.device):
 
 
 @pytest.mark.parametrize(("offset", "shape"), SLICES)
-def test_slice_of_the_whole_is_the_whole_sliced(offset: tuple[int, ...], shape: tuple[int, ...], device: torch.device):
+def test_slice_of_the_whole_is_the_whole_sliced(
+    offset: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+):
     cut = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
     place = {"offset": offset, "global_shape": WHOLE, "device": device}
-    assert torch.equal(random.uniform(3, "w", shape, **place), random.uniform(3, "w", WHOLE, device=device)[cut])
+    assert torch.equal(
+        random.uniform(3, "w", shape, **place), random.uniform(3, "w", WHOLE, device=device)[cut]
+    )
     assert torch.equal(
         random.normal(3, "w", shape, mean=2.0, std=0.5, **place),
         random.normal(3, "w", WHOLE, mean=2.0, std=0.5, device=device)[cut],
     )
     assert torch.equal(
-        random.dropout_mask(3, "w", shape, p=0.4, **place), random.dropout_mask(3, "w", WHOLE, p=0.4, device=device)[cut]
+        random.dropout_mask(3, "w", shape, p=0.4, **place),
+        random.dropout_mask(3, "w", WHOLE, p=0.4, device=device)[cut],
     )
 
 
@@ -85,22 +100,26 @@ def test_flat_offset(device: torch.device):
 
 
 def test_seed_and_name_make_different_streams(device: torch.device):
-    streams = [random.uniform(seed, name, (64,), device=device) for seed, name in ((1, "a"), (2, "a"), (1, "b"), (12, "")
-                                                                                   , (1, "2/"))]  # fmt: skip
+    streams = [
+        random.uniform(seed, name, (64,), device=device)
+        for seed, name in ((1, "a"), (2, "a"), (1, "b"), (12, ""), (1, "2/"))
+    ]
     for a, b in itertools.combinations(streams, 2):
         assert (a == b).sum() == 0
     assert torch.equal(streams[0], random.uniform(1, "a", (64,), device=device))
 
 
 def kolmogorov_smirnov(x: torch.Tensor, cdf: torch.Tensor) -> float:
-    """sqrt(n) times the largest distance between the empirical distribution and `cdf` at the sorted x."""
+    """sqrt(n) times the largest distance between the empirical distribution and `cdf` at the sorted
+    x."""
     n = x.numel()
     upper = torch.arange(1, n + 1, dtype=torch.float64) / n
     return max((upper - cdf).max().item(), (cdf - upper + 1 / n).max().item()) * n**0.5
 
 
 def test_distributions(device: torch.device):
-    """Each bound is passed by a right generator with probability above 0.9999; the seed is fixed."""
+    """Each bound is passed by a right generator with probability above 0.9999; the seed is
+    fixed."""
     n = 1 << 18
     u = random.uniform(0, "u", (n,), device=device).double().cpu().sort().values
     assert 0.0 <= u[0].item() < u[-1].item() < 1.0
@@ -121,7 +140,9 @@ def test_distributions(device: torch.device):
 
 def test_dtype_is_cast_at_the_end(device: torch.device):
     x = random.normal(1, "n", (33,), std=0.02, device=device)
-    assert torch.equal(random.normal(1, "n", (33,), std=0.02, dtype=torch.bfloat16, device=device), x.bfloat16())
+    assert torch.equal(
+        random.normal(1, "n", (33,), std=0.02, dtype=torch.bfloat16, device=device), x.bfloat16()
+    )
 
 
 def test_refusals(device: torch.device):

@@ -1,4 +1,5 @@
-"""The pool of ranks: results in order, errors with their rank, late ranks shown, a new pool after a failure."""
+"""The pool of ranks: results in order, errors with their rank, late ranks shown, a new pool after a
+failure."""
 
 from __future__ import annotations
 

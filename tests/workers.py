@@ -1,4 +1,5 @@
-"""Ranks for tests: a pool of gloo workers that lives as long as the test run, and fresh processes for ranks that must die.
+"""Ranks for tests: a pool of gloo workers that lives as long as the test run, and fresh processes
+for ranks that must die.
 
     def body(rank, group, x):                       # at module level, so that a worker can import it
         return pyops.comm.all_reduce(torch.full((x,), rank), group=group)
@@ -6,8 +7,9 @@
     def test_sum(world):
         first, second = world(2).run(body, 7)       # results in rank order
 
-A worker's exception is raised again in the test, with the rank and the worker's traceback; a body that takes longer than its
-timeout fails the test and shows where each rank stood. After either, the next test gets a new pool.
+A worker's exception is raised again in the test, with the rank and the worker's traceback; a body
+that takes longer than its timeout fails the test and shows where each rank stood. After either, the
+next test gets a new pool.
 """
 
 from __future__ import annotations
@@ -42,10 +44,31 @@ __all__ = ["Outcome", "Pool", "RankError", "spawn_ranks", "world"]
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
-ROOMS = ("data_parallel", "elastic", "offload", "onebit", "optim", "pipeline", "tensor_parallel", "train", "zero")
-# Each new group would measure its algorithms: nine turns at two sizes for each dtype, in hundreds of groups.
-COSTS = {"shared_memory": Cost(10e-6, 0.1e-9), "two_shot": Cost(200e-6, 1e-9), "ring": Cost(200e-6, 1e-9)}
-DTYPES = ("16 bit", *(f"torch.{name}" for name in ("float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")))
+ROOMS = (
+    "data_parallel",
+    "elastic",
+    "offload",
+    "onebit",
+    "optim",
+    "pipeline",
+    "tensor_parallel",
+    "train",
+    "zero",
+)
+# Each new group would measure its algorithms: nine turns at two sizes for each dtype, in hundreds
+# of groups.
+COSTS = {
+    "shared_memory": Cost(10e-6, 0.1e-9),
+    "two_shot": Cost(200e-6, 1e-9),
+    "ring": Cost(200e-6, 1e-9),
+}
+DTYPES = (
+    "16 bit",
+    *(
+        f"torch.{name}"
+        for name in ("float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+    ),
+)
 Body = Callable[..., Any]  # (rank, group, *args) -> anything that can be pickled
 
 
@@ -55,7 +78,8 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a result, with an error (the traceback's text), or without a word (exitcode)."""
+    """How one rank ended: with a result, with an error (the traceback's text), or without a word
+    (exitcode)."""
 
     rank: int
     result: Any = None
@@ -63,16 +87,28 @@ class Outcome:
     exitcode: int | None = None
 
 
-def _from_host(cls: type[torch.Tensor], host: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:
+def _from_host(
+    cls: type[torch.Tensor], host: torch.Tensor, device: str, requires_grad: bool
+) -> torch.Tensor:
     there = host.to(device)
-    return torch.nn.Parameter(there, requires_grad) if cls is torch.nn.Parameter else there.requires_grad_(requires_grad)
+    return (
+        torch.nn.Parameter(there, requires_grad)
+        if cls is torch.nn.Parameter
+        else there.requires_grad_(requires_grad)
+    )
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Tensors of a device travel between processes by way of the host: their memory ends with the process that made it."""
+    """Tensors of a device travel between processes by way of the host: their memory ends with the
+    process that made it."""
     if tensor.device.type != "cuda":
         return reductions.reduce_tensor(tensor)
-    return _from_host, (type(tensor), tensor.detach().cpu(), str(tensor.device), tensor.requires_grad)
+    return _from_host, (
+        type(tensor),
+        tensor.detach().cpu(),
+        str(tensor.device),
+        tensor.requires_grad,
+    )
 
 
 for _cls in (torch.Tensor, torch.nn.Parameter):
@@ -80,9 +116,16 @@ for _cls in (torch.Tensor, torch.nn.Parameter):
 
 
 def _context() -> Any:
-    # The fork server has imported what workers use but started no thread, so a worker is ready in a tenth of a second instead
-    # of six. torch imports torch._dynamo at an optimizer's first use, which alone takes two seconds of each process.
-    modules = ["torch", "torch.distributed", "torch._dynamo", "pytest", *(f"pyops.{room}" for room in ROOMS)]
+    # The fork server has imported what workers use but started no thread, so a worker is ready in a
+    # tenth of a second instead of six. torch imports torch._dynamo at an optimizer's first use,
+    # which alone takes two seconds of each process.
+    modules = [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "pytest",
+        *(f"pyops.{room}" for room in ROOMS),
+    ]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules)
     return context
@@ -92,7 +135,9 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
     """A worker's life: join the group, then run one body after another until the pipe closes."""
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is never garbage: looking through it after each body would take a fifth of a second
+    # what was imported is never garbage: looking through it after each body would take a fifth of a
+    # second
+    gc.freeze()
     Communicator.presumed_costs = {("cpu", dtype): COSTS for dtype in DTYPES}
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file)
@@ -119,8 +164,8 @@ def _serve(rank: int, size: int, port: int, timeout: float, pipe: Any, stacks: s
 
 
 def _destroy_groups() -> None:
-    """All groups that a body made and left. Each has threads that look around a hundred times a second: those of some hundred
-    tests would leave the next ones no time."""
+    """All groups that a body made and left. Each has threads that look around a hundred times a
+    second: those of some hundred tests would leave the next ones no time."""
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -141,7 +186,9 @@ class Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, self._store.port, group_timeout, theirs, self._stacks(rank))
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}")
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}"
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -151,11 +198,16 @@ class Pool:
         return os.path.join(self._folder.name, f"rank{rank}.txt")
 
     def run(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """body(rank, group, *args) on every rank; the results in rank order. RankError when a rank fails or is late."""
+        """body(rank, group, *args) on every rank; the results in rank order. RankError when a rank
+        fails or is late."""
         outcomes = self.outcomes(body, *args, timeout=timeout)
         bad = [o for o in outcomes if o.error is not None or o.exitcode is not None]
         if bad:
-            raise RankError("\n".join(f"rank {o.rank}: {o.error or f'died with exit code {o.exitcode}'}" for o in bad))
+            raise RankError(
+                "\n".join(
+                    f"rank {o.rank}: {o.error or f'died with exit code {o.exitcode}'}" for o in bad
+                )
+            )
         return [o.result for o in outcomes]
 
     def outcomes(self, body: Body, *args: Any, timeout: float = 60.0) -> list[Outcome]:
@@ -171,7 +223,9 @@ class Pool:
                 found[rank] = self._receive(rank)
                 del waiting[rank]
         for rank in waiting:
-            found[rank] = Outcome(rank, error=f"no answer within {timeout:g} s; it stood at\n{self._where(rank)}")
+            found[rank] = Outcome(
+                rank, error=f"no answer within {timeout:g} s; it stood at\n{self._where(rank)}"
+            )
         self.failed = any(o.error is not None or o.exitcode is not None for o in found.values())
         if self.failed:
             self.close()
@@ -189,7 +243,11 @@ class Pool:
         with contextlib.suppress(ProcessLookupError, TypeError):
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
-        return Path(self._stacks(rank)).read_text() if os.path.exists(self._stacks(rank)) else "(its start)"
+        return (
+            Path(self._stacks(rank)).read_text()
+            if os.path.exists(self._stacks(rank))
+            else "(its start)"
+        )
 
     def close(self) -> None:
         """End the workers: by closing their pipes, by force when they don't listen."""
@@ -209,7 +267,8 @@ class Pool:
 def spawn_ranks(
     size: int, body: Body, *args: Any, timeout: float = 60.0, group_timeout: float = GROUP_TIMEOUT
 ) -> list[Outcome]:
-    """Run `body` on fresh processes, of which some may die; how each rank ended, in rank order. Nothing is raised."""
+    """Run `body` on fresh processes, of which some may die; how each rank ended, in rank order.
+    Nothing is raised."""
     pool = Pool(size, group_timeout=group_timeout)
     try:
         return pool.outcomes(body, *args, timeout=timeout)
@@ -220,7 +279,8 @@ def spawn_ranks(
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], Pool]]:
-    """world(n): the pool of n ranks, started when it is first asked for and started anew after a failure."""
+    """world(n): the pool of n ranks, started when it is first asked for and started anew after a
+    failure."""
     pools: dict[int, Pool] = {}
 
     def get(size: int) -> Pool:

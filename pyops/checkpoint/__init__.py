@@ -1,4 +1,5 @@
-"""Training state on disk: tensors in safetensors files, the rest in a JSON manifest, nothing pickled.
+"""Training state on disk: tensors in safetensors files, the rest in a JSON manifest, nothing
+pickled.
 
 save(folder, state, own=..., group=...)      written beside `folder`, then renamed: whole or not there
 load(folder, group=...) -> (state, own)      checked against the manifest first: a damaged file is named

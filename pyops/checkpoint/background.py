@@ -4,9 +4,9 @@
     rank 0                            |  write own files  |  others done?  manifest, rename |
     rank r                            |  write own files, done-r.json |
 
-The threads don't communicate: collectives of theirs could meet those of training in another order on another rank. Each
-leaves a note beside its files, and rank 0's reads the notes. What went wrong is raised by the next `save` or `wait`, on all
-ranks alike.
+The threads don't communicate: collectives of theirs could meet those of training in another order
+on another rank. Each leaves a note beside its files, and rank 0's reads the notes. What went wrong
+is raised by the next `save` or `wait`, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ ALIGNMENT = 64  # bytes
 
 
 class _Copies:
-    """Host memory that a state is copied into, kept for the next one: fresh memory costs more than the copy."""
+    """Host memory that a state is copied into, kept for the next one: fresh memory costs more than
+    the copy."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -55,18 +56,27 @@ class _Copies:
         on_cuda = any(isinstance(tensor, Tensor) and tensor.is_cuda for _, _, tensor, _ in places)
         if len(self._buffer) < end or (on_cuda and not self._buffer.is_pinned()):
             self.release()
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True, device="cpu") if on_cuda else _huge_pages(end)
+            self._buffer = (
+                torch.empty(end, dtype=torch.uint8, pin_memory=True, device="cpu")
+                if on_cuda
+                else _huge_pages(end)
+            )
         for tensors, name, content, start in places:
             flat = self._buffer[start : start + _nbytes(content)]
             copy = flat.view(content.dtype).view(tuple(content.shape))
             tensor = content if isinstance(content, Tensor) else content.read()
             if tensor.device.type == "cpu" and tensor.is_contiguous():
-                # One thread moves 10 GB/s; torch's threads, beside those of other ranks on the same cores, a tenth of it.
+                # One thread moves 10 GB/s; torch's threads, beside those of other ranks on the same
+                # cores, a tenth of it.
                 np.copyto(flat.numpy(), tensor.detach().reshape(-1).view(torch.uint8).numpy())
             else:
                 copy.copy_(tensor.detach(), non_blocking=True)
             tensors[name] = copy
-        for device in {tensor.device for _, _, tensor, _ in places if isinstance(tensor, Tensor) and tensor.is_cuda}:
+        for device in {
+            tensor.device
+            for _, _, tensor, _ in places
+            if isinstance(tensor, Tensor) and tensor.is_cuda
+        }:
             torch.cuda.synchronize(device)
 
     def release(self) -> None:
@@ -78,7 +88,8 @@ def _nbytes(content: Content) -> int:
 
 
 def _huge_pages(nbytes: int) -> Tensor:
-    """Fresh host memory whose first use costs a page fault for 2 MiB, not for 4 KiB, where the system can."""
+    """Fresh host memory whose first use costs a page fault for 2 MiB, not for 4 KiB, where the
+    system can."""
     memory = mmap.mmap(-1, max(1, nbytes))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -89,7 +100,9 @@ def _huge_pages(nbytes: int) -> Tensor:
 class _Save:
     """One save under way: the thread of this rank and what it tells."""
 
-    def __init__(self, plan: Plan, *, size: int, timeout: float, then: Callable[[], None] | None) -> None:
+    def __init__(
+        self, plan: Plan, *, size: int, timeout: float, then: Callable[[], None] | None
+    ) -> None:
         self._plan, self._size, self._timeout, self._then = plan, size, timeout, then
         self.written, self._given_up = threading.Event(), threading.Event()
         self.write_error: Exception | None = None
@@ -108,14 +121,18 @@ class _Save:
             if self._plan.rank:
                 _leave(self._note(self._plan.rank), entry)
         except Exception as error:
-            self.write_error = refusal(self._plan.folder, error) if isinstance(error, OSError) else error
+            self.write_error = (
+                refusal(self._plan.folder, error) if isinstance(error, OSError) else error
+            )
         self.written.set()
         if self._plan.rank == 0:
             try:
                 if self.write_error is None:
                     self._commit(entry)
             except Exception as error:
-                self.commit_error = refusal(self._plan.folder, error) if isinstance(error, OSError) else error
+                self.commit_error = (
+                    refusal(self._plan.folder, error) if isinstance(error, OSError) else error
+                )
             finally:
                 discard(self._plan)
 
@@ -135,7 +152,8 @@ class _Save:
                 ending, deadline = True, min(deadline, time.monotonic() + GRACE)
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"checkpoint {self._plan.folder} can't be written: no word of the files of ranks {missing[:8]}; look for "
+                    f"checkpoint {self._plan.folder} can't be written: no word of the "
+                    f"files of ranks {missing[:8]}; look for "
                     "why they stopped. Checkpoints from before are untouched"
                 )
             if self._given_up.wait(LOOK_EVERY):
@@ -153,13 +171,15 @@ def _leave(path: Path, entry: dict[str, Any]) -> None:
 
 
 class BackgroundSaver:
-    """Saves one checkpoint at a time in the background: `save` returns when the state has been copied to host memory.
+    """Saves one checkpoint at a time in the background: `save` returns when the state has been
+    copied to host memory.
 
-    group: the ranks that save together. timeout: seconds that rank 0 waits for the others' files once its own are written. The
-    copy stays allocated for the next save until `release()`.
+    group: the ranks that save together. timeout: seconds that rank 0 waits for the others' files
+    once its own are written. The copy stays allocated for the next save until `release()`.
 
-    Call `wait()` before the process ends, else a last error is not seen. A process that ends finishes its part of a save
-    first; one that is killed leaves the checkpoint that was there before, whole.
+    Call `wait()` before the process ends, else a last error is not seen. A process that ends
+    finishes its part of a save first; one that is killed leaves the checkpoint that was there
+    before, whole.
     """
 
     def __init__(self, *, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
@@ -169,11 +189,20 @@ class BackgroundSaver:
         self._copies = _Copies()
         self._under_way: _Save | None = None
 
-    def save(self, folder: Path | str, state: Any, *, own: Any = None, then: Callable[[], None] | None = None) -> None:
-        """As `pyops.checkpoint.save`, but written in the background; waits for a save that is under way. A collective.
+    def save(
+        self,
+        folder: Path | str,
+        state: Any,
+        *,
+        own: Any = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """As `pyops.checkpoint.save`, but written in the background; waits for a save that is under
+        way. A collective.
 
-        then: called on rank 0, in the background, once the checkpoint is in its place. Raises, on all ranks alike, what the
-        save before met with, a full disk for one, and then does not begin this one.
+        then: called on rank 0, in the background, once the checkpoint is in its place. Raises, on
+        all ranks alike, what the save before met with, a full disk for one, and then does not begin
+        this one.
         """
         self.wait()
         plan = prepare(folder, state, own=own, group=self._group)
@@ -181,7 +210,9 @@ class BackgroundSaver:
         try:
             self._copies.take(plan)
         except RuntimeError as caught:  # too little memory
-            error = CheckpointError(f"checkpoint {folder} can't be copied to be written in the background: {caught}")
+            error = CheckpointError(
+                f"checkpoint {folder} can't be copied to be written in the background: {caught}"
+            )
         try:
             agree(error, group=self._group)
         except Exception:
@@ -196,7 +227,8 @@ class BackgroundSaver:
         return self._under_way is not None and self._under_way.thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the save that is under way, if any, is on the disk; else raise, on all ranks alike. A collective."""
+        """Return when the save that is under way, if any, is on the disk; else raise, on all ranks
+        alike. A collective."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -211,7 +243,8 @@ class BackgroundSaver:
         agree(under_way.commit_error, group=self._group)
 
     def close(self) -> None:
-        """Of this rank alone, before it leaves because of an error: let a save under way end, if it does so soon."""
+        """Of this rank alone, before it leaves because of an error: let a save under way end, if it
+        does so soon."""
         if self._under_way is not None:
             self._under_way.thread.join(GRACE)
             self._under_way.give_up()

@@ -1,4 +1,5 @@
-"""Weights between checkpoints and single safetensors files, as Hugging Face's tools read and write them.
+"""Weights between checkpoints and single safetensors files, as Hugging Face's tools read and write
+them.
 
 export_weights    runs/gpt/checkpoints/step-00000200/  ->  model.safetensors {"blocks.0.attn.weight": ...}, a tensor at a time
 import_weights    model.safetensors, or a folder with model.safetensors[.index.json]  ->  a checkpoint {"model": {...}}
@@ -56,9 +57,10 @@ def export_weights(
 ) -> dict[str, tuple[int, ...]]:
     """Write the tensors below state[key] to one safetensors file; {name: shape} of them.
 
-    key: "model", or a path such as "a.b". Names are the paths below it: those of model.state_dict(). dtype: floating tensors
-    become this; None: as they are. Holds one tensor at a time, whatever the number of ranks that saved. The file is written
-    beside its place and renamed. CheckpointError for a damaged checkpoint, an unknown key, a file that is there already.
+    key: "model", or a path such as "a.b". Names are the paths below it: those of
+    model.state_dict(). dtype: floating tensors become this; None: as they are. Holds one tensor at
+    a time, whatever the number of ranks that saved. The file is written beside its place and
+    renamed. CheckpointError for a damaged checkpoint, an unknown key, a file that is there already.
     """
     file = Path(file)
     if file.suffix != SUFFIX:
@@ -69,8 +71,13 @@ def export_weights(
     found: dict[str, Stored] = {}
     _collect(_below(reader.state(), key, folder), found, "")
     if not found:
-        raise CheckpointError(f"state[{key!r}] of {folder} holds no tensors; name a part that does with key")
-    tensors = {n: _Cast(t, dtype) if dtype is not None and t.dtype.is_floating_point else t for n, t in found.items()}
+        raise CheckpointError(
+            f"state[{key!r}] of {folder} holds no tensors; name a part that does with key"
+        )
+    tensors = {
+        n: _Cast(t, dtype) if dtype is not None and t.dtype.is_floating_point else t
+        for n, t in found.items()
+    }
     aside = file.with_name(file.name + ".tmp")
     try:
         write_tensors(aside, tensors)
@@ -84,11 +91,15 @@ def export_weights(
     return {name: tensor.shape for name, tensor in found.items()}
 
 
-def import_weights(source: Path | str, folder: Path | str, *, key: str = "model") -> dict[str, tuple[int, ...]]:
-    """Make a checkpoint {key: {name: tensor}} of a safetensors file, or of a folder with one or with several and their index.
+def import_weights(
+    source: Path | str, folder: Path | str, *, key: str = "model"
+) -> dict[str, tuple[int, ...]]:
+    """Make a checkpoint {key: {name: tensor}} of a safetensors file, or of a folder with one or
+    with several and their index.
 
-    The tensors are mapped, not read as a whole. {name: shape}. CheckpointError for files that are missing or damaged, for an
-    index that leads out of the folder, and for a checkpoint that is there already.
+    The tensors are mapped, not read as a whole. {name: shape}. CheckpointError for files that are
+    missing or damaged, for an index that leads out of the folder, and for a checkpoint that is
+    there already.
     """
     folder = Path(folder)
     _must_be_new(folder)
@@ -100,7 +111,9 @@ def import_weights(source: Path | str, folder: Path | str, *, key: str = "model"
             raise CheckpointError(f"{path} can't be read: {error}; fetch it again") from None
         lacking = sorted(set(names or found) - set(found))
         if lacking:
-            raise CheckpointError(f"{path} lacks {lacking[:3]}, which its index says it has; fetch it again")
+            raise CheckpointError(
+                f"{path} lacks {lacking[:3]}, which its index says it has; fetch it again"
+            )
         tensors |= {name: found[name] for name in (names or found)}
     save(folder, {key: tensors})
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -116,7 +129,9 @@ def _below(state: Any, key: str, folder: Path | str) -> Any:
     for step in key.split("."):
         if not isinstance(part, Mapping) or step not in part:
             there = list(part) if isinstance(part, Mapping) else "no dict"
-            raise CheckpointError(f"{folder} has no state[{key!r}]: at {step!r} there is {there}; name one of these")
+            raise CheckpointError(
+                f"{folder} has no state[{key!r}]: at {step!r} there is {there}; name one of these"
+            )
         part = part[step]
     return part
 
@@ -131,9 +146,11 @@ def _collect(part: Any, found: dict[str, Stored], name: str) -> None:
 
 
 def weight_files(source: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a folder, by its index where there is one, each with the names wanted of it; None: all.
+    """The safetensors files of a folder, by its index where there is one, each with the names
+    wanted of it; None: all.
 
-    source: may be a file itself. CheckpointError for none, and for an index that is damaged or leads out of the folder.
+    source: may be a file itself. CheckpointError for none, and for an index that is damaged or
+    leads out of the folder.
     """
     if source.is_file():
         return {source: None}
@@ -142,7 +159,8 @@ def weight_files(source: Path) -> dict[Path, list[str] | None]:
     index = source / INDEX
     if not index.is_file():
         raise CheckpointError(
-            f"{source} is no safetensors file, and no folder with {WEIGHTS} or {INDEX}; name one of these"
+            f"{source} is no safetensors file, and no folder with {WEIGHTS} or {INDEX}; "
+            "name one of these"
             f"{how_to_fetch(source, bare=True)}"
         )
     found: dict[Path, list[str] | None] = {}
@@ -150,7 +168,10 @@ def weight_files(source: Path) -> dict[Path, list[str] | None]:
         weights = json.loads(index.read_text())["weight_map"]
         for name, file in weights.items():
             if Path(file).name != file or not file.endswith(SUFFIX):
-                raise CheckpointError(f"{index} names the file {file!r}, which is no {SUFFIX} file beside it; don't trust it")
+                raise CheckpointError(
+                    f"{index} names the file {file!r}, which is no {SUFFIX} file beside "
+                    "it; don't trust it"
+                )
             names = found.setdefault(source / file, [])
             assert names is not None
             names.append(name)

@@ -1,12 +1,14 @@
-"""Beside torch's own distributed checkpoints: DTensors as shards, and our folders read by torch.distributed.checkpoint.
+"""Beside torch's own distributed checkpoints: DTensors as shards, and our folders read by
+torch.distributed.checkpoint.
 
     save(folder, {"model": as_shards(model.state_dict())})                          FSDP2's DTensors, written by us
     load(folder, into={"model": as_shards(model.state_dict())})                     and filled by us
     dcp.load({"model": model.state_dict()}, storage_reader=StorageReader(folder))   or filled by torch, of any layout
 
-A range of a flattened tensor, as optimizers with states over ranks hold it, has no placement among torch's, so states are not
-offered as DTensors; torch asks a reader for boxes, and any box can be read of any layout. The folders that torch writes keep
-their index in a pickle, which can run anything: they are not read. Load one with torch, and save it with `as_shards`.
+A range of a flattened tensor, as optimizers with states over ranks hold it, has no placement among
+torch's, so states are not offered as DTensors; torch asks a reader for boxes, and any box can be
+read of any layout. The folders that torch writes keep their index in a pickle, which can run
+anything: they are not read. Load one with torch, and save it with `as_shards`.
 """
 
 from __future__ import annotations
@@ -39,23 +41,29 @@ __all__ = ["StorageReader", "as_shards"]
 def as_shards(state: Any, *, replicas: bool = False) -> Any:
     """A nested state with `pyops.flat.Shard`s over the same memory in place of DTensors.
 
-    Of what several ranks hold alike (Replicate), the first has a Shard and the others an empty `Shards`, so that it is
-    written once; replicas=True gives all of them a Shard, to be filled.
+    Of what several ranks hold alike (Replicate), the first has a Shard and the others an empty
+    `Shards`, so that it is written once; replicas=True gives all of them a Shard, to be filled.
     TypeError for other placements than Shard and Replicate.
     """
     if isinstance(state, DTensor):
         for placement in state.placements:
             if type(placement) not in (ShardPlacement, Replicate):
-                raise TypeError(f"a DTensor is placed {placement}; Shard and Replicate can be saved: redistribute it first")
+                raise TypeError(
+                    f"a DTensor is placed {placement}; Shard and Replicate can be saved: "
+                    "redistribute it first"
+                )
         mesh, shape = state.device_mesh, tuple(state.shape)
         coordinate = mesh.get_coordinate()
         size, offset = compute_local_shape_and_global_offset(shape, mesh, state.placements)
         copies = coordinate is None or any(
-            at and isinstance(p, Replicate) for at, p in zip(coordinate, state.placements, strict=True)
+            at and isinstance(p, Replicate)
+            for at, p in zip(coordinate, state.placements, strict=True)
         )
         if coordinate is None or (copies and not replicas):
             return Shards(())
-        inside = tuple(min(o, n) for o, n in zip(offset, shape, strict=True))  # torch puts an empty part beyond the end
+        inside = tuple(
+            min(o, n) for o, n in zip(offset, shape, strict=True)
+        )  # torch puts an empty part beyond the end
         return Shard(shape, inside, state.to_local().detach().view(size))
     if isinstance(state, Mapping):
         return {key: as_shards(value, replicas=replicas) for key, value in state.items()}
@@ -65,7 +73,8 @@ def as_shards(state: Any, *, replicas: bool = False) -> Any:
 
 
 class StorageReader(TorchReader):
-    """Gives torch.distributed.checkpoint.load the tensors of a checkpoint folder; numbers and texts are not offered.
+    """Gives torch.distributed.checkpoint.load the tensors of a checkpoint folder; numbers and texts
+    are not offered.
 
     Names are paths: state["model"]["w"] is "model.w". CheckpointError for a damaged folder.
     """
@@ -83,7 +92,13 @@ class StorageReader(TorchReader):
     def _collect(self, part: Any) -> None:
         if isinstance(part, Stored):
             self._stored[part.name] = part
-        for value in part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ():
+        for value in (
+            part.values()
+            if isinstance(part, Mapping)
+            else part
+            if isinstance(part, list | tuple)
+            else ()
+        ):
             self._collect(value)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -101,7 +116,9 @@ class StorageReader(TorchReader):
             found[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[chunk])
         return Metadata(state_dict_metadata=found)  # type: ignore[arg-type]
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing is to be set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -116,7 +133,10 @@ class StorageReader(TorchReader):
         """Fill what this rank asked for."""
         for item in plan.items:
             if item.type != LoadItemType.TENSOR:
-                raise TypeError(f"{item.storage_index.fqn} is no tensor; load numbers and texts with pyops.checkpoint.load")
+                raise TypeError(
+                    f"{item.storage_index.fqn} is no tensor; load numbers and texts with "
+                    "pyops.checkpoint.load"
+                )
             stored = self._stored[item.storage_index.fqn]
             target = planner.resolve_tensor(item).detach()
             stored.read_into(Shard(stored.shape, tuple(item.storage_offsets), target))

@@ -1,4 +1,5 @@
-"""Optimizer state over a flat buffer, by parameter name: a checkpoint does not know how parameters were laid out.
+"""Optimizer state over a flat buffer, by parameter name: a checkpoint does not know how parameters
+were laid out.
 
 flat:    exp_avg |  head.weight  |pad|  block.0.bias  | ...        step: 7
 named:   {"head.weight": {"exp_avg": tensor [V, D], "step": 7}, "block.0.bias": {"exp_avg": tensor [D], "step": 7}, ...}
@@ -19,7 +20,8 @@ __all__ = ["flat_state", "named_state"]
 
 
 def named_state(flat: Mapping[str, Any], layout: FlatLayout) -> dict[str, dict[str, Any]]:
-    """{parameter name: {key: value}}: tensors as long as the buffer are cut into views, anything else belongs to each."""
+    """{parameter name: {key: value}}: tensors as long as the buffer are cut into views, anything
+    else belongs to each."""
     found: dict[str, dict[str, Any]] = {name: {} for name in layout.names}
     for key, value in flat.items():
         for name, shape in zip(layout.names, layout.shapes, strict=True):
@@ -29,7 +31,8 @@ def named_state(flat: Mapping[str, Any], layout: FlatLayout) -> dict[str, dict[s
 
 
 def flat_state(named: Mapping[str, Mapping[str, Any]], layout: FlatLayout) -> dict[str, Any]:
-    """The state over a flat buffer of this layout; padding is zero. Raises CheckpointError when parameters are missing."""
+    """The state over a flat buffer of this layout; padding is zero. Raises CheckpointError when
+    parameters are missing."""
     missing = [name for name in layout.names if name not in named]
     if missing:
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Reading a checkpoint, whole or in part: checked first on every rank, then read, so that a damaged one changes nothing.
+"""Reading a checkpoint, whole or in part: checked first on every rank, then read, so that a damaged
+one changes nothing.
 
 manifest -> is it sound?  -> files there, of their sizes? -> blocks of what is wanted -> all ranks agree -> read
 """
@@ -13,7 +14,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.checkpoint.format.manifest import MANIFEST, SHARDS, TENSOR, CheckpointError, read_manifest, restore
+from pyops.checkpoint.format.manifest import (
+    MANIFEST,
+    SHARDS,
+    TENSOR,
+    CheckpointError,
+    read_manifest,
+    restore,
+)
 from pyops.checkpoint.format.refusal import DTYPE_OF, SHARED, check_manifest, own_file
 from pyops.checkpoint.format.stored import Part, Stored
 from pyops.checkpoint.format.tensor_file import TensorFile
@@ -25,9 +33,11 @@ __all__ = ["Reader", "load"]
 
 
 class Reader:
-    """A checkpoint folder whose manifest is sound and whose files have their sizes; `state` and `own` have `Stored` tensors.
+    """A checkpoint folder whose manifest is sound and whose files have their sizes; `state` and
+    `own` have `Stored` tensors.
 
-    Raises CheckpointError naming the file. Of one process: ranks that read together agree by themselves.
+    Raises CheckpointError naming the file. Of one process: ranks that read together agree by
+    themselves.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -45,7 +55,8 @@ class Reader:
         self._files: dict[str, TensorFile] = {}
 
     def check_files(self, *, rank: int = 0, size: int = 1) -> None:
-        """CheckpointError for a file that is missing or of another size; of every `size`-th file, beginning with `rank`."""
+        """CheckpointError for a file that is missing or of another size; of every `size`-th file,
+        beginning with `rank`."""
         for name in list(self._manifest["files"])[rank::size]:
             path, expected = self.folder / name, self._manifest["files"][name]["bytes"]
             try:
@@ -53,10 +64,13 @@ class Reader:
             except OSError as error:
                 raise self._refusal(path, error) from None
             if found != expected:
-                raise CheckpointError(f"{path} has {found} bytes, {expected} by the manifest; {self._fix}")
+                raise CheckpointError(
+                    f"{path} has {found} bytes, {expected} by the manifest; {self._fix}"
+                )
 
     def compare(self, *, rank: int = 0, size: int = 1) -> None:
-        """Compare this rank's share of every file, 1 / `size` of its bytes, with the checksums. CheckpointError."""
+        """Compare this rank's share of every file, 1 / `size` of its bytes, with the checksums.
+        CheckpointError."""
         for name, entry in self._manifest["files"].items():
             file, whole = self._open(name), entry["bytes"]
             try:
@@ -66,14 +80,19 @@ class Reader:
 
     def state(self) -> Any:
         """The state of all ranks."""
-        return restore(self._manifest["tree"]["state"], lambda node, name: self._stored(node, name, file=SHARED))
+        return restore(
+            self._manifest["tree"]["state"],
+            lambda node, name: self._stored(node, name, file=SHARED),
+        )
 
     def own(self, rank: int) -> Any:
         """The state of a rank's own, None if there was no such rank."""
         if str(rank) not in self._manifest["own"]:
             return None
         file = own_file(rank)
-        return restore(self._manifest["own"][str(rank)], lambda node, name: self._stored(node, name, file=file))
+        return restore(
+            self._manifest["own"][str(rank)], lambda node, name: self._stored(node, name, file=file)
+        )
 
     def _stored(self, node: Mapping[str, Any], name: str, *, file: str) -> Stored:
         if TENSOR in node:
@@ -82,8 +101,17 @@ class Reader:
             parts = [self._part(file, node[TENSOR], shape, [0] * len(shape))]
         else:
             shape, dtype = node[SHARDS]["shape"], node[SHARDS]["dtype"]
-            parts = [self._part(p["file"], p["name"], p["shape"], p["offset"]) for p in node[SHARDS]["parts"]]
-        return Stored(name, shape, DTYPE_OF[dtype], parts, explain=lambda f, error: self._refusal(f.path, error))
+            parts = [
+                self._part(p["file"], p["name"], p["shape"], p["offset"])
+                for p in node[SHARDS]["parts"]
+            ]
+        return Stored(
+            name,
+            shape,
+            DTYPE_OF[dtype],
+            parts,
+            explain=lambda f, error: self._refusal(f.path, error),
+        )
 
     def _part(self, file: str, name: str, shape: list[int], offset: list[int]) -> Part:
         return Part(lambda: self._open(file), name, tuple(shape), tuple(offset))
@@ -97,12 +125,21 @@ class Reader:
                 file = TensorFile(path, self._manifest["files"][name])
             except (OSError, ValueError) as error:
                 raise self._refusal(path, error) from None
-            found = {n: (str(e.dtype).removeprefix("torch."), list(e.shape)) for n, e in file.entries.items()}
-            wanted = {n: (e["dtype"], e["shape"]) for n, e in self._manifest["tensors"].get(name, {}).items()}
+            found = {
+                n: (str(e.dtype).removeprefix("torch."), list(e.shape))
+                for n, e in file.entries.items()
+            }
+            wanted = {
+                n: (e["dtype"], e["shape"])
+                for n, e in self._manifest["tensors"].get(name, {}).items()
+            }
             if found != wanted:
-                first = min(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+                first = min(
+                    n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n)
+                )
                 raise CheckpointError(
-                    f"{path} does not hold the tensors that the manifest lists: {first!r} is {found.get(first, 'not there')}, "
+                    f"{path} does not hold the tensors that the manifest lists: "
+                    f"{first!r} is {found.get(first, 'not there')}, "
                     f"by {MANIFEST} {wanted.get(first, 'not there')}; {self._fix}"
                 )
             self._files[name] = file
@@ -110,7 +147,9 @@ class Reader:
 
     def _stay_within(self, path: Path) -> None:
         if path.is_symlink() and path.resolve().parent != self.folder.resolve():
-            raise CheckpointError(f"{path} leads out of the folder, to {path.resolve()}; copy that file here")
+            raise CheckpointError(
+                f"{path} leads out of the folder, to {path.resolve()}; copy that file here"
+            )
 
     def _refusal(self, path: Path, error: Exception) -> CheckpointError:
         if isinstance(error, OSError):
@@ -119,25 +158,34 @@ class Reader:
 
 
 def load(
-    folder: Path | str, *, into: Any = None, lazy: bool = False, compare: bool = False,
+    folder: Path | str,
+    *,
+    into: Any = None,
+    lazy: bool = False,
+    compare: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """(state, own) as given to `save`. own: of the same rank; None if that rank did not exist then.
 
     Without more, tensors are whole, in new CPU memory, on any number of ranks.
 
-    into: nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and `Shards` are filled, on whatever
-    device, from the bytes they need and no others; floating dtypes are converted. It may differ from rank to rank, and
-    how the tensors were cut when they were saved does not matter. In the returned state they stand in their places;
-    every other tensor is a `Stored`. lazy: every tensor is one: `.shape`, `.dtype`, `.read()`, `.read_into(shard)`. compare:
-    with either, compare all files with their checksums first, each rank a share of them, so that no damage is met later.
+    into: nested as `state`, and may be a part of it: its tensors, `pyops.flat.Shard`s and `Shards`
+    are filled, on whatever device, from the bytes they need and no others; floating dtypes are
+    converted. It may differ from rank to rank, and how the tensors were cut when they were saved
+    does not matter. In the returned state they stand in their places;
+    every other tensor is a `Stored`. lazy: every tensor is one: `.shape`, `.dtype`, `.read()`,
+    `.read_into(shard)`. compare: with either, compare all files with their checksums first, each
+    rank a share of them, so that no damage is met later.
 
-    Raises CheckpointError on all ranks alike, before anything is filled, naming the file that is missing or damaged, a manifest
-    that can't be true, or the tensor of `into` that the checkpoint has not, or in another shape. What a Stored reads is
-    compared with its checksum when it is read. A collective.
+    Raises CheckpointError on all ranks alike, before anything is filled, naming the file that is
+    missing or damaged, a manifest that can't be true, or the tensor of `into` that the checkpoint
+    has not, or in another shape. What a Stored reads is compared with its checksum when it is read.
+    A collective.
     """
     check_initialized("checkpoint.load", group)
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    rank, size = (
+        (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    )
     error: Exception | None = None
     state = own = None
     wanted: list[tuple[Stored, Any]] = []
@@ -182,7 +230,8 @@ def _place(state: Any, into: Any, wanted: list[tuple[Stored, Any]], *, path: str
         if not isinstance(state, Stored):
             what = "no such entry" if state is None else f"a {type(state).__name__} there"
             raise CheckpointError(
-                f"into[{path!r}] is a tensor, and the checkpoint has {what}; it is of another model or optimizer"
+                f"into[{path!r}] is a tensor, and the checkpoint has {what}; it is of "
+                "another model or optimizer"
             )
         state.check(into)
         wanted.append((state, into))
@@ -190,11 +239,25 @@ def _place(state: Any, into: Any, wanted: list[tuple[Stored, Any]], *, path: str
     prefix = f"{path}." if path else ""
     if isinstance(into, Mapping):
         there = state if isinstance(state, Mapping) else {}
-        placed = {key: _place(there.get(key), value, wanted, path=f"{prefix}{key}") for key, value in into.items()}
-        return {**there, **{k: v for k, v in placed.items() if k in there}} if isinstance(state, Mapping) else state
+        placed = {
+            key: _place(there.get(key), value, wanted, path=f"{prefix}{key}")
+            for key, value in into.items()
+        }
+        return (
+            {**there, **{k: v for k, v in placed.items() if k in there}}
+            if isinstance(state, Mapping)
+            else state
+        )
     if isinstance(into, list | tuple):
         there_too = list(state) if isinstance(state, list | tuple) else []
         there_too += [None] * (len(into) - len(there_too))
-        items = [_place(s, i, wanted, path=f"{prefix}{n}") for n, (s, i) in enumerate(zip(there_too, into, strict=False))]
-        return type(state)([*items, *there_too[len(into) :]]) if isinstance(state, list | tuple) else state
+        items = [
+            _place(s, i, wanted, path=f"{prefix}{n}")
+            for n, (s, i) in enumerate(zip(there_too, into, strict=False))
+        ]
+        return (
+            type(state)([*items, *there_too[len(into) :]])
+            if isinstance(state, list | tuple)
+            else state
+        )
     return state

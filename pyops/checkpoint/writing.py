@@ -1,4 +1,5 @@
-"""Saving in three parts: agree on what will be written, write one's own files, make of all ranks' files a checkpoint.
+"""Saving in three parts: agree on what will be written, write one's own files, make of all ranks'
+files a checkpoint.
 
     prepare   all ranks: what do you hold? -> rank 0: mkdir step-7.tmp                    a mistake raises here
     write     rank 0: shared.safetensors   rank r: own-r.safetensors shards-r.safetensors   no communication
@@ -20,9 +21,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyops.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, CheckpointError, seal, take_apart
+from pyops.checkpoint.format.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    CheckpointError,
+    seal,
+    take_apart,
+)
 from pyops.checkpoint.format.refusal import SHARD_FILES, SHARED, own_file
-from pyops.checkpoint.format.shards import Card, StatePath, describe, find_shards, insert, merge, path_text
+from pyops.checkpoint.format.shards import (
+    Card,
+    StatePath,
+    describe,
+    find_shards,
+    insert,
+    merge,
+    path_text,
+)
 from pyops.checkpoint.format.tensor_file import Content, check_dtypes, write_tensors
 from pyops.comm.agreement import agree, gather
 from pyops.mesh import check_initialized
@@ -32,7 +48,8 @@ __all__ = ["Plan", "commit", "discard", "prepare", "refusal", "replace_folder", 
 
 @dataclass
 class Plan:
-    """What one rank will write. files: {file: {name: tensor}}, by reference or elsewhere. trees: JSON; state's: rank 0."""
+    """What one rank will write. files: {file: {name: tensor}}, by reference or elsewhere. trees:
+    JSON; state's: rank 0."""
 
     folder: Path
     rank: int
@@ -47,7 +64,8 @@ class Plan:
 
 
 def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGroup | None) -> Plan:
-    """This rank's plan, and the empty folder aside. A collective; CheckpointError or TypeError on all ranks alike."""
+    """This rank's plan, and the empty folder aside. A collective; CheckpointError or TypeError on
+    all ranks alike."""
     check_initialized("checkpoint.save", group)
     plan = Plan(Path(folder), dist.get_rank(group) if dist.is_initialized() else 0)
     shard_file = f"{SHARD_FILES}{plan.rank:05}.safetensors"
@@ -56,7 +74,8 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
     try:
         for path in find_shards(own):
             raise TypeError(
-                f"own[{path_text(path)!r}] is a Shard; shards belong in state, where the ranks' parts become a whole"
+                f"own[{path_text(path)!r}] is a Shard; shards belong in state, where the "
+                "ranks' parts become a whole"
             )
         plan.own_tree = take_apart(own, plan.files.setdefault(own_file(plan.rank), {}), what="own")
         check_dtypes(plan.files[own_file(plan.rank)], what="own")
@@ -83,13 +102,15 @@ def prepare(folder: Path | str, state: Any, *, own: Any, group: dist.ProcessGrou
 
 
 def write(plan: Plan) -> dict[str, Any]:
-    """Write the plan's files; what the manifest says of them. CheckpointError for a full disk, say."""
+    """Write the plan's files; what the manifest says of them. CheckpointError for a full disk,
+    say."""
     entry: dict[str, Any] = {"rank": plan.rank, "tree": plan.own_tree, "files": {}, "tensors": {}}
     try:
         for name, tensors in plan.files.items():
             entry["files"][name] = write_tensors(plan.aside / name, tensors)
             entry["tensors"][name] = {
-                n: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()
+                n: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+                for n, t in tensors.items()
             }
     except OSError as error:
         raise refusal(plan.folder, error) from error
@@ -97,13 +118,18 @@ def write(plan: Plan) -> dict[str, Any]:
 
 
 def commit(plan: Plan, entries: Sequence[dict[str, Any]]) -> None:
-    """Rank 0: write the manifest of what all ranks have written, and put the checkpoint in its place. CheckpointError."""
+    """Rank 0: write the manifest of what all ranks have written, and put the checkpoint in its
+    place. CheckpointError."""
     manifest = {
-        "format": FORMAT, "version": VERSION, "tree": {"state": plan.state_tree},
+        "format": FORMAT,
+        "version": VERSION,
+        "tree": {"state": plan.state_tree},
         "own": {str(entry["rank"]): entry["tree"] for entry in entries},
-        "tensors": {file: names for entry in entries for file, names in entry["tensors"].items() if names},
+        "tensors": {
+            file: names for entry in entries for file, names in entry["tensors"].items() if names
+        },
         "files": {file: told for entry in entries for file, told in entry["files"].items()},
-    }  # fmt: skip
+    }
     try:
         with open(plan.aside / MANIFEST, "w") as file:
             json.dump(seal(manifest), file)
@@ -124,29 +150,43 @@ def discard(plan: Plan) -> None:
 def refusal(folder: Path, error: OSError) -> CheckpointError:
     """What a save that can't be written raises."""
     return CheckpointError(
-        f"checkpoint {folder} can't be written: {error.strerror or error}; make room or choose another folder. "
+        f"checkpoint {folder} can't be written: {error.strerror or error}; make room or "
+        "choose another folder. "
         "Checkpoints from before are untouched"
     )
 
 
 def _check_place(folder: Path) -> None:
-    """CheckpointError unless there is nothing, an empty folder, or a checkpoint and nothing else, which is then replaced."""
+    """CheckpointError unless there is nothing, an empty folder, or a checkpoint and nothing else,
+    which is then replaced."""
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is there already and is no folder; remove it, or name another place")
-    there = sorted(os.listdir(folder))
-    foreign = [name for name in there if name != MANIFEST and not re.fullmatch(r"(shared|(own|shards)-\d+)\.safetensors", name)]
-    if there and (foreign or MANIFEST not in there):
-        what = f"holds {', '.join(foreign[:3])}, which no checkpoint has" if foreign else f"has no {MANIFEST}"
         raise CheckpointError(
-            f"{folder} is there already and {what}; a save replaces checkpoints and nothing else: remove it, or name another "
+            f"{folder} is there already and is no folder; remove it, or name another place"
+        )
+    there = sorted(os.listdir(folder))
+    foreign = [
+        name
+        for name in there
+        if name != MANIFEST and not re.fullmatch(r"(shared|(own|shards)-\d+)\.safetensors", name)
+    ]
+    if there and (foreign or MANIFEST not in there):
+        what = (
+            f"holds {', '.join(foreign[:3])}, which no checkpoint has"
+            if foreign
+            else f"has no {MANIFEST}"
+        )
+        raise CheckpointError(
+            f"{folder} is there already and {what}; a save replaces checkpoints and "
+            "nothing else: remove it, or name another "
             "place"
         )
 
 
 def replace_folder(folder: Path, aside: Path) -> None:
-    """Put `aside` in the place of `folder`. Killed in between, the old one is whole under the name .old."""
+    """Put `aside` in the place of `folder`. Killed in between, the old one is whole under the name
+    .old."""
     old = folder.with_name(folder.name + ".old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)

@@ -8,7 +8,8 @@
     pyops env
     torchrun --nproc-per-node 2 -m pyops train CONFIG.toml ...               over two processes
 
-What the user can put right is one line on rank 0 and exit code 2; a run stopped by a signal ends with 128 + its number.
+What the user can put right is one line on rank 0 and exit code 2; a run stopped by a signal ends
+with 128 + its number.
 """
 
 from __future__ import annotations
@@ -35,33 +36,83 @@ WIDTH = 80  # columns of what is to be pasted into a report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="pyops", description="Train, measure, and describe this installation.")
+    parser = argparse.ArgumentParser(
+        prog="pyops", description="Train, measure, and describe this installation."
+    )
     parser.add_argument("--version", action="version", version=f"pyops {pyops.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a GPT on text, as a TOML file says")
     train.add_argument("config", metavar="CONFIG.toml")
-    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                       help="override a key of the file: --set train.steps=10")  # fmt: skip
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
-    train.add_argument("--lr-range-test", nargs="?", const="1e-6:1:200", metavar="MIN:MAX:STEPS", dest="lr_range",
-                       help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)")  # fmt: skip
-    plan = commands.add_parser("plan", help="which layout a TOML file would have on 1, 2, ... ranks, with parallel.adapt")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the file: --set train.steps=10",
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of this run"
+    )
+    train.add_argument(
+        "--lr-range-test",
+        nargs="?",
+        const="1e-6:1:200",
+        metavar="MIN:MAX:STEPS",
+        dest="lr_range",
+        help="train with a rising learning rate instead, and draw the loss against it (1e-6:1:200)",
+    )
+    plan = commands.add_parser(
+        "plan", help="which layout a TOML file would have on 1, 2, ... ranks, with parallel.adapt"
+    )
     plan.add_argument("config", metavar="CONFIG.toml")
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="up to so many (8)")
-    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as for train")
-    convert = commands.add_parser("convert", help="between checkpoints, Hugging Face folders and safetensors files")
-    convert.add_argument("source", metavar="SOURCE", help="a checkpoint's folder; a Hugging Face folder; or a safetensors file")
-    convert.add_argument("target", metavar="TARGET", help="of a checkpoint: a new safetensors file, or a new Hugging Face "
-                         "folder for its model; else a new checkpoint's folder")  # fmt: skip
-    convert.add_argument("--key", default="model", help="which part of the state a file is of: model, or optimizer.w, say")
-    convert.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating tensors that are written")
-    convert.add_argument("--like", metavar="FOLDER", help="take other fields of config.json from this Hugging Face folder")
-    simulate = commands.add_parser("simulate", help="a pipeline's schedule: its picture, bubble and memory")
+    plan.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="as for train",
+    )
+    convert = commands.add_parser(
+        "convert", help="between checkpoints, Hugging Face folders and safetensors files"
+    )
+    convert.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a checkpoint's folder; a Hugging Face folder; or a safetensors file",
+    )
+    convert.add_argument(
+        "target",
+        metavar="TARGET",
+        help="of a checkpoint: a new safetensors file, or a new Hugging Face "
+        "folder for its model; else a new checkpoint's folder",
+    )
+    convert.add_argument(
+        "--key",
+        default="model",
+        help="which part of the state a file is of: model, or optimizer.w, say",
+    )
+    convert.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of floating tensors that are written",
+    )
+    convert.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="take other fields of config.json from this Hugging Face folder",
+    )
+    simulate = commands.add_parser(
+        "simulate", help="a pipeline's schedule: its picture, bubble and memory"
+    )
     add_arguments(simulate)
     commands.add_parser("bench", help="check and time the kernels beside their rivals")
     commands.add_parser("env", help="what a bug report needs: versions, build, kernels")
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # All the rest is for the benches: argparse.REMAINDER would keep --help and other leading options for itself.
+    # All the rest is for the benches: argparse.REMAINDER would keep --help and other leading
+    # options for itself.
     if words[:1] == ["bench"]:
         return _bench(words[1:])
     given = parser.parse_args(words)
@@ -70,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "plan":
         return _plan(given.config, given.overrides, ranks=given.ranks)
     if given.command == "convert":
-        return _convert(given.source, given.target, key=given.key, dtype=given.dtype, like=given.like)
+        return _convert(
+            given.source, given.target, key=given.key, dtype=given.dtype, like=given.like
+        )
     if given.command == "simulate":
         try:
             print(report(given))
@@ -94,7 +147,10 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
     try:
         if lr_range is not None:
             if resume:
-                return _fail("--resume has no meaning with --lr-range-test, which begins anew; leave one of them out")
+                return _fail(
+                    "--resume has no meaning with --lr-range-test, which begins anew; "
+                    "leave one of them out"
+                )
             lr_range_test(load_config(config, overrides=overrides), sweep=lr_range)
             return 0
         outcome = train(load_config(config, overrides=overrides), resume=resume)
@@ -128,20 +184,28 @@ def _convert(source: str, target: str, *, key: str, dtype: str | None, like: str
     to_folder = is_checkpoint(source) and not target.endswith(".safetensors")
     try:
         if like is not None and not to_folder:
-            return _fail(f"--like {like} is for a Hugging Face folder made of a checkpoint; leave it out")
+            return _fail(
+                f"--like {like} is for a Hugging Face folder made of a checkpoint; leave it out"
+            )
         if to_folder:
             shapes = hub.from_checkpoint(source, target, dtype=wanted, like=like)
         elif is_checkpoint(source):
             shapes = export_weights(source, target, key=key, dtype=wanted)
         elif dtype is not None:
-            return _fail(f"--dtype {dtype} is for what is made of a checkpoint, and {source} is none; leave it out")
+            return _fail(
+                f"--dtype {dtype} is for what is made of a checkpoint, and {source} is "
+                "none; leave it out"
+            )
         elif hub.is_hub_folder(source):
             shapes = hub.to_checkpoint(source, target)
         else:
             shapes = import_weights(source, target, key=key)
     except (CheckpointError, hub.HubError) as error:
         return _fail(error)
-    print(f"{len(shapes)} tensors, {sum(math.prod(shape) for shape in shapes.values()):,} numbers: {target}")
+    print(
+        f"{len(shapes)} tensors, {sum(math.prod(shape) for shape in shapes.values()):,} "
+        f"numbers: {target}"
+    )
     return 0
 
 
@@ -149,7 +213,8 @@ def _bench(arguments: Sequence[str]) -> int:
     checkout = Path(pyops.__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "__main__.py").exists():
         return _fail(
-            f"the benches are part of a source checkout, and {checkout} is none: clone the repository, install it with "
+            f"the benches are part of a source checkout, and {checkout} is none: clone "
+            "the repository, install it with "
             "pip install -e . and call pyops bench again"
         )
     return subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=checkout).returncode
@@ -161,8 +226,14 @@ def _env() -> int:
     from pyops.ops import library
 
     info = library.build_info()
-    cuda = f"{torch.version.cuda}, {torch.cuda.device_count()} device(s)" if torch.version.cuda else "not in this torch"
-    backends = [name for name in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(name)]
+    cuda = (
+        f"{torch.version.cuda}, {torch.cuda.device_count()} device(s)"
+        if torch.version.cuda
+        else "not in this torch"
+    )
+    backends = [
+        name for name in ("gloo", "nccl", "mpi") if torch.distributed.is_backend_available(name)
+    ]
     lines = {
         "pyops": pyops.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
@@ -179,7 +250,14 @@ def _env() -> int:
     names = sorted(_ops())
     column = max(map(len, [*lines, *names])) + 4
     for key, value in lines.items():
-        print(textwrap.fill(f"{key:{column}s}{value}", WIDTH, subsequent_indent=" " * column, break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                f"{key:{column}s}{value}",
+                WIDTH,
+                subsequent_indent=" " * column,
+                break_on_hyphens=False,
+            )
+        )
     print(f"{'kernels':{column}s}cpu   cuda")
     for name in names:
         present = ["yes" if pyops.has_kernel(name, device) else "-" for device in ("cpu", "cuda")]
@@ -190,7 +268,11 @@ def _env() -> int:
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value) or "none"
+    return (
+        ", ".join(map(str, value)) or "none"
+        if isinstance(value, list | tuple)
+        else str(value) or "none"
+    )
 
 
 def _ops() -> set[str]:
@@ -199,4 +281,6 @@ def _ops() -> set[str]:
 
     importlib.import_module("pyops.ops")  # which defines them
     names = torch._C._dispatch_get_all_op_names()
-    return {name.removeprefix("pyops::").split(".")[0] for name in names if name.startswith("pyops::")}
+    return {
+        name.removeprefix("pyops::").split(".")[0] for name in names if name.startswith("pyops::")
+    }

@@ -1,4 +1,5 @@
-"""Collectives with a fixed order of summation, and gradients reduced in buckets while backward is still running.
+"""Collectives with a fixed order of summation, and gradients reduced in buckets while backward is
+still running.
 
     from pyops.comm import all_reduce
     all_reduce(x)                                        # in place, over all ranks, by the fastest algorithm
@@ -6,13 +7,17 @@
 
 | folder or file | what it does |
 |---|---|
-| collectives | all_reduce, reduce_scatter, all_gather: the algorithms, and the choice of the fastest |
+| collectives | all_reduce, reduce_scatter, all_gather: the algorithms, and the choice of the
+fastest |
 | compression | codecs, and collectives that send their payloads: what a slow link needs |
-| buckets | slices of a FlatBuffer, all-reduced as backward fills them; hooks for torch's own wrappers |
-| agreement.py, failure.py | ranks fail together, and errors say which rank, which collective, which bucket |
+| buckets | slices of a FlatBuffer, all-reduced as backward fills them; hooks for torch's own
+wrappers |
+| agreement.py, failure.py | ranks fail together, and errors say which rank, which collective, which
+bucket |
 
-The result of every collective has the same bits on all ranks. Sums have a fixed order: by rank for two_shot and shared_memory,
-and for the ring one that depends on an element's position in its buffer alone, so bucket sizes don't change a result.
+The result of every collective has the same bits on all ranks. Sums have a fixed order: by rank for
+two_shot and shared_memory, and for the ring one that depends on an element's position in its buffer
+alone, so bucket sizes don't change a result.
 """
 
 from __future__ import annotations
@@ -27,7 +32,11 @@ if TYPE_CHECKING:
     from pyops.comm.collectives.communicator import Communicator, release
     from pyops.comm.collectives.functional import all_gather, all_reduce, reduce_scatter
     from pyops.comm.compression.codec import Codec
-    from pyops.comm.compression.compressed import compressed_all_gather, compressed_all_reduce, compressed_reduce_scatter
+    from pyops.comm.compression.compressed import (
+        compressed_all_gather,
+        compressed_all_reduce,
+        compressed_reduce_scatter,
+    )
     from pyops.comm.compression.eight_bit import FP8, Int8
     from pyops.comm.compression.error_feedback import ErrorFeedback
     from pyops.comm.compression.floats import BF16, Identity

@@ -1,4 +1,5 @@
-"""Ranks fail together: what went wrong on one rank is raised on all of them, so none waits for a rank that left.
+"""Ranks fail together: what went wrong on one rank is raised on all of them, so none waits for a
+rank that left.
 
 rank 0: CorpusError("...")  --.                      .--  CorpusError("...")
 rank 1: fine                --+-- gather, compare ---+--  CorpusError("...")
@@ -20,11 +21,14 @@ __all__ = ["agree", "gather", "naming_lost_ranks", "on_all_ranks", "on_first_ran
 T = TypeVar("T")
 
 
-def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | None = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not running.
+def gather(
+    value: T, *, group: dist.ProcessGroup | None = None, grace: float | None = None
+) -> list[T]:
+    """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not
+    running.
 
-    CommunicationError, which names it, for a rank that is lost: one that gives no sign of life within `grace` seconds, by
-    default pyops.failure.PATIENCE.
+    CommunicationError, which names it, for a rank that is lost: one that gives no sign of life
+    within `grace` seconds, by default pyops.failure.PATIENCE.
     """
     check_initialized("what ranks tell one another", group)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -36,7 +40,8 @@ def gather(value: T, *, group: dist.ProcessGroup | None = None, grace: float | N
 
 
 def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return if no rank has an error; else raise that of the first rank that has one, alike on every rank."""
+    """Return if no rank has an error; else raise that of the first rank that has one, alike on
+    every rank."""
     if error is not None and not dist.is_initialized():
         raise error
     message = None if error is None else (type(error), str(error))
@@ -54,7 +59,8 @@ def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) ->
 
 
 def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `function`, which communicates nothing, on every rank; each one's own result, or on all the error of any."""
+    """Run `function`, which communicates nothing, on every rank; each one's own result, or on all
+    the error of any."""
     check_initialized("what ranks do together", group)
     error: Exception | None = None
     result: Any = None
@@ -68,7 +74,8 @@ def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None =
 
 
 def on_first_rank(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `function` on rank 0 of the group while the others wait; its result, or its error, on every rank."""
+    """Run `function` on rank 0 of the group while the others wait; its result, or its error, on
+    every rank."""
     check_initialized("what the first rank does for all", group)
     error: Exception | None = None
     result: Any = None

@@ -15,10 +15,11 @@ __all__ = ["broadcast"]
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Give each of the tensors, in place, the values that it has on rank 0 of the group; nothing where a rank is alone.
+    """Give each of the tensors, in place, the values that it has on rank 0 of the group; nothing
+    where a rank is alone.
 
-    A collective: every rank gives tensors of the same shapes and dtypes in the same order. CommunicationError, which names it,
-    for a rank that is lost.
+    A collective: every rank gives tensors of the same shapes and dtypes in the same order.
+    CommunicationError, which names it, for a rank that is lost.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return

@@ -1,4 +1,5 @@
-"""A run's configuration: a TOML file, whose sections are the frozen dataclasses of the rooms they configure.
+"""A run's configuration: a TOML file, whose sections are the frozen dataclasses of the rooms they
+configure.
 
     name = "small"          # outputs go to <train.folder>/<name>/
     [model]                 # pyops.models.GPTConfig
@@ -13,8 +14,8 @@
     [train]                 # TrainConfig
     [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
-`load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that names the key, its value
-and the fix; nothing has been started by then.
+`load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that
+names the key, its value and the fix; nothing has been started by then.
 """
 
 from pyops.config.elastic import ElasticConfig

@@ -2,7 +2,8 @@
 
     16 ranks, tp = 2, pp = 4        4 stages of layers; each layer cut in two; 2 such models, which see other sequences (dp)
 
-Pipeline ranks take turns with `micro_batches` parts of their sequences, in the order of a schedule of `pyops.pipeline`.
+Pipeline ranks take turns with `micro_batches` parts of their sequences, in the order of a schedule
+of `pyops.pipeline`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from pyops.pipeline import Schedule, schedule
 
 __all__ = ["SCHEDULES", "ParallelConfig"]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "interleaved_zb", "zbv")  # those whose steps are one after the other
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb1p",
+    "interleaved_zb",
+    "zbv",
+)  # those whose steps are one after the other
 SEVERAL = ("interleaved", "interleaved_zb")  # stages on each rank, as many as one likes
 RECOMPUTE = ("never", "except_last", "always")
 ENOUGH = 4  # micro-batches for each rank, where nothing is said
@@ -22,16 +30,18 @@ ENOUGH = 4  # micro-batches for each rank, where nothing is said
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks share a model; the others hold the same and see other sequences. None of this changes the loss.
+    """How many ranks share a model; the others hold the same and see other sequences. None of this
+    changes the loss.
 
-    tp: neighbouring ranks that cut each layer among them (tensor parallelism). sequence_parallel: between the layers each of
-    them keeps its share of the tokens only. pp: ranks that hold different layers (pipeline parallelism). dp: models; 0: as
-    many as there are ranks for.
+    tp: neighbouring ranks that cut each layer among them (tensor parallelism). sequence_parallel:
+    between the layers each of them keeps its share of the tokens only. pp: ranks that hold
+    different layers (pipeline parallelism). dp: models; 0: as many as there are ranks for.
 
-    Of a pipeline: schedule: of `SCHEDULES`. v: stages on each rank, with interleaved and interleaved_zb. micro_batches: into
-    how many a model's sequences are cut; 0: as train.micro_batch says, or else 4 for each rank of the pipeline, or fewer where
-    that does not divide them. recompute: which of them keep the inputs of stages alone, and compute the stages again: never,
-    except_last, always.
+    Of a pipeline: schedule: of `SCHEDULES`. v: stages on each rank, with interleaved and
+    interleaved_zb. micro_batches: into how many a model's sequences are cut; 0: as
+    train.micro_batch says, or else 4 for each rank of the pipeline, or fewer where that does not
+    divide them. recompute: which of them keep the inputs of stages alone, and compute the stages
+    again: never, except_last, always.
     """
 
     tp: int = 1
@@ -54,18 +64,25 @@ class ParallelConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
+                )
         if self.v > 1 and self.schedule not in SEVERAL:
             raise ValueError(
-                f"v is {self.v}, but schedule {self.schedule!r} has no such option; set it to {' or '.join(SEVERAL)}"
+                f"v is {self.v}, but schedule {self.schedule!r} has no such option; set "
+                f"it to {' or '.join(SEVERAL)}"
             )
         if self.memory_gib and not self.adapt:
-            raise ValueError(f"memory_gib is {self.memory_gib:g}, which only adapt looks at; set adapt to true, or this to 0")
+            raise ValueError(
+                f"memory_gib is {self.memory_gib:g}, which only adapt looks at; set "
+                "adapt to true, or this to 0"
+            )
         if self.pp == 1:
             for name, usual in (("micro_batches", 0), ("recompute", "never")):
                 if getattr(self, name) != usual:
                     raise ValueError(
-                        f"{name} is {getattr(self, name)!r}, but pp is 1: there is no pipeline; set pp to 2 or more"
+                        f"{name} is {getattr(self, name)!r}, but pp is 1: there is no "
+                        "pipeline; set pp to 2 or more"
                     )
 
     @property
@@ -74,47 +91,63 @@ class ParallelConfig:
         return self.pp * (2 if self.schedule == "zbv" else self.v)
 
     def copies(self, num_ranks: int) -> int:
-        """How many models `num_ranks` ranks hold. ValueError where they hold no whole number of them, or not `dp`."""
+        """How many models `num_ranks` ranks hold. ValueError where they hold no whole number of
+        them, or not `dp`."""
         name, each = (
-            ("tp", str(self.tp)) if self.pp == 1 else ("tp x parallel.pp", f"{self.tp} x {self.pp} = {self.tp * self.pp}")
+            ("tp", str(self.tp))
+            if self.pp == 1
+            else ("tp x parallel.pp", f"{self.tp} x {self.pp} = {self.tp * self.pp}")
         )
         ranks = self.tp * self.pp
         if num_ranks % ranks:
             near = max(ranks, num_ranks // ranks * ranks)
-            divisor = f"set {'parallel.tp' if self.pp == 1 else 'them'} to {'a divisor' if self.pp == 1 else 'divisors'}"
+            divisor = (
+                f"set {'parallel.tp' if self.pp == 1 else 'them'} to "
+                f"{'a divisor' if self.pp == 1 else 'divisors'}"
+            )
             raise ValueError(
-                f"{name} is {each}, of which {num_ranks} ranks are no multiple; start a multiple of {ranks}, such as {near}, "
+                f"{name} is {each}, of which {num_ranks} ranks are no multiple; start a "
+                f"multiple of {ranks}, such as {near}, "
                 f"or {divisor} of {num_ranks}, or parallel.adapt to true"
             )
         found = num_ranks // ranks
         if self.dp and self.dp != found:
             raise ValueError(
-                f"dp is {self.dp}, but {num_ranks} ranks hold {found} models of {ranks} ranks each; start {self.dp * ranks} "
+                f"dp is {self.dp}, but {num_ranks} ranks hold {found} models of {ranks} "
+                f"ranks each; start {self.dp * ranks} "
                 f"ranks, or set dp to {found}, or to 0 for as many as fit"
             )
         return found
 
     def cut(self, sequences: int, *, micro_batch: int) -> int:
-        """Into how many micro-batches `sequences` are cut. micro_batch: sequences in each, as they are asked for; 0: nobody
-        does. ValueError where it can't be."""
+        """Into how many micro-batches `sequences` are cut. micro_batch: sequences in each, as they
+        are asked for; 0: nobody does. ValueError where it can't be."""
         if self.micro_batches:
             if micro_batch and micro_batch * self.micro_batches != sequences:
                 raise ValueError(
-                    f"micro_batches is {self.micro_batches} and train.micro_batch {micro_batch}, but a model has {sequences} "
+                    f"micro_batches is {self.micro_batches} and train.micro_batch "
+                    f"{micro_batch}, but a model has {sequences} "
                     "sequences; set one of them to 0"
                 )
             if sequences % self.micro_batches:
                 raise ValueError(
-                    f"micro_batches is {self.micro_batches}, which does not divide the {sequences} sequences of a model; set "
+                    f"micro_batches is {self.micro_batches}, which does not divide the "
+                    f"{sequences} sequences of a model; set "
                     f"it to a divisor of {sequences}, or to 0"
                 )
             return self.micro_batches
         if micro_batch:
             return sequences // micro_batch
-        return max(n for n in range(1, min(sequences, ENOUGH * self.pp) + 1) if sequences % n == 0) if self.pp > 1 else 1
+        return (
+            max(n for n in range(1, min(sequences, ENOUGH * self.pp) + 1) if sequences % n == 0)
+            if self.pp > 1
+            else 1
+        )
 
     def plan(self, micro_batches: int) -> Schedule:
         """What each rank of the pipeline computes, in its order."""
         options: dict[str, Any] = {"v": self.v} if self.schedule in SEVERAL else {}
-        made = schedule(self.schedule, num_stages=self.pp, num_microbatches=micro_batches, **options)
+        made = schedule(
+            self.schedule, num_stages=self.pp, num_microbatches=micro_batches, **options
+        )
         return made.with_recompute(self.recompute)

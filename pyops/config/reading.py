@@ -23,13 +23,15 @@ __all__ = ["load_config"]
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be left out)."""
+    """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be
+    left out)."""
     path = Path(path)
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(
-            f"config {path} can't be read: {error.strerror}; name a TOML file, such as examples/gpt_small.toml"
+            f"config {path} can't be read: {error.strerror}; name a TOML file, such as "
+            "examples/gpt_small.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} is no TOML: {error}; correct it there") from None
@@ -42,11 +44,17 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):
-        raise ConfigError(f"--set {override} is no assignment; write --set section.key=value, such as --set train.steps=10")
+        raise ConfigError(
+            f"--set {override} is no assignment; write --set section.key=value, such as "
+            "--set train.steps=10"
+        )
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override}: {section} is a value, not a section; write --set {section}=value")
+            raise ConfigError(
+                f"--set {override}: {section} is a value, not a section; write --set "
+                f"{section}=value"
+            )
     try:
         tree[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -61,11 +69,18 @@ def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
     for key, value in tree.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            fix = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(prefix + n for n in names)}"
+            fix = (
+                f"did you mean {prefix}{near[0]}?"
+                if near
+                else f"there are {', '.join(prefix + n for n in names)}"
+            )
             raise ConfigError(f"unknown key {prefix}{key} = {value!r}; {fix}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] and its keys below")
+                raise ConfigError(
+                    f"{prefix}{key} is {value!r}; it is a section: write [{prefix}{key}] "
+                    "and its keys below"
+                )
             values[key] = _build(typing.cast(type, hints[key]), value, prefix=f"{prefix}{key}.")
         else:
             values[key] = _convert(value, hints[key], key=prefix + key)
@@ -77,24 +92,40 @@ def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
         raise ConfigError(f"{prefix}{error}") from None
 
 
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text in quotes"}
+EXPECTED = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text in quotes",
+}
 
 
 def _convert(value: Any, hint: Any, *, key: str) -> Any:
     """`value` as the field's type; an int will do for a float, nothing else is converted."""
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]')
+            raise ConfigError(
+                f'{key} is {value!r}; it must be a list of texts, such as [".py", ".md"]'
+            )
         return tuple(value)
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-        raise ConfigError(f"{key} is {str(value)[:40]}; TOML has whole numbers of 64 bits, up to {2**63 - 1}")
+        raise ConfigError(
+            f"{key} is {str(value)[:40]}; TOML has whole numbers of 64 bits, up to {2**63 - 1}"
+        )
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{key} is {value[:40]!r}; a text with a null byte names nothing: leave it out")
+        raise ConfigError(
+            f"{key} is {value[:40]!r}; a text with a null byte names nothing: leave it out"
+        )
     kinds = typing.get_args(hint) or (hint,)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         if float(value) != value:
-            raise ConfigError(f"{key} is {value}, which a number of 64 bits rounds to {float(value):.17g}; write that instead")
+            raise ConfigError(
+                f"{key} is {value}, which a number of 64 bits rounds to "
+                f"{float(value):.17g}; write that instead"
+            )
         value = float(value)
     if type(value) not in kinds or (hint is float and not math.isfinite(value)):
-        raise ConfigError(f"{key} is {value!r}; it must be {' or '.join(EXPECTED[kind] for kind in kinds)}")
+        raise ConfigError(
+            f"{key} is {value!r}; it must be {' or '.join(EXPECTED[kind] for kind in kinds)}"
+        )
     return value

@@ -13,7 +13,8 @@ class ConfigError(ValueError):
 
 
 def require(config: Any, condition: str, fields: Sequence[str], holds: Any) -> None:
-    """ValueError naming the first of the fields whose value `holds` is not true of, and the condition."""
+    """ValueError naming the first of the fields whose value `holds` is not true of, and the
+    condition."""
     for name in fields:
         if not holds(getattr(config, name)):
             raise ValueError(f"{name} is {getattr(config, name)!r}; it must be {condition}")

@@ -1,4 +1,5 @@
-"""The sections of a configuration that say how to train: optimizer, communication, precision, sharing, recomputing, steps."""
+"""The sections of a configuration that say how to train: optimizer, communication, precision,
+sharing, recomputing, steps."""
 
 from __future__ import annotations
 
@@ -21,20 +22,33 @@ __all__ = [
 ]
 
 COMMUNICATING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "adagrad", *COMMUNICATING)
+OPTIMIZERS = (
+    "adamw",
+    "adam",
+    "sgd",
+    "lion",
+    "lamb",
+    "lars",
+    "adafactor",
+    "adagrad",
+    *COMMUNICATING,
+)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, and the learning rate's way: a straight warmup, then half a cosine down to `final_lr_ratio` of the peak.
+    """The optimizer, and the learning rate's way: a straight warmup, then half a cosine down to
+    `final_lr_ratio` of the peak.
 
-    name: of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit kin, eps of these (but Lion) and
-    of Adagrad, momentum of SGD and LARS. max_grad_norm: gradients with a larger norm are scaled down to it; 0: never.
-    weight_decay goes to weights of two or more dimensions only. layer_decay: of runs over numbered samples, each layer's rate
-    is that part of the rate of the layer behind it; the head's is the whole one (Clark et al., 2020, ELECTRA; 1: all alike).
+    name: of `OPTIMIZERS`. beta1 and beta2 are those of Adam, Lion and LAMB and their one-bit kin,
+    eps of these (but Lion) and of Adagrad, momentum of SGD and LARS. max_grad_norm: gradients with
+    a larger norm are scaled down to it; 0: never. weight_decay goes to weights of two or more
+    dimensions only. layer_decay: of runs over numbered samples, each layer's rate is that part of
+    the rate of the layer behind it; the head's is the whole one (Clark et al., 2020, ELECTRA; 1:
+    all alike).
 
-    compression_warmup_steps: how long a one-bit optimizer communicates in full before it compresses; "auto": until the
-    variance is stable. A fifth of the run is a good choice.
+    compression_warmup_steps: how long a one-bit optimizer communicates in full before it
+    compresses; "auto": until the variance is stable. A fifth of the run is a good choice.
     """
 
     name: str = "adamw"
@@ -53,12 +67,19 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require(self, f"one of {', '.join(OPTIMIZERS)}", ("name",), lambda v: v in OPTIMIZERS)
         require(self, "more than 0", ("lr", "eps"), lambda v: v > 0)
-        require(self, "0 or more, and less than 1", ("beta1", "beta2", "momentum"), lambda v: 0 <= v < 1)
-        require(self, "0 or more", ("weight_decay", "max_grad_norm", "warmup_steps"), lambda v: v >= 0)
+        require(
+            self, "0 or more, and less than 1", ("beta1", "beta2", "momentum"), lambda v: 0 <= v < 1
+        )
+        require(
+            self, "0 or more", ("weight_decay", "max_grad_norm", "warmup_steps"), lambda v: v >= 0
+        )
         require(self, "between 0 and 1", ("final_lr_ratio",), lambda v: 0 <= v <= 1)
         require(self, "more than 0, up to 1", ("layer_decay",), lambda v: 0 < v <= 1)
         require(
-            self, '1 or more, or "auto"', ("compression_warmup_steps",), lambda v: v == "auto" if isinstance(v, str) else v >= 1
+            self,
+            '1 or more, or "auto"',
+            ("compression_warmup_steps",),
+            lambda v: v == "auto" if isinstance(v, str) else v >= 1,
         )
 
     @property
@@ -71,7 +92,10 @@ class OptimizerConfig:
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
-        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.lr * (
+            self.final_lr_ratio
+            + (1 - self.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        )
 
 
 @dataclass(frozen=True)
@@ -93,10 +117,12 @@ class CommunicationConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtype of parameters, activations and gradients; the optimizer has fp32 master weights where it is of 16 bits.
+    """The dtype of parameters, activations and gradients; the optimizer has fp32 master weights
+    where it is of 16 bits.
 
-    dtype: fp32, bf16, or fp16, whose gradients would vanish without a loss scale: it begins at initial_scale, doubles after
-    scale_window good steps in a row, and halves when `hysteresis` steps overflowed, never below minimum_scale.
+    dtype: fp32, bf16, or fp16, whose gradients would vanish without a loss scale: it begins at
+    initial_scale, doubles after scale_window good steps in a row, and halves when `hysteresis`
+    steps overflowed, never below minimum_scale.
     """
 
     dtype: str = "fp32"
@@ -108,7 +134,12 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         require(self, f"one of {', '.join(PRECISIONS)}", ("dtype",), lambda v: v in PRECISIONS)
         require(self, "more than 0", ("minimum_scale",), lambda v: v > 0)
-        require(self, f"at least minimum_scale, {self.minimum_scale:g}", ("initial_scale",), lambda v: v >= self.minimum_scale)
+        require(
+            self,
+            f"at least minimum_scale, {self.minimum_scale:g}",
+            ("initial_scale",),
+            lambda v: v >= self.minimum_scale,
+        )
         require(self, "1 or more", ("scale_window", "hysteresis"), lambda v: v >= 1)
 
 
@@ -116,9 +147,10 @@ class PrecisionConfig:
 class ZeroConfig:
     """What the ranks share out, each keeping 1 / N of it (Rajbhandari et al., ZeRO, SC 2020).
 
-    stage: 0 nothing, 1 optimizer states and fp32 masters, 2 gradients too, 3 parameters too. overlap: communicate while
-    forward and backward compute. offload: where states lie: "none" (on the device), "cpu", or a folder on a fast disk.
-    tile_mib: how much of offloaded states is stepped at a time; a folder takes three times as much memory.
+    stage: 0 nothing, 1 optimizer states and fp32 masters, 2 gradients too, 3 parameters too.
+    overlap: communicate while forward and backward compute. offload: where states lie: "none" (on
+    the device), "cpu", or a folder on a fast disk. tile_mib: how much of offloaded states is
+    stepped at a time; a folder takes three times as much memory.
     """
 
     stage: int = 0
@@ -129,17 +161,26 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         require(self, "0, 1, 2 or 3", ("stage",), lambda v: v in (0, 1, 2, 3))
         require(self, "0.0625 (64 KiB) or more, such as 32", ("tile_mib",), lambda v: v >= 0.0625)
-        require(self, "none, cpu or a folder such as /fast/disk", ("offload",), lambda v: v in ("none", "cpu") or "/" in v)
+        require(
+            self,
+            "none, cpu or a folder such as /fast/disk",
+            ("offload",),
+            lambda v: v in ("none", "cpu") or "/" in v,
+        )
         if self.offload != "none" and not self.stage:
-            raise ValueError(f"offload is {self.offload!r}, but stage is 0, which keeps states on the device: set stage to 1")
+            raise ValueError(
+                f"offload is {self.offload!r}, but stage is 0, which keeps states on the "
+                "device: set stage to 1"
+            )
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations that are not kept for backward, but computed again (Chen et al., arXiv:1604.06174).
+    """Activations that are not kept for backward, but computed again (Chen et al.,
+    arXiv:1604.06174).
 
-    modules: which ones, by patterns of their names, such as ["blocks.*"]; their inputs are kept. offload: where: "none" (on
-    the device) or "cpu".
+    modules: which ones, by patterns of their names, such as ["blocks.*"]; their inputs are kept.
+    offload: where: "none" (on the device) or "cpu".
     """
 
     modules: tuple[str, ...] = ()
@@ -153,11 +194,13 @@ class RecomputeConfig:
 class TrainConfig:
     """How long, how much at a time, on what, and what is kept.
 
-    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the model at once; 0: all
-    of its share. device: "auto" is cuda where there is one. deterministic: on CUDA, only kernels that give the same bits each
-    time. algorithm: of the all-reduce (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end.
-    A run over samples validates at the end of each epoch instead, and saves there, too. keep: checkpoints that stay.
-    plot: whether a run that ends draws its curves as a picture. tensorboard: whether it writes TensorBoard files.
+    batch: sequences in a step, over all ranks. micro_batch: sequences that a rank puts through the
+    model at once; 0: all of its share. device: "auto" is cuda where there is one. deterministic: on
+    CUDA, only kernels that give the same bits each time. algorithm: of the all-reduce
+    (pyops.comm.all_reduce). validate_every, checkpoint_every: steps; 0: only at the end. A run over
+    samples validates at the end of each epoch instead, and saves there, too. keep: checkpoints that
+    stay. plot: whether a run that ends draws its curves as a picture. tensorboard: whether it
+    writes TensorBoard files.
     """
 
     steps: int = 1000
@@ -180,14 +223,25 @@ class TrainConfig:
     folder: str = "runs"
 
     def __post_init__(self) -> None:
-        require(self, "1 or more", ("steps", "batch", "log_every", "keep", "validation_sequences"), lambda v: v >= 1)
+        require(
+            self,
+            "1 or more",
+            ("steps", "batch", "log_every", "keep", "validation_sequences"),
+            lambda v: v >= 1,
+        )
         require(
             self,
             "0 or more",
             ("micro_batch", "validate_every", "checkpoint_every", "sample_tokens", "seed"),
             lambda v: v >= 0,
         )
-        require(self, "at least one byte, 1e-6, such as 25", ("bucket_mib",), lambda v: v * 2**20 >= 1)
+        require(
+            self, "at least one byte, 1e-6, such as 25", ("bucket_mib",), lambda v: v * 2**20 >= 1
+        )
         require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
-        require(self, "auto, native, ring, two_shot or shared_memory", ("algorithm",),
-                 lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory"))  # fmt: skip
+        require(
+            self,
+            "auto, native, ring, two_shot or shared_memory",
+            ("algorithm",),
+            lambda v: v in ("auto", "native", "ring", "two_shot", "shared_memory"),
+        )

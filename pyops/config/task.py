@@ -1,4 +1,5 @@
-"""TaskConfig: what a run learns from numbered samples, and which of the other sections that needs to be how."""
+"""TaskConfig: what a run learns from numbered samples, and which of the other sections that needs
+to be how."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from pyops.models import BERTConfig, ViTConfig
 __all__ = ["KINDS", "TaskConfig", "check_task"]
 
 # kind: the section of its model
-KINDS = {"text": "model", "digits": "vit", "characters": "vit", "passages": "bert", "masked_text": "bert"}
+KINDS = {
+    "text": "model",
+    "digits": "vit",
+    "characters": "vit",
+    "passages": "bert",
+    "masked_text": "bert",
+}
 SIZES = {"image_size": 8, "num_channels": 1}
 LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 
@@ -22,16 +29,19 @@ LABELS = {"digits": 10, "characters": len(CHARACTERS)}
 class TaskConfig:
     """What is learnt, over how many epochs, and where weights come from.
 
-    kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of digits by [vit], and before
-    that "characters", printed letters and digits of matplotlib's fonts; "passages", which family of modules of the Python
-    standard library a passage is from, by [bert], and before that "masked_text", masked tokens of the library and the file that
-    each row is from. [data] validation_fraction is held out: of passages, each file's end.
+    kind: "text", next tokens of [data] by the GPT of [model]; "digits", scikit-learn's images of
+    digits by [vit], and before that "characters", printed letters and digits of matplotlib's fonts;
+    "passages", which family of modules of the Python standard library a passage is from, by [bert],
+    and before that "masked_text", masked tokens of the library and the file that each row is from.
+    [data] validation_fraction is held out: of passages, each file's end.
 
-    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none. epochs: 0: train.steps steps,
-    of the batch at the start, which may end in the middle of an epoch. copies: of each image in an epoch: itself,
-    and others that are turned, scaled and shifted a little, each its own way; of each passage or row of
-    text: itself, and others that begin a part of its length later, so that they overlap. passages: of each family to train on,
-    spread over its files, before they are copied; 0: all there are.
+    pretrained: the folder of a run whose weights to begin with, all but the head's; "": none.
+    epochs: 0: train.steps steps, of the batch at the start, which may end in the middle of an
+    epoch. copies: of each image in an epoch: itself,
+    and others that are turned, scaled and shifted a little, each its own way; of each passage or
+    row of
+    text: itself, and others that begin a part of its length later, so that they overlap. passages:
+    of each family to train on, spread over its files, before they are copied; 0: all there are.
     """
 
     kind: str = "text"
@@ -50,24 +60,37 @@ def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERT
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
     if task.kind == "text" and task.copies > 1:
-        raise ValueError(f"task.copies is {task.copies}, but task.kind is {task.kind!r}, which has no copies: set it to 1")
+        raise ValueError(
+            f"task.copies is {task.copies}, but task.kind is {task.kind!r}, which has no "
+            "copies: set it to 1"
+        )
     if section == "bert" and task.copies >= bert.sequence_length:
         raise ValueError(
-            f"task.copies is {task.copies}, but bert.sequence_length is {bert.sequence_length}: a passage can begin at "
+            f"task.copies is {task.copies}, but bert.sequence_length is "
+            f"{bert.sequence_length}: a passage can begin at "
             f"{bert.sequence_length - 1} places before the next; set it to that or less"
         )
     if section == "vit":
         for name, wanted in {**SIZES, "num_labels": LABELS[task.kind]}.items():
             if (value := getattr(vit, name)) != wanted:
-                raise ValueError(f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}")
+                raise ValueError(
+                    f"vit.{name} is {value}, but task.kind is {task.kind!r}: set it to {wanted}"
+                )
     if section == "bert":
         wants: dict[str, Any] = {"tied_head": False, "pooled_head": False}
         if task.kind == "passages":
             wants = {}
         for name, wanted in wants.items():
             if getattr(bert, name) != wanted:
-                raise ValueError(f"bert.{name} is true, but task.kind is {task.kind!r}: set it to false")
+                raise ValueError(
+                    f"bert.{name} is true, but task.kind is {task.kind!r}: set it to false"
+                )
         if data.path != "stdlib":
-            raise ValueError(f'data.path is {data.path!r}, but task.kind is {task.kind!r}: set it to "stdlib"')
+            raise ValueError(
+                f'data.path is {data.path!r}, but task.kind is {task.kind!r}: set it to "stdlib"'
+            )
         if bert.vocab_size < 258:
-            raise ValueError(f"bert.vocab_size is {bert.vocab_size}; 256 bytes and 2 special tokens need 258 or more")
+            raise ValueError(
+                f"bert.vocab_size is {bert.vocab_size}; 256 bytes and 2 special tokens "
+                "need 258 or more"
+            )

@@ -45,46 +45,59 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _")
+            raise ValueError(
+                f"name is {self.name!r}; it becomes a folder: give it letters, digits, - and _"
+            )
         if self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
-            raise ValueError(f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' has 256 tokens: set 256")
+            raise ValueError(
+                f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "
+                "has 256 tokens: set 256"
+            )
         check_task(self.task, data=self.data, vit=self.vit, bert=self.bert)
         if self.elastic.on:
             self._check_elastic()
         self._check_sharing()
         if self.optimizer.layer_decay < 1 and not self.over_samples:
             raise ValueError(
-                f"optimizer.layer_decay is {self.optimizer.layer_decay}, which a run over text in which nothing is frozen has "
+                f"optimizer.layer_decay is {self.optimizer.layer_decay}, which a run "
+                "over text in which nothing is frozen has "
                 "not; set it to 1, or another task.kind"
             )
         if self.optimizer.communicates and hasattr(parse(self.communication.codec), "all_reduce"):
             raise ValueError(
-                f"communication.codec is {self.communication.codec!r}, which needs matrices; the momenta of optimizer.name = "
-                f"{self.optimizer.name!r} travel as one flat tensor: set communication.codec to onebit or int8"
+                f"communication.codec is {self.communication.codec!r}, which needs "
+                "matrices; the momenta of optimizer.name = "
+                f"{self.optimizer.name!r} travel as one flat tensor: set "
+                "communication.codec to onebit or int8"
             )
 
     def _check_sharing(self) -> None:
         """What doesn't go with [zero] or [parallel]."""
         tp, pp, optimizer = self.parallel.tp, self.parallel.pp, self.optimizer.name
         axis, ranks = ("parallel.tp", tp) if tp > 1 else ("parallel.pp", pp)
-        key, value, off = ("zero.stage", self.zero.stage, 0) if self.zero.stage else (axis, ranks, 1)
+        key, value, off = (
+            ("zero.stage", self.zero.stage, 0) if self.zero.stage else (axis, ranks, 1)
+        )
         if pp > 1:
             self._check_pipeline()
         if not self.zero.stage and tp == pp == 1:
             return
         if self.optimizer.communicates:
             raise ValueError(
-                f"{key} is {value}, but optimizer.name {optimizer!r} communicates itself: set {key} to {off}, or "
+                f"{key} is {value}, but optimizer.name {optimizer!r} communicates "
+                f"itself: set {key} to {off}, or "
                 "optimizer.name to adamw, say"
             )
         if self.communication.codec != "none":
             raise ValueError(
-                f"{key} is {value}, which does not take communication.codec {self.communication.codec!r}: set "
+                f"{key} is {value}, which does not take communication.codec "
+                f"{self.communication.codec!r}: set "
                 f'communication.codec to "none", or {key} to {off}'
             )
         if tp > 1 and optimizer in ("lamb", "lars", "adafactor"):
             raise ValueError(
-                f"parallel.tp is {tp}, but optimizer.name {optimizer!r} goes by sums over each layer, of which a rank has a "
+                f"parallel.tp is {tp}, but optimizer.name {optimizer!r} goes by sums "
+                "over each layer, of which a rank has a "
                 "part: set adamw, say, or parallel.tp to 1"
             )
 
@@ -92,37 +105,82 @@ class Config:
         pp, stages, layers = self.parallel.pp, self.parallel.num_stages, self.num_blocks + 2
         if self.zero.stage > 1:
             raise ValueError(
-                f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: gradients of a stage add up whole until its last "
+                f"zero.stage is {self.zero.stage}, but parallel.pp is {pp}: gradients of "
+                "a stage add up whole until its last "
                 "micro-batch; set zero.stage to 1 or 0"
             )
         if stages > layers:
             raise ValueError(
-                f"parallel.pp is {pp}, {stages} stages by schedule {self.parallel.schedule!r}, but the model has {layers} "
-                f"layers (embedding, {self.num_blocks} blocks, head); set {KINDS[self.task.kind]}.num_layers to {stages - 2} "
+                f"parallel.pp is {pp}, {stages} stages by schedule "
+                f"{self.parallel.schedule!r}, but the model has {layers} "
+                f"layers (embedding, {self.num_blocks} blocks, head); set "
+                f"{KINDS[self.task.kind]}.num_layers to {stages - 2} "
                 "or more, or fewer stages"
             )
         if self.train.compile:
-            raise ValueError(f"train.compile is true, but parallel.pp is {pp}, whose stages are not compiled; set it to false")
+            raise ValueError(
+                f"train.compile is true, but parallel.pp is {pp}, whose stages are not "
+                "compiled; set it to false"
+            )
 
     def _check_elastic(self) -> None:
         """What doesn't go with [elastic]: what a change of layout does not carry over, or can't."""
         parallel, carried = self.parallel, "which a change of layout does not carry over"
-        stages = f"{parallel.schedule!r}, which has {parallel.num_stages} stages on {parallel.pp} ranks, but ranks are halved"
+        stages = (
+            f"{parallel.schedule!r}, which has {parallel.num_stages} stages on {parallel.pp} "
+            "ranks, but ranks are halved"
+        )
         problems = (
-            ("zero.stage", self.zero.stage > 0, f"{self.zero.stage}: it shares out states, {carried}", "0"),
-            ("recompute.offload", self.recompute.offload != "none", f"{self.recompute.offload!r}, {carried}", '"none"'),
+            (
+                "zero.stage",
+                self.zero.stage > 0,
+                f"{self.zero.stage}: it shares out states, {carried}",
+                "0",
+            ),
+            (
+                "recompute.offload",
+                self.recompute.offload != "none",
+                f"{self.recompute.offload!r}, {carried}",
+                '"none"',
+            ),
             ("parallel.tp", parallel.tp > 1, f"{parallel.tp}: it cuts layers, {carried}", "1"),
-            ("parallel.schedule", parallel.num_stages != parallel.pp, stages, '"1f1b", and parallel.v to 1'),
-            ("model.tied_head", self.task.kind == "text" and self.model.tied_head,
-             "true: the head goes on training, but has the weights of the embedding, which is frozen", "false"),
-            ("train.compile", self.train.compile, "true: each change of layout would compile anew", "false"),
-            ("optimizer.name", self.optimizer.communicates, f"{self.optimizer.name!r}: it keeps errors, {carried}", '"adamw"'),
-            ("communication.codec", self.communication.codec != "none", f"{self.communication.codec!r}, {carried}", '"none"'),
-        )  # fmt: skip
+            (
+                "parallel.schedule",
+                parallel.num_stages != parallel.pp,
+                stages,
+                '"1f1b", and parallel.v to 1',
+            ),
+            (
+                "model.tied_head",
+                self.task.kind == "text" and self.model.tied_head,
+                "true: the head goes on training, but has the weights of the embedding, "
+                "which is frozen",
+                "false",
+            ),
+            (
+                "train.compile",
+                self.train.compile,
+                "true: each change of layout would compile anew",
+                "false",
+            ),
+            (
+                "optimizer.name",
+                self.optimizer.communicates,
+                f"{self.optimizer.name!r}: it keeps errors, {carried}",
+                '"adamw"',
+            ),
+            (
+                "communication.codec",
+                self.communication.codec != "none",
+                f"{self.communication.codec!r}, {carried}",
+                '"none"',
+            ),
+        )
         for key, wrong, text, fix in problems:
             if wrong:
                 raise ValueError(
-                    f"elastic.freeze is {self.elastic.freeze!r}, but {key} is {text}; set {key} to {fix}, or elastic.freeze to "
+                    f"elastic.freeze is {self.elastic.freeze!r}, but {key} is {text}; "
+                    f"set {key} to {fix}, or elastic.freeze to "
                     '"none"'
                 )
 
@@ -134,7 +192,8 @@ class Config:
 
     @property
     def over_samples(self) -> bool:
-        """Whether the run goes over numbered samples, epoch by epoch: every task does but text, and text with [elastic]."""
+        """Whether the run goes over numbered samples, epoch by epoch: every task does but text, and
+        text with [elastic]."""
         return self.task.kind != "text" or self.elastic.on
 
     @property
@@ -143,13 +202,15 @@ class Config:
         return Path(self.train.folder) / self.name
 
     def check_ranks(self, num_ranks: int) -> None:
-        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a rank's share of it. With
-        parallel.adapt that is seen to when a layout is chosen for them."""
+        """ConfigError unless `num_ranks` ranks can share the model and a batch, and micro-batches a
+        rank's share of it. With parallel.adapt that is seen to when a layout is chosen for them."""
         if self.parallel.adapt:
             return
         batch, micro = self.train.batch, self.train.micro_batch
         try:
-            num_ranks = self.parallel.copies(num_ranks)  # those that share a model see the same sequences
+            num_ranks = self.parallel.copies(
+                num_ranks
+            )  # those that share a model see the same sequences
         except ValueError as error:
             raise ConfigError(f"parallel.{error}") from None
         if self.over_samples:  # shares may be uneven
@@ -157,14 +218,17 @@ class Config:
         if batch % num_ranks:
             near = max(num_ranks, round(batch / num_ranks) * num_ranks)
             raise ConfigError(
-                f"train.batch is {batch} sequences, which {num_ranks} ranks can't share; set it to a multiple of "
+                f"train.batch is {batch} sequences, which {num_ranks} ranks can't share; "
+                "set it to a multiple of "
                 f"{num_ranks}, such as {near}, or parallel.adapt to true, and some ranks wait"
             )
         share = batch // num_ranks
         if micro and share % micro:
             raise ConfigError(
-                f"train.micro_batch is {micro}, which does not divide a rank's {share} sequences (train.batch "
-                f"{batch} / {num_ranks} ranks); set it to a divisor of {share}, or to 0 for all at once"
+                f"train.micro_batch is {micro}, which does not divide a rank's {share} "
+                "sequences (train.batch "
+                f"{batch} / {num_ranks} ranks); set it to a divisor of {share}, or to 0 "
+                "for all at once"
             )
         try:
             self.parallel.cut(share, micro_batch=micro)

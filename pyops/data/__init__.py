@@ -6,7 +6,8 @@ files --corpus--> bytes --tokenizer--> tokens --prepare--> cache folder --open--
                                                                  Batches(corpus.train, ...).next() -> rows [B, T+1]
 
 corpus = prepare(DataConfig(), vocab_size=256, group=group)       # rank 0 builds the cache, the others wait
-batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, rank=rank, num_ranks=num_ranks)
+batches = Batches(corpus.train, sequence_length=256, global_batch=32, seed=0, rank=rank,
+num_ranks=num_ranks)
 rows = batches.next()                                             # int64 [32 / num_ranks, 257]
 batches.state_dict(), batches.load_state_dict(state)              # the cursor
 corpus.bigram_loss                                                # what a byte-bigram model reaches, nats per byte

@@ -1,4 +1,5 @@
-"""The order of the sequences: a function of (seed, epoch), the same global batch on any number of ranks.
+"""The order of the sequences: a function of (seed, epoch), the same global batch on any number of
+ranks.
 
 epoch e:   permutation of the corpus' sequences, keyed by (seed, e)
            | global batch 0 | global batch 1 | ... | what fills no batch is left out
@@ -23,25 +24,39 @@ __all__ = ["Batches", "validation_rows"]
 class Batches:
     """Endless batches of the train part of a corpus, as one of `num_ranks` ranks sees them.
 
-    Sequence i is the tokens [i T, i T + T], T + 1 of them: inputs and, one later, targets. Raises ValueError when the
-    ranks do not divide the global batch, CorpusError when the corpus has fewer sequences than one global batch.
+    Sequence i is the tokens [i T, i T + T], T + 1 of them: inputs and, one later, targets. Raises
+    ValueError when the ranks do not divide the global batch, CorpusError when the corpus has fewer
+    sequences than one global batch.
     """
 
     def __init__(
-        self, corpus: Corpus, *, sequence_length: int, global_batch: int, seed: int, rank: int = 0, num_ranks: int = 1
+        self,
+        corpus: Corpus,
+        *,
+        sequence_length: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank is {rank} of {num_ranks} ranks; it must be 0 or more and less than {num_ranks}")
+            raise ValueError(
+                f"rank is {rank} of {num_ranks} ranks; it must be 0 or more and less "
+                f"than {num_ranks}"
+            )
         if global_batch < 1 or global_batch % num_ranks:
             raise ValueError(
-                f"a global batch of {global_batch} sequences can't be shared by {num_ranks} ranks; make it a "
+                f"a global batch of {global_batch} sequences can't be shared by "
+                f"{num_ranks} ranks; make it a "
                 f"multiple of {num_ranks}"
             )
         self.num_sequences = (corpus.train.size - 1) // sequence_length
         if self.num_sequences < global_batch:
             raise CorpusError(
-                f"corpus {corpus.path} has {self.num_sequences} sequences of {sequence_length} tokens to train on, "
-                f"fewer than a global batch of {global_batch}; give more text, or lower train.batch or model.sequence_length"
+                f"corpus {corpus.path} has {self.num_sequences} sequences of "
+                f"{sequence_length} tokens to train on, "
+                f"fewer than a global batch of {global_batch}; give more text, or lower "
+                "train.batch or model.sequence_length"
             )
         self._corpus, self._length = corpus, sequence_length
         self.global_batch, self._seed = global_batch, seed
@@ -59,7 +74,9 @@ class Batches:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._permutation()
         first = self._position + self.first_row
-        rows = _read_rows(self._corpus.train, self._order[first : first + self._rows].tolist(), self._length)
+        rows = _read_rows(
+            self._corpus.train, self._order[first : first + self._rows].tolist(), self._length
+        )
         self._position += self.global_batch
         return rows
 
@@ -71,12 +88,16 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """The cursor, the same on all ranks: {digest, seed, sequence_length, epoch, position}."""
         return {
-            "digest": self._corpus.digest, "seed": self._seed, "sequence_length": self._length,
-            "epoch": self._epoch, "position": self._position,
-        }  # fmt: skip
+            "digest": self._corpus.digest,
+            "seed": self._seed,
+            "sequence_length": self._length,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch after which `state` was taken. Raises CorpusError when it is of another order."""
+        """Continue behind the batch after which `state` was taken. Raises CorpusError when it is of
+        another order."""
         own = self.state_dict()
         fixes = {
             "digest": "the same corpus, data.tokenizer and data.validation_fraction",
@@ -86,15 +107,19 @@ class Batches:
         for key, fix in fixes.items():
             if state[key] != own[key]:
                 raise CorpusError(
-                    f"the data was at {key} {state[key]}, but is now at {key} {own[key]}: it can't continue where it "
+                    f"the data was at {key} {state[key]}, but is now at {key} "
+                    f"{own[key]}: it can't continue where it "
                     f"was; use {fix}"
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._permutation()
 
 
-def validation_rows(corpus: Corpus, *, sequence_length: int, num_sequences: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
-    """This rank's share of at most `num_sequences` sequences spread evenly over the validation part: int64 [n, T + 1].
+def validation_rows(
+    corpus: Corpus, *, sequence_length: int, num_sequences: int, rank: int = 0, num_ranks: int = 1
+) -> Tensor:
+    """This rank's share of at most `num_sequences` sequences spread evenly over the validation
+    part: int64 [n, T + 1].
 
     n may be 0 on some ranks, when there are fewer sequences than ranks.
     """

@@ -11,7 +11,8 @@ __all__ = ["bigram_loss", "count_pairs"]
 
 
 def count_pairs(text: bytes, *, before: int | None = None) -> np.ndarray:
-    """How often each byte follows each: int64 [256, 256]. `before`: the byte that came before this text, if any."""
+    """How often each byte follows each: int64 [256, 256]. `before`: the byte that came before this
+    text, if any."""
     values = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
     if before is not None:
         values = np.concatenate([[before], values])
@@ -19,7 +20,8 @@ def count_pairs(text: bytes, *, before: int | None = None) -> np.ndarray:
 
 
 def bigram_loss(train: np.ndarray, evaluated: np.ndarray) -> float:
-    """Nats per byte of a bigram model fitted to the pairs `train`, on the pairs `evaluated`; each int64 [256, 256]."""
+    """Nats per byte of a bigram model fitted to the pairs `train`, on the pairs `evaluated`; each
+    int64 [256, 256]."""
     smoothed = train.astype(np.float64) + 1.0
     log_probability = np.log(smoothed) - np.log(smoothed.sum(axis=1, keepdims=True))
     return float(-(evaluated * log_probability).sum() / max(1, evaluated.sum()))

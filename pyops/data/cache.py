@@ -1,9 +1,12 @@
-"""Token files on disk, named by a digest of the text, and the corpus opened from them by memory map.
+"""Token files on disk, named by a digest of the text, and the corpus opened from them by memory
+map.
 
     <cache>/<digest>/   train.bin  validation.bin  tokenizer.json (BPE only)  meta.json
 
-The folder is written under another name and renamed when whole, so two runs that start at once can't see, or spoil,
-each other's half-written files: the second to finish finds the first one's folder and drops its own.
+The folder is written under another name and renamed when whole, so two runs that start at once
+can't see, or spoil,
+each other's half-written files: the second to finish finds the first one's folder and drops its
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ PARTS = ("train", "validation")
 class Corpus:
     """A tokenized text. `train` and `validation` are memory-mapped arrays [n] of token ids.
 
-    bigram_loss: nats per byte, on the validation text, of a byte-bigram model fitted to the train text.
+    bigram_loss: nats per byte, on the validation text, of a byte-bigram model fitted to the train
+    text.
     digest: of the text, the tokenizer's settings and the split; equal digests mean equal tokens.
     """
 
@@ -48,15 +52,22 @@ class Corpus:
 
 
 def prepare(
-    config: DataConfig, *, vocab_size: int = 256, sequence_length: int = 1, group: dist.ProcessGroup | None = None
+    config: DataConfig,
+    *,
+    vocab_size: int = 256,
+    sequence_length: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Corpus:
-    """Tokenize the corpus, unless the cache has it, and open it. Rank 0 of the group builds, the others wait.
+    """Tokenize the corpus, unless the cache has it, and open it. Rank 0 of the group builds, the
+    others wait.
 
-    Raises CorpusError, on every rank alike, when the corpus is missing, empty, unreadable, or has fewer tokens than one
-    sequence of `sequence_length` and its next token, in either part.
+    Raises CorpusError, on every rank alike, when the corpus is missing, empty, unreadable, or has
+    fewer tokens than one sequence of `sequence_length` and its next token, in either part.
     """
     if config.tokenizer == "bytes" and vocab_size < 256:
-        raise CorpusError(f"there are 256 bytes, but model.vocab_size is {vocab_size}; set it to 256 or more")
+        raise CorpusError(
+            f"there are 256 bytes, but model.vocab_size is {vocab_size}; set it to 256 or more"
+        )
     folder = on_first_rank(lambda: _build_once(config, vocab_size), group=group)
     corpus, error = None, None
     try:
@@ -73,8 +84,10 @@ def _check_length(corpus: Corpus, sequence_length: int) -> None:
     for part in PARTS:
         if (found := getattr(corpus, part).size) < sequence_length + 1:
             raise CorpusError(
-                f"corpus {corpus.path} is shorter than one sequence: its {part} part has {found} tokens, and a "
-                f"sequence needs {sequence_length + 1} (model.sequence_length + 1); give more text, lower "
+                f"corpus {corpus.path} is shorter than one sequence: its {part} part has "
+                f"{found} tokens, and a "
+                f"sequence needs {sequence_length + 1} (model.sequence_length + 1); give "
+                "more text, lower "
                 "model.sequence_length, or change data.validation_fraction"
             )
 
@@ -85,7 +98,9 @@ def _build_once(config: DataConfig, vocab_size: int) -> Path:
     def texts() -> Iterator[bytes]:
         return read_documents(documents, max_bytes=config.max_bytes)
 
-    settings = {k: v for k, v in asdict(config).items() if k in ("tokenizer", "validation_fraction")}
+    settings = {
+        k: v for k, v in asdict(config).items() if k in ("tokenizer", "validation_fraction")
+    }
     settings |= {"format": FORMAT, "vocab_size": vocab_size if config.tokenizer == "bpe" else 256}
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     size = 0
@@ -96,12 +111,15 @@ def _build_once(config: DataConfig, vocab_size: int) -> Path:
     if (folder / "meta.json").exists():
         return folder
     train_bytes = round(size * (1 - config.validation_fraction))
-    return build_aside(folder, lambda aside: _build(config, texts, aside, train_bytes=train_bytes, vocab_size=vocab_size))
+    return build_aside(
+        folder,
+        lambda aside: _build(config, texts, aside, train_bytes=train_bytes, vocab_size=vocab_size),
+    )
 
 
 def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, which has what `build` wrote into one beside it, or another process at the same time; `build` writes meta.json
-    last. Raises CorpusError where the cache can't be written."""
+    """`folder`, which has what `build` wrote into one beside it, or another process at the same
+    time; `build` writes meta.json last. Raises CorpusError where the cache can't be written."""
     aside: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +128,8 @@ def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
         _publish(aside, folder)
     except OSError as error:
         raise CorpusError(
-            f"the token cache {folder.parent} can't be written: {error.strerror or error}; make room there, or set "
+            f"the token cache {folder.parent} can't be written: "
+            f"{error.strerror or error}; make room there, or set "
             "data.cache to another folder"
         ) from error
     finally:
@@ -120,19 +139,34 @@ def build_aside(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _build(
-    config: DataConfig, texts: Callable[[], Iterator[bytes]], folder: Path, *, train_bytes: int, vocab_size: int
+    config: DataConfig,
+    texts: Callable[[], Iterator[bytes]],
+    folder: Path,
+    *,
+    train_bytes: int,
+    vocab_size: int,
 ) -> None:
-    """Write the cache files of `texts` into `folder`: the first `train_bytes` bytes for training, the rest held out."""
+    """Write the cache files of `texts` into `folder`: the first `train_bytes` bytes for training,
+    the rest held out."""
     tokenizer: Tokenizer = ByteTokenizer()
     if config.tokenizer == "bpe":
         train_texts = (text for part, text in _split(texts(), train_bytes) if part == "train")
         tokenizer = trained = PairTokenizer.train(train_texts, vocab_size=vocab_size)
         trained.save(folder / "tokenizer.json")
-    dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 256 else np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
+    dtype = np.dtype(
+        np.uint8
+        if tokenizer.vocab_size <= 256
+        else np.uint16
+        if tokenizer.vocab_size <= 65536
+        else np.uint32
+    )
     pairs = {part: np.zeros((256, 256), dtype=np.int64) for part in PARTS}
     before: dict[str, int | None] = dict.fromkeys(PARTS)
     tokens = dict.fromkeys(PARTS, 0)
-    with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as validation:
+    with (
+        open(folder / "train.bin", "wb") as train,
+        open(folder / "validation.bin", "wb") as validation,
+    ):
         files = {"train": train, "validation": validation}
         for part, text in _split(texts(), train_bytes):
             encoded = tokenizer.encode(text)
@@ -178,12 +212,30 @@ def _open(config: DataConfig, folder: Path) -> Corpus:
             path, count = folder / f"{part}.bin", meta["tokens"][part]
             if path.stat().st_size != count * np.dtype(meta["dtype"]).itemsize:
                 raise ValueError(f"{path} has {path.stat().st_size} bytes")
-            arrays[part] = np.memmap(path, dtype=meta["dtype"], mode="r") if count else np.zeros(0, dtype=meta["dtype"])
-        tokenizer = PairTokenizer.load(folder / "tokenizer.json") if config.tokenizer == "bpe" else ByteTokenizer()
-        return Corpus(config.path, arrays["train"], arrays["validation"], tokenizer, meta["bigram_loss"], folder.name)
+            arrays[part] = (
+                np.memmap(path, dtype=meta["dtype"], mode="r")
+                if count
+                else np.zeros(0, dtype=meta["dtype"])
+            )
+        tokenizer = (
+            PairTokenizer.load(folder / "tokenizer.json")
+            if config.tokenizer == "bpe"
+            else ByteTokenizer()
+        )
+        return Corpus(
+            config.path,
+            arrays["train"],
+            arrays["validation"],
+            tokenizer,
+            meta["bigram_loss"],
+            folder.name,
+        )
     except FileNotFoundError as error:
         raise CorpusError(
-            f"the token cache {error.filename} is not there on this rank; set data.cache to a folder that all ranks share"
+            f"the token cache {error.filename} is not there on this rank; set data.cache "
+            "to a folder that all ranks share"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew") from None
+        raise CorpusError(
+            f"the token cache {folder} is damaged ({error}); delete that folder, it is built anew"
+        ) from None

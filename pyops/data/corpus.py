@@ -21,7 +21,15 @@ __all__ = ["CorpusError", "DataConfig", "Document", "find_documents", "read_docu
 
 STANDARD_LIBRARY = "stdlib"
 # Other people's packages, and tests: data tables and broken-on-purpose files rather than code.
-STANDARD_LIBRARY_EXCLUDES = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3")
+STANDARD_LIBRARY_EXCLUDES = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "__pycache__",
+    "lib2to3",
+)
 SEPARATOR = b"\n"
 PIECE_BYTES = 1 << 20
 
@@ -34,9 +42,11 @@ class CorpusError(ValueError):
 class DataConfig:
     """Which text, as which tokens.
 
-    path: a file, a folder (all its files of `suffixes`, or all files when empty), or "stdlib", the Python standard
-    library's own sources. tokenizer: "bytes", or "bpe", trained on this corpus up to model.vocab_size entries.
-    max_bytes: read no more than this, 0 for everything. validation_fraction: the part of the bytes held out.
+    path: a file, a folder (all its files of `suffixes`, or all files when empty), or "stdlib", the
+    Python standard library's own sources. tokenizer: "bytes", or "bpe", trained on this corpus up
+    to model.vocab_size entries.
+    max_bytes: read no more than this, 0 for everything. validation_fraction: the part of the bytes
+    held out.
     cache: the folder for token files; they are named by a digest of the text.
     """
 
@@ -53,14 +63,20 @@ class DataConfig:
         if self.tokenizer not in ("bytes", "bpe"):
             raise ValueError(f"tokenizer is {self.tokenizer!r}; choose one of bytes, bpe")
         if self.max_bytes < 0:
-            raise ValueError(f"max_bytes is {self.max_bytes}; give a number of bytes, or 0 for all of them")
+            raise ValueError(
+                f"max_bytes is {self.max_bytes}; give a number of bytes, or 0 for all of them"
+            )
         if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(f"validation_fraction is {self.validation_fraction}; give a part between 0 and 1, such as 0.1")
+            raise ValueError(
+                f"validation_fraction is {self.validation_fraction}; give a part between "
+                "0 and 1, such as 0.1"
+            )
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file of the corpus; `name` is its path below the corpus' folder, the same on every machine."""
+    """One file of the corpus; `name` is its path below the corpus' folder, the same on every
+    machine."""
 
     name: str
     path: Path
@@ -79,30 +95,46 @@ def find_documents(config: DataConfig) -> list[Document]:
                 f"corpus {config.path} does not exist; set data.path to a file, a folder, or stdlib"
                 f"{how_to_fetch(config.path, dataset=True)}"
             )
-        paths = [root] if root.is_file() else list(_walk(root, suffixes=config.suffixes, excludes=()))
+        paths = (
+            [root] if root.is_file() else list(_walk(root, suffixes=config.suffixes, excludes=()))
+        )
         root = root.parent if root.is_file() else root
-    documents = [Document(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths]
-    documents = sorted(documents, key=lambda d: (hashlib.blake2b(d.name.encode(), digest_size=8).digest(), d.name))
+    documents = [
+        Document(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths
+    ]
+    documents = sorted(
+        documents, key=lambda d: (hashlib.blake2b(d.name.encode(), digest_size=8).digest(), d.name)
+    )
     if sum(d.size for d in documents) == 0:
         of = f" of {'/'.join(config.suffixes)} files" if config.suffixes else ""
-        raise CorpusError(f"corpus {config.path} is empty{of}: {len(documents)} files, 0 bytes; set data.path to some text")
+        raise CorpusError(
+            f"corpus {config.path} is empty{of}: {len(documents)} files, 0 bytes; set "
+            "data.path to some text"
+        )
     return documents
 
 
 def _walk(root: Path, *, suffixes: Sequence[str], excludes: Sequence[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise CorpusError(f"corpus folder {error.filename} can't be read: {error.strerror}; fix its permissions") from None
+        raise CorpusError(
+            f"corpus folder {error.filename} can't be read: {error.strerror}; fix its permissions"
+        ) from None
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in excludes and not f.startswith(".")]
         for name in names:
             path = Path(folder, name)
-            if not name.startswith(".") and path.is_file() and (not suffixes or path.suffix in suffixes):
+            if (
+                not name.startswith(".")
+                and path.is_file()
+                and (not suffixes or path.suffix in suffixes)
+            ):
                 yield path
 
 
 def read_documents(documents: Sequence[Document], *, max_bytes: int = 0) -> Iterator[bytes]:
-    """The text of each document and a newline, in pieces of whole lines, cut after `max_bytes` in all (0: not cut)."""
+    """The text of each document and a newline, in pieces of whole lines, cut after `max_bytes` in
+    all (0: not cut)."""
     left = max_bytes or sum(d.size + len(SEPARATOR) for d in documents)
     for document in documents:
         try:
@@ -112,7 +144,8 @@ def read_documents(documents: Sequence[Document], *, max_bytes: int = 0) -> Iter
                     left -= len(piece)
         except OSError as error:
             raise CorpusError(
-                f"corpus file {document.path} can't be read: {error.strerror}; fix its permissions, or leave it out"
+                f"corpus file {document.path} can't be read: {error.strerror}; fix its "
+                "permissions, or leave it out"
             ) from None
         if left <= 0:
             return

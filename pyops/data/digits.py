@@ -1,6 +1,8 @@
-"""The 1,797 images of handwritten digits that ship inside scikit-learn, [n, 1, 8, 8], with labels 0 to 9.
+"""The 1,797 images of handwritten digits that ship inside scikit-learn, [n, 1, 8, 8], with labels 0
+to 9.
 
-(Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998: the images of its test part.)
+(Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998: the images of its test
+part.)
 """
 
 from __future__ import annotations
@@ -14,14 +16,19 @@ __all__ = ["load_digits"]
 
 
 def load_digits(*, held_out: float = 0.5) -> tuple[Images, Images]:
-    """The images to train on, and those held out: that part of them, drawn once and for all, whatever the seed of a run.
+    """The images to train on, and those held out: that part of them, drawn once and for all,
+    whatever the seed of a run.
 
-    CorpusError where scikit-learn is not installed; ValueError for a part that leaves nothing on either side.
+    CorpusError where scikit-learn is not installed; ValueError for a part that leaves nothing on
+    either side.
     """
     try:
         from sklearn import datasets
     except ModuleNotFoundError as error:
-        message = "the digits images are in the package scikit-learn, which is not installed: pip install scikit-learn"
+        message = (
+            "the digits images are in the package scikit-learn, which is not installed: pip "
+            "install scikit-learn"
+        )
         raise CorpusError(message) from error
     found = datasets.load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 8 - 1

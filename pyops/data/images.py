@@ -28,39 +28,54 @@ class Images(NamedTuple):
 
 
 def split(every: Images, held_out: float, *, name: str) -> tuple[Images, Images]:
-    """To train on, and held out: that part of two or more, at least one in each, drawn by name, whatever the seed of a run.
+    """To train on, and held out: that part of two or more, at least one in each, drawn by name,
+    whatever the seed of a run.
 
     ValueError for a part that leaves nothing on either side.
     """
     if not 0.0 < held_out < 1.0:
-        raise ValueError(f"held_out is {held_out}; give the part of the images to keep for the score, between 0 and 1")
+        raise ValueError(
+            f"held_out is {held_out}; give the part of the images to keep for the score, "
+            "between 0 and 1"
+        )
     total = len(every.labels)
     order = torch.argsort(random.uniform(0, f"{name}.split", (total,)), stable=True)
     cut = max(1, min(total - 1, round(total * (1 - held_out))))
-    parts = [Images(every.images[some].contiguous(), every.labels[some].contiguous()) for some in (order[:cut], order[cut:])]
+    parts = [
+        Images(every.images[some].contiguous(), every.labels[some].contiguous())
+        for some in (order[:cut], order[cut:])
+    ]
     return parts[0], parts[1]
 
 
 def copies(images: Tensor, count: int) -> Tensor:
-    """images [n, 1, S, S] -> [n, count, 1, S, S]: of each the image itself, and count - 1 copies of it, which are turned by up
-    to 12 degrees, up to 12 % larger or smaller, and shifted by up to 0.6 pixels each way.
+    """images [n, 1, S, S] -> [n, count, 1, S, S]: of each the image itself, and count - 1 copies of
+    it, which are turned by up to 12 degrees, up to 12 % larger or smaller, and shifted by up to 0.6
+    pixels each way.
 
-    They are drawn by (place of the image, copy), so they are the same whenever they are made. What comes in at the edges is
-    paper. ValueError for a count below 1.
+    They are drawn by (place of the image, copy), so they are the same whenever they are made. What
+    comes in at the edges is paper. ValueError for a count below 1.
     """
     if count < 1:
         raise ValueError(f"count is {count}; it must be 1 or more")
     side = images.shape[-1]
     drawn = [random.uniform(0, f"copies.{i}", (count, 4)) for i in range(len(images))]
     turn, size, down, right = (
-        (2 * torch.stack(drawn) - 1).flatten(0, 1).unbind(-1) if drawn else torch.zeros(4, 0, device="cpu")
+        (2 * torch.stack(drawn) - 1).flatten(0, 1).unbind(-1)
+        if drawn
+        else torch.zeros(4, 0, device="cpu")
     )
     turn, size = turn * math.radians(12.0), 1 + 0.12 * size
     down, right = (0.6 * 2 / side * each for each in (down, right))
-    maps = torch.stack([turn.cos() * size, -turn.sin() * size, right, turn.sin() * size, turn.cos() * size, down], dim=-1)
+    maps = torch.stack(
+        [turn.cos() * size, -turn.sin() * size, right, turn.sin() * size, turn.cos() * size, down],
+        dim=-1,
+    )
     every = images.repeat_interleave(count, dim=0)
     grid = functional.affine_grid(maps.view(-1, 2, 3), list(every.shape), align_corners=False)
-    found = functional.grid_sample(every - PAPER, grid, align_corners=False) + PAPER  # zeros come in
+    found = (
+        functional.grid_sample(every - PAPER, grid, align_corners=False) + PAPER
+    )  # zeros come in
     found = found.unflatten(0, (len(images), count))
     found[:, 0] = images
     return found

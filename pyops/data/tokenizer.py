@@ -1,4 +1,5 @@
-"""Bytes to tokens and back: every byte a token, or byte pairs merged as often as the vocabulary allows (BPE)."""
+"""Bytes to tokens and back: every byte a token, or byte pairs merged as often as the vocabulary
+allows (BPE)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class ByteTokenizer:
 
 
 class PairTokenizer:
-    """Byte-pair encoding over bytes (Sennrich et al., 2016), trained and run by the package `tokenizers`.
+    """Byte-pair encoding over bytes (Sennrich et al., 2016), trained and run by the package
+    `tokenizers`.
 
     Text that is no UTF-8 is read with U+FFFD in place of the bytes that are wrong.
     """
@@ -64,15 +66,22 @@ class PairTokenizer:
     def train(cls, texts: Iterable[bytes], *, vocab_size: int) -> PairTokenizer:
         """Learn merges until there are `vocab_size` tokens or nothing is left to merge."""
         if vocab_size < 256:
-            raise CorpusError(f"a BPE starts from the 256 bytes, but model.vocab_size is {vocab_size}; set it to 256 or more")
+            raise CorpusError(
+                f"a BPE starts from the 256 bytes, but model.vocab_size is {vocab_size}; "
+                "set it to 256 or more"
+            )
         tokenizers = _import_tokenizers()
         inner = tokenizers.Tokenizer(tokenizers.models.BPE())
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=vocab_size,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
-        inner.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
+        inner.train_from_iterator(
+            (text.decode("utf-8", errors="replace") for text in texts), trainer
+        )
         return cls(inner)
 
     @classmethod
@@ -83,7 +92,9 @@ class PairTokenizer:
         path.write_text(self._inner.to_str())
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.asarray(self._inner.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int64)
+        return np.asarray(
+            self._inner.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int64
+        )
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._inner.decode([t for t in tokens if t < self.vocab_size])
@@ -100,6 +111,9 @@ def _import_tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ModuleNotFoundError as error:
-        message = "data.tokenizer is 'bpe', which needs the package tokenizers: pip install tokenizers, or set 'bytes'"
+        message = (
+            "data.tokenizer is 'bpe', which needs the package tokenizers: pip install "
+            "tokenizers, or set 'bytes'"
+        )
         raise CorpusError(message) from error
     return tokenizers

@@ -1,4 +1,5 @@
-"""Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set free to new replicas.
+"""Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set
+free to new replicas.
 
     elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
     for share in elastic.shares(): elastic.step(*rows_of(*indices_of(share.samples)), share=share, lr=...)
@@ -46,7 +47,14 @@ from pyops.elastic.planning.forecast import Epoch, forecast
 from pyops.elastic.planning.overhead import machine_of, rows_besides
 from pyops.elastic.planning.packing import Machine, Packing, frozen_share, pack
 from pyops.elastic.policy.meter import Meter
-from pyops.elastic.policy.policy import Bound, Callback, GradientNorm, PercentileOfChange, Policy, agree_on
+from pyops.elastic.policy.policy import (
+    Bound,
+    Callback,
+    GradientNorm,
+    PercentileOfChange,
+    Policy,
+    agree_on,
+)
 from pyops.elastic.runtime.change import Change
 from pyops.elastic.runtime.elastic import Elastic
 

@@ -4,8 +4,8 @@
                                   3 ranks    tp 2 x dp 1, one rank waits
                                   1 rank     tp 1 x dp 1
 
-A pure function of numbers that all ranks know, so that each finds the same without a word. The batch of a step is never
-changed, so neither are the losses.
+A pure function of numbers that all ranks know, so that each finds the same without a word. The
+batch of a step is never changed, so neither are the losses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Grid:
-    """tp ranks share each layer, pp such groups hold different layers, and dp such models see different sequences."""
+    """tp ranks share each layer, pp such groups hold different layers, and dp such models see
+    different sequences."""
 
     tp: int = 1
     pp: int = 1
@@ -49,12 +50,15 @@ class Grid:
 class Limits:
     """What a model, its batch and its ranks allow.
 
-    heads, kv_heads (0: heads): of attention, which the ranks of tp share. costs: of each layer of the pipeline, embedding and
+    heads, kv_heads (0: heads): of attention, which the ranks of tp share. costs: of each layer of
+    the pipeline, embedding and
         head included, by which it is cut. stages: of each rank of the pipeline; folded: their second half comes back.
-    batch: sequences in a step, of all models together. micro_batch, micro_batches: as asked for, 0: not; the latter of
+    batch: sequences in a step, of all models together. micro_batch, micro_batches: as asked for, 0:
+    not; the latter of
         pipelines alone.
     most: the largest tp, pp, dp; 0: any.
-    memory: bytes that weights, gradients and states may take on a rank; 0: not known. parameters: numbers in each layer of
+    memory: bytes that weights, gradients and states may take on a rank; 0: not known. parameters:
+    numbers in each layer of
         the pipeline; each: bytes of a parameter's weight, gradient and states; zero: which of them the dp models share out:
         1 states, 2 gradients, 3 weights.
     """
@@ -76,7 +80,8 @@ class Limits:
     def __post_init__(self) -> None:
         if self.memory and len(self.parameters) != len(self.costs):
             raise ValueError(
-                f"memory is {self.memory:g} bytes, but parameters has {len(self.parameters)} entries for {len(self.costs)} "
+                f"memory is {self.memory:g} bytes, but parameters has "
+                f"{len(self.parameters)} entries for {len(self.costs)} "
                 "layers; give the parameters of each layer, or memory=0"
             )
 
@@ -104,8 +109,14 @@ class Limits:
         share = self.batch // grid.dp
         for count in (self.micro_batch, self.micro_batches if grid.pp > 1 else 0):
             if count and share % count:
-                kind = f"micro-batches of {count}" if count == self.micro_batch else f"{count} micro-batches"
-                return f"{grid.dp} models have {share} sequences each, which can't be cut into {kind}"
+                kind = (
+                    f"micro-batches of {count}"
+                    if count == self.micro_batch
+                    else f"{count} micro-batches"
+                )
+                return (
+                    f"{grid.dp} models have {share} sequences each, which can't be cut into {kind}"
+                )
         return None
 
     def _of_memory(self, grid: Grid) -> str | None:
@@ -122,13 +133,16 @@ class Limits:
             rank = min(stage, count - 1 - stage) if self.folded and grid.pp > 1 else stage % grid.pp
             held[rank] += sum(self.parameters[bounds[stage] : bounds[stage + 1]])
         weight, gradient, states = self.each
-        share = weight / (grid.dp if self.zero > 2 else 1) + gradient / (grid.dp if self.zero > 1 else 1)
+        share = weight / (grid.dp if self.zero > 2 else 1) + gradient / (
+            grid.dp if self.zero > 1 else 1
+        )
         return max(held) / grid.tp * (share + states / (grid.dp if self.zero else 1))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` found. Ranks 0 ... grid.ranks - 1 take part, and the last `idle` wait. reason: in words."""
+    """What `choose` found. Ranks 0 ... grid.ranks - 1 take part, and the last `idle` wait. reason:
+    in words."""
 
     grid: Grid
     idle: int
@@ -148,11 +162,13 @@ def grids(ranks: int, limits: Limits, *, idle: bool = True) -> Iterator[Grid]:
 
 
 def choose(ranks: int, *, wanted: Grid, limits: Limits, idle: bool = True) -> Choice:
-    """The best for so many ranks, when `wanted` was asked for; wanted.dp doesn't matter. In this order:
+    """The best for so many ranks, when `wanted` was asked for; wanted.dp doesn't matter. In this
+    order:
 
     1. tp and pp not larger than asked for: a larger one only where nothing else fits the memory;
-    2. where the memory isn't known, a rank's part of the model not larger than asked for, or as little larger as can be;
-    3. as many ranks as can take part: the others wait (idle=False: none may);
+    2. where the memory isn't known, a rank's part of the model not larger than asked for, or as
+    little larger as can be; 3. as many ranks as can take part: the others wait (idle=False: none
+    may);
     4. tp and pp nearest to what was asked for, and of the equally near the one with fewer stages.
 
     Raises ValueError, with the fix, where nothing is possible.
@@ -181,13 +197,24 @@ def _reason(found: Grid, ranks: int, wanted: Grid, limits: Limits) -> str:
     elif size > ranks:
         text = f"{cut} takes {size} ranks, and there {'is' if ranks == 1 else 'are'} {ranks}"
     else:
-        fitting = [g for n in range(1, ranks // size + 1) if limits.why_not(g := Grid(wanted.tp, wanted.pp, n)) is None]
+        fitting = [
+            g
+            for n in range(1, ranks // size + 1)
+            if limits.why_not(g := Grid(wanted.tp, wanted.pp, n)) is None
+        ]
         lost = None if fitting else limits.why_not(Grid(wanted.tp, wanted.pp, 1))
-        text = lost or f"{cut} would leave {ranks - max(g.ranks for g in fitting)} of {ranks} ranks waiting"
+        text = (
+            lost
+            or f"{cut} would leave {ranks - max(g.ranks for g in fitting)} of {ranks} ranks waiting"
+        )
     if (idle := ranks - found.ranks) == 0:
         return f"{found}: {text}"
     more = Grid(found.tp, found.pp, found.dp + 1)
-    why = limits.why_not(more) if more.ranks <= ranks else f"another model takes {found.tp * found.pp} ranks"
+    why = (
+        limits.why_not(more)
+        if more.ranks <= ranks
+        else f"another model takes {found.tp * found.pp} ranks"
+    )
     return f"{found}: {text}; {idle} of {ranks} ranks wait{'s' if idle == 1 else ''}, as {why}"
 
 
@@ -196,6 +223,12 @@ def _nothing(ranks: int, limits: Limits, *, idle: bool) -> str:
     fits = list(grids(ranks, unlimited, idle=idle))
     if limits.memory and fits:
         least = min(fits, key=limits.bytes)
-        return f"{limits.why_not(least)}, and no layout of {ranks} ranks takes less; start more ranks, or allow more"
+        return (
+            f"{limits.why_not(least)}, and no layout of {ranks} ranks takes less; start more "
+            "ranks, or allow more"
+        )
     why = unlimited.why_not(Grid(dp=1 if idle else ranks))
-    return f"{ranks} ranks can't share the model: {why}; start another number of ranks, or change the batch"
+    return (
+        f"{ranks} ranks can't share the model: {why}; start another number of ranks, or "
+        "change the batch"
+    )

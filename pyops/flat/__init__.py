@@ -1,19 +1,28 @@
-"""All parameters of one dtype in one aligned tensor, all their gradients in another, and views handed out.
+"""All parameters of one dtype in one aligned tensor, all their gradients in another, and views
+handed out.
 
     registration order        embed.weight   block.0.weight   block.0.bias   head.weight
     buffer (backward order)   | head.weight |pad| block.0.bias |pad| block.0.weight | embed.weight |pad to multiple_of|
                                 ^ offset 0, ready first in backward                                 ^ ready last
 
-Every offset is a multiple of ALIGNMENT elements, so that kernels read whole vectors. Padding is zero and stays zero: its
-gradient is zero. A bucket of a collective, and the shard that an optimizer steps, is a slice of the buffer: nothing is
-copied in or out.
+Every offset is a multiple of ALIGNMENT elements, so that kernels read whole vectors. Padding is
+zero and stays zero: its gradient is zero. A bucket of a collective, and the shard that an optimizer
+steps, is a slice of the buffer: nothing is copied in or out.
 """
 
 from pyops.flat.buffer import FlatBuffer
 from pyops.flat.layout import ALIGNMENT, FlatLayout
 from pyops.flat.placement import Placement
 from pyops.flat.places import InPlace, check_free, check_watches, claim, release, watches_of
-from pyops.flat.shard import Box, Shard, ShardElsewhere, Shards, TensorElsewhere, boxes_of_range, meeting
+from pyops.flat.shard import (
+    Box,
+    Shard,
+    ShardElsewhere,
+    Shards,
+    TensorElsewhere,
+    boxes_of_range,
+    meeting,
+)
 
 __all__ = [
     "ALIGNMENT",

@@ -16,7 +16,8 @@ __all__ = ["FlatBuffer"]
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """ValueError or TypeError, before anything is changed, for parameters that can't share a buffer."""
+    """ValueError or TypeError, before anything is changed, for parameters that can't share a
+    buffer."""
     if not named:
         raise ValueError("FlatBuffer needs at least one parameter, got none")
     first_name, first = named[0]
@@ -26,30 +27,47 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             raise TypeError(f"{name} is a {type(parameter).__name__}; expected an nn.Parameter")
         if is_dtensor(parameter):
             raise TypeError(
-                f"parameter {name!r} is a DTensor (of fully_shard or a DeviceMesh), which no flat buffer can hold; use either "
-                "torch's sharding, with an optimizer of pyops.optim, or a strategy of pyops on the model before it"
+                f"parameter {name!r} is a DTensor (of fully_shard or a DeviceMesh), "
+                "which no flat buffer can hold; use either "
+                "torch's sharding, with an optimizer of pyops.optim, or a strategy of "
+                "pyops on the model before it"
             )
         if id(parameter) in seen:
-            raise ValueError(f"{name} is the same parameter as {seen[id(parameter)]}; pass a shared parameter once")
+            raise ValueError(
+                f"{name} is the same parameter as {seen[id(parameter)]}; pass a shared "
+                "parameter once"
+            )
         seen[id(parameter)] = name
         if (parameter.dtype, parameter.device) != (first.dtype, first.device):
             raise ValueError(
-                f"{name} is {parameter.dtype} on {parameter.device}, {first_name} is {first.dtype} on {first.device}; "
+                f"{name} is {parameter.dtype} on {parameter.device}, {first_name} is "
+                f"{first.dtype} on {first.device}; "
                 "make one FlatBuffer per dtype and device"
             )
-        if parameter.layout != torch.strided or not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(f"{name} is {parameter.dtype}, {parameter.layout}; expected a dense floating-point parameter")
+        if parameter.layout != torch.strided or not (
+            parameter.is_floating_point() or parameter.is_complex()
+        ):
+            raise ValueError(
+                f"{name} is {parameter.dtype}, {parameter.layout}; expected a dense "
+                "floating-point parameter"
+            )
         if not parameter.is_meta:
             require_memory(parameter, name)
-        if parameter.grad is not None and parameter.grad.layout == torch.strided and not parameter.grad.is_meta:
+        if (
+            parameter.grad is not None
+            and parameter.grad.layout == torch.strided
+            and not parameter.grad.is_meta
+        ):
             require_memory(parameter.grad, f"the gradient of {name}")
 
 
 class FlatBuffer:
-    """Parameters and gradients of one dtype and device, laid out in backward order; each parameter becomes a view.
+    """Parameters and gradients of one dtype and device, laid out in backward order; each parameter
+    becomes a view.
 
-    named_parameters: (name, parameter) in registration order, as `module.named_parameters()` gives them; the buffer holds them
-    in reverse. A non-contiguous parameter keeps its values and becomes contiguous. multiple_of: the buffer's length is
+    named_parameters: (name, parameter) in registration order, as `module.named_parameters()` gives
+    them; the buffer holds them in reverse. A non-contiguous parameter keeps its values and becomes
+    contiguous. multiple_of: the buffer's length is
     a multiple of it.
 
     layout      the FlatLayout
@@ -58,16 +76,21 @@ class FlatBuffer:
                 attribute `flat_layout` is the layout, by which LAMB, LARS and Adafactor know their layers
     names, parameters, grad_views   in the buffer's order
 
-    Don't move the module or assign new data to its parameters afterwards: DataParallel and the optimizers of pyops.optim over
-    `parameter` raise ValueError then. load_state_dict is fine. A gradient that was set
+    Don't move the module or assign new data to its parameters afterwards: DataParallel and the
+    optimizers of pyops.optim over `parameter` raise ValueError then. load_state_dict is fine. A
+    gradient that was set
     to None is put back by `restore_gradient`.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, multiple_of: int = 1) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, multiple_of: int = 1
+    ) -> None:
         named = list(named_parameters)
         _check(named)
         named.reverse()
-        self.layout = FlatLayout.plan([(name, p.shape) for name, p in named], multiple_of=multiple_of)
+        self.layout = FlatLayout.plan(
+            [(name, p.shape) for name, p in named], multiple_of=multiple_of
+        )
         self.names = self.layout.names
         self.parameters = [p for _, p in named]
         like = self.parameters[0]
@@ -97,7 +120,10 @@ class FlatBuffer:
     def index(self, parameter: nn.Parameter) -> int:
         """The parameter's position in the buffer."""
         if id(parameter) not in self._index:
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not in this buffer, which holds {self.names}")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not in this buffer, "
+                f"which holds {self.names}"
+            )
         return self._index[id(parameter)]
 
     def zero_grad(self) -> None:
@@ -109,9 +135,11 @@ class FlatBuffer:
 
     @torch.no_grad()
     def restore_gradient(self, index: int) -> bool:
-        """Make the parameter's .grad the view again, with the values it had; says whether there was a gradient.
+        """Make the parameter's .grad the view again, with the values it had; says whether there was
+        a gradient.
 
-        A .grad of None leaves zeros in the view. After the call, the flat gradient is exact at this parameter.
+        A .grad of None leaves zeros in the view. After the call, the flat gradient is exact at this
+        parameter.
         """
         parameter, view = self.parameters[index], self.grad_views[index]
         found = parameter.grad

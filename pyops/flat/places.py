@@ -1,11 +1,13 @@
-"""Whether parameters are where they were put: views of a flat tensor, and the very objects that the model's modules hold.
+"""Whether parameters are where they were put: views of a flat tensor, and the very objects that the
+model's modules hold.
 
     model.half(), p.data = x                      the parameter has other memory than the flat tensor that is trained
     load_state_dict(assign=True), m.weight = p    the module has another parameter, of which nobody knows
     model.head = nn.Linear(8, 2)                  the model has another module, with parameters of which nobody knows
     a second wrapper                              the parameter is a view of another flat tensor
 
-All of this is silent in torch. It is found by comparing pointers, two for each parameter and one for each module.
+All of this is silent in torch. It is found by comparing pointers, two for each parameter and one
+for each module.
 """
 
 from __future__ import annotations
@@ -47,10 +49,15 @@ class Flat(Protocol):
 
 
 class Places:
-    """Where the parameters of one flat tensor have to lie, also while it has no memory, or other memory than before."""
+    """Where the parameters of one flat tensor have to lie, also while it has no memory, or other
+    memory than before."""
 
     def __init__(self, flat: Flat) -> None:
-        self._data, self._parameters, self.names = flat.data, list(flat.parameters), flat.layout.names
+        self._data, self._parameters, self.names = (
+            flat.data,
+            list(flat.parameters),
+            flat.layout.names,
+        )
         size = flat.data.element_size()
         self._offsets = [
             offset * size if prod(shape) else None
@@ -59,11 +66,17 @@ class Places:
         self._base, self._expected = -1, [0] * len(self._offsets)
 
     def displaced(self) -> int | None:
-        """The number of the first parameter that lies elsewhere; None where all lie where they should."""
+        """The number of the first parameter that lies elsewhere; None where all lie where they
+        should."""
         base = self._data.data_ptr()
         if base != self._base:
-            self._base, self._expected = base, [0 if offset is None else base + offset for offset in self._offsets]
-        with torch._C.DisableTorchFunctionSubclass():  # where a spread parameter lies is known without its values
+            self._base, self._expected = (
+                base,
+                [0 if offset is None else base + offset for offset in self._offsets],
+            )
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # where a spread parameter lies is known without its values
             found = [parameter.data_ptr() for parameter in self._parameters]
         if found == self._expected:
             return None
@@ -75,9 +88,14 @@ class Places:
         if index is None:
             return None
         parameter, data = self._parameters[index], self._data
-        now = f", and is {parameter.dtype} on {parameter.device} now" if _differs(parameter, data) else ""
+        now = (
+            f", and is {parameter.dtype} on {parameter.device} now"
+            if _differs(parameter, data)
+            else ""
+        )
         return (
-            f"{self.names[index]} was given other memory than its place in the flat tensor of {data.dtype} on {data.device}"
+            f"{self.names[index]} was given other memory than its place in the flat "
+            f"tensor of {data.dtype} on {data.device}"
             f"{now}; model.to(), model.half(), `parameter.data = ...` or another wrapper do that"
         )
 
@@ -87,7 +105,8 @@ def _differs(parameter: Tensor, data: Tensor) -> bool:
 
 
 class Entries:
-    """The entries of a model's modules that hold these parameters, and those that hold such modules."""
+    """The entries of a model's modules that hold these parameters, and those that hold such
+    modules."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(parameter) for parameter in parameters}
@@ -97,7 +116,10 @@ class Entries:
             for key, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in wanted
         ]
-        self._model, self._modules = ref(model), [entries for entries, *_ in found]  # a model may hold what looks after it
+        self._model, self._modules = (
+            ref(model),
+            [entries for entries, *_ in found],
+        )  # a model may hold what looks after it
         self._keys, self._held, self._names = ([each[i] for each in found] for i in (1, 2, 3))
         self._note_modules(model)
 
@@ -108,16 +130,21 @@ class Entries:
             (module._modules, key, child)
             for module in model.modules()
             for key, child in module._modules.items()
-            if child is not None and any(id(parameter) in wanted for parameter in child.parameters())
+            if child is not None
+            and any(id(parameter) in wanted for parameter in child.parameters())
         ]
-        self._parents, self._child_keys = [entries for entries, *_ in found], [key for _, key, _ in found]
+        self._parents, self._child_keys = (
+            [entries for entries, *_ in found],
+            [key for _, key, _ in found],
+        )
         self._children = [child for *_, child in found]
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def _taken_out(self) -> str | None:
         """The name of a parameter in whose place the model has a new one.
 
-        A module that is put around another keeps its own, and one that is only taken out leaves nothing to be trained.
+        A module that is put around another keeps its own, and one that is only taken out leaves
+        nothing to be trained.
         """
         now = list(map(dict.get, self._parents, self._child_keys))
         if all(map(is_, now, self._children)):
@@ -126,7 +153,11 @@ class Entries:
         if model is None:
             return None
         present = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-        gone = [name for name, held in zip(self._names, self._held, strict=True) if id(held) not in present]
+        gone = [
+            name
+            for name, held in zip(self._names, self._held, strict=True)
+            if id(held) not in present
+        ]
         if gone and any(trained for key, trained in present.items() if key not in self._known):
             return gone[0]
         self._note_modules(model)
@@ -142,22 +173,34 @@ class Entries:
         model = self._model()
         present = {id(parameter) for parameter in (() if model is None else model.parameters())}
         for name, found, held in zip(self._names, now, self._held, strict=True):
-            if found is held or (found is None and id(held) in present):  # parametrizations move a parameter, and keep it
+            if found is held or (
+                found is None and id(held) in present
+            ):  # parametrizations move a parameter, and keep it
                 continue
             what = "was taken out of its module" if found is None else "is another Parameter now"
-            return f"{name} {what}; load_state_dict(assign=True) and `module.weight = nn.Parameter(...)` do that"
+            return (
+                f"{name} {what}; load_state_dict(assign=True) and `module.weight = "
+                "nn.Parameter(...)` do that"
+            )
         return None
 
 
 class InPlace:
-    """All that `who` has put somewhere: parameters of `model` in `flats`, and those that it only refers to.
+    """All that `who` has put somewhere: parameters of `model` in `flats`, and those that it only
+    refers to.
 
     fix: what to do instead, an end of a sentence.
     """
 
     def __init__(
-        self, who: str, model: nn.Module, flats: Sequence[Flat], *, others: Iterable[nn.Parameter] = (), fix: str
-    ) -> None:  # fmt: skip
+        self,
+        who: str,
+        model: nn.Module,
+        flats: Sequence[Flat],
+        *,
+        others: Iterable[nn.Parameter] = (),
+        fix: str,
+    ) -> None:
         self._who, self._fix, self._places = who, fix, [Places(flat) for flat in flats]
         self._entries = Entries(model, [*(p for flat in flats for p in flat.parameters), *others])
 
@@ -171,12 +214,14 @@ class InPlace:
         if found is None:
             return None
         return ValueError(
-            f"{self._who}: {found}. {self._who} would train what the model does not compute with: move, cast, load or replace "
+            f"{self._who}: {found}. {self._who} would train what the model does not "
+            "compute with: move, cast, load or replace "
             f"parameters first and make {self._who} afterwards; {self._fix}"
         )
 
 
-# Which parameters are in whose flat tensors. Neither side is kept alive by it, and an owner lets go of its own.
+# Which parameters are in whose flat tensors. Neither side is kept alive by it, and an owner lets go
+# of its own.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -199,8 +244,10 @@ def check_free(named: Iterable[tuple[str, nn.Parameter]], *, who: str) -> None:
         found = _owners.get(parameter)
         if found is not None and found[0]() is not None:
             raise ValueError(
-                f"{who}: {name} belongs to {_a(found[1])}, whose buffers and hooks would be left behind; use that one, or call "
-                f"its close() before you make {_a(who)} of the same module; where nobody has it any more, make the module anew"
+                f"{who}: {name} belongs to {_a(found[1])}, whose buffers and hooks would "
+                "be left behind; use that one, or call "
+                f"its close() before you make {_a(who)} of the same module; where nobody "
+                "has it any more, make the module anew"
             )
 
 
@@ -209,9 +256,11 @@ def _a(noun: str) -> str:
 
 
 class Watch:
-    """Called before a step of the parameter over a whole flat tensor: what to raise where what should follow it does not.
+    """Called before a step of the parameter over a whole flat tensor: what to raise where what
+    should follow it does not.
 
-    It does not keep the tensor alive, and a copy of the parameter, which is of no buffer, is not watched.
+    It does not keep the tensor alive, and a copy of the parameter, which is of no buffer, is not
+    watched.
 
     look: what a strategy that has the buffer looks for besides, first.
     """
@@ -229,10 +278,15 @@ class Watch:
         if self.look is not None and (error := self.look()) is not None:
             return error
         found = self._places.problem()
-        return None if found is None else ValueError(
-            f"FlatBuffer: {found}. A step of FlatBuffer.parameter would not reach the model: move, cast or load parameters "
-            "first, make the FlatBuffer and its optimizer afterwards"
-        )  # fmt: skip
+        return (
+            None
+            if found is None
+            else ValueError(
+                f"FlatBuffer: {found}. A step of FlatBuffer.parameter would not reach "
+                "the model: move, cast or load parameters "
+                "first, make the FlatBuffer and its optimizer afterwards"
+            )
+        )
 
 
 def watches_of(groups: Iterable[Mapping[str, Any]]) -> list[Watch]:
@@ -240,8 +294,11 @@ def watches_of(groups: Iterable[Mapping[str, Any]]) -> list[Watch]:
     return [p.flat_watch for group in groups for p in group["params"] if hasattr(p, "flat_watch")]
 
 
-def check_watches(watches: Iterable[Watch], *, refuse: Callable[[Exception], None] | None = None) -> None:
-    """ValueError for the first one that finds something. refuse: raises it, and tells other ranks."""
+def check_watches(
+    watches: Iterable[Watch], *, refuse: Callable[[Exception], None] | None = None
+) -> None:
+    """ValueError for the first one that finds something. refuse: raises it, and tells other
+    ranks."""
     for watch in watches:
         error = watch()
         if error is not None:

@@ -1,4 +1,5 @@
-"""Shard, ShardElsewhere and Shards: parts of a tensor on one rank, as boxes or as ranges of the flattened tensor.
+"""Shard, ShardElsewhere and Shards: parts of a tensor on one rank, as boxes or as ranges of the
+flattened tensor.
 
 range [3, 14) of a [4, 5] tensor         . . . # #     box [1, 2] at (0, 3)
                                          # # # # #     box [1, 5] at (1, 0)
@@ -16,14 +17,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Shard", "ShardElsewhere", "Shards", "TensorElsewhere", "boxes_of_range", "meeting"]
+__all__ = [
+    "Box",
+    "Shard",
+    "ShardElsewhere",
+    "Shards",
+    "TensorElsewhere",
+    "boxes_of_range",
+    "meeting",
+]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size), a number for each dim
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` of the whole, in one of two forms.
+    """A part of a larger tensor, as checkpoints store it: `tensor` begins at `offset` of the whole,
+    in one of two forms.
 
     box     offset has one number per dim                                     Shard((4, 6), (2, 0), tensor [2, 6])
     range   offset has one number and `tensor` one dim, whatever the whole    Shard((4, 6), (9,), tensor [5])
@@ -57,10 +67,16 @@ class Shard:
         whole = (prod(self.global_shape),) if self.is_range else self.global_shape
         fits = len(whole) == len(self.offset) == len(self.shape)
         ends = [o + n for o, n in zip(self.offset, self.shape, strict=False)]
-        if not fits or any(o < 0 for o in self.offset) or any(e > n for e, n in zip(ends, whole, strict=True)):
+        if (
+            not fits
+            or any(o < 0 for o in self.offset)
+            or any(e > n for e, n in zip(ends, whole, strict=True))
+        ):
             raise ValueError(
-                f"a shard of shape {self.shape} at offset {self.offset} does not lie within {self.global_shape}; "
-                "offset needs one number per dim, or one number and a tensor of one dim for a range of the flattened whole"
+                f"a shard of shape {self.shape} at offset {self.offset} does not lie "
+                f"within {self.global_shape}; "
+                "offset needs one number per dim, or one number and a tensor of one dim "
+                "for a range of the flattened whole"
             )
 
 
@@ -78,14 +94,25 @@ class TensorElsewhere(Protocol):
 
 
 class ShardElsewhere(Shard):
-    """A Shard whose `tensor` is read, into new memory, each time it is asked for. there: what reads it."""
+    """A Shard whose `tensor` is read, into new memory, each time it is asked for. there: what reads
+    it."""
 
     there: TensorElsewhere
 
     def __init__(
-        self, global_shape: tuple[int, ...], offset: tuple[int, ...], there: TensorElsewhere, *, copy: bool = False
-    ) -> None:  # fmt: skip
-        for name, value in {"global_shape": global_shape, "offset": offset, "there": there, "copy": copy}.items():
+        self,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        there: TensorElsewhere,
+        *,
+        copy: bool = False,
+    ) -> None:
+        for name, value in {
+            "global_shape": global_shape,
+            "offset": offset,
+            "there": there,
+            "copy": copy,
+        }.items():
             object.__setattr__(self, name, value)
         self.__post_init__()
 
@@ -104,7 +131,8 @@ class ShardElsewhere(Shard):
 
 @dataclass(frozen=True)
 class Shards:
-    """Several parts of one tensor on one rank, which owns a chunk of each of several buckets; may be none at all.
+    """Several parts of one tensor on one rank, which owns a chunk of each of several buckets; may
+    be none at all.
 
     ValueError for parts of tensors that differ in shape or dtype.
     """
@@ -114,7 +142,10 @@ class Shards:
     def __post_init__(self) -> None:
         kinds = {(tuple(part.global_shape), part.dtype) for part in self.parts}
         if len(kinds) > 1:
-            raise ValueError(f"Shards are parts of one tensor, but these are of {sorted(map(str, kinds))}; make one for each")
+            raise ValueError(
+                "Shards are parts of one tensor, but these are of "
+                f"{sorted(map(str, kinds))}; make one for each"
+            )
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self.parts)
@@ -124,7 +155,8 @@ class Shards:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that hold elements [start, stop) of the flattened tensor of this shape, in that order; each lies in one piece."""
+    """Boxes that hold elements [start, stop) of the flattened tensor of this shape, in that order;
+    each lies in one piece."""
     if start >= stop:
         return []
     if len(shape) <= 1:

@@ -18,4 +18,6 @@ __all__ = ["ZeroTrainer", "ZeroTraining", "prepare"]
 def __getattr__(name: str) -> Any:
     if name == "ZeroTrainer":
         return zero_trainer()
-    raise AttributeError(f"module 'pyops.hf' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'pyops.hf' has no attribute {name!r}; it has {', '.join(__all__)}"
+    )

@@ -1,10 +1,12 @@
-"""A ZeroOptimizer and its model in a loop of Accelerate, which then neither wraps the model nor moves it.
+"""A ZeroOptimizer and its model in a loop of Accelerate, which then neither wraps the model nor
+moves it.
 
     model.to(accelerator.device)                  before the ZeroOptimizer is made
     zero = ZeroOptimizer(model, AdamW, stage=2)   reduces gradients itself
     prepare(accelerator, model, zero)             autocast, loss scale and accumulation are Accelerate's; there is no wrapper
 
-Moves come first: in torch one from `cpu` to `cpu:0`, as Accelerate calls it, is a copy, after which parameters lie elsewhere.
+Moves come first: in torch one from `cpu` to `cpu:0`, as Accelerate calls it, is a copy, after which
+parameters lie elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class NoSync:
-    """model.no_sync() as Accelerate calls it where gradients are accumulated. It is gone from copies of the model."""
+    """model.no_sync() as Accelerate calls it where gradients are accumulated. It is gone from
+    copies of the model."""
 
     def __init__(self, optimizer: ZeroOptimizer | None = None) -> None:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
@@ -42,8 +45,10 @@ class NoSync:
 
 def _state_dict() -> NoReturn:
     raise RuntimeError(
-        "this rank has only its part of the optimizer's states, and Accelerate would save rank 0's alone: call "
-        'pyops.checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}) on every rank, with '
+        "this rank has only its part of the optimizer's states, and Accelerate would "
+        "save rank 0's alone: call "
+        'pyops.checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": '
+        "zero.state_dict()}) on every rank, with "
         "the ZeroOptimizer that you made (docs/zero.md, Saving and loading)"
     )
 
@@ -51,7 +56,8 @@ def _state_dict() -> NoReturn:
 def _load_state_dict(state: Mapping[str, Any]) -> NoReturn:
     raise RuntimeError(
         "Accelerate has no states of a ZeroOptimizer; load what pyops.checkpoint.save has written: "
-        "state, _ = pyops.checkpoint.load(folder, lazy=True), then load_model_state_dict(state['model']) and "
+        "state, _ = pyops.checkpoint.load(folder, lazy=True), then "
+        "load_model_state_dict(state['model']) and "
         "load_state_dict(state['optimizer']) of the ZeroOptimizer that you made"
     )
 
@@ -61,14 +67,19 @@ def check_accelerator(accelerator: Any) -> None:
     kind = accelerator.distributed_type.name
     if kind not in KINDS:
         raise ValueError(
-            f"ZeroOptimizer: this Accelerator is {kind}, which shares out the model by itself; use {' or '.join(KINDS[1:])}, "
+            f"ZeroOptimizer: this Accelerator is {kind}, which shares out the model by "
+            f"itself; use {' or '.join(KINDS[1:])}, "
             "without a DeepSpeed, FSDP or Megatron plugin"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
-        raise ValueError("ZeroOptimizer: this Accelerator has a parallelism_config, which cuts the model too; leave it out")
+        raise ValueError(
+            "ZeroOptimizer: this Accelerator has a parallelism_config, which cuts the "
+            "model too; leave it out"
+        )
     if accelerator.state.dynamo_plugin.backend.name != "NO":
         raise ValueError(
-            "ZeroOptimizer: this Accelerator compiles the model into another module; leave torch.compile out of its options "
+            "ZeroOptimizer: this Accelerator compiles the model into another module; "
+            "leave torch.compile out of its options "
             "(torch_compile=False, dynamo_backend='no'), and call model.compile() yourself"
         )
 
@@ -77,43 +88,51 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     check_accelerator(accelerator)
     if not isinstance(optimizer, ZeroOptimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; expected a pyops.zero.ZeroOptimizer of the model; others go to "
+            f"optimizer is a {type(optimizer).__name__}; expected a "
+            "pyops.zero.ZeroOptimizer of the model; others go to "
             "accelerator.prepare()"
         )
     if model is not optimizer.model:
         raise ValueError(
-            f"model is a {type(model).__name__} and not the {type(optimizer.model).__name__} that the ZeroOptimizer is of; "
+            f"model is a {type(model).__name__} and not the "
+            f"{type(optimizer.model).__name__} that the ZeroOptimizer is of; "
             "give the model itself: nothing wraps it, before or afterwards"
         )
     ranks = dist.get_world_size(optimizer.group) if dist.is_initialized() else 1
     if ranks != accelerator.num_processes:
         raise ValueError(
-            f"the ZeroOptimizer is of {ranks} ranks, and Accelerate shares the data out among {accelerator.num_processes}; "
+            f"the ZeroOptimizer is of {ranks} ranks, and Accelerate shares the data out "
+            f"among {accelerator.num_processes}; "
             "leave group= out, and start all processes with torchrun"
         )
     if optimizer.op != "mean":
         raise ValueError(
-            "ZeroOptimizer: op='sum', and loops of Accelerate expect the mean of gradients over ranks; leave it out"
+            "ZeroOptimizer: op='sum', and loops of Accelerate expect the mean of "
+            "gradients over ranks; leave it out"
         )
     if optimizer.loss_scale is not None:
         raise ValueError(
-            "ZeroOptimizer: its precision is scaled, and accelerator.backward() does not know of its loss scale; take "
+            "ZeroOptimizer: its precision is scaled, and accelerator.backward() does not "
+            "know of its loss scale; take "
             "precision='bf16', or Accelerator(mixed_precision='fp16') and no precision"
         )
 
 
 def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tuple[nn.Module, Any]:
-    """(model, optimizer) for a loop of Accelerate, in place of `accelerator.prepare(model, optimizer)`.
+    """(model, optimizer) for a loop of Accelerate, in place of `accelerator.prepare(model,
+    optimizer)`.
 
-    model: it comes back itself, with Accelerate's autocast on its forward. optimizer: of this model; it comes back as an
-    AcceleratedOptimizer, which steps where gradients are complete. Data loaders and schedulers go to accelerator.prepare().
+    model: it comes back itself, with Accelerate's autocast on its forward. optimizer: of this
+    model; it comes back as an AcceleratedOptimizer, which steps where gradients are complete. Data
+    loaders and schedulers go to accelerator.prepare().
 
-    `accelerator.accumulate(model)` sends nothing before the last of its backwards at stages 0 and 1. At stages 2 and 3 each
-    backward is reduced, so that no rank keeps whole gradients.
+    `accelerator.accumulate(model)` sends nothing before the last of its backwards at stages 0 and
+    1. At stages 2 and 3 each backward is reduced, so that no rank keeps whole gradients.
 
-    Raises ValueError or TypeError, before anything is changed, for an Accelerator of DeepSpeed, FSDP, Megatron or one that
-    compiles, another model than the optimizer's, a group that is not of all of Accelerate's processes, op="sum" and a
-    scaled precision. Its state_dict() raises RuntimeError, since `accelerator.save_state()` would write rank 0's part alone.
+    Raises ValueError or TypeError, before anything is changed, for an Accelerator of DeepSpeed,
+    FSDP, Megatron or one that compiles, another model than the optimizer's, a group that is not of
+    all of Accelerate's processes, op="sum" and a scaled precision. Its state_dict() raises
+    RuntimeError, since `accelerator.save_state()` would write rank 0's part alone.
     """
     _check(accelerator, model, optimizer)
     accelerator.prepare_model(model, evaluation_mode=True, device_placement=False)

@@ -1,4 +1,5 @@
-"""transformers.Trainer over ZeroOptimizer: its loop, schedules, logs and checkpoint folders, and no wrapper around the model.
+"""transformers.Trainer over ZeroOptimizer: its loop, schedules, logs and checkpoint folders, and no
+wrapper around the model.
 
     create_optimizer     the Trainer's own groups and optimizer class, over ZeroOptimizer
     save_model           parameters are gathered, rank 0 writes them as ever
@@ -42,20 +43,26 @@ INSTEAD = {
 # Arguments of the Trainer, the value that they must have, and what to do instead.
 REFUSED = {
     "torch_compile": (False, "call model.compile() before"),
-    "auto_find_batch_size": (False, "one rank that runs out of memory would leave the others waiting: set the batch size"),
+    "auto_find_batch_size": (
+        False,
+        "one rank that runs out of memory would leave the others waiting: set the batch size",
+    ),
     "fp16_full_eval": (False, "it casts the parameters in place: fp16=True computes in 16 bits"),
     "bf16_full_eval": (False, "it casts the parameters in place: bf16=True computes in 16 bits"),
 }
 
 
 class ZeroTraining:
-    """The part of a Trainer that trains over ZeroOptimizer, named before the Trainer: class Mine(ZeroTraining, SFTTrainer).
+    """The part of a Trainer that trains over ZeroOptimizer, named before the Trainer: class
+    Mine(ZeroTraining, SFTTrainer).
 
-    zero: options of ZeroOptimizer: {"stage": 2}, say. The optimizer's class, its options, param groups and clipping
-    are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {"lr": 1e-4}). Everything else is the
-    Trainer's. `zero_optimizer` is the ZeroOptimizer, once train() has begun.
+    zero: options of ZeroOptimizer: {"stage": 2}, say. The optimizer's class, its options, param
+    groups and clipping
+    are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {"lr": 1e-4}).
+    Everything else is the Trainer's. `zero_optimizer` is the ZeroOptimizer, once train() has begun.
 
-    Raises ValueError, when it is made, for options which cannot work together, with what to do instead.
+    Raises ValueError, when it is made, for options which cannot work together, with what to do
+    instead.
     """
 
     zero_optimizer: ZeroOptimizer | None = None
@@ -64,14 +71,17 @@ class ZeroTraining:
         self._zero_options = _checked_options(zero)
         if any(each is not None for each in kwargs.get("optimizers") or ()):
             raise ValueError(
-                "ZeroTrainer makes its ZeroOptimizer when the model is on its device; give the class instead of optimizers=: "
-                "optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), and the schedule in TrainingArguments"
+                "ZeroTrainer makes its ZeroOptimizer when the model is on its device; "
+                "give the class instead of optimizers=: "
+                "optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}), and the "
+                "schedule in TrainingArguments"
             )
         super().__init__(*args, **kwargs)
         self._this: Any = self  # what the Trainer gives: its class is not known here
         _check_trainer(self._this)
 
-    # ------------------------------------------------------------------------------------------------ optimizer
+    # ------------------------------------------------------------------------------------------------
+    # optimizer
 
     def create_optimizer(self, model: Any = None) -> Any:
         """As the Trainer's, over ZeroOptimizer."""
@@ -93,12 +103,16 @@ class ZeroTraining:
         return this.optimizer
 
     def _whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.zero_optimizer is None else self.zero_optimizer.whole_parameters()
+        return (
+            nullcontext() if self.zero_optimizer is None else self.zero_optimizer.whole_parameters()
+        )
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------------------------------------
+    # checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; every rank must call it. Parameters are whole meanwhile, on all ranks."""
+        """As the Trainer's; every rank must call it. Parameters are whole meanwhile, on all
+        ranks."""
         with self._whole():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
@@ -119,8 +133,10 @@ class ZeroTraining:
         if not (path / FOLDER).is_dir():
             if (path / "optimizer.pt").exists() or (path / "optimizer.bin").exists():
                 raise ValueError(
-                    f"{folder} has optimizer states of another Trainer, and none of a ZeroTrainer ({FOLDER}/): go on "
-                    "with that one, or load its weights into the model and start anew without resume_from_checkpoint"
+                    f"{folder} has optimizer states of another Trainer, and none of a "
+                    f"ZeroTrainer ({FOLDER}/): go on "
+                    "with that one, or load its weights into the model and start anew "
+                    "without resume_from_checkpoint"
                 )
             return  # as the Trainer does: a folder of weights alone
         state, _ = checkpoint.load(path / FOLDER, lazy=True)
@@ -140,18 +156,25 @@ class ZeroTraining:
             self.zero_optimizer.refresh_masters()
 
 
-def _optimizer_class(trainer: Any, model: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """What the Trainer would make its optimizer of; ValueError for what ZeroOptimizer, or the Trainer's clipping, can't use."""
+def _optimizer_class(
+    trainer: Any, model: Any
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """What the Trainer would make its optimizer of; ValueError for what ZeroOptimizer, or the
+    Trainer's clipping, can't use."""
     args = trainer.args
-    found, arguments = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
+    found, arguments = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
+        args, model
+    )
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(
-            f"optim={getattr(args.optim, 'value', args.optim)!r} is not one optimizer's class, which ZeroOptimizer needs; take "
+            f"optim={getattr(args.optim, 'value', args.optim)!r} is not one optimizer's "
+            "class, which ZeroOptimizer needs; take "
             "'adamw_torch', or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {'lr': 1e-4})"
         )
     if issubclass(found, OneBitAdam) and args.max_grad_norm > 0:
         raise ValueError(
-            "after its warm-up OneBitAdam leaves gradients on their ranks, and the Trainer would clip each by its own norm; "
+            "after its warm-up OneBitAdam leaves gradients on their ranks, and the "
+            "Trainer would clip each by its own norm; "
             "set TrainingArguments(max_grad_norm=0)"
         )
     return found, arguments
@@ -159,8 +182,9 @@ def _optimizer_class(trainer: Any, model: Any) -> tuple[type[torch.optim.Optimiz
 
 def _over_ranks(
     model: Any, optimizer_class: type[torch.optim.Optimizer], zero: Mapping[str, Any]
-) -> type[torch.optim.Optimizer]:  # fmt: skip
-    """What the Trainer takes for an optimizer's class, and makes a ZeroOptimizer over `optimizer_class` when it is called."""
+) -> type[torch.optim.Optimizer]:
+    """What the Trainer takes for an optimizer's class, and makes a ZeroOptimizer over
+    `optimizer_class` when it is called."""
 
     class OverRanks(torch.optim.Optimizer):
         def __new__(cls, groups: Any, **options: Any) -> Any:
@@ -171,7 +195,10 @@ def _over_ranks(
 
 def _checked_options(zero: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(zero, Mapping) or "stage" not in zero:
-        raise ValueError(f'zero is {zero!r}; give the options of pyops.zero.ZeroOptimizer, {{"stage": 2}} for one')
+        raise ValueError(
+            f'zero is {zero!r}; give the options of pyops.zero.ZeroOptimizer, {{"stage": '
+            f"2}} for one"
+        )
     for name, why in INSTEAD.items():
         if zero.get(name) not in (None, False):
             raise ValueError(f"zero has {name}: {zero[name]!r}; leave it out: {why}")
@@ -179,19 +206,25 @@ def _checked_options(zero: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """ValueError for arguments of a Trainer under which the model would be wrapped, cast or replaced."""
+    """ValueError for arguments of a Trainer under which the model would be wrapped, cast or
+    replaced."""
     args = trainer.args
     if args.n_gpu > 1:
         raise ValueError(
-            f"this Trainer would copy the model to {args.n_gpu} GPUs of one process; start a process for each: "
+            f"this Trainer would copy the model to {args.n_gpu} GPUs of one process; "
+            "start a process for each: "
             f"torchrun --nproc-per-node {args.n_gpu}"
         )
     for name, (wanted, why) in REFUSED.items():
         if getattr(args, name, wanted) != wanted:
-            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) does not go with ZeroOptimizer; {why}")
+            raise ValueError(
+                f"TrainingArguments({name}={getattr(args, name)!r}) does not go with "
+                f"ZeroOptimizer; {why}"
+            )
     if trainer._zero_options["stage"] == 3 and getattr(args, "predict_with_generate", False):
         raise ValueError(
-            "predict_with_generate=True: ranks generate different numbers of tokens, and at stage 3 each needs all the others; "
+            "predict_with_generate=True: ranks generate different numbers of tokens, and "
+            "at stage 3 each needs all the others; "
             "take stage 2, or generate within zero_optimizer.whole_parameters()"
         )
     check_accelerator(trainer.accelerator)
@@ -199,7 +232,8 @@ def _check_trainer(trainer: Any) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != trainer.accelerator.num_processes:
         raise ValueError(
-            f"Accelerate has {trainer.accelerator.num_processes} processes, torch.distributed {ranks}: start all with torchrun"
+            f"Accelerate has {trainer.accelerator.num_processes} processes, "
+            f"torch.distributed {ranks}: start all with torchrun"
         )
 
 
@@ -210,7 +244,8 @@ def zero_trainer() -> type:
         base = importlib.import_module("transformers").Trainer
     except ImportError as error:
         raise ImportError(
-            "pyops.hf.ZeroTrainer needs transformers and accelerate: pip install transformers accelerate"
+            "pyops.hf.ZeroTrainer needs transformers and accelerate: pip install "
+            "transformers accelerate"
         ) from error
 
     class ZeroTrainer(ZeroTraining, base):  # type: ignore[misc, valid-type]

@@ -1,4 +1,5 @@
-"""The fields of a config.json, each of the type that is asked for: the file may be of another version, or be damaged.
+"""The fields of a config.json, each of the type that is asked for: the file may be of another
+version, or be damaged.
 
     fields.whole("n_layer", most="layers")            config.json has n_layer = '2'; it must be a whole number
     fields.fixed(scale_attn_weights=True)             config.json has scale_attn_weights = False, pyops computes True only
@@ -26,12 +27,16 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """What config.json says, read by key and type. HubError names the key, its value and what was expected.
+    """What config.json says, read by key and type. HubError names the key, its value and what was
+    expected.
 
-    numbers, tensors: how many the files hold in all, which bounds every size; None: of a model that is there already.
+    numbers, tensors: how many the files hold in all, which bounds every size; None: of a model that
+    is there already.
     """
 
-    def __init__(self, told: Mapping[str, Any], *, numbers: int | None = None, tensors: int | None = None) -> None:
+    def __init__(
+        self, told: Mapping[str, Any], *, numbers: int | None = None, tensors: int | None = None
+    ) -> None:
         self._told = told
         self._most = {"numbers": numbers, "tensors": tensors}
 
@@ -40,7 +45,10 @@ class Fields:
 
     def _refuse(self, key: str, expected: str) -> HubError:
         if key not in self._told:
-            return HubError(f"config.json lacks {key}, {expected}; it is of another model, or damaged: fetch it again")
+            return HubError(
+                f"config.json lacks {key}, {expected}; it is of another model, or "
+                "damaged: fetch it again"
+            )
         return HubError(f"config.json has {key} = {shown(self._told[key])}; it must be {expected}")
 
     def _value(self, key: str, default: Any, optional: bool, expected: str) -> Any:
@@ -52,10 +60,17 @@ class Fields:
         return self._told[key]
 
     def whole(
-        self, key: str, default: Any = REQUIRED, *, least: int = 1, optional: bool = False, of: str = "numbers",
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        *,
+        least: int = 1,
+        optional: bool = False,
+        of: str = "numbers",
         most: int | None = None,
-    ) -> Any:  # fmt: skip
-        """A whole number, `least` or more. of: what it can't be more than, unless `most` says: of "numbers" or "tensors"."""
+    ) -> Any:
+        """A whole number, `least` or more. of: what it can't be more than, unless `most` says: of
+        "numbers" or "tensors"."""
         expected = f"a whole number, {least} or more"
         found = self._value(key, default, optional, expected)
         if found is default:
@@ -64,8 +79,14 @@ class Fields:
             raise self._refuse(key, expected)
         limit = self._most[of] if most is None else most
         if limit is not None and found > limit:
-            why = f"the files hold {limit} {of} in all" if most is None else f"pyops takes at most {limit}"
-            raise HubError(f"config.json has {key} = {found}, but {why}; it is of another model, or damaged")
+            why = (
+                f"the files hold {limit} {of} in all"
+                if most is None
+                else f"pyops takes at most {limit}"
+            )
+            raise HubError(
+                f"config.json has {key} = {found}, but {why}; it is of another model, or damaged"
+            )
         return found
 
     def positions(self, key: str) -> int:
@@ -74,16 +95,27 @@ class Fields:
         return found
 
     def number(
-        self, key: str, default: Any = REQUIRED, *, above: float = 0.0, equal: bool = False, below: float = math.inf,
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        *,
+        above: float = 0.0,
+        equal: bool = False,
+        below: float = math.inf,
         optional: bool = False,
-    ) -> Any:  # fmt: skip
-        """A finite number above `above`, or equal to it where that says so, and less than `below`."""
+    ) -> Any:
+        """A finite number above `above`, or equal to it where that says so, and less than
+        `below`."""
         bound = f"{above:g} or more" if equal else f"more than {above:g}"
         expected = f"a number, {bound}" + (f" and less than {below:g}" if below < math.inf else "")
         found = self._value(key, default, optional, expected)
         if found is default:
             return found
-        sound = type(found) in (int, float) and abs(found) < 1e300 and (found > above or (equal and found == above))
+        sound = (
+            type(found) in (int, float)
+            and abs(found) < 1e300
+            and (found > above or (equal and found == above))
+        )
         if not sound or not found < below:
             raise self._refuse(key, expected)
         return float(found)
@@ -127,8 +159,11 @@ class Fields:
     def fixed(self, **wanted: Any) -> None:
         """HubError when a field is set to something else than the one value that we compute."""
         for key, value in wanted.items():
-            if key in self._told and (self._told[key] != value or type(self._told[key]) is not type(value)):
+            if key in self._told and (
+                self._told[key] != value or type(self._told[key]) is not type(value)
+            ):
                 raise HubError(
-                    f"config.json has {key} = {shown(self._told[key])}, pyops computes {value!r} only; choose another "
+                    f"config.json has {key} = {shown(self._told[key])}, pyops computes "
+                    f"{value!r} only; choose another "
                     "checkpoint"
                 )

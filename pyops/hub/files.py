@@ -25,15 +25,29 @@ from pyops.checkpoint.convert import weight_files
 from pyops.checkpoint.format.repository import how_to_fetch
 from pyops.flat import Box
 
-__all__ = ["CONFIG", "FLOATING", "HubError", "Weights", "is_hub_folder", "open_weights", "read_config"]
+__all__ = [
+    "CONFIG",
+    "FLOATING",
+    "HubError",
+    "Weights",
+    "is_hub_folder",
+    "open_weights",
+    "read_config",
+]
 
 CONFIG = "config.json"
 MAX_CONFIG = 16 << 20  # bytes
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATING = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class HubError(ValueError):
-    """A Hugging Face folder can't be read or written; the message names the file or the tensors, and the fix."""
+    """A Hugging Face folder can't be read or written; the message names the file or the tensors,
+    and the fix."""
 
 
 def is_hub_folder(path: Path | str) -> bool:
@@ -51,7 +65,8 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise HubError(
-            f"{path} does not exist; name a folder that save_pretrained of transformers wrote{how_to_fetch(folder, bare=True)}"
+            f"{path} does not exist; name a folder that save_pretrained of transformers "
+            f"wrote{how_to_fetch(folder, bare=True)}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise HubError(f"{path} is damaged ({error}); fetch it again") from None
@@ -61,7 +76,8 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 class Weights:
-    """The tensors of a folder: `shapes` and `dtypes` by name, `read` for a box of one. bytes_read: of all boxes so far."""
+    """The tensors of a folder: `shapes` and `dtypes` by name, `read` for a box of one. bytes_read:
+    of all boxes so far."""
 
     def __init__(self, slices: dict[str, Any], files: dict[str, Path]) -> None:
         self._slices, self._files = slices, files
@@ -70,25 +86,33 @@ class Weights:
         self.bytes_read = 0
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Box (offset, size) of a tensor: a new tensor on the CPU, or a view of the mapped file. HubError for damage."""
+        """Box (offset, size) of a tensor: a new tensor on the CPU, or a view of the mapped file.
+        HubError for damage."""
         where = tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
         try:
             found = self._slices[name][where] if where else self._slices[name][...]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise HubError(f"{self._files[name]} is damaged at {name} ({error}); fetch it again") from None
+            raise HubError(
+                f"{self._files[name]} is damaged at {name} ({error}); fetch it again"
+            ) from None
         self.bytes_read += found.numel() * found.element_size()
         return found
 
 
 @contextmanager
 def open_weights(folder: Path | str) -> Iterator[Weights]:
-    """The folder's tensors while the files are open. HubError for files that are missing, damaged or cut short."""
+    """The folder's tensors while the files are open. HubError for files that are missing, damaged
+    or cut short."""
     folder = Path(folder)
     try:
         wanted = weight_files(folder)
     except CheckpointError as error:
         pickled = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {pickled[0]} is a pickle, which is not read: save it anew with transformers" if pickled else ""
+        hint = (
+            f"; {pickled[0]} is a pickle, which is not read: save it anew with transformers"
+            if pickled
+            else ""
+        )
         raise HubError(f"{error}{hint}") from None
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
@@ -97,11 +121,15 @@ def open_weights(folder: Path | str) -> Iterator[Weights]:
             try:
                 opened = stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
-                raise HubError(f"{path} is missing, damaged or cut short ({error}); fetch it again") from None
+                raise HubError(
+                    f"{path} is missing, damaged or cut short ({error}); fetch it again"
+                ) from None
             held = set(opened.keys())
             lacking = sorted(set(names or ()) - held)
             if lacking:
-                raise HubError(f"{path} lacks {lacking[:3]}, which its index says it has; fetch it again")
+                raise HubError(
+                    f"{path} lacks {lacking[:3]}, which its index says it has; fetch it again"
+                )
             for name in names or sorted(held):
                 slices[name], files[name] = opened.get_slice(name), path
         yield Weights(slices, files)

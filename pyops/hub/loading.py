@@ -1,4 +1,5 @@
-"""A Hugging Face folder becomes a model of ours, each rank reading the boxes of tensors that it holds.
+"""A Hugging Face folder becomes a model of ours, each rank reading the boxes of tensors that it
+holds.
 
     q_proj.weight of the file          rank 0          rank 1
     | group 0 |  rows 0 .. 31    ->    qkv, rows 0 .. 31
@@ -35,15 +36,23 @@ NAMED = 6  # names of tensors that a message lists
 
 
 def load(
-    folder: Path | str, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-    device: torch.device | str | None = None, dtype: torch.dtype | None = None, **changes: Any,
-) -> nn.Module:  # fmt: skip
-    """The model in `folder`, shared out over the ranks of `group`, in eval mode. A collective of the group.
+    folder: Path | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> nn.Module:
+    """The model in `folder`, shared out over the ranks of `group`, in eval mode. A collective of
+    the group.
 
-    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama, BERT, RoFormer, T5 or ViT.
-    dtype: of the parameters; None: as they are in the files. changes: fields of the model's configuration to set otherwise,
-    such as dropout=0.0. Raises, on every rank alike, HubError for an architecture that is not known, for tensors that are
-    missing, not expected or of another shape, and for files that are damaged; ValueError for heads that ranks can't share.
+    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama,
+    BERT, RoFormer, T5 or ViT. dtype: of the parameters; None: as they are in the files. changes:
+    fields of the model's configuration to set otherwise, such as dropout=0.0. Raises, on every rank
+    alike, HubError for an architecture that is not known, for tensors that are missing, not
+    expected or of another shape, and for files that are damaged; ValueError for heads that ranks
+    can't share.
     """
     check_initialized("hub.load", group)
     folder, model, error = Path(folder), None, None
@@ -52,8 +61,15 @@ def load(
         folder = old
     try:
         with open_weights(folder) as weights:
-            model = load_from(weights, read_config(folder), group=group, sequence_parallel=sequence_parallel, device=device,
-                              dtype=dtype, changes=changes)  # fmt: skip
+            model = load_from(
+                weights,
+                read_config(folder),
+                group=group,
+                sequence_parallel=sequence_parallel,
+                device=device,
+                dtype=dtype,
+                changes=changes,
+            )
     except Exception as caught:
         error = caught
     if group is not None:
@@ -65,20 +81,36 @@ def load(
 
 
 def load_from(
-    weights: Weights, told: Mapping[str, Any], *, group: dist.ProcessGroup | None, sequence_parallel: bool = False,
-    device: torch.device | str | None = None, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None,
-) -> nn.Module:  # fmt: skip
+    weights: Weights,
+    told: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """As `load`, of opened tensors and what config.json says."""
     architecture = find_architecture(told)
     config = _configuration(architecture, told, weights, changes or {})
     if dtype is None:
         found = floating(weights.dtypes)
         if len(found) != 1:
-            raise HubError(f"the files hold {sorted(map(str, found))}; name the dtype to load them in with dtype=")
+            raise HubError(
+                f"the files hold {sorted(map(str, found))}; name the dtype to load them "
+                "in with dtype="
+            )
         (dtype,) = found
-    options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "seed": None, "dtype": dtype}
+    options: dict[str, Any] = {
+        "group": group,
+        "sequence_parallel": sequence_parallel,
+        "seed": None,
+        "dtype": dtype,
+    }
     try:
-        described = architecture.model(config, **options, device="meta")  # takes no memory: the files may be of another size
+        described = architecture.model(
+            config, **options, device="meta"
+        )  # takes no memory: the files may be of another size
     except (RuntimeError, OverflowError) as error:
         raise HubError(f"config.json describes tensors that no memory holds: {error}") from None
     computed = architecture.computed(config)
@@ -94,17 +126,27 @@ def load_from(
     return model.eval()
 
 
-def _configuration(architecture: Architecture, told: Mapping[str, Any], weights: Weights, changes: Mapping[str, Any]) -> Any:
+def _configuration(
+    architecture: Architecture,
+    told: Mapping[str, Any],
+    weights: Weights,
+    changes: Mapping[str, Any],
+) -> Any:
     known = {field.name for field in fields(architecture.config)}
     unknown = sorted(set(changes) - known)
     if unknown:
-        raise ValueError(f"{architecture.config.__name__} has no {unknown}; it has {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{architecture.config.__name__} has no {unknown}; it has {', '.join(sorted(known))}"
+        )
     if told.get("quantization_config") is not None:
         raise HubError(
-            f"config.json has quantization_config = {str(told['quantization_config'])[:80]}; pyops reads weights that are not "
+            "config.json has quantization_config = "
+            f"{str(told['quantization_config'])[:80]}; pyops reads weights that are not "
             "quantized: choose another checkpoint"
         )
-    told_fields = Fields(told, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes))
+    told_fields = Fields(
+        told, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes)
+    )
     try:
         found = architecture.read(told_fields, frozenset(weights.shapes))
     except HubError:
@@ -117,7 +159,8 @@ def _configuration(architecture: Architecture, told: Mapping[str, Any], weights:
 def _check_names(
     architecture: Architecture, entries: list[Entry], weights: Weights, computed: Collection[str]
 ) -> dict[str, str]:
-    """How the files call each tensor; HubError when they lack some, have others, or have them in other shapes."""
+    """How the files call each tensor; HubError when they lack some, have others, or have them in
+    other shapes."""
     names = frozenset(weights.shapes)
     sources = [source for entry in entries for source in entry.sources]
     called = {source.name: architecture.in_file(source.name, names) for source in sources}
@@ -128,21 +171,27 @@ def _check_names(
     surplus = [name for name in sorted(names - known) if not ignored.search(name)]
     if missing or surplus:
         what = " and ".join(
-            f"{verb} {len(some)} tensors ({', '.join(some[:NAMED])}{', ...' if len(some) > NAMED else ''})"
+            f"{verb} {len(some)} tensors "
+            f"({', '.join(some[:NAMED])}{', ...' if len(some) > NAMED else ''})"
             for verb, some in (("lack", missing), ("have besides", surplus))
             if some
         )
         raise HubError(
-            f"the files {what} of {architecture.classes[0]} as config.json describes it; choose the model they are of"
+            f"the files {what} of {architecture.classes[0]} as config.json describes it; "
+            "choose the model they are of"
         )
     for source in sources:
         if weights.shapes[called[source.name]] != source.shape:
             raise HubError(
-                f"{called[source.name]} is {list(weights.shapes[called[source.name]])} in the files, but "
+                f"{called[source.name]} is {list(weights.shapes[called[source.name]])} "
+                "in the files, but "
                 f"{list(source.shape)} by config.json; one of them is of another model"
             )
         if (dtype := weights.dtypes[called[source.name]]) not in FLOATING:
-            raise HubError(f"{called[source.name]} is of {dtype} in the files; pyops reads {', '.join(FLOATING)}: convert it")
+            raise HubError(
+                f"{called[source.name]} is of {dtype} in the files; pyops reads "
+                f"{', '.join(FLOATING)}: convert it"
+            )
     return called
 
 
@@ -157,13 +206,18 @@ def _fill(entry: Entry, names: Mapping[str, str], weights: Weights) -> None:
     for source in entry.sources:
         for piece in source.pieces:
             if (inner := meeting(mine, piece.at)) is not None:
-                where = tuple(slice(low - o, low - o + n) for low, o, n in zip(inner[0], mine[0], inner[1], strict=True))
+                where = tuple(
+                    slice(low - o, low - o + n)
+                    for low, o, n in zip(inner[0], mine[0], inner[1], strict=True)
+                )
                 part[where].copy_(_read(source, piece, inner, names[source.name], weights))
 
 
 def _read(source: Source, piece: Piece, inner: Box, name: str, weights: Weights) -> Tensor:
     """Box `inner` of our whole parameter, which lies within the piece."""
-    offset = [o + low - start for o, low, start in zip(piece.offset, inner[0], piece.at[0], strict=True)]
+    offset = [
+        o + low - start for o, low, start in zip(piece.offset, inner[0], piece.at[0], strict=True)
+    ]
     size = list(inner[1])
     if source.transposed:
         offset, size = offset[::-1], size[::-1]
@@ -174,8 +228,11 @@ def _read(source: Source, piece: Piece, inner: Box, name: str, weights: Weights)
     return (found.T if source.transposed else found).reshape(inner[1])
 
 
-def _check_computed(architecture: Architecture, computed: Mapping[str, Tensor], weights: Weights) -> None:
-    """HubError where the files hold something else than what we compute, which transformers would take."""
+def _check_computed(
+    architecture: Architecture, computed: Mapping[str, Tensor], weights: Weights
+) -> None:
+    """HubError where the files hold something else than what we compute, which transformers would
+    take."""
     held = frozenset(weights.shapes)
     for name, ours in computed.items():
         if (spelled := architecture.in_file(name, held)) not in held:
@@ -187,13 +244,17 @@ def _check_computed(architecture: Architecture, computed: Mapping[str, Tensor], 
             same = bool(((theirs.to(ours.dtype) - ours).abs() <= rounding).all())
         if not same:
             raise HubError(
-                f"{spelled} differs from what pyops computes in its place ({list(ours.shape)}, fixed by config.json); the "
+                f"{spelled} differs from what pyops computes in its place "
+                f"({list(ours.shape)}, fixed by config.json); the "
                 "model was changed after it was made: choose another checkpoint"
             )
 
 
-def _check_copies(architecture: Architecture, entries: list[Entry], names: Mapping[str, str], weights: Weights) -> None:
-    """HubError where a tensor that should be another one's copy is not. Only this rank's part is compared."""
+def _check_copies(
+    architecture: Architecture, entries: list[Entry], names: Mapping[str, str], weights: Weights
+) -> None:
+    """HubError where a tensor that should be another one's copy is not. Only this rank's part is
+    compared."""
     held = frozenset(weights.shapes)
     for copy, original in architecture.copies.items():
         spelled = architecture.in_file(copy, held)
@@ -201,11 +262,21 @@ def _check_copies(architecture: Architecture, entries: list[Entry], names: Mappi
             continue
         entry = next(e for e in entries if any(source.name == original for source in e.sources))
         if weights.shapes[spelled] != entry.shape:
-            raise HubError(f"{spelled} is {list(weights.shapes[spelled])}, and {names[original]}, whose copy it should be, "
-                           f"{list(entry.shape)}; one of them is of another model")  # fmt: skip
+            raise HubError(
+                f"{spelled} is {list(weights.shapes[spelled])}, and {names[original]}, "
+                "whose copy it should be, "
+                f"{list(entry.shape)}; one of them is of another model"
+            )
         place = entry.placement
-        mine: Box = ((0,) * entry.parameter.dim(), entry.shape) if place is None else (place.offset, place.size)
+        mine: Box = (
+            ((0,) * entry.parameter.dim(), entry.shape)
+            if place is None
+            else (place.offset, place.size)
+        )
         part = entry.parameter if place is None else place.part(entry.parameter)
         if not torch.equal(weights.read(spelled, mine).to(part), part):
-            raise HubError(f"{spelled} differs from {names[original]}, but config.json ties them; set tie_word_embeddings "
-                           "to false there, or leave one of them out of the files")  # fmt: skip
+            raise HubError(
+                f"{spelled} differs from {names[original]}, but config.json ties them; "
+                "set tie_word_embeddings "
+                "to false there, or leave one of them out of the files"
+            )

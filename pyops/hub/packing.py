@@ -1,4 +1,5 @@
-"""How a parameter of ours is made of the tensors of a Hugging Face file: which box of it is which box of which tensor.
+"""How a parameter of ours is made of the tensors of a Hugging Face file: which box of it is which
+box of which tensor.
 
     Same("wte.weight")                          ours [V, D]            theirs, as it is
     Transposed("mlp.c_fc.weight")               ours [F, D]            theirs [D, F]
@@ -6,8 +7,8 @@
     Grouped("q.weight", "k.weight", "v.weight") ours, by query groups  | q q k v | q q k v |     theirs  | q q q q | k k | v v |
     Grouped("c_attn.weight", joined=True)       ours likewise          theirs in one tensor      | q q q q | k k | v v |
 
-A packing is applied to a whole parameter, never to a rank's part: what the rank holds is a box of it (`Placement`), and meets
-the boxes listed here. Reading and writing both go by this list.
+A packing is applied to a whole parameter, never to a rank's part: what the rank holds is a box of
+it (`Placement`), and meets the boxes listed here. Reading and writing both go by this list.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """Of an attention: num_heads H queries and num_kv_heads G keys and values, each `width` K wide."""
+    """Of an attention: num_heads H queries and num_kv_heads G keys and values, each `width` K
+    wide."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +41,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Piece:
-    """Box `at` of our whole parameter lies at `offset` of a tensor of the file, turned to our orientation."""
+    """Box `at` of our whole parameter lies at `offset` of a tensor of the file, turned to our
+    orientation."""
 
     at: Box
     offset: Shape
@@ -47,10 +50,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the file, the shape that it must have there, and the pieces of our parameter that it holds.
+    """A tensor of the file, the shape that it must have there, and the pieces of our parameter that
+    it holds.
 
-    transposed: the file has its two last dims in the other order. The dims that it lacks, or has more, are leading ones of
-    size 1.
+    transposed: the file has its two last dims in the other order. The dims that it lacks, or has
+    more, are leading ones of size 1.
     """
 
     name: str
@@ -64,7 +68,8 @@ class Packing(ABC):
 
     @abstractmethod
     def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
-        """The file's tensors that a whole parameter of this shape is made of; heads: for `Grouped`."""
+        """The file's tensors that a whole parameter of this shape is made of; heads: for
+        `Grouped`."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,18 @@ class Stacked(Packing):
 
     def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
         each, zeros = shape[1:], (0,) * len(shape)
-        return [Source(name, each, (Piece(((i, *zeros[1:]), (1, *each)), zeros),)) for i, name in enumerate(self.names)]
+        return [
+            Source(name, each, (Piece(((i, *zeros[1:]), (1, *each)), zeros),))
+            for i, name in enumerate(self.names)
+        ]
 
 
 class Grouped(Packing):
-    """Queries, keys and values, or keys and values alone: matrices or biases, dealt out by heads to the groups of one of ours.
+    """Queries, keys and values, or keys and values alone: matrices or biases, dealt out by heads to
+    the groups of one of ours.
 
-    joined: the file has them one behind the other in one tensor. transposed: it has matrices as [in, out].
+    joined: the file has them one behind the other in one tensor. transposed: it has matrices as
+    [in, out].
     """
 
     def __init__(self, *names: str, joined: bool = False, transposed: bool = False) -> None:
@@ -117,9 +127,16 @@ class Grouped(Packing):
         dealt = []
         for i, n in enumerate(rows):
             first, before = sum(lengths[:i]) if self.joined else 0, sum(rows[:i])
-            dealt.append([self._piece(shape, n, g * sum(rows) + before, first + g * n) for g in range(heads.num_kv_heads)])
+            dealt.append(
+                [
+                    self._piece(shape, n, g * sum(rows) + before, first + g * n)
+                    for g in range(heads.num_kv_heads)
+                ]
+            )
         if self.joined:
-            return [self._source(self.names[0], shape, [piece for pieces in dealt for piece in pieces])]
+            return [
+                self._source(self.names[0], shape, [piece for pieces in dealt for piece in pieces])
+            ]
         return [
             self._source(name, (length, *shape[1:]), pieces)
             for name, length, pieces in zip(self.names, lengths, dealt, strict=True)

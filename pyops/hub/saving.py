@@ -1,4 +1,5 @@
-"""A model of ours becomes a Hugging Face folder: tensors are gathered to rank 0 one after the other and written at once.
+"""A model of ours becomes a Hugging Face folder: tensors are gathered to rank 0 one after the other
+and written at once.
 
     rank 0   qkv part --gather--> qkv whole --unpack--> q_proj | k_proj | v_proj --> model-00001-of-00002.safetensors
     rank 1   qkv part --'
@@ -41,16 +42,23 @@ PART = "model-{:05}-of-{:05}.safetensors"
 
 @torch.no_grad()
 def save(
-    model: nn.Module, folder: Path | str, *, group: dist.ProcessGroup | None = None, like: Path | str | None = None,
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    like: Path | str | None = None,
     max_file_bytes: int = 5 << 30,
-) -> list[str]:  # fmt: skip
-    """Write config.json and safetensors files that transformers reads; the names of the files. A collective of `group`.
+) -> list[str]:
+    """Write config.json and safetensors files that transformers reads; the names of the files. A
+    collective of `group`.
 
-    folder: written beside its place and renamed, so that it is whole or not there. What an earlier save wrote there is then
-    replaced; a folder with anything else in it, a tokenizer say, is refused (as `pyops.checkpoint.save` does it). like: a
-    folder of the same architecture, whose other fields of config.json (labels, special tokens) are taken over. Files hold at
-    most max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it was. Raises, on
-    every rank alike, HubError for a model that no architecture computes, a folder of something else, a disk that is full.
+    folder: written beside its place and renamed, so that it is whole or not there. What an earlier
+    save wrote there is then replaced; a folder with anything else in it, a tokenizer say, is
+    refused (as `pyops.checkpoint.save` does it). like: a folder of the same architecture, whose
+    other fields of config.json (labels, special tokens) are taken over. Files hold at most
+    max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it
+    was. Raises, on every rank alike, HubError for a model that no architecture computes, a folder
+    of something else, a disk that is full.
     """
     check_initialized("hub.save", group)
     architecture = architecture_of(model)
@@ -62,7 +70,9 @@ def save(
         wrong = HubError(str(caught))
     _raise_alike(wrong, group)
     _check_parts(entries, group)
-    told = _config(architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like)
+    told = _config(
+        architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like
+    )
     folder, error = Path(folder), None
     files = _files(entries, max_file_bytes)
     gathered = _Gathered(entries, group)
@@ -71,7 +81,10 @@ def save(
         if gathered.writes:
             _write(folder, aside, files, told, gathered)
     except OSError as caught:
-        error = HubError(f"{folder} can't be written: {caught.strerror or caught}; make room or choose another place")
+        error = HubError(
+            f"{folder} can't be written: {caught.strerror or caught}; make room or "
+            "choose another place"
+        )
     except HubError as caught:
         error = caught
     finally:
@@ -91,13 +104,19 @@ def _raise_alike(error: HubError | None, group: dist.ProcessGroup | None) -> Non
 
 
 def _check_parts(entries: list[Entry], group: dist.ProcessGroup | None) -> None:
-    """HubError, on every rank, for a parameter of any rank that can't be a part of the whole: before anything is sent."""
-    _raise_alike(next((error for entry in entries if (error := _problem(entry)) is not None), None), group)
+    """HubError, on every rank, for a parameter of any rank that can't be a part of the whole:
+    before anything is sent."""
+    _raise_alike(
+        next((error for entry in entries if (error := _problem(entry)) is not None), None), group
+    )
     dtypes = {entry.name: str(entry.parameter.dtype) for entry in entries}
     for rank, other in enumerate(gather(dtypes, group=group) if group is not None else []):
-        if different := next((name for name, dtype in dtypes.items() if other.get(name) != dtype), None):
+        if different := next(
+            (name for name, dtype in dtypes.items() if other.get(name) != dtype), None
+        ):
             raise HubError(
-                f"{different} is {dtypes[different]} on one rank and {other.get(different)} on rank {rank}; give it one dtype "
+                f"{different} is {dtypes[different]} on one rank and "
+                f"{other.get(different)} on rank {rank}; give it one dtype "
                 "on all ranks"
             )
 
@@ -105,26 +124,45 @@ def _check_parts(entries: list[Entry], group: dist.ProcessGroup | None) -> None:
 def _problem(entry: Entry) -> HubError | None:
     parameter = entry.parameter
     if parameter.layout != torch.strided:
-        return HubError(f"{entry.name} has layout {parameter.layout}; make it dense (to_dense()) before the save")
+        return HubError(
+            f"{entry.name} has layout {parameter.layout}; make it dense (to_dense()) "
+            "before the save"
+        )
     try:
         require_memory(parameter, entry.name)
     except ValueError as error:
         return HubError(f"{error}: hub.save writes whole parameters")
     wanted = tuple(parameter.shape) if entry.placement is None else entry.placement.local_shape
     if tuple(parameter.shape) != wanted:
-        return HubError(f"{entry.name} has shape {list(parameter.shape)} on this rank; its part of the whole is {list(wanted)}")
+        return HubError(
+            f"{entry.name} has shape {list(parameter.shape)} on this rank; its part of "
+            f"the whole is {list(wanted)}"
+        )
     return None
 
 
-def _config(kind: str, name: str, written: Mapping[str, Any], entries: list[Entry], like: Path | str | None) -> dict[str, Any]:
+def _config(
+    kind: str, name: str, written: Mapping[str, Any], entries: list[Entry], like: Path | str | None
+) -> dict[str, Any]:
     dtype = str(entries[0].parameter.dtype).removeprefix("torch.")
-    told = {"architectures": [name], "model_type": kind, "dtype": dtype, "torch_dtype": dtype, **written}
+    told = {
+        "architectures": [name],
+        "model_type": kind,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **written,
+    }
     if like is None:
         return told
     there = read_config(like)
     if there.get("model_type") != kind:
-        raise HubError(f"{like} is of model_type {there.get('model_type')!r}, this model is a {kind}; choose another folder")
-    if len(there.get("id2label", ())) == len(told.get("id2label", ())):  # names of labels are not ours to know
+        raise HubError(
+            f"{like} is of model_type {there.get('model_type')!r}, this model is a "
+            f"{kind}; choose another folder"
+        )
+    if len(there.get("id2label", ())) == len(
+        told.get("id2label", ())
+    ):  # names of labels are not ours to know
         told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
     return {**there, **told}
 
@@ -163,12 +201,20 @@ def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, 
                 room = max_bytes
             parts[-1].append((entry, source))
             room -= size
-    names = [WEIGHTS] if len(parts) == 1 else [PART.format(i + 1, len(parts)) for i in range(len(parts))]
+    names = (
+        [WEIGHTS]
+        if len(parts) == 1
+        else [PART.format(i + 1, len(parts)) for i in range(len(parts))]
+    )
     return dict(zip(names, parts, strict=True))
 
 
 def _write(
-    folder: Path, aside: Path, files: Mapping[str, list[tuple[Entry, Source]]], told: Mapping[str, Any], gathered: _Gathered
+    folder: Path,
+    aside: Path,
+    files: Mapping[str, list[tuple[Entry, Source]]],
+    told: Mapping[str, Any],
+    gathered: _Gathered,
 ) -> None:
     _check_place(folder)
     shutil.rmtree(aside, ignore_errors=True)
@@ -177,31 +223,41 @@ def _write(
         tensors = {source.name: _Tensor(source, entry, gathered) for entry, source in held}
         write_tensors(aside / file, tensors, in_order=True)
     if len(files) > 1:
-        total = sum(prod(s.shape) * e.parameter.element_size() for held in files.values() for e, s in held)
+        total = sum(
+            prod(s.shape) * e.parameter.element_size() for held in files.values() for e, s in held
+        )
         index = {source.name: file for file, held in files.items() for _, source in held}
-        (aside / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n")
+        (aside / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
+        )
     (aside / CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
     replace_folder(folder, aside)
 
 
 def _check_place(folder: Path) -> None:
-    """HubError unless there is nothing, an empty folder, or files that `save` writes and nothing else, which are replaced."""
+    """HubError unless there is nothing, an empty folder, or files that `save` writes and nothing
+    else, which are replaced."""
     if not os.path.lexists(folder):
         return
     there = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name]
     foreign = [
-        name for name in there if name not in (CONFIG, INDEX) and not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name)
+        name
+        for name in there
+        if name not in (CONFIG, INDEX)
+        and not re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name)
     ]
     if there and (foreign or CONFIG not in there):
         what = f"holds {', '.join(foreign[:3])}" if foreign else f"has no {CONFIG}"
         raise HubError(
-            f"{folder} is there already and {what}; a save replaces a folder that it wrote and nothing else: remove it, or "
+            f"{folder} is there already and {what}; a save replaces a folder that it "
+            "wrote and nothing else: remove it, or "
             "name another place"
         )
 
 
 class _Gathered:
-    """Whole parameters on rank 0, asked for in the model's order; the other ranks give their parts. writes: this is rank 0."""
+    """Whole parameters on rank 0, asked for in the model's order; the other ranks give their parts.
+    writes: this is rank 0."""
 
     def __init__(self, entries: list[Entry], group: dist.ProcessGroup | None) -> None:
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -234,7 +290,8 @@ class _Gathered:
 
 
 def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
-    """The whole parameter on rank 0 of the group, None on others. A parameter that all ranks hold whole is not sent."""
+    """The whole parameter on rank 0 of the group, None on others. A parameter that all ranks hold
+    whole is not sent."""
     place, local = entry.placement, resolved_view(entry.parameter.detach())
     if group is None or place is None or place.dim is None:
         return local
@@ -259,5 +316,7 @@ def _unpack(whole: Tensor, source: Source) -> Tensor:
         surplus = len(size) - len(turned)
         start = piece.offset[surplus:] if surplus >= 0 else (0,) * -surplus + piece.offset
         there = tuple(size[surplus:]) if surplus >= 0 else (1,) * -surplus + tuple(size)
-        found[tuple(slice(o, o + n) for o, n in zip(start, there, strict=True))] = ours.reshape(there)
+        found[tuple(slice(o, o + n) for o, n in zip(start, there, strict=True))] = ours.reshape(
+            there
+        )
     return found.T if source.transposed else found

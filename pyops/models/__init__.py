@@ -1,4 +1,5 @@
-"""Transformers that know nothing of how they are trained, of layers that a group of ranks can share.
+"""Transformers that know nothing of how they are trained, of layers that a group of ranks can
+share.
 
 GPT(GPTConfig(dim=256, num_layers=4), seed=0)      tokens [B, T] -> logits [B, T, V]; GPT-2 or Llama by its options
 BERT(BERTConfig(...))                              tokens -> logits of masked tokens, and of the next sentence; or RoFormer
@@ -6,10 +7,10 @@ BERTClassifier(BERTConfig(...), num_labels=8)      tokens -> logits of labels
 T5(T5Config(...))                                  tokens, decoder's tokens -> logits
 ViT(ViTConfig(...))                                images -> logits of labels
 
-Every model takes group= (tensor parallelism) and sequence_parallel=, which change no result; model.loss(...) is the training
-loss, model.set_dropout(...) keys dropout for the next forward, and layers() of all but T5 is [embedding, block, ..., block,
-head], for a pipeline to cut. sample(model, prompt, num_tokens=100) continues a text. pyops.hub loads them from folders of
-Hugging Face.
+Every model takes group= (tensor parallelism) and sequence_parallel=, which change no result;
+model.loss(...) is the training loss, model.set_dropout(...) keys dropout for the next forward, and
+layers() of all but T5 is [embedding, block, ..., block, head], for a pipeline to cut. sample(model,
+prompt, num_tokens=100) continues a text. pyops.hub loads them from folders of Hugging Face.
 """
 
 from pyops.models.bert import BERT, BERTConfig
@@ -19,4 +20,15 @@ from pyops.models.sampling import sample
 from pyops.models.t5 import T5, T5Config
 from pyops.models.vit import ViT, ViTConfig
 
-__all__ = ["BERT", "GPT", "T5", "BERTClassifier", "BERTConfig", "GPTConfig", "T5Config", "ViT", "ViTConfig", "sample"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "T5",
+    "BERTClassifier",
+    "BERTConfig",
+    "GPTConfig",
+    "T5Config",
+    "ViT",
+    "ViTConfig",
+    "sample",
+]

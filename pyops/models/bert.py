@@ -1,12 +1,13 @@
-"""BERT: an encoder with the norms behind the residuals, a head for masked tokens, and one for pairs of sentences.
+"""BERT: an encoder with the norms behind the residuals, a head for masked tokens, and one for pairs
+of sentences.
 
     tokens, types -> embedding -> block 0 -> ... -> block L-1 -> head -> logits_BTV                 (Devlin et al., 2019)
                                                              `-> first token -> pooler -> next sentence, logits_B2
 
     block:  norm1(x_BTD + attention(x_BTD)) = y_BTD;    norm2(y_BTD + mlp(y_BTD))
 
-With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention turns neighbours (2i, 2i + 1) of
-queries and keys by them.
+With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention
+turns neighbours (2i, 2i + 1) of queries and keys by them.
 
 Letters of tensor names: B batch, T sequence, D model width, V vocabulary.
 """
@@ -24,18 +25,26 @@ from pyops.models.checks import ACTIVATIONS, POSITIONS, check_config
 from pyops.models.layout import Layout, Shape, Table
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import IGNORED, Vocabulary
-from pyops.tensor_parallel import ParallelAttention, ParallelMLP, VocabParallelEmbedding, initialise_model_, set_dropout
+from pyops.tensor_parallel import (
+    ParallelAttention,
+    ParallelMLP,
+    VocabParallelEmbedding,
+    initialise_model_,
+    set_dropout,
+)
 
 __all__ = ["BERT", "BERTConfig"]
 
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """The shape of a BERT. Checked when made: ValueError names the field, its value and what would do.
+    """The shape of a BERT. Checked when made: ValueError names the field, its value and what would
+    do.
 
-    hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the second sentence. pooled_head:
-    there is a head for pairs of sentences. rotary_theta: as of `Rotary`. dropout: of the embedding and of what blocks
-    add; attention_dropout: of the attention probabilities.
+    hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the
+    second sentence. pooled_head: there is a head for pairs of sentences. rotary_theta: as of
+    `Rotary`. dropout: of the embedding and of what blocks add; attention_dropout: of the attention
+    probabilities.
     """
 
     vocab_size: int = 30522
@@ -56,9 +65,17 @@ class BERTConfig:
 
     def __post_init__(self) -> None:
         check_config(
-            self, at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim", "num_types"),
+            self,
+            at_least_one=(
+                "vocab_size",
+                "sequence_length",
+                "num_layers",
+                "num_heads",
+                "dim",
+                "num_types",
+            ),
             choices={"activation": ("gelu", "gelu_tanh", "relu"), "positions": POSITIONS},
-        )  # fmt: skip
+        )
 
     @property
     def mlp_width(self) -> int:
@@ -78,7 +95,9 @@ class Embedding(nn.Module):
         self.layout = layout
         self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
         learned = config.positions == "learned"
-        self.position = Table(config.sequence_length, config.dim, layout=layout) if learned else None
+        self.position = (
+            Table(config.sequence_length, config.dim, layout=layout) if learned else None
+        )
         self.kind = Table(config.num_types, config.dim, layout=layout)
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.dropout = layout.dropout(config.dropout, config.dim)
@@ -87,7 +106,9 @@ class Embedding(nn.Module):
         types_BT = torch.zeros_like(tokens_BT) if types_BT is None else types_BT
         x = self.token(tokens_BT) + self.kind(self.layout.take_index(types_BT))
         if self.position is not None:
-            place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+            place_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(
+                tokens_BT
+            )
             x = x + self.position(self.layout.take_index(place_BT))
         return self.dropout(self.norm(x))
 
@@ -98,21 +119,35 @@ class Block(nn.Module):
     def __init__(self, config: BERTConfig, *, layout: Layout, rotary: Rotary | None = None) -> None:
         super().__init__()
         self.attention = ParallelAttention(
-            config.dim, config.num_heads, dropout=config.attention_dropout, interleaved=True, skip_bias=True,
+            config.dim,
+            config.num_heads,
+            dropout=config.attention_dropout,
+            interleaved=True,
+            skip_bias=True,
             **layout.parallel,
-        )  # fmt: skip
+        )
         self.norm1 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.mlp = ParallelMLP(
-            config.dim, config.mlp_width, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
+            config.dim,
+            config.mlp_width,
+            skip_bias=True,
+            **ACTIVATIONS[config.activation],
+            **layout.parallel,
         )
         self.norm2 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
-        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+        self.dropout1, self.dropout2 = (
+            layout.dropout(config.dropout, config.dim) for _ in range(2)
+        )
         self.rotary = rotary
 
-    def forward(self, x: Tensor, shape: Shape | None = None, mask_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, shape: Shape | None = None, mask_BT: Tensor | None = None
+    ) -> Tensor:
         length = x.shape[1] if shape is None else shape[1]
         turns = None if self.rotary is None else self.rotary(length)
-        y = self.norm1(self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x))
+        y = self.norm1(
+            self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x)
+        )
         return self.norm2(self.dropout2(*self.mlp(y), residual=y))
 
 
@@ -121,8 +156,12 @@ def make_blocks(config: BERTConfig, *, layout: Layout) -> nn.ModuleList:
     rotary = None
     if config.positions == "rotary":
         width = config.dim // config.num_heads
-        rotary = Rotary(config.sequence_length, width, theta=config.rotary_theta, device=layout.device)
-    return nn.ModuleList(Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers))
+        rotary = Rotary(
+            config.sequence_length, width, theta=config.rotary_theta, device=layout.device
+        )
+    return nn.ModuleList(
+        Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
+    )
 
 
 class Head(nn.Module):
@@ -136,9 +175,14 @@ class Head(nn.Module):
         self.output = Vocabulary(config.vocab_size, config.dim, bias=True, layout=layout)
 
     def forward(
-        self, x: Tensor, shape: Shape | None = None, *, targets_BT: Tensor | None = None, gather: bool = True,
+        self,
+        x: Tensor,
+        shape: Shape | None = None,
+        *,
+        targets_BT: Tensor | None = None,
+        gather: bool = True,
         reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x = self.dense(x)
         if self.activation == "relu":
             x = functional.relu(x)
@@ -151,17 +195,25 @@ class Head(nn.Module):
 
 
 class BERT(nn.Module):
-    """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V], and with pooled_head also next-sentence logits [B, 2].
+    """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V], and with pooled_head also
+    next-sentence logits [B, 2].
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
-    weights are normal with deviation 0.02, drawn by (seed, parameter name); biases 0, norms 1. None: they are left as they are.
-    ValueError for heads that the ranks can't share.
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
+    changes the result. seed: weights are normal with deviation 0.02, drawn by (seed, parameter
+    name); biases 0, norms 1. None: they are left as they are. ValueError for heads that the ranks
+    can't share.
     """
 
     def __init__(
-        self, config: BERTConfig, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: BERTConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
@@ -170,16 +222,23 @@ class BERT(nn.Module):
         self.head = Head(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
-        self.pooler = layout.linear(config.dim, config.dim, per_token=False) if config.pooled_head else None
-        self.next_sentence = layout.linear(config.dim, 2, per_token=False) if config.pooled_head else None
+        self.pooler = (
+            layout.linear(config.dim, config.dim, per_token=False) if config.pooled_head else None
+        )
+        self.next_sentence = (
+            layout.linear(config.dim, 2, per_token=False) if config.pooled_head else None
+        )
         if seed is not None:
             self.initialize(seed)
 
     def layers(self) -> list[nn.Module]:
-        """The modules whose composition gives the logits of tokens, in order: embedding, blocks, head."""
+        """The modules whose composition gives the logits of tokens, in order: embedding, blocks,
+        head."""
         return [self.embedding, *self.blocks, self.head]
 
-    def encode(self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None) -> Tensor:
+    def encode(
+        self, tokens_BT: Tensor, *, types_BT: Tensor | None = None, mask_BT: Tensor | None = None
+    ) -> Tensor:
         """x_BTD of the last block, as a rank holds it."""
         if tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(
@@ -199,13 +258,20 @@ class BERT(nn.Module):
         return self.next_sentence(torch.tanh(self.pooler(first_BD)))
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, types: Tensor | None = None,
-        mask: Tensor | None = None, next_B: Tensor | None = None, gather: bool = True, reduction: str = "mean",
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        types: Tensor | None = None,
+        mask: Tensor | None = None,
+        next_B: Tensor | None = None,
+        gather: bool = True,
+        reduction: str = "mean",
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with pooled_head (logits, next-sentence logits). With targets, `loss`.
 
-        types: [B, T] of each token, 0 where None. mask: [B, T] bool, False where padding is. gather: False: this rank's part of
-        the vocabulary, [B, T, ceil(V / ranks)].
+        types: [B, T] of each token, 0 where None. mask: [B, T] bool, False where padding is.
+        gather: False: this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         """
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         x = self.encode(tokens_BT, types_BT=types, mask_BT=mask)
@@ -218,22 +284,35 @@ class BERT(nn.Module):
             return found
         scores_B2 = self.pooled(x, shape)
         scores_B2 = scores_B2 if scores_B2.dtype == torch.float64 else scores_B2.float()
-        return found + functional.cross_entropy(scores_B2, next_B, ignore_index=IGNORED, reduction=reduction)
+        return found + functional.cross_entropy(
+            scores_B2, next_B, ignore_index=IGNORED, reduction=reduction
+        )
 
     def loss(
-        self, tokens_BT: Tensor, targets_BT: Tensor, *, types: Tensor | None = None, mask: Tensor | None = None,
-        next_B: Tensor | None = None, reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
-        """-ln p(target) of the masked tokens, plus that of next_B [B] (0: the second sentence follows), the same on every rank.
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        *,
+        types: Tensor | None = None,
+        mask: Tensor | None = None,
+        next_B: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """-ln p(target) of the masked tokens, plus that of next_B [B] (0: the second sentence
+        follows), the same on every rank.
 
-        targets: -100 where a token is not masked, which does not count. reduction: each part's "mean", or "sum".
+        targets: -100 where a token is not masked, which does not count. reduction: each part's
+        "mean", or "sum".
         """
-        found = self(tokens_BT, targets_BT, types=types, mask=mask, next_B=next_B, reduction=reduction)
+        found = self(
+            tokens_BT, targets_BT, types=types, mask=mask, next_B=next_B, reduction=reduction
+        )
         assert isinstance(found, Tensor)
         return found
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its
+        children's, and its table."""
         if isinstance(only, Rotary):
             only.fill()
         initialise_model_(self, seed=seed, std=0.02, only=only)

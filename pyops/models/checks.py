@@ -1,4 +1,5 @@
-"""What the models' configurations have in common: which activations and positions there are, and what is refused."""
+"""What the models' configurations have in common: which activations and positions there are, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ ACTIVATIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def check_config(config: Any, *, at_least_one: Sequence[str], choices: Mapping[str, Sequence[str]]) -> None:
+def check_config(
+    config: Any, *, at_least_one: Sequence[str], choices: Mapping[str, Sequence[str]]
+) -> None:
     """ValueError naming the field, its value and what would do; of fields that every model has."""
     for field in at_least_one:
         if getattr(config, field) < 1:
@@ -33,15 +36,25 @@ def check_config(config: Any, *, at_least_one: Sequence[str], choices: Mapping[s
     check_size(config)
     for field, known in choices.items():
         if getattr(config, field) not in known:
-            raise ValueError(f"{field} is {getattr(config, field)!r}; choose one of {', '.join(known)}")
+            raise ValueError(
+                f"{field} is {getattr(config, field)!r}; choose one of {', '.join(known)}"
+            )
     if not getattr(config, "head_dim", 0) and config.dim % config.num_heads:
-        raise ValueError(f"dim is {config.dim}, which num_heads = {config.num_heads} does not divide; change one of them")
+        raise ValueError(
+            f"dim is {config.dim}, which num_heads = {config.num_heads} does not divide; "
+            "change one of them"
+        )
     for field in ("hidden", "head_dim", "num_kv_heads"):
         if getattr(config, field, 0) < 0:
-            raise ValueError(f"{field} is {getattr(config, field)}; give a number, or 0 for the usual one")
+            raise ValueError(
+                f"{field} is {getattr(config, field)}; give a number, or 0 for the usual one"
+            )
     for field in ("dropout", "attention_dropout"):
         if not 0.0 <= getattr(config, field) < 1.0:
-            raise ValueError(f"{field} is {getattr(config, field)}; it is a probability, 0 or more and less than 1")
+            raise ValueError(
+                f"{field} is {getattr(config, field)}; it is a probability, 0 or more "
+                "and less than 1"
+            )
     if getattr(config, "positions", None) == "rotary":
         _check_rotary(config)
     if not config.norm_eps > 0.0:
@@ -52,25 +65,33 @@ def _check_rotary(config: Any) -> None:
     if (width := getattr(config, "head_dim", 0) or config.dim // config.num_heads) % 2:
         of = "head_dim, or " if hasattr(config, "head_dim") else ""
         raise ValueError(
-            f"positions is 'rotary', which turns pairs, but a head is {width} wide ({of}dim {config.dim} / num_heads "
+            f"positions is 'rotary', which turns pairs, but a head is {width} wide "
+            f"({of}dim {config.dim} / num_heads "
             f"{config.num_heads}); make that even"
         )
     if not config.rotary_theta > 0.0:
-        raise ValueError(f"rotary_theta is {config.rotary_theta}; it must be more than 0, such as 10000")
+        raise ValueError(
+            f"rotary_theta is {config.rotary_theta}; it must be more than 0, such as 10000"
+        )
 
 
 def numbers_of(config: Any) -> int:
-    """About how many numbers a model has, and what else grows with its fields; never less than its weights in fp32."""
+    """About how many numbers a model has, and what else grows with its fields; never less than its
+    weights in fp32."""
     known = {field: getattr(config, field, 0) for field in SIZES}
     dim, heads = known["dim"], known["num_heads"]
     width = known["head_dim"] or -(-dim // heads)
     groups = known["num_kv_heads"] or heads
-    layers = known["num_layers"] + 2 * (known["num_decoder_layers"] or (known["num_layers"] if known["num_buckets"] else 0))
+    layers = known["num_layers"] + 2 * (
+        known["num_decoder_layers"] or (known["num_layers"] if known["num_buckets"] else 0)
+    )
     gated = ACTIVATIONS.get(getattr(config, "activation", ""), {}).get("gated", False)
     usual = 8 * dim // 3 if gated and not known["num_buckets"] else 4 * dim
     mlp = (3 if gated else 2) * dim * (known["hidden"] or usual)
     layer = NUMBERS_OF_A_LAYER + 2 * dim * width * (heads + groups) + mlp
-    positions = known["sequence_length"] * (width if getattr(config, "positions", "") == "rotary" else dim)
+    positions = known["sequence_length"] * (
+        width if getattr(config, "positions", "") == "rotary" else dim
+    )
     if known["patch_size"]:
         positions += (known["image_size"] // known["patch_size"]) ** 2 * dim
         positions += known["num_channels"] * known["patch_size"] ** 2 * dim
@@ -89,11 +110,14 @@ def check_size(config: Any) -> None:
     """ValueError naming the field that makes a model larger than any memory."""
     for field in SIZES:
         if abs(getattr(config, field, 0)) >= 1 << 63:
-            raise ValueError(f"{field} is {str(getattr(config, field))[:40]}; sizes are less than 2^63")
+            raise ValueError(
+                f"{field} is {str(getattr(config, field))[:40]}; sizes are less than 2^63"
+            )
     if config.num_heads < 1 or (numbers := numbers_of(config)) <= MOST_NUMBERS:
         return
     field = largest_field(config)
     raise ValueError(
-        f"{field} is {getattr(config, field)}; the model would take some {4 * numbers / 2**40:.3g} TiB in fp32, which no "
+        f"{field} is {getattr(config, field)}; the model would take some "
+        f"{4 * numbers / 2**40:.3g} TiB in fp32, which no "
         "memory holds: make it smaller"
     )

@@ -1,4 +1,5 @@
-"""BERTClassifier: a BERT whose head chooses one of several labels for the whole sequence, from its first token.
+"""BERTClassifier: a BERT whose head chooses one of several labels for the whole sequence, from its
+first token.
 
     tokens -> embedding -> block 0 -> ... -> block L-1 -> first token -> tanh(dense) -> output -> logits_BN
 
@@ -36,16 +37,25 @@ class Head(nn.Module):
 
 
 class BERTClassifier(nn.Module):
-    """tokens [B, T] int64, T <= sequence_length -> logits [B, num_labels] in the dtype of the parameters.
+    """tokens [B, T] int64, T <= sequence_length -> logits [B, num_labels] in the dtype of the
+    parameters.
 
-    `embedding` and `blocks` are named as BERT's, whose weights it takes. tied_head and pooled_head of the config mean nothing
-    here. group, sequence_parallel, seed: as of BERT. ValueError for fewer than two labels, or heads that ranks can't share.
+    `embedding` and `blocks` are named as BERT's, whose weights it takes. tied_head and pooled_head
+    of the config mean nothing here. group, sequence_parallel, seed: as of BERT. ValueError for
+    fewer than two labels, or heads that ranks can't share.
     """
 
     def __init__(
-        self, config: BERTConfig, *, num_labels: int, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: BERTConfig,
+        *,
+        num_labels: int,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if num_labels < 2:
             raise ValueError(f"num_labels is {num_labels}; there must be 2 or more to choose from")
@@ -62,14 +72,20 @@ class BERTClassifier(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def forward(
-        self, tokens_BT: Tensor, labels_B: Tensor | None = None, *, types: Tensor | None = None, mask: Tensor | None = None,
+        self,
+        tokens_BT: Tensor,
+        labels_B: Tensor | None = None,
+        *,
+        types: Tensor | None = None,
+        mask: Tensor | None = None,
         reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Logits; with labels, `loss`. types, mask: [B, T], as of BERT."""
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         if shape[1] > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {shape[1]} tokens is longer than sequence_length = {self.config.sequence_length}; cut it, or "
+                f"a sequence of {shape[1]} tokens is longer than sequence_length = "
+                f"{self.config.sequence_length}; cut it, or "
                 "make the model with a longer one"
             )
         x = self.embedding(tokens_BT, types)
@@ -79,14 +95,20 @@ class BERTClassifier(nn.Module):
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
-        return functional.cross_entropy(logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction)
+        return functional.cross_entropy(
+            logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction
+        )
 
-    def loss(self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor) -> Tensor:
-        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
+    def loss(
+        self, tokens_BT: Tensor, labels_B: Tensor, *, reduction: str = "mean", **inputs: Tensor
+    ) -> Tensor:
+        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
+        those that do, or "sum"."""
         return self(tokens_BT, labels_B, reduction=reduction, **inputs)
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its
+        children's, and its table."""
         if isinstance(only, Rotary):
             only.fill()
         initialise_model_(self, seed=seed, std=0.02, only=only)

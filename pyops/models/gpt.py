@@ -1,13 +1,16 @@
-"""A GPT: embedding, blocks of attention and MLP with the norms in front, and a head (Radford et al., 2019).
+"""A GPT: embedding, blocks of attention and MLP with the norms in front, and a head (Radford et
+al., 2019).
 
     tokens_BT -> embedding -> block 0 -> ... -> block L-1 -> head -> logits_BTV
 
     block:  x_BTD + attention(norm1(x_BTD)) = y_BTD;    y_BTD + mlp(norm2(y_BTD))
 
-The options make it GPT-2 (the defaults, with activation "gelu_tanh") or Llama (rmsnorm, swiglu, rotary, bias False). Its
-layers are shared out over the ranks of a group; with sequence parallelism x is a rank's rows of the tokens between them.
+The options make it GPT-2 (the defaults, with activation "gelu_tanh") or Llama (rmsnorm, swiglu,
+rotary, bias False). Its layers are shared out over the ranks of a group; with sequence parallelism
+x is a rank's rows of the tokens between them.
 
-Letters of tensor names: B batch, T sequence, D model width, H heads, K width of a head, F width inside the MLP, V vocabulary.
+Letters of tensor names: B batch, T sequence, D model width, H heads, K width of a head, F width
+inside the MLP, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,14 +47,17 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. Checked when made: ValueError names the field, its value and what would do.
+    """The shape of a GPT. Checked when made: ValueError names the field, its value and what would
+    do.
 
-    hidden: width inside the MLP; 0 means 4 dim, and for swiglu 8/3 dim rounded up to a multiple of 64, which
-    has about as many weights (Shazeer, 2020, section 3). num_kv_heads: heads of keys and values, each shared by as many of
-    queries (Ainslie et al., 2023); 0: num_heads. head_dim: 0: dim / num_heads. rotary_stretch: as in Llama 3.1, for a model
-    that was trained on rotary_length tokens: pairs that turn less than rotary_low times over them turn that much slower, those
-    that turn more than rotary_high times do not change. dropout: of the embedding and of what blocks add;
-    attention_dropout: of the attention probabilities.
+    hidden: width inside the MLP; 0 means 4 dim, and for swiglu 8/3 dim rounded up to a multiple of
+    64, which
+    has about as many weights (Shazeer, 2020, section 3). num_kv_heads: heads of keys and values,
+    each shared by as many of queries (Ainslie et al., 2023); 0: num_heads. head_dim: 0: dim /
+    num_heads. rotary_stretch: as in Llama 3.1, for a model that was trained on rotary_length
+    tokens: pairs that turn less than rotary_low times over them turn that much slower, those that
+    turn more than rotary_high times do not change. dropout: of the embedding and of what blocks
+    add; attention_dropout: of the attention probabilities.
     """
 
     vocab_size: int = 256
@@ -77,15 +83,26 @@ class GPTConfig:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_config(self, at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim"), choices=CHOICES)
-        if not self.rotary_stretch >= 1.0 or not 0.0 < self.rotary_low < self.rotary_high or self.rotary_length < 1:
+        check_config(
+            self,
+            at_least_one=("vocab_size", "sequence_length", "num_layers", "num_heads", "dim"),
+            choices=CHOICES,
+        )
+        if (
+            not self.rotary_stretch >= 1.0
+            or not 0.0 < self.rotary_low < self.rotary_high
+            or self.rotary_length < 1
+        ):
             raise ValueError(
-                f"rotary_stretch is {self.rotary_stretch}, rotary_low {self.rotary_low}, rotary_high {self.rotary_high}, "
-                f"rotary_length {self.rotary_length}; they must be 1 or more, above 0, above rotary_low, and 1 or more"
+                f"rotary_stretch is {self.rotary_stretch}, rotary_low {self.rotary_low}, "
+                f"rotary_high {self.rotary_high}, "
+                f"rotary_length {self.rotary_length}; they must be 1 or more, above 0, "
+                "above rotary_low, and 1 or more"
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = {self.num_heads}; change one of them"
+                f"num_kv_heads is {self.num_kv_heads}, which does not divide num_heads = "
+                f"{self.num_heads}; change one of them"
             )
 
     @property
@@ -103,11 +120,15 @@ class GPTConfig:
         """F: `hidden`, or the usual width for the activation."""
         if self.hidden:
             return self.hidden
-        return 64 * math.ceil(8 * self.dim / 3 / 64) if self.activation == "swiglu" else 4 * self.dim
+        return (
+            64 * math.ceil(8 * self.dim / 3 / 64) if self.activation == "swiglu" else 4 * self.dim
+        )
 
     def resolved(self) -> GPTConfig:
         """The same with every 0 that means a usual value replaced by it."""
-        return replace(self, hidden=self.mlp_width, num_kv_heads=self.kv_heads, head_dim=self.head_width)
+        return replace(
+            self, hidden=self.mlp_width, num_kv_heads=self.kv_heads, head_dim=self.head_width
+        )
 
 
 class Embedding(nn.Module):
@@ -118,13 +139,17 @@ class Embedding(nn.Module):
         self.layout = layout
         self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
         learned = config.positions == "learned"
-        self.position = Table(config.sequence_length, config.dim, layout=layout) if learned else None
+        self.position = (
+            Table(config.sequence_length, config.dim, layout=layout) if learned else None
+        )
         self.dropout = layout.dropout(config.dropout, config.dim)
 
     def forward(self, tokens_BT: Tensor, *, first: int = 0) -> Tensor:
         x = self.token(tokens_BT)
         if self.position is not None:
-            place_BT = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
+            place_BT = torch.arange(
+                first, first + tokens_BT.shape[1], device=tokens_BT.device
+            ).expand_as(tokens_BT)
             x = x + self.position(self.layout.take_index(place_BT))
         return self.dropout(x)
 
@@ -134,21 +159,40 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, *, layout: Layout, rotary: Rotary | None) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias) for _ in range(2))
-        self.attention = ParallelAttention(
-            config.dim, config.num_heads, num_kv_heads=config.kv_heads, head_dim=config.head_width, causal=True,
-            bias=config.bias, dropout=config.attention_dropout, skip_bias=True, **layout.parallel,
-        )  # fmt: skip
-        self.mlp = ParallelMLP(
-            config.dim, config.mlp_width, bias=config.bias, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
+        self.norm1, self.norm2 = (
+            layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
+            for _ in range(2)
         )
-        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+        self.attention = ParallelAttention(
+            config.dim,
+            config.num_heads,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.head_width,
+            causal=True,
+            bias=config.bias,
+            dropout=config.attention_dropout,
+            skip_bias=True,
+            **layout.parallel,
+        )
+        self.mlp = ParallelMLP(
+            config.dim,
+            config.mlp_width,
+            bias=config.bias,
+            skip_bias=True,
+            **ACTIVATIONS[config.activation],
+            **layout.parallel,
+        )
+        self.dropout1, self.dropout2 = (
+            layout.dropout(config.dropout, config.dim) for _ in range(2)
+        )
         self.rotary = rotary
 
     def forward(self, x: Tensor, shape: Shape | None = None, *, past: Past | None = None) -> Tensor:
         length, first = x.shape[1] if shape is None else shape[1], 0 if past is None else len(past)
         turns = None if self.rotary is None else self.rotary(length, first=first)
-        y = self.dropout1(*self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x)
+        y = self.dropout1(
+            *self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x
+        )
         return self.dropout2(*self.mlp(self.norm2(y)), residual=y)
 
 
@@ -161,9 +205,14 @@ class Head(nn.Module):
         self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
 
     def forward(
-        self, x: Tensor, shape: Shape | None = None, *, targets_BT: Tensor | None = None, gather: bool = True,
+        self,
+        x: Tensor,
+        shape: Shape | None = None,
+        *,
+        targets_BT: Tensor | None = None,
+        gather: bool = True,
         reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x = self.norm(x)
         if targets_BT is None:
             return self.output(x, shape, gather=gather)
@@ -173,19 +222,27 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V] in the dtype of the parameters.
 
-    group: ranks that share the layers (tensor parallelism); tokens and results are the same on each. None: one rank alone.
-    sequence_parallel: between blocks a rank holds its share of the tokens only. Neither changes the result.
-    seed: the initial parameters are drawn by (seed, parameter name), so neither the order of construction, nor the
-    device, nor who else holds a part of the model changes them. Weights are normal with deviation 0.02, the projections
-    that write into the residual stream 0.02 / sqrt(2 L) (Radford et al., 2019, section 2.3); biases 0, norms 1. None: they
-    are left as they are in memory, to be loaded.
+    group: ranks that share the layers (tensor parallelism); tokens and results are the same on
+    each. None: one rank alone. sequence_parallel: between blocks a rank holds its share of the
+    tokens only. Neither changes the result.
+    seed: the initial parameters are drawn by (seed, parameter name), so neither the order of
+    construction, nor the device, nor who else holds a part of the model changes them. Weights are
+    normal with deviation 0.02, the projections that write into the residual stream 0.02 / sqrt(2 L)
+    (Radford et al., 2019, section 2.3); biases 0, norms 1. None: they are left as they are in
+    memory, to be loaded.
     ValueError for heads that the ranks can't share.
     """
 
     def __init__(
-        self, config: GPTConfig, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: GPTConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
@@ -193,10 +250,18 @@ class GPT(nn.Module):
         rotary = None
         if config.positions == "rotary":
             rotary = Rotary(
-                config.sequence_length, config.head_width, theta=config.rotary_theta, stretch=config.rotary_stretch,
-                low=config.rotary_low, high=config.rotary_high, trained=config.rotary_length, device=device,
-            )  # fmt: skip
-        self.blocks = nn.ModuleList(Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers))
+                config.sequence_length,
+                config.head_width,
+                theta=config.rotary_theta,
+                stretch=config.rotary_stretch,
+                low=config.rotary_low,
+                high=config.rotary_high,
+                trained=config.rotary_length,
+                device=device,
+            )
+        self.blocks = nn.ModuleList(
+            Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
+        )
         self.head = Head(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
@@ -208,7 +273,8 @@ class GPT(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def keep_layers(self, numbers: Collection[int]) -> None:
-        """Let go of all `layers()` but these, for a rank that has a part of the model: names stay those of the whole.
+        """Let go of all `layers()` but these, for a rank that has a part of the model: names stay
+        those of the whole.
 
         A tied head that stays without the embedding keeps the table as `embedding.token`.
         """
@@ -226,17 +292,25 @@ class GPT(nn.Module):
             del self.head
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, *, gather: bool = True, reduction: str = "mean",
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        gather: bool = True,
+        reduction: str = "mean",
         past: Sequence[Past] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)]. With targets, `loss`.
+    ) -> Tensor:
+        """Logits; with gather=False this rank's part of the vocabulary, [B, T, ceil(V / ranks)].
+        With targets, `loss`.
 
-        past: `new_past()`, and then the same again: the tokens follow those that were given with it before.
+        past: `new_past()`, and then the same again: the tokens follow those that were given with it
+        before.
         """
         first = len(past[0]) if past else 0
         if first + tokens_BT.shape[1] > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {first + tokens_BT.shape[1]} tokens is longer than sequence_length = "
+                f"a sequence of {first + tokens_BT.shape[1]} tokens is longer than "
+                "sequence_length = "
                 f"{self.config.sequence_length}; cut it, or make the model with a longer one"
             )
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
@@ -255,7 +329,8 @@ class GPT(nn.Module):
         return [Past() for _ in range(self.config.num_layers)]
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, *, reduction: str = "mean") -> Tensor:
-        """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of -100 don't count.
+        """-ln p(target) over the tokens, the same on every rank, without whole logits; targets of
+        -100 don't count.
 
         reduction: "mean" over those that count, or "sum".
         """
@@ -263,19 +338,25 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's, and its table."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its
+        children's, and its table."""
         if isinstance(only, Rotary):
             only.fill()
         residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         into_residual = ("attention.output.weight", "mlp.down.weight")
-        initialise_model_(self, seed=seed, only=only,
-                          std=lambda name: residual if name.endswith(into_residual) else 0.02)  # fmt: skip
+        initialise_model_(
+            self,
+            seed=seed,
+            only=only,
+            std=lambda name: residual if name.endswith(into_residual) else 0.02,
+        )
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, over tokens of `shape` (B, T).
 
-        step: keys it together with `seed`, so that another step drops other elements. The B sequences are rows
-        [first_row, first_row + B) of the step's global batch: whoever computes them, the same elements fall.
+        step: keys it together with `seed`, so that another step drops other elements. The B
+        sequences are rows [first_row, first_row + B) of the step's global batch: whoever computes
+        them, the same elements fall.
         """
         if self.config.dropout or self.config.attention_dropout:
             set_dropout(self, seed=seed, step=step, shape=shape, first_row=first_row)

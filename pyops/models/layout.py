@@ -1,4 +1,5 @@
-"""How a model lies on its ranks: the group that shares its layers, and its tokens as a rank holds them between blocks.
+"""How a model lies on its ranks: the group that shares its layers, and its tokens as a rank holds
+them between blocks.
 
 [B, T, D] on every rank          or, of B T = 6 tokens on 4 ranks       rank 0  0 1
                                  with sequence parallelism              rank 1  2 3
@@ -26,7 +27,8 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """group: the ranks that share the layers; None: one rank alone. sequence_parallel: tokens are shared out between blocks."""
+    """group: the ranks that share the layers; None: one rank alone. sequence_parallel: tokens are
+    shared out between blocks."""
 
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
@@ -53,8 +55,11 @@ class Layout:
     def replicated(self) -> dict[str, Any]:
         """Arguments of a norm of pyops.tensor_parallel."""
         return {
-            "group": self.group, "sequence_parallel": self.sequence_parallel, "device": self.device, "dtype": self.dtype,
-        }  # fmt: skip
+            "group": self.group,
+            "sequence_parallel": self.sequence_parallel,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -72,7 +77,8 @@ class Layout:
         return Dropout(p, width=width, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
-        """A linear layer that every rank holds whole. per_token: applied to tokens as a rank holds them."""
+        """A linear layer that every rank holds whole. per_token: applied to tokens as a rank holds
+        them."""
         layer = nn.Linear(in_features, out_features, device=self.device, dtype=self.dtype)
         if per_token:
             layer.placements = {name: self.placement(p) for name, p in layer.named_parameters()}  # type: ignore[assignment]
@@ -83,8 +89,11 @@ class Layout:
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
 
     def placement(self, parameter: Tensor) -> Placement:
-        """Of a parameter that every rank holds whole and applies to its tokens: the gradient there is of these alone."""
-        return Placement.whole(tuple(parameter.shape), rank=self.rank, ranks=self.ranks, partial=self.sequence_parallel)
+        """Of a parameter that every rank holds whole and applies to its tokens: the gradient there
+        is of these alone."""
+        return Placement.whole(
+            tuple(parameter.shape), rank=self.rank, ranks=self.ranks, partial=self.sequence_parallel
+        )
 
     def take(self, x_BTX: Tensor) -> Tensor:
         """This rank's tokens of those that every rank has."""
@@ -99,19 +108,26 @@ class Layout:
         return flat[self.rank * each : (self.rank + 1) * each]
 
     def whole(self, x: Tensor, shape: Shape | None, *, duplicated: bool = False) -> Tensor:
-        """[B, T, D] of all tokens on every rank, of x as a rank holds it; shape: (B, T), needed where they are shared out.
+        """[B, T, D] of all tokens on every rank, of x as a rank holds it; shape: (B, T), needed
+        where they are shared out.
 
-        duplicated: every rank does the same with it; otherwise each does a share of the work, and gradients are summed.
+        duplicated: every rank does the same with it; otherwise each does a share of the work, and
+        gradients are summed.
         """
         if not self.shared:
             return x
         if shape is None:
-            raise ValueError("under sequence parallelism a layer of the model needs shape=(B, T) of the tokens")
-        return gather_tokens(x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.group).unflatten(0, shape)
+            raise ValueError(
+                "under sequence parallelism a layer of the model needs shape=(B, T) of the tokens"
+            )
+        return gather_tokens(
+            x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.group
+        ).unflatten(0, shape)
 
 
 class Table(nn.Module):
-    """Rows that are added to tokens: learned positions, token types. forward(index of tokens as a rank holds them) -> rows."""
+    """Rows that are added to tokens: learned positions, token types. forward(index of tokens as a
+    rank holds them) -> rows."""
 
     def __init__(self, length: int, dim: int, *, layout: Layout) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Rotary: tables of the angles by which rotary positions turn the pairs of a head (Su et al., arXiv:2104.09864, section 3.2).
+"""Rotary: tables of the angles by which rotary positions turn the pairs of a head (Su et al.,
+arXiv:2104.09864, section 3.2).
 
 pair i of K / 2, at place t, turns by t * theta^(-2i/K):      i = 0 fastest, ..., K / 2 - 1 slowest
 """
@@ -14,19 +15,29 @@ __all__ = ["Rotary"]
 
 
 class Rotary(nn.Module):
-    """forward(T, first=0) -> (cos, sin) fp32 [T, width / 2] of places first, first + 1, ..., all below `length`.
+    """forward(T, first=0) -> (cos, sin) fp32 [T, width / 2] of places first, first + 1, ..., all
+    below `length`.
 
-    One for all blocks of a model, computed in fp64 and kept in fp32, whatever the model is cast to. stretch: as in Llama 3.1,
-    for a model that was trained on `trained` tokens: pairs that turn less than `low` times over them turn that much slower,
-    those that turn more than `high` times do not change.
+    One for all blocks of a model, computed in fp64 and kept in fp32, whatever the model is cast to.
+    stretch: as in Llama 3.1, for a model that was trained on `trained` tokens: pairs that turn less
+    than `low` times over them turn that much slower, those that turn more than `high` times do not
+    change.
     """
 
     table_2TK: Tensor
 
     def __init__(
-        self, length: int, width: int, *, theta: float, stretch: float = 1.0, low: float = 1.0, high: float = 4.0,
-        trained: int = 1, device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        length: int,
+        width: int,
+        *,
+        theta: float,
+        stretch: float = 1.0,
+        low: float = 1.0,
+        high: float = 4.0,
+        trained: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.length, self.width, self.theta = length, width, theta
         self.stretch, self.low, self.high, self.trained = stretch, low, high, trained
@@ -44,10 +55,13 @@ class Rotary(nn.Module):
             kept_K = ((turns_K - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
             angle_K = angle_K * (kept_K + (1.0 - kept_K) / self.stretch)
         angle_TK = torch.arange(self.length, dtype=torch.float64, device="cpu")[:, None] * angle_K
-        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(device or torch.get_default_device(), torch.float32)
+        return torch.stack([angle_TK.cos(), angle_TK.sin()]).to(
+            device or torch.get_default_device(), torch.float32
+        )
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        # A cast of the model must not round the angles: of what happens to it, only the device counts.
+        # A cast of the model must not round the angles: of what happens to it, only the device
+        # counts.
         super()._apply(fn, recurse)
         self.fill()
         return self

@@ -15,16 +15,26 @@ __all__ = ["sample"]
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, prompt: Tensor, *, num_tokens: int, context: int, temperature: float = 0.8, seed: int = 0
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    num_tokens: int,
+    context: int,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> Tensor:
     """The prompt [T] int64, T >= 1, followed by `num_tokens` drawn tokens.
 
-    context: how many of the last tokens the model is shown at most, no more than its sequence length; when there are more, the
-    older half is forgotten. A model that has `new_past`, as GPT, computes each token once but then. temperature 0 takes the
-    likeliest token. The draws are keyed by `seed`: the same model continues the same way on any device.
+    context: how many of the last tokens the model is shown at most, no more than its sequence
+    length; when there are more, the older half is forgotten. A model that has `new_past`, as GPT,
+    computes each token once but then. temperature 0 takes the likeliest token. The draws are keyed
+    by `seed`: the same model continues the same way on any device.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:
-        raise ValueError(f"the prompt has shape {list(prompt.shape)}; give one sequence of at least one token, shape [T]")
+        raise ValueError(
+            f"the prompt has shape {list(prompt.shape)}; give one sequence of at least "
+            "one token, shape [T]"
+        )
     was_training = model.training
     model.eval()
     uniform = random.uniform(seed, "sample", (num_tokens,), device="cpu").double()
@@ -43,7 +53,8 @@ def sample(
         logits_V = logits_BTV[0, -1].double().cpu()  # where a running sum has one order
         if temperature > 0:
             cumulative_V = torch.softmax(logits_V / temperature, dim=0).cumsum(0)
-            # The last entry is 1 but for rounding; scaling by it keeps the index inside the vocabulary.
+            # The last entry is 1 but for rounding; scaling by it keeps the index inside the
+            # vocabulary.
             chosen = torch.searchsorted(cumulative_V, uniform[i] * cumulative_V[-1], right=True)
             chosen = chosen.clamp(max=logits_V.numel() - 1)
         else:

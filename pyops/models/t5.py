@@ -1,13 +1,16 @@
-"""T5: an encoder and a decoder with relative positions, norms in front, and no biases (Raffel et al., 2020).
+"""T5: an encoder and a decoder with relative positions, norms in front, and no biases (Raffel et
+al., 2020).
 
     tokens_BS  -> embedding -> encoder block 0 ... block L-1 -> norm -> memory_BSD
     targets_BT -> shifted by one -> embedding -> decoder block 0 ... -> norm -> head -> logits_BTV
 
     decoder block:  x + attention(norm1(x)) = y;    y + cross(norm_cross(y), memory) = z;    z + mlp(norm2(z))
 
-1.0: activation "relu", one table for embedding and head, whose input is scaled by D^-1/2. 1.1: "gated_gelu", not scaled.
+1.0: activation "relu", one table for embedding and head, whose input is scaled by D^-1/2. 1.1:
+"gated_gelu", not scaled.
 
-Letters of tensor names: B batch, S the encoder's sequence, T the decoder's, D model width, V vocabulary.
+Letters of tensor names: B batch, S the encoder's sequence, T the decoder's, D model width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ __all__ = ["T5", "T5Config"]
 
 @dataclass(frozen=True)
 class T5Config:
-    """The shape of a T5. Checked when made: ValueError names the field, its value and what would do.
+    """The shape of a T5. Checked when made: ValueError names the field, its value and what would
+    do.
 
-    num_decoder_layers: 0: as many as the encoder's num_layers. head_dim: 0: dim / num_heads. hidden: width inside the MLP; 0:
-    4 dim. num_buckets, max_distance: of relative positions. scaled_head: the head's input is scaled by dim^-1/2. start_token:
-    what the decoder sees before its first target. dropout: of embeddings, inside the MLP, of what blocks add, and of what
-    leaves a stack; attention_dropout: of the attention probabilities.
+    num_decoder_layers: 0: as many as the encoder's num_layers. head_dim: 0: dim / num_heads.
+    hidden: width inside the MLP; 0: 4 dim. num_buckets, max_distance: of relative positions.
+    scaled_head: the head's input is scaled by dim^-1/2. start_token: what the decoder sees before
+    its first target. dropout: of embeddings, inside the MLP, of what blocks add, and of what leaves
+    a stack; attention_dropout: of the attention probabilities.
     """
 
     vocab_size: int = 32128
@@ -63,15 +68,21 @@ class T5Config:
 
     def __post_init__(self) -> None:
         check_config(
-            self, at_least_one=("vocab_size", "num_layers", "num_heads", "dim", "max_distance"),
+            self,
+            at_least_one=("vocab_size", "num_layers", "num_heads", "dim", "max_distance"),
             choices={"activation": ("relu", "gelu", "gated_gelu", "swiglu")},
-        )  # fmt: skip
+        )
         if self.num_decoder_layers < 0:
-            raise ValueError(f"num_decoder_layers is {self.num_decoder_layers}; give a number, or 0 for as many as num_layers")
+            raise ValueError(
+                f"num_decoder_layers is {self.num_decoder_layers}; give a number, or 0 "
+                "for as many as num_layers"
+            )
         if self.num_buckets < 4 or self.num_buckets % 2:
             raise ValueError(f"num_buckets is {self.num_buckets}; it must be even, 4 or more")
         if not 0 <= self.start_token < self.vocab_size:
-            raise ValueError(f"start_token is {self.start_token}, outside the vocabulary of {self.vocab_size}")
+            raise ValueError(
+                f"start_token is {self.start_token}, outside the vocabulary of {self.vocab_size}"
+            )
 
     @property
     def mlp_width(self) -> int:
@@ -91,25 +102,38 @@ class T5Config:
     def resolved(self) -> T5Config:
         """The same with every 0 that means a usual value replaced by it."""
         layers = self.num_decoder_layers or self.num_layers
-        return replace(self, hidden=self.mlp_width, head_dim=self.head_width, num_decoder_layers=layers)
+        return replace(
+            self, hidden=self.mlp_width, head_dim=self.head_width, num_decoder_layers=layers
+        )
 
 
 class Block(nn.Module):
-    """x_BTD -> x_BTD; with memory_BSD in a decoder; of a rank's rows, with the shapes of all tokens, likewise."""
+    """x_BTD -> x_BTD; with memory_BSD in a decoder; of a rank's rows, with the shapes of all
+    tokens, likewise."""
 
     def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
         super().__init__()
 
         def attention(**options: Any) -> ParallelAttention:
             return ParallelAttention(
-                config.dim, config.num_heads, head_dim=config.head_width, bias=False, scale=1.0,
-                dropout=config.attention_dropout, **options, **layout.parallel,
-            )  # fmt: skip
+                config.dim,
+                config.num_heads,
+                head_dim=config.head_width,
+                bias=False,
+                scale=1.0,
+                dropout=config.attention_dropout,
+                **options,
+                **layout.parallel,
+            )
 
         parts = 3 if decoder else 2
-        self.norm1, self.norm2, *more = (layout.norm("rmsnorm", config.dim, eps=config.norm_eps) for _ in range(parts))
+        self.norm1, self.norm2, *more = (
+            layout.norm("rmsnorm", config.dim, eps=config.norm_eps) for _ in range(parts)
+        )
         self.norm_cross = more[0] if decoder else None
-        self.dropout1, self.dropout2, *rest = (layout.dropout(config.dropout, config.dim) for _ in range(parts))
+        self.dropout1, self.dropout2, *rest = (
+            layout.dropout(config.dropout, config.dim) for _ in range(parts)
+        )
         self.dropout_cross = rest[0] if decoder else None
         self.attention = attention(causal=decoder)
         self.cross = attention(cross=True) if decoder else None
@@ -123,29 +147,59 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, shape: Shape | None = None, *, bias: Tensor | None = None, mask: Tensor | None = None,
-        memory: Tensor | None = None, memory_shape: Shape | None = None, memory_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        x = self.dropout1(self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias), residual=x)
-        if self.cross is not None and self.norm_cross is not None and self.dropout_cross is not None:
-            y = self.cross(self.norm_cross(x), shape=shape, memory=memory, memory_shape=memory_shape, mask=memory_mask)
+        self,
+        x: Tensor,
+        shape: Shape | None = None,
+        *,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_shape: Shape | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        x = self.dropout1(
+            self.attention(self.norm1(x), shape=shape, mask=mask, bias=bias), residual=x
+        )
+        if (
+            self.cross is not None
+            and self.norm_cross is not None
+            and self.dropout_cross is not None
+        ):
+            y = self.cross(
+                self.norm_cross(x),
+                shape=shape,
+                memory=memory,
+                memory_shape=memory_shape,
+                mask=memory_mask,
+            )
             x = self.dropout_cross(y, residual=x)
         return self.dropout2(self.mlp(self.norm2(x)), residual=x)
 
 
 class Stack(nn.Module):
-    """The encoder or the decoder: embedded tokens -> x, as a rank holds them. One bias by distance serves all its blocks."""
+    """The encoder or the decoder: embedded tokens -> x, as a rank holds them. One bias by distance
+    serves all its blocks."""
 
     def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
         super().__init__()
         self.relative = RelativeBias(
-            config.num_heads, num_buckets=config.num_buckets, max_distance=config.max_distance, bidirectional=not decoder,
-            group=layout.group, device=layout.device, dtype=layout.dtype, seed=None,
-        )  # fmt: skip
+            config.num_heads,
+            num_buckets=config.num_buckets,
+            max_distance=config.max_distance,
+            bidirectional=not decoder,
+            group=layout.group,
+            device=layout.device,
+            dtype=layout.dtype,
+            seed=None,
+        )
         count = config.resolved().num_decoder_layers if decoder else config.num_layers
-        self.blocks = nn.ModuleList(Block(config, layout=layout, decoder=decoder) for _ in range(count))
+        self.blocks = nn.ModuleList(
+            Block(config, layout=layout, decoder=decoder) for _ in range(count)
+        )
         self.norm = layout.norm("rmsnorm", config.dim, eps=config.norm_eps)
-        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+        self.dropout1, self.dropout2 = (
+            layout.dropout(config.dropout, config.dim) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, shape: Shape, **options: Tensor | Shape | None) -> Tensor:
         x = self.dropout1(x)
@@ -175,27 +229,40 @@ class Head(nn.Module):
         self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
 
     def forward(
-        self, x: Tensor, shape: Shape | None = None, *, targets_BT: Tensor | None = None, gather: bool = True,
+        self,
+        x: Tensor,
+        shape: Shape | None = None,
+        *,
+        targets_BT: Tensor | None = None,
+        gather: bool = True,
         reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if targets_BT is None:
             return self.output(x * self.scale, shape, gather=gather)
         return self.output.loss(x * self.scale, targets_BT, shape=shape, reduction=reduction)
 
 
 class T5(nn.Module):
-    """tokens [B, S], decoder's tokens [B, T], int64 -> logits [B, T, V] in the dtype of the parameters.
+    """tokens [B, S], decoder's tokens [B, T], int64 -> logits [B, T, V] in the dtype of the
+    parameters.
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
-    weights are drawn by (seed, parameter name): embedding with deviation 1, queries (D K)^-1/2, others
-    the inverse root of their input's width; norms 1. None: they are left as they are. ValueError for heads that the ranks
-    can't share.
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
+    changes the result. seed: weights are drawn by (seed, parameter name): embedding with deviation
+    1, queries (D K)^-1/2, others
+    the inverse root of their input's width; norms 1. None: they are left as they are. ValueError
+    for heads that the ranks can't share.
     """
 
     def __init__(
-        self, config: T5Config, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: T5Config,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.layout = layout = Layout(group, sequence_parallel, device, dtype)
@@ -229,41 +296,70 @@ class T5(nn.Module):
 
     def encode(self, tokens_BS: Tensor, *, mask_BS: Tensor | None = None) -> Tensor:
         """The memory_BSD, as a rank holds tokens."""
-        return self.encoder(self.embedding(tokens_BS), (tokens_BS.shape[0], tokens_BS.shape[1]), mask=mask_BS)
+        return self.encoder(
+            self.embedding(tokens_BS), (tokens_BS.shape[0], tokens_BS.shape[1]), mask=mask_BS
+        )
 
     def forward(
-        self, tokens_BS: Tensor, decoder_BT: Tensor, targets_BT: Tensor | None = None, *, mask: Tensor | None = None,
-        decoder_mask: Tensor | None = None, gather: bool = True, reduction: str = "mean",
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens_BS: Tensor,
+        decoder_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        decoder_mask: Tensor | None = None,
+        gather: bool = True,
+        reduction: str = "mean",
+    ) -> Tensor:
         """Logits; with targets, the loss.
 
-        mask, decoder_mask: [B, S] and [B, T] bool, False where padding is. gather: False: this rank's part of the vocabulary,
-        [B, T, ceil(V / ranks)].
+        mask, decoder_mask: [B, S] and [B, T] bool, False where padding is. gather: False: this
+        rank's part of the vocabulary, [B, T, ceil(V / ranks)].
         """
         shape, memory_shape = ((t.shape[0], t.shape[1]) for t in (decoder_BT, tokens_BS))
         memory = self.encode(tokens_BS, mask_BS=mask)
         x = self.decoder(
-            self.embedding(decoder_BT), shape, mask=decoder_mask, memory=memory, memory_shape=memory_shape,
+            self.embedding(decoder_BT),
+            shape,
+            mask=decoder_mask,
+            memory=memory,
+            memory_shape=memory_shape,
             memory_mask=mask,
-        )  # fmt: skip
+        )
         return self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
 
     def shifted(self, targets_BT: Tensor) -> Tensor:
-        """What the decoder sees: start_token, then all targets but the last; 0 for those of -100."""
+        """What the decoder sees: start_token, then all targets but the last; 0 for those of
+        -100."""
         seen_BT = targets_BT.roll(1, dims=1).masked_fill(targets_BT.roll(1, dims=1) == IGNORED, 0)
         seen_BT[:, 0] = self.config.start_token
         return seen_BT
 
-    def loss(self, tokens_BS: Tensor, targets_BT: Tensor, *, mask: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """-ln p(target), each given the tokens and the targets before it, the same on every rank; -100 does not count.
+    def loss(
+        self,
+        tokens_BS: Tensor,
+        targets_BT: Tensor,
+        *,
+        mask: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """-ln p(target), each given the tokens and the targets before it, the same on every rank;
+        -100 does not count.
 
-        mask: [B, S] bool, False where padding is. reduction: "mean" over the targets that count, or "sum".
+        mask: [B, S] bool, False where padding is. reduction: "mean" over the targets that count, or
+        "sum".
         """
         return self(tokens_BS, self.shifted(targets_BT), targets_BT, mask=mask, reduction=reduction)
 
-    def set_dropout(self, shape: Shape, decoder_shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
-        """Key all dropout for the next forward, as GPT.set_dropout does; shape: (B, S), decoder_shape: (B, T)."""
+    def set_dropout(
+        self, shape: Shape, decoder_shape: Shape, *, seed: int, step: int, first_row: int = 0
+    ) -> None:
+        """Key all dropout for the next forward, as GPT.set_dropout does; shape: (B, S),
+        decoder_shape: (B, T)."""
         if not (self.config.dropout or self.config.attention_dropout):
             return
-        for name, stack, own in (("encoder.", self.encoder, shape), ("decoder.", self.decoder, decoder_shape)):
+        for name, stack, own in (
+            ("encoder.", self.encoder, shape),
+            ("decoder.", self.decoder, decoder_shape),
+        ):
             set_dropout(stack, seed=seed, step=step, shape=own, first_row=first_row, prefix=name)

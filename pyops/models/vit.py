@@ -1,10 +1,12 @@
-"""A vision transformer: an image's patches as tokens, behind one that the class is read from (Dosovitskiy et al., 2021).
+"""A vision transformer: an image's patches as tokens, behind one that the class is read from
+(Dosovitskiy et al., 2021).
 
     images_BCSS -> patches + class token + positions -> block 0 -> ... -> block L-1 -> norm -> class token -> logits_BN
 
     block:  x_BTD + attention(norm1(x_BTD)) = y_BTD;    y_BTD + mlp(norm2(y_BTD))
 
-Letters of tensor names: B batch, C channels, S side of an image, P of a patch, T (S / P)^2 + 1 tokens, D width, N labels.
+Letters of tensor names: B batch, C channels, S side of an image, P of a patch, T (S / P)^2 + 1
+tokens, D width, N labels.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ __all__ = ["ViT", "ViTConfig"]
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a ViT. Checked when made: ValueError names the field, its value and what would do.
+    """The shape of a ViT. Checked when made: ValueError names the field, its value and what would
+    do.
 
-    image_size, patch_size: sides in pixels. hidden: width inside the MLP; 0: 4 dim. dropout: of the embedding and of what
-    blocks add; attention_dropout: of the attention probabilities.
+    image_size, patch_size: sides in pixels. hidden: width inside the MLP; 0: 4 dim. dropout: of the
+    embedding and of what blocks add; attention_dropout: of the attention probabilities.
     """
 
     num_labels: int = 1000
@@ -47,12 +50,22 @@ class ViTConfig:
 
     def __post_init__(self) -> None:
         check_config(
-            self, choices={"activation": ("gelu", "gelu_tanh", "relu")},
-            at_least_one=("num_labels", "image_size", "patch_size", "num_channels", "num_layers", "num_heads", "dim"),
-        )  # fmt: skip
+            self,
+            choices={"activation": ("gelu", "gelu_tanh", "relu")},
+            at_least_one=(
+                "num_labels",
+                "image_size",
+                "patch_size",
+                "num_channels",
+                "num_layers",
+                "num_heads",
+                "dim",
+            ),
+        )
         if self.image_size % self.patch_size:
             raise ValueError(
-                f"image_size is {self.image_size}, which patch_size = {self.patch_size} does not divide; change one"
+                f"image_size is {self.image_size}, which patch_size = {self.patch_size} "
+                "does not divide; change one"
             )
 
     @property
@@ -81,11 +94,16 @@ class Patch(nn.Module):
 
     def forward(self, images_BCSS: Tensor) -> Tensor:
         side = self.weight.shape[-1]
-        return functional.conv2d(images_BCSS, self.weight, self.bias, stride=side).flatten(2).transpose(1, 2)
+        return (
+            functional.conv2d(images_BCSS, self.weight, self.bias, stride=side)
+            .flatten(2)
+            .transpose(1, 2)
+        )
 
 
 class Embedding(nn.Module):
-    """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared out."""
+    """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared
+    out."""
 
     def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
         super().__init__()
@@ -106,14 +124,26 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2))
+        self.norm1, self.norm2 = (
+            layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2)
+        )
         self.attention = ParallelAttention(
-            config.dim, config.num_heads, dropout=config.attention_dropout, skip_bias=True, **layout.parallel
+            config.dim,
+            config.num_heads,
+            dropout=config.attention_dropout,
+            skip_bias=True,
+            **layout.parallel,
         )
         self.mlp = ParallelMLP(
-            config.dim, config.mlp_width, skip_bias=True, **ACTIVATIONS[config.activation], **layout.parallel
+            config.dim,
+            config.mlp_width,
+            skip_bias=True,
+            **ACTIVATIONS[config.activation],
+            **layout.parallel,
         )
-        self.dropout1, self.dropout2 = (layout.dropout(config.dropout, config.dim) for _ in range(2))
+        self.dropout1, self.dropout2 = (
+            layout.dropout(config.dropout, config.dim) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
         y = self.dropout1(*self.attention(self.norm1(x), shape=shape), residual=x)
@@ -136,15 +166,22 @@ class Head(nn.Module):
 class ViT(nn.Module):
     """images [B, C, S, S] -> logits [B, num_labels] in the dtype of the parameters.
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither changes the result. seed:
-    weights are normal with deviation 0.02, drawn by (seed, parameter name); biases 0, norms 1. None: they are left as they are.
-    ValueError for heads that the ranks can't share.
+    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
+    changes the result. seed: weights are normal with deviation 0.02, drawn by (seed, parameter
+    name); biases 0, norms 1. None: they are left as they are. ValueError for heads that the ranks
+    can't share.
     """
 
     def __init__(
-        self, config: ViTConfig, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        seed: int | None = 0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: ViTConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         layout = Layout(group, sequence_parallel, device, dtype)
@@ -158,11 +195,16 @@ class ViT(nn.Module):
         """The modules whose composition is forward, in order: embedding, blocks, head."""
         return [self.embedding, *self.blocks, self.head]
 
-    def forward(self, images_BCSS: Tensor, labels_B: Tensor | None = None, *, reduction: str = "mean") -> Tensor:
+    def forward(
+        self, images_BCSS: Tensor, labels_B: Tensor | None = None, *, reduction: str = "mean"
+    ) -> Tensor:
         """Logits; with labels, `loss`."""
         wanted = (self.config.num_channels, self.config.image_size, self.config.image_size)
         if tuple(images_BCSS.shape[1:]) != wanted:
-            raise ValueError(f"images are {tuple(images_BCSS.shape)}; this model takes [B, {', '.join(map(str, wanted))}]")
+            raise ValueError(
+                f"images are {tuple(images_BCSS.shape)}; this model takes [B, "
+                f"{', '.join(map(str, wanted))}]"
+            )
         shape = (len(images_BCSS), self.config.num_tokens)
         x = self.embedding(images_BCSS)
         for block in self.blocks:
@@ -171,14 +213,18 @@ class ViT(nn.Module):
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
-        return functional.cross_entropy(logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction)
+        return functional.cross_entropy(
+            logits_BN, labels_B, ignore_index=IGNORED, reduction=reduction
+        )
 
     def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
-        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over those that do, or "sum"."""
+        """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
+        those that do, or "sum"."""
         return self(images_BCSS, labels_B, reduction=reduction)
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
-        """Draw all parameters anew. only: a module of this model: its own parameters, not its children's."""
+        """Draw all parameters anew. only: a module of this model: its own parameters, not its
+        children's."""
         initialise_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:

@@ -1,4 +1,5 @@
-"""The last layer of a language model: logits over a vocabulary that the ranks share, or the loss without whole logits."""
+"""The last layer of a language model: logits over a vocabulary that the ranks share, or the loss
+without whole logits."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ IGNORED = -100  # a target that does not count
 
 
 class Vocabulary(ColumnParallelLinear):
-    """x, as a rank holds tokens -> logits [B, T, V] on every rank; gather=False: this rank's columns [B, T, ceil(V / ranks)].
+    """x, as a rank holds tokens -> logits [B, T, V] on every rank; gather=False: this rank's
+    columns [B, T, ceil(V / ranks)].
 
-    weight: [ceil(V / ranks), D]; `tie` makes it an embedding's. shape: (B, T), needed under sequence parallelism. The last
-    ranks' columns beyond V are padding, and zero.
+    weight: [ceil(V / ranks), D]; `tie` makes it an embedding's. shape: (B, T), needed under
+    sequence parallelism. The last ranks' columns beyond V are padding, and zero.
     """
 
     def __init__(self, vocab_size: int, dim: int, *, bias: bool = False, layout: Layout) -> None:
@@ -32,22 +34,37 @@ class Vocabulary(ColumnParallelLinear):
     def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:  # type: ignore[override]
         return self._logits(self._all_tokens(x, shape), whole=gather)
 
-    def loss(self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean") -> Tensor:
-        """Cross entropy in nats without whole logits, the same on every rank; targets of -100 don't count.
+    def loss(
+        self, x: Tensor, targets_BT: Tensor, *, shape: Shape | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Cross entropy in nats without whole logits, the same on every rank; targets of -100 don't
+        count.
 
         reduction: "mean" over those that count, or "sum". Scalar, fp32 (fp64 of an fp64 model).
         """
-        # Where tokens are shared out, gathering them sums their gradient over the ranks; else the loss does.
+        # Where tokens are shared out, gathering them sums their gradient over the ranks; else the
+        # loss does.
         return linear_cross_entropy(
-            self.layout.whole(x, shape), self.weight, targets_BT, bias=self.bias, group=self.layout.group,
-            vocab_size=self.out_features, ignore_index=IGNORED, reduction=reduction, reduce_hidden=not self.layout.shared,
-        )  # fmt: skip
+            self.layout.whole(x, shape),
+            self.weight,
+            targets_BT,
+            bias=self.bias,
+            group=self.layout.group,
+            vocab_size=self.out_features,
+            ignore_index=IGNORED,
+            reduction=reduction,
+            reduce_hidden=not self.layout.shared,
+        )
 
     def _all_tokens(self, x: Tensor, shape: Shape | None) -> Tensor:
-        return self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.group)
+        return (
+            self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.group)
+        )
 
     def _logits(self, x_BTD: Tensor, *, whole: bool) -> Tensor:
         logits = functional.linear(x_BTD, self.weight, self.bias)
         if not whole or self.layout.ranks == 1:
             return logits
-        return gather(logits, dim=-1, duplicated=True, group=self.layout.group)[..., : self.out_features]
+        return gather(logits, dim=-1, duplicated=True, group=self.layout.group)[
+            ..., : self.out_features
+        ]

@@ -1,4 +1,5 @@
-"""What an optimizer keeps for a parameter, and whether it steps each element by itself: found out by two small steps.
+"""What an optimizer keeps for a parameter, and whether it steps each element by itself: found out
+by two small steps.
 
 a parameter of 96 elements, whole      step, step      its states have these names and dtypes
 the same in two parts of 32 and 64     step, step      the same numbers? if not, a tile can't be stepped alone
@@ -22,7 +23,9 @@ NUMEL = 96
 
 
 @contextmanager
-def standing_in(optimizer: torch.optim.Optimizer, groups: list[Group], state: Mapping[Any, Any]) -> Iterator[None]:
+def standing_in(
+    optimizer: torch.optim.Optimizer, groups: list[Group], state: Mapping[Any, Any]
+) -> Iterator[None]:
     """Within the block the optimizer has these param groups and this state."""
     before = optimizer.param_groups, optimizer.state
     fresh: defaultdict[Any, Any] = defaultdict(dict)
@@ -34,10 +37,14 @@ def standing_in(optimizer: torch.optim.Optimizer, groups: list[Group], state: Ma
         optimizer.param_groups, optimizer.state = before
 
 
-def rehearse(optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes, by name, of the states that have an entry for each element of a parameter of `dtype` in `group`.
+def rehearse(
+    optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Dtypes, by name, of the states that have an entry for each element of a parameter of `dtype`
+    in `group`.
 
-    TypeError for an optimizer that does not step each element by itself, or needs more than gradients.
+    TypeError for an optimizer that does not step each element by itself, or needs more than
+    gradients.
     """
     who = type(optimizer).__name__
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -45,21 +52,36 @@ def rehearse(optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype)
     gradients = [torch.randn(NUMEL, generator=generator, device="cpu").to(dtype) for _ in range(2)]
     try:
         whole, states = _steps(optimizer, group, [start], [[g] for g in gradients])
-        halves, _ = _steps(optimizer, group, list(start.split([32, 64])), [list(g.split([32, 64])) for g in gradients])
+        halves, _ = _steps(
+            optimizer,
+            group,
+            list(start.split([32, 64])),
+            [list(g.split([32, 64])) for g in gradients],
+        )
     except Exception as error:
         raise TypeError(
-            f"{who} can't be offloaded: a step of a flat parameter by its gradient alone ended with {error!r}"
+            f"{who} can't be offloaded: a step of a flat parameter by its gradient alone "
+            f"ended with {error!r}"
         ) from error
     if not torch.equal(whole[0], torch.cat(halves)):
         raise TypeError(
-            f"{who} can't be offloaded tile by tile: its step of an element depends on others of the same parameter; use an "
-            "optimizer that steps each element by itself, such as AdamW, Lion or SGD, or offload=None"
+            f"{who} can't be offloaded tile by tile: its step of an element depends on "
+            "others of the same parameter; use an "
+            "optimizer that steps each element by itself, such as AdamW, Lion or SGD, or "
+            "offload=None"
         )
-    return {name: value.dtype for name, value in states[0].items() if isinstance(value, Tensor) and value.shape == (NUMEL,)}
+    return {
+        name: value.dtype
+        for name, value in states[0].items()
+        if isinstance(value, Tensor) and value.shape == (NUMEL,)
+    }
 
 
 def _steps(
-    optimizer: torch.optim.Optimizer, group: Group, parts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    parts: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """The parts after steps with the gradients, and their states."""
     parameters = [nn.Parameter(part.clone()) for part in parts]

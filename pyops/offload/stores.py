@@ -1,4 +1,5 @@
-"""Where tiles of states are between steps: in host memory, or in a file through three tiles of memory.
+"""Where tiles of states are between steps: in host memory, or in a file through three tiles of
+memory.
 
 file       read 0 | read 1 | read 2           | read 3           | ...
 processor           step 0 | step 1           | step 2           |
@@ -27,8 +28,9 @@ class Store(Protocol):
     resident_bytes: int
 
     def visit(self, numbers: Sequence[int], *, fresh: set[int]) -> Iterator[tuple[int, Tensor]]:
-        """(number, region) for each tile in turn; what the loop's body changes in a region is kept. Those of `fresh` hold
-        nothing of worth before. A loop that is left early may leave the tile it was at, and the next, as they were."""
+        """(number, region) for each tile in turn; what the loop's body changes in a region is kept.
+        Those of `fresh` hold nothing of worth before. A loop that is left early may leave the tile
+        it was at, and the next, as they were."""
 
     def read(self, number: int, start: int, out: Tensor) -> None:
         """Bytes of a region from `start` on, into `out`."""
@@ -44,7 +46,10 @@ class HostStore:
     """Regions in host memory, pinned where CUDA tensors come and go."""
 
     def __init__(self, tiles: Sequence[Tile], *, pin_memory: bool) -> None:
-        self._regions = [torch.zeros(tile.nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu") for tile in tiles]
+        self._regions = [
+            torch.zeros(tile.nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
+            for tile in tiles
+        ]
         self.nbytes = self.resident_bytes = sum(tile.nbytes for tile in tiles)
 
     def visit(self, numbers: Sequence[int], *, fresh: set[int]) -> Iterator[tuple[int, Tensor]]:
@@ -64,19 +69,25 @@ class HostStore:
 
 
 class DiskStore:
-    """Regions in a file of `folder` that has no name: the disk's space comes back when the process ends, however it does.
+    """Regions in a file of `folder` that has no name: the disk's space comes back when the process
+    ends, however it does.
 
     OSError, naming file and size, when the disk has no room for all of it.
     """
 
     AHEAD = 3  # regions in memory: one is read, one stepped, one written
 
-    def __init__(self, tiles: Sequence[Tile], folder: str, *, pin_memory: bool, engine: str = "auto") -> None:
+    def __init__(
+        self, tiles: Sequence[Tile], folder: str, *, pin_memory: bool, engine: str = "auto"
+    ) -> None:
         self._tiles = list(tiles)
         self.nbytes = sum(tile.nbytes for tile in tiles)
         self.file = AsyncFile(folder, nbytes=self.nbytes, engine=engine)
         largest = max((tile.nbytes for tile in tiles), default=0)
-        self._buffers = [aligned_empty(largest, pin_memory=pin_memory) for _ in range(min(self.AHEAD, len(tiles)))]
+        self._buffers = [
+            aligned_empty(largest, pin_memory=pin_memory)
+            for _ in range(min(self.AHEAD, len(tiles)))
+        ]
         self.resident_bytes = sum(buffer.numel() for buffer in self._buffers)
 
     def visit(self, numbers: Sequence[int], *, fresh: set[int]) -> Iterator[tuple[int, Tensor]]:
@@ -90,7 +101,11 @@ class DiskStore:
             if turn >= len(buffers):
                 writes[turn - len(buffers)].wait()
             regions.append(buffers[place][: tile.nbytes])
-            reads.append(None if numbers[turn] in fresh else self.file.read(regions[turn], offset=tile.offset))
+            reads.append(
+                None
+                if numbers[turn] in fresh
+                else self.file.read(regions[turn], offset=tile.offset)
+            )
 
         try:
             for turn, number in enumerate(numbers):

@@ -3,7 +3,8 @@
     parameters   |   0: 10 M elements   | 1 |2|   3: 4 M   |       parameters keep their order; a long one is cut,
     tiles        |  0   |  1   |  2   |    3    |  4  |             short ones share a tile
 
-A tile's states lie one after the other in one region of the file, so that a tile is one read and one write:
+A tile's states lie one after the other in one region of the file, so that a tile is one read and
+one write:
 
     region   | 0: exp_avg | 0: exp_avg_sq | 0: master | 1: exp_avg | ...        every field begins at a multiple of 64 bytes
 """
@@ -37,7 +38,8 @@ class Field:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the flattened parameter number `parameter`, and its states by name."""
+    """Elements [start, stop) of the flattened parameter number `parameter`, and its states by
+    name."""
 
     parameter: int
     start: int
@@ -51,17 +53,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tile:
-    """Segments that are stepped together. offset: of their region in the file; nbytes: its length, a multiple of a page."""
+    """Segments that are stepped together. offset: of their region in the file; nbytes: its length,
+    a multiple of a page."""
 
     segments: tuple[Segment, ...]
     offset: int
     nbytes: int
 
 
-def plan_tiles(parameters: Sequence[tuple[int, Mapping[str, torch.dtype]]], *, tile_bytes: int) -> list[Tile]:
-    """Cut parameters, given as (number of elements, dtypes of its states by name), into tiles of about `tile_bytes` of states.
+def plan_tiles(
+    parameters: Sequence[tuple[int, Mapping[str, torch.dtype]]], *, tile_bytes: int
+) -> list[Tile]:
+    """Cut parameters, given as (number of elements, dtypes of its states by name), into tiles of
+    about `tile_bytes` of states.
 
-    A parameter without states counts by its elements, 4 bytes each. ValueError for a tile_bytes below 64 KiB.
+    A parameter without states counts by its elements, 4 bytes each. ValueError for a tile_bytes
+    below 64 KiB.
     """
     if tile_bytes < 64 << 10:
         raise ValueError(f"tile_bytes is {tile_bytes}; give 65536 or more, 32 MiB say")
@@ -73,7 +80,9 @@ def plan_tiles(parameters: Sequence[tuple[int, Mapping[str, torch.dtype]]], *, t
         start = 0
         while start < numel:
             room = max(0, tile_bytes - weight) // per_element // CUT * CUT
-            if waiting and (room == 0 or (room < numel - start and room * per_element < tile_bytes // 4)):
+            if waiting and (
+                room == 0 or (room < numel - start and room * per_element < tile_bytes // 4)
+            ):
                 room = 0  # no slivers
             if room == 0 and waiting:
                 tiles.append(Tile(tuple(waiting), offset, _up(size, PAGE)))

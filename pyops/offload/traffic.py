@@ -3,7 +3,8 @@
     in host memory   they are there: views
     on a GPU         gradients and parameters of tile k + 1 come down while tile k is stepped, and those of tile k - 1 go up
 
-The copies use pinned memory and streams of their own. Ren et al., ZeRO-Offload, arXiv:2101.06840, section 5.
+The copies use pinned memory and streams of their own. Ren et al., ZeRO-Offload, arXiv:2101.06840,
+section 5.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["Far", "Loaded", "Near"]
 
 
 class Loaded(NamedTuple):
-    """A segment on its way to be stepped. parameter: None where its values are a state. gradient: None where there is none."""
+    """A segment on its way to be stepped. parameter: None where its values are a state. gradient:
+    None where there is none."""
 
     segment: Segment
     parameter: Tensor | None
@@ -28,10 +30,12 @@ class Loaded(NamedTuple):
 
 
 class Near:
-    """Parameters in host memory. targets[i]: where parameter i's values are rounded to, when they are a state; else None.
-    gradients[i]: of the step that is under way."""
+    """Parameters in host memory. targets[i]: where parameter i's values are rounded to, when they
+    are a state; else None. gradients[i]: of the step that is under way."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor | None]
+    ) -> None:
         self.parameters, self.targets = parameters, targets
         self.gradients: Sequence[Tensor | None] = []
 
@@ -56,14 +60,23 @@ class Near:
         gradient = self.gradients[segment.parameter]
         if gradient is None:  # the parameter stays as it is, and may have no memory now
             return None, None
-        values = None if self.targets[segment.parameter] is not None else parameter.detach().view(-1)[place]
+        values = (
+            None
+            if self.targets[segment.parameter] is not None
+            else parameter.detach().view(-1)[place]
+        )
         return values, gradient.view(-1)[place]
 
 
 class Far(Near):
     """Parameters on a CUDA device."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        targets: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> None:
         super().__init__(parameters, targets)
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -74,7 +87,10 @@ class Far(Near):
         loaded = []
         with torch.cuda.stream(self._down):
             for segment in segments:
-                here = [None if t is None else _pinned_like(t).copy_(t, non_blocking=True) for t in self._sources(segment)]
+                here = [
+                    None if t is None else _pinned_like(t).copy_(t, non_blocking=True)
+                    for t in self._sources(segment)
+                ]
                 loaded.append(Loaded(segment, here[0], here[1]))
             self._events[id(loaded)] = self._down.record_event()
         return loaded
@@ -86,8 +102,12 @@ class Far(Near):
         segment = loaded.segment
         target = self.targets[segment.parameter]
         there = self.parameters[segment.parameter].detach() if target is None else target
-        if loaded.parameter is None or values.dtype != there.dtype or not values.is_pinned():  # a tile is used again soon
-            values = torch.empty(values.shape, dtype=there.dtype, pin_memory=True, device="cpu").copy_(values)
+        if (
+            loaded.parameter is None or values.dtype != there.dtype or not values.is_pinned()
+        ):  # a tile is used again soon
+            values = torch.empty(
+                values.shape, dtype=there.dtype, pin_memory=True, device="cpu"
+            ).copy_(values)
         with torch.cuda.stream(self._up):
             there.view(-1)[segment.start : segment.stop].copy_(values, non_blocking=True)
 

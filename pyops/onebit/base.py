@@ -1,11 +1,12 @@
-"""What optimizers that communicate share: ranks that agree before every step, and fail or skip it together.
+"""What optimizers that communicate share: ranks that agree before every step, and fail or skip it
+together.
 
     step()   check -> norm of this rank's gradients -> one small message to each rank: phase, step, norm, finite?
                  a mistake, another phase: raises on every rank     |
                  a gradient that is not finite anywhere: skip       '-> exact round, or a compressed one
 
-An exact round is the plain optimizer's step (AdamW's, say, by the same kernel) on gradients that are reduced exactly: by
-`model` during backward, or here, all parameters in one all-reduce.
+An exact round is the plain optimizer's step (AdamW's, say, by the same kernel) on gradients that
+are reduced exactly: by `model` during backward, or here, all parameters in one all-reduce.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ COMPAT = (None, "deepspeed")
 
 
 class Verdict(NamedTuple):
-    """What the ranks found together. norm: of the gradients, as if each rank's were the whole; finite: on every rank.
-    extra: rank 0's number, for decisions that rounding must not split."""
+    """What the ranks found together. norm: of the gradients, as if each rank's were the whole;
+    finite: on every rank. extra: rank 0's number, for decisions that rounding must not split."""
 
     norm: float
     finite: bool
@@ -67,58 +68,96 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     known = isinstance(value, torch.Tensor) and value.numel() == 1
-    return float(value) if known or (isinstance(value, (int, float)) and not isinstance(value, bool)) else str(value)
+    return (
+        float(value)
+        if known or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        else str(value)
+    )
 
 
 class Communicating(FusedOptimizer):
-    """The part of OneBitAdam, OneBitLAMB and ZeroOneAdam that speaks with other ranks; in front of the plain optimizer.
+    """The part of OneBitAdam, OneBitLAMB and ZeroOneAdam that speaks with other ranks; in front of
+    the plain optimizer.
 
-    group: the process group, None for all ranks. codec, compat, op, model: see OneBitAdam. phase: in words.
+    group: the process group, None for all ranks. codec, compat, op, model: see OneBitAdam. phase:
+    in words.
     steps: taken so far, skipped ones apart.
     """
 
     phase: str = ""
     steps: int = 0
-    _steps_dtensors = False  # their shards are other elements on every rank, and momenta are averaged element by element
+    # their shards are other elements on every rank, and momenta are averaged element by element
+    _steps_dtensors = False
 
-    def _configure(self, *, group: Any, model: Any, op: str, codec: Codec | None, compat: str | None) -> None:
+    def _configure(
+        self, *, group: Any, model: Any, op: str, codec: Codec | None, compat: str | None
+    ) -> None:
         """Keep and check what the optimizer is told about communication."""
         who = type(self).__name__
         if op not in ("mean", "sum"):
-            raise ValueError(f"{who}: op={op!r} must be 'mean' (as DistributedDataParallel reduces) or 'sum'")
+            raise ValueError(
+                f"{who}: op={op!r} must be 'mean' (as DistributedDataParallel reduces) or 'sum'"
+            )
         if compat not in COMPAT:
             raise ValueError(f"{who}: compat={compat!r} must be one of {COMPAT}")
         if model is not None and not hasattr(model, "require_backward_grad_sync"):
             raise TypeError(
-                f"{who}: model is a {type(model).__name__} without require_backward_grad_sync; pass the "
-                "DistributedDataParallel or pyops DataParallel that reduces gradients, or None when nobody does"
+                f"{who}: model is a {type(model).__name__} without "
+                "require_backward_grad_sync; pass the "
+                "DistributedDataParallel or pyops DataParallel that reduces gradients, "
+                "or None when nobody does"
             )
         of_model = getattr(getattr(model, "reducer", None), "op", op)
         if of_model != op:
-            raise ValueError(f"{who}: op={op!r}, but the model reduces gradients with op={of_model!r}; pass op={of_model!r}")
+            raise ValueError(
+                f"{who}: op={op!r}, but the model reduces gradients with "
+                f"op={of_model!r}; pass op={of_model!r}"
+            )
         if codec is None:
             codec = OneBit(block=None, rule="rms") if compat == "deepspeed" else OneBit()
         if not isinstance(codec, Codec):
-            raise TypeError(f"{who}: codec={codec!r} must be a codec of pyops.comm, such as OneBit()")
+            raise TypeError(
+                f"{who}: codec={codec!r} must be a codec of pyops.comm, such as OneBit()"
+            )
         if hasattr(codec, "all_reduce"):
             raise ValueError(
-                f"{who}: {codec.name} needs matrices, and momenta travel as one flat tensor; use OneBit() or Int8()"
+                f"{who}: {codec.name} needs matrices, and momenta travel as one flat "
+                "tensor; use OneBit() or Int8()"
             )
         self.group, self.model, self.op, self.codec, self.compat = group, model, op, codec, compat
 
     def _agree_on_options(self, *options: Any) -> None:
         """ValueError on every rank when the ranks built different optimizers."""
-        shapes = [[(tuple(p.shape), str(p.dtype)) for p in group["params"]] for group in self.param_groups]
-        names = ("class", "op", "codec", "compat", "reduces by itself", "options", "parameters", "param_groups")
+        shapes = [
+            [(tuple(p.shape), str(p.dtype)) for p in group["params"]] for group in self.param_groups
+        ]
+        names = (
+            "class",
+            "op",
+            "codec",
+            "compat",
+            "reduces by itself",
+            "options",
+            "parameters",
+            "param_groups",
+        )
         mine = (
-            type(self).__name__, self.op, self.codec.name, self.compat, self.model is None, options, shapes, self._options(),
-        )  # fmt: skip
+            type(self).__name__,
+            self.op,
+            self.codec.name,
+            self.compat,
+            self.model is None,
+            options,
+            shapes,
+            self._options(),
+        )
         everyone = gather(mine, group=self.group)
         for rank, theirs in enumerate(everyone):
             for name, first, other in zip(names, everyone[0], theirs, strict=True):
                 if first != other:
                     raise ValueError(
-                        f"{type(self).__name__}: {name} of rank 0 is {first}, of rank {rank} {other}; build the same "
+                        f"{type(self).__name__}: {name} of rank 0 is {first}, of rank "
+                        f"{rank} {other}; build the same "
                         "optimizer on every rank"
                     )
 
@@ -126,16 +165,21 @@ class Communicating(FusedOptimizer):
         """What decides how far a step goes, group by group, and must be the same on every rank."""
         whole = {"max_grad_norm": _plain(self.max_grad_norm), "master_weights": self.master_weights}
         return [
-            whole | {"params": len(group["params"])} | {key: _plain(group.get(key)) for key in sorted(self.defaults)}
+            whole
+            | {"params": len(group["params"])}
+            | {key: _plain(group.get(key)) for key in sorted(self.defaults)}
             for group in self.param_groups
         ]
 
-    # ------------------------------------------------------------------------------------------------ ranks
+    # ------------------------------------------------------------------------------------------------
+    # ranks
 
     @property
     def communicator(self) -> Communicator | None:
         """Of the group; None where torch.distributed is not running."""
-        return Communicator.of(self.group) if dist.is_available() and dist.is_initialized() else None
+        return (
+            Communicator.of(self.group) if dist.is_available() and dist.is_initialized() else None
+        )
 
     def _leave(self, error: Exception) -> None:
         comm = self.communicator
@@ -164,57 +208,84 @@ class Communicating(FusedOptimizer):
         if self.model is not None:
             self.model.require_backward_grad_sync = wanted
 
-    def _exchange(self, error: Exception | None, squares: Sequence[float], *, extra: float = 0.0) -> Verdict:
-        """Compare with every rank what is about to happen; raises on all when a rank has an error or does something else."""
+    def _exchange(
+        self, error: Exception | None, squares: Sequence[float], *, extra: float = 0.0
+    ) -> Verdict:
+        """Compare with every rank what is about to happen; raises on all when a rank has an error
+        or does something else."""
         doing = (float(self._phases().index(self.phase)), float(self.steps))
-        card = [float(error is not None), *doing, *squares, extra, float(zlib.crc32(repr(self._options()).encode()))]
+        card = [
+            float(error is not None),
+            *doing,
+            *squares,
+            extra,
+            float(zlib.crc32(repr(self._options()).encode())),
+        ]
         comm = self.communicator
         if comm is None or comm.size == 1:
             rows = [card]
         else:
             mine = torch.tensor([card], dtype=torch.float64, device=self.device)
-            rows = all_gather(mine, algorithm="two_shot", communicator=comm, label="what to do").tolist()
+            rows = all_gather(
+                mine, algorithm="two_shot", communicator=comm, label="what to do"
+            ).tolist()
         if error is not None:
             raise error
         who = type(self).__name__
         if bad := [rank for rank, row in enumerate(rows) if row[0]]:
-            raise RuntimeError(f"{who}: rank {bad[0]} could not step, its error says why; no rank has changed anything")
+            raise RuntimeError(
+                f"{who}: rank {bad[0]} could not step, its error says why; no rank has "
+                "changed anything"
+            )
         if any(tuple(row[1:3]) != doing for row in rows):
-            stand = [f"rank {r} after step {int(row[2])} in {self._phases()[int(row[1])]!r}" for r, row in enumerate(rows)]
+            stand = [
+                f"rank {r} after step {int(row[2])} in {self._phases()[int(row[1])]!r}"
+                for r, row in enumerate(rows)
+            ]
             raise DisagreementError(
-                f"{who}: the ranks are in different phases: {', '.join(stand)}; load the same checkpoint on every rank",
+                f"{who}: the ranks are in different phases: {', '.join(stand)}; load the "
+                "same checkpoint on every rank",
                 ranks=[r for r, row in enumerate(rows) if tuple(row[1:3]) != doing],
             )
         if strangers := [rank for rank, row in enumerate(rows) if row[6] != rows[0][6]]:
             raise DisagreementError(
-                f"{who}: rank {self.rank} would step with {self._options()}, but the options of ranks {strangers} are not "
-                "those of rank 0; set the same lr and other options, and add the same groups, on every rank",
+                f"{who}: rank {self.rank} would step with {self._options()}, but the "
+                f"options of ranks {strangers} are not "
+                "those of rank 0; set the same lr and other options, and add the same "
+                "groups, on every rank",
                 ranks=strangers,
             )
         total, count = sum(row[3] for row in rows), sum(row[4] for row in rows)
         scale = 1 / len(rows) if self.op == "mean" else len(rows)
-        return Verdict(math.sqrt(total * scale) if math.isfinite(total) else math.nan, count == 0, rows[0][5])
+        return Verdict(
+            math.sqrt(total * scale) if math.isfinite(total) else math.nan, count == 0, rows[0][5]
+        )
 
     @abstractmethod
     def _phases(self) -> tuple[str, ...]:
         """The phases in their order."""
 
-    # ------------------------------------------------------------------------------------------------ gradients
+    # ------------------------------------------------------------------------------------------------
+    # gradients
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch.optim; ValueError once gradients are no longer reduced exactly, or for several devices."""
+        """As torch.optim; ValueError once gradients are no longer reduced exactly, or for several
+        devices."""
         who = type(self).__name__
         if self.phase and self.phase != self._phases()[0]:
             raise ValueError(
-                f"{who}: a parameter can't be added in phase {self.phase!r}: it has no variance to keep, and the other "
-                "ranks' messages have no place for it; add it before the switch, or start a new optimizer"
+                f"{who}: a parameter can't be added in phase {self.phase!r}: it has no "
+                "variance to keep, and the other "
+                "ranks' messages have no place for it; add it before the switch, or "
+                "start a new optimizer"
             )
         super().add_param_group(param_group)
         added = [*self.param_groups[-1]["params"]]
         if strangers := [p for p in added if p.device != self.device]:
             self.param_groups.pop()
             raise ValueError(
-                f"{who}: parameters on {self.device} and {strangers[0].device}: one message carries them all; build an "
+                f"{who}: parameters on {self.device} and {strangers[0].device}: one "
+                "message carries them all; build an "
                 "optimizer for each device"
             )
 
@@ -223,14 +294,22 @@ class Communicating(FusedOptimizer):
         return 1.0 if scale is None else 1.0 / float(scale)
 
     def _measure(self) -> tuple[Exception | None, list[float]]:
-        """What is wrong with a gradient here, if anything; (sum of squares, unscaled; number of non-finite elements)."""
+        """What is wrong with a gradient here, if anything; (sum of squares, unscaled; number of
+        non-finite elements)."""
         try:
             for group in self.param_groups:
                 self._check_group(group)
-                self._check_rows(group, [i for i, p in enumerate(group["params"]) if p.grad is not None])
+                self._check_rows(
+                    group, [i for i, p in enumerate(group["params"]) if p.grad is not None]
+                )
         except (TypeError, ValueError) as error:
             return error, [0.0, 0.0]
-        found = [p.grad.detach() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = [
+            p.grad.detach()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         if not found:
             return None, [0.0, 0.0]
         total, bad = squared_norm([g if is_dense(g) else g.contiguous() for g in found]).tolist()
@@ -239,12 +318,15 @@ class Communicating(FusedOptimizer):
         return None, [total * self._inverse_scale() ** 2, bad]
 
     def _reduce_gradients(self) -> None:
-        """Every .grad becomes the exact mean (or sum) over the ranks; a parameter without one here may get one."""
+        """Every .grad becomes the exact mean (or sum) over the ranks; a parameter without one here
+        may get one."""
         if self.num_ranks == 1:
             return
         params = [p for group in self.param_groups for p in group["params"]]
         places = Places(self.param_groups, moved=set(params))
-        flat = torch.zeros(places.layout.numel + len(params), dtype=torch.float32, device=self.device)
+        flat = torch.zeros(
+            places.layout.numel + len(params), dtype=torch.float32, device=self.device
+        )
         gradients, present = flat[: places.layout.numel], flat[places.layout.numel :]
         for i, place in enumerate(places):
             if place.parameter.grad is not None:
@@ -261,16 +343,25 @@ class Communicating(FusedOptimizer):
                 place.parameter.grad.copy_(place.view(gradients))
 
     def _clip_factor(self, verdict: Verdict) -> float:
-        """By what to multiply this rank's gradient: unscaled, as one of a mean over ranks, clipped by the common norm."""
+        """By what to multiply this rank's gradient: unscaled, as one of a mean over ranks, clipped
+        by the common norm."""
         assert self.max_grad_norm is not None
         clip = min(1.0, self.max_grad_norm / (verdict.norm + EPSILON))
         return clip * self._inverse_scale() * (self.num_ranks if self.op == "sum" else 1)
 
     def _clear_gradients(self) -> None:
         if self.zeroes_gradients:
-            torch._foreach_zero_([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None])
+            torch._foreach_zero_(
+                [
+                    p.grad
+                    for group in self.param_groups
+                    for p in group["params"]
+                    if p.grad is not None
+                ]
+            )
 
-    # ------------------------------------------------------------------------------------------------ stepping
+    # ------------------------------------------------------------------------------------------------
+    # stepping
 
     @torch._disable_dynamo
     def _step(self) -> None:

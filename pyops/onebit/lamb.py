@@ -1,12 +1,14 @@
-"""1-bit LAMB: LAMB until the variance is stable, then momenta of one bit per element, and trust ratios that are kept.
+"""1-bit LAMB: LAMB until the variance is stable, then momenta of one bit per element, and trust
+ratios that are kept.
 
     warm-up        gradients --exact mean--> LAMB;  ratio = running mean of each layer's ||p|| / ||u||
     the switch     v, m corrected and kept as by OneBitAdam; each layer's ratio is kept too
     compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps) --1 bit, error feedback--> w on all ranks, one message
                    p = p - lr ratio factor (w + wd p)                 factor: of the layer, from what came back (layers.py)
 
-Li et al., arXiv:2104.06069, algorithm 1; there the bias correction is left out, and m travels, times a number per layer that
-makes the layers' sizes equal. In units of sqrt(v) + eps they are of like size already.
+Li et al., arXiv:2104.06069, algorithm 1; there the bias correction is left out, and m travels,
+times a number per layer that makes the layers' sizes equal. In units of sqrt(v) + eps they are of
+like size already.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from pyops.comm.compression.codec import Codec
 from pyops.onebit.base import on_all_ranks
 from pyops.onebit.steps.flat_states import Places
 from pyops.onebit.steps.frozen import step_frozen
-from pyops.onebit.steps.layers import COLUMNS, FACTOR, WEIGHT, FrozenLayers, layer_slices, squares_of
+from pyops.onebit.steps.layers import (
+    COLUMNS,
+    FACTOR,
+    WEIGHT,
+    FrozenLayers,
+    layer_slices,
+    squares_of,
+)
 from pyops.onebit.steps.uncorrected import Rows, step_uncorrected
 from pyops.onebit.two_phases import COMPRESSED, TwoPhases
 from pyops.optim.fused.checks import check_number
@@ -41,10 +50,14 @@ def _check_coefficients(who: str, **values: float) -> None:
         check_number(value, name=name, who=who)
     for least, most in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
         if not 0 <= values[least] <= values[most] or math.isinf(values[least]):
-            raise ValueError(f"{who}: {least}={values[least]} and {most}={values[most]} must satisfy 0 <= {least} <= {most}")
+            raise ValueError(
+                f"{who}: {least}={values[least]} and {most}={values[most]} must satisfy "
+                f"0 <= {least} <= {most}"
+            )
     if not 0 < values["factor_min"] <= 1 <= values["factor_max"]:
         raise ValueError(
-            f"{who}: factor_min={values['factor_min']} and factor_max={values['factor_max']} must satisfy 0 < min <= 1 <= max"
+            f"{who}: factor_min={values['factor_min']} and "
+            f"factor_max={values['factor_max']} must satisfy 0 < min <= 1 <= max"
         )
     for name in ("coeff_beta", "factor_threshold"):
         if not 0 <= values[name] < 1:
@@ -52,21 +65,27 @@ def _check_coefficients(who: str, **values: float) -> None:
 
 
 class OneBitLAMB(TwoPhases, LAMB):
-    """1-bit LAMB. Each rank gives the gradients of its own part of the batch; step() averages what is needed.
+    """1-bit LAMB. Each rank gives the gradients of its own part of the batch; step() averages what
+    is needed.
 
-    params, lr, betas, eps, weight_decay: as LAMB's; a parameter is a layer, and so is each tensor of a `FlatBuffer.parameter`.
+    params, lr, betas, eps, weight_decay: as LAMB's; a parameter is a layer, and so is each tensor
+    of a `FlatBuffer.parameter`.
         A group's `trust_ratio` False leaves its parameters to 1-bit Adam's step.
-    min_coeff, max_coeff: bounds of the trust ratio, LAMB's min_ratio and max_ratio. coeff_beta: the decay of its running mean,
+    min_coeff, max_coeff: bounds of the trust ratio, LAMB's min_ratio and max_ratio. coeff_beta: the
+    decay of its running mean,
         which leaves out steps where a norm was 0.
-    factor_min, factor_max: bounds of what multiplies the kept ratio; factor_threshold: by how much of itself it may change
+    factor_min, factor_max: bounds of what multiplies the kept ratio; factor_threshold: by how much
+    of itself it may change
         in a step.
-    Every other argument, what is raised, and what becomes of bad gradients: see OneBitAdam. `fresh` squares decay by the larger
-    of beta2 and frozen_beta2, as the variance that they are compared with.
-    compat: "deepspeed" steps as DeepSpeed 0.19.6 does: no bias correction, neither of moments nor of the ratios' mean, which
+    Every other argument, what is raised, and what becomes of bad gradients: see OneBitAdam. `fresh`
+    squares decay by the larger of beta2 and frozen_beta2, as the variance that they are compared
+    with.
+    compat: "deepspeed" steps as DeepSpeed 0.19.6 does: no bias correction, neither of moments nor
+    of the ratios' mean, which
         takes in only ratios that are not 1; m travels times its layer's number, with one scale for the whole of it.
 
-    state_dict() is LAMB's, with "exp_avg_sq_fresh" in the compressed phase; ratios and factors are in "communication", by
-    layer name.
+    state_dict() is LAMB's, with "exp_avg_sq_fresh" in the compressed phase; ratios and factors are
+    in "communication", by layer name.
     """
 
     _needs_last = True
@@ -101,18 +120,35 @@ class OneBitLAMB(TwoPhases, LAMB):
         who = type(self).__name__
         with on_all_ranks(group):
             _check_coefficients(
-                who, min_coeff=min_coeff, max_coeff=max_coeff, factor_min=factor_min, factor_max=factor_max,
-                coeff_beta=coeff_beta, factor_threshold=factor_threshold,
-            )  # fmt: skip
+                who,
+                min_coeff=min_coeff,
+                max_coeff=max_coeff,
+                factor_min=factor_min,
+                factor_max=factor_max,
+                coeff_beta=coeff_beta,
+                factor_threshold=factor_threshold,
+            )
             LAMB.__init__(
-                self, params, lr, betas, eps, weight_decay, min_ratio=min_coeff, max_ratio=max_coeff, zero_grad=zero_grad,
-                master_weights=master_weights, max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
-            )  # fmt: skip
+                self,
+                params,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                min_ratio=min_coeff,
+                max_ratio=max_coeff,
+                zero_grad=zero_grad,
+                master_weights=master_weights,
+                max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
+            )
             self._configure(group=group, model=model, op=op, codec=codec, compat=compat)
             self._begin(
-                warmup_steps=warmup_steps, beta2=float(betas[1]), total_steps=total_steps, precondition=precondition,
+                warmup_steps=warmup_steps,
+                beta2=float(betas[1]),
+                total_steps=total_steps,
+                precondition=precondition,
                 frozen_beta2=frozen_beta2,
-            )  # fmt: skip
+            )
         self.coeff_beta, self.factor_bounds = coeff_beta, (factor_min, factor_max, factor_threshold)
         ratios = (min_coeff, max_coeff, coeff_beta, self.factor_bounds)
         self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2, ratios)
@@ -121,16 +157,24 @@ class OneBitLAMB(TwoPhases, LAMB):
         self._frozen: FrozenLayers | None = None
         self._start()
 
-    # ------------------------------------------------------------------------------------------------ warm-up
+    # ------------------------------------------------------------------------------------------------
+    # warm-up
 
     def _layer_step(
-        self, group: Group, work: Tensor | list[list[Tensor]], norms: Tensor, *args: Tensor | None, **options: Any
+        self,
+        group: Group,
+        work: Tensor | list[list[Tensor]],
+        norms: Tensor,
+        *args: Tensor | None,
+        **options: Any,
     ) -> None:
         super()._layer_step(group, work, norms, *args, **options)
         if group["trust_ratio"]:
             self._norms = norms
 
-    def _run(self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None) -> None:
+    def _run(
+        self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
         super()._run(group, work, factor, skip)
         if not group["trust_ratio"]:
             return
@@ -138,7 +182,9 @@ class OneBitLAMB(TwoPhases, LAMB):
             assert work.table is not None
             params = work.written[: work.table.shape[0]]
         else:
-            real = {id(each.stand_in): each.tensor for each in work.exchanges if each.column == PARAM}
+            real = {
+                id(each.stand_in): each.tensor for each in work.exchanges if each.column == PARAM
+            }
             params = [real.get(id(p), p) for p in work.columns[PARAM]]
         self._seen.append((params, self._norms))
 
@@ -163,10 +209,15 @@ class OneBitLAMB(TwoPhases, LAMB):
             master = state.get("master", p.detach()).float()
             update = torch.add(m / v.sqrt().add_(group["eps"]), master * group["weight_decay"])
             if group["trust_ratio"]:
-                flat, weights = update.as_strided((p.numel(),), (1,)), torch.empty_like(update).copy_(master)
+                flat, weights = (
+                    update.as_strided((p.numel(),), (1,)),
+                    torch.empty_like(update).copy_(master),
+                )
                 slices = layer_slices(p)
                 parts = [flat[part] for part in slices]
-                sizes = squares_of([weights.as_strided((p.numel(),), (1,))[part] for part in slices])
+                sizes = squares_of(
+                    [weights.as_strided((p.numel(),), (1,))[part] for part in slices]
+                )
                 norms = torch.stack([sizes, squares_of(parts)], dim=1)
                 for part, ratio in zip(parts, self._ratios(group, norms).float(), strict=True):
                     part.mul_(ratio)
@@ -180,9 +231,12 @@ class OneBitLAMB(TwoPhases, LAMB):
         return torch.where(norms.amin(dim=1) > 0, ratio, 1.0)
 
     def _table(self, parameter: Tensor) -> Tensor:
-        """float64 [layers, COLUMNS]: RATIO and WEIGHT: sums whose quotient is the mean of ratios; FACTOR: the last; SCALE."""
+        """float64 [layers, COLUMNS]: RATIO and WEIGHT: sums whose quotient is the mean of ratios;
+        FACTOR: the last; SCALE."""
         if parameter not in self._tables:
-            made = torch.zeros(len(layer_slices(parameter)), COLUMNS, dtype=torch.float64, device=parameter.device)
+            made = torch.zeros(
+                len(layer_slices(parameter)), COLUMNS, dtype=torch.float64, device=parameter.device
+            )
             made[:, FACTOR] = 1.0
             self._tables[parameter] = made
         return self._tables[parameter]
@@ -198,19 +252,27 @@ class OneBitLAMB(TwoPhases, LAMB):
             new = torch.stack([ratios, torch.ones_like(ratios)], dim=1)
             mean = self.coeff_beta * whole + (1 - self.coeff_beta) * new
             mean = torch.where(counted[:, None], mean, whole)
-            for table, part in zip(tables, mean.split([len(table) for table in tables]), strict=True):
+            for table, part in zip(
+                tables, mean.split([len(table) for table in tables]), strict=True
+            ):
                 table[:, : WEIGHT + 1] = part
         self._seen.clear()
 
-    # ------------------------------------------------------------------------------------------------ compressed
+    # ------------------------------------------------------------------------------------------------
+    # compressed
 
     def _weigh(self, places: Places) -> Tensor | None:
         for place in places:
             self._table(place.parameter)
         self._frozen = FrozenLayers(
-            places, self.param_groups, self.state, self._tables, self._flat, precondition=self.precondition,
+            places,
+            self.param_groups,
+            self.state,
+            self._tables,
+            self._flat,
+            precondition=self.precondition,
             corrected=self.compat is None,
-        )  # fmt: skip
+        )
         return self._frozen.roots
 
     def _linked(self, places: Places) -> bool:
@@ -221,10 +283,16 @@ class OneBitLAMB(TwoPhases, LAMB):
     def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
         assert self._frozen is not None
         assert before is not None
-        decays = [max(float(self.param_groups[place.group]["betas"][1]), self.frozen_beta2) for place in places]
-        self._frozen.step(self._flat, before, self.state, betas=betas, decays=decays, bounds=self.factor_bounds)
+        decays = [
+            max(float(self.param_groups[place.group]["betas"][1]), self.frozen_beta2)
+            for place in places
+        ]
+        self._frozen.step(
+            self._flat, before, self.state, betas=betas, decays=decays, bounds=self.factor_bounds
+        )
 
-    # ------------------------------------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------------------------------------
+    # saving
 
     def _tabled(self) -> Places:
         return Places(self.param_groups, moved={p for p, state in self.state.items() if state})
@@ -232,18 +300,33 @@ class OneBitLAMB(TwoPhases, LAMB):
     def _communication_state(self) -> dict[str, Any]:
         places = self._tabled()
         tables = [self._table(place.parameter) for place in places]
-        table = torch.cat(tables) if tables else torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu")
-        return {**super()._communication_state(), "layers": list(places.layout.names), "trust": table}
+        table = (
+            torch.cat(tables)
+            if tables
+            else torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu")
+        )
+        return {
+            **super()._communication_state(),
+            "layers": list(places.layout.names),
+            "trust": table,
+        }
 
     def _first_state(self) -> dict[str, Any]:
-        return {**super()._first_state(), "layers": [], "trust": torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu")}
+        return {
+            **super()._first_state(),
+            "layers": [],
+            "trust": torch.zeros(0, COLUMNS, dtype=torch.float64, device="cpu"),
+        }
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         rows = dict(zip(state["layers"], state["trust"], strict=True))
         places = self._tabled()
-        if self.phase == COMPRESSED and (missing := [name for name in places.layout.names if name not in rows]):
+        if self.phase == COMPRESSED and (
+            missing := [name for name in places.layout.names if name not in rows]
+        ):
             raise ValueError(
-                f"{type(self).__name__}: the state has no trust ratio of {missing[:3]}; it has those of {list(rows)[:3]} ...: "
+                f"{type(self).__name__}: the state has no trust ratio of {missing[:3]}; "
+                f"it has those of {list(rows)[:3]} ...: "
                 "name the parameters as they were named when it was saved"
             )
         self._tables, names = {}, iter(places.layout.names)

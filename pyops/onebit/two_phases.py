@@ -1,10 +1,12 @@
-"""Two phases of an optimizer: its plain rule on exact gradients, then momenta that travel compressed beside a kept variance.
+"""Two phases of an optimizer: its plain rule on exact gradients, then momenta that travel
+compressed beside a kept variance.
 
     warm-up        gradients --exact mean--> the plain rule                              phase "warmup"
     the switch     v <- v / (1 - beta2^T), m <- units m / (1 - beta1^T)                  m is flat from here on
     compressed     m = beta1 m + (1 - beta1) units g --error feedback--> m on all ranks  phase "compressed"; v stays
 
-OneBitAdam and OneBitLAMB say what the plain rule is, in which units the momentum travels, and how it moves parameters.
+OneBitAdam and OneBitLAMB say what the plain rule is, in which units the momentum travels, and how
+it moves parameters.
 """
 
 from __future__ import annotations
@@ -34,9 +36,14 @@ class TwoPhases(Saving):
     """The part that OneBitAdam and OneBitLAMB share."""
 
     def _begin(
-        self, *, warmup_steps: int | str, beta2: float, total_steps: int | None, precondition: bool | None,
+        self,
+        *,
+        warmup_steps: int | str,
+        beta2: float,
+        total_steps: int | None,
+        precondition: bool | None,
         frozen_beta2: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Check and keep the options of the two phases; `_configure` was called before."""
         who = type(self).__name__
         self.warmup = Warmup(warmup_steps, beta2=beta2, total_steps=total_steps, who=who)
@@ -46,10 +53,13 @@ class TwoPhases(Saving):
             check_number(frozen_beta2, name="frozen_beta2", who=who)
         self.precondition = self.compat is None if precondition is None else precondition
         slow = 0.995 if warmup_steps == "auto" else max(0.0, 1 - 2 / int(warmup_steps))
-        self.frozen_beta2 = (slow if self.compat is None else 0.0) if frozen_beta2 is None else frozen_beta2
+        self.frozen_beta2 = (
+            (slow if self.compat is None else 0.0) if frozen_beta2 is None else frozen_beta2
+        )
         if not 0 <= self.frozen_beta2 < 1:
             raise ValueError(
-                f"{who}: frozen_beta2={frozen_beta2} must be in [0, 1), such as 0.999, or None; used where more than beta2"
+                f"{who}: frozen_beta2={frozen_beta2} must be in [0, 1), such as 0.999, "
+                "or None; used where more than beta2"
             )
 
     def _start(self) -> None:
@@ -66,9 +76,12 @@ class TwoPhases(Saving):
         super()._check_group(group)
         for key in ("amsgrad", "maximize"):
             if group.get(key):
-                raise ValueError(f"{type(self).__name__}: {key}=True has no compressed phase; leave it out")
+                raise ValueError(
+                    f"{type(self).__name__}: {key}=True has no compressed phase; leave it out"
+                )
 
-    # ------------------------------------------------------------------------------------------------ warm-up
+    # ------------------------------------------------------------------------------------------------
+    # warm-up
 
     def _observe(self) -> float:
         if self.phase != WARMUP or not self.warmup.wants_sum(self.steps + 1):
@@ -94,26 +107,36 @@ class TwoPhases(Saving):
             for parameter, beta, square in squares:
                 slow = self._slow_mean(parameter, beta)
                 # The norm is known only now.
-                clip = min(1.0, float(self.max_grad_norm or 0) / (float(self._measured["grad_norm"] or 0) + EPSILON))
+                clip = min(
+                    1.0,
+                    float(self.max_grad_norm or 0)
+                    / (float(self._measured["grad_norm"] or 0) + EPSILON),
+                )
                 slow.mul_(beta).add_(square, alpha=(1 - beta) * (clip * self._inverse_scale()) ** 2)
         return taken
 
     @abstractmethod
     def _uncorrected_step(self) -> bool:
-        """DeepSpeed's step of the warm-up, on exactly reduced gradients; False when it had to be skipped."""
+        """DeepSpeed's step of the warm-up, on exactly reduced gradients; False when it had to be
+        skipped."""
 
     def _slow_mean(self, parameter: Tensor, beta: float) -> Tensor:
         """The slower mean of squares; where AdamW began without one, it begins from AdamW's."""
         state = self.state[parameter]
         if SLOW not in state:
             step = float(state["step"])
-            beta2 = next(g["betas"][1] for g in self.param_groups if any(p is parameter for p in g["params"]))
-            state[SLOW] = state["exp_avg_sq"] * ((1 - beta ** (step - 1)) / (1 - float(beta2) ** step))
+            beta2 = next(
+                g["betas"][1] for g in self.param_groups if any(p is parameter for p in g["params"])
+            )
+            state[SLOW] = state["exp_avg_sq"] * (
+                (1 - beta ** (step - 1)) / (1 - float(beta2) ** step)
+            )
         slow: Tensor = state[SLOW]
         return slow
 
     def _squares(self) -> list[tuple[Tensor, float, Tensor]]:
-        """(parameter, decay, squared reduced gradient) wherever the switch will keep a slower mean than Adam's."""
+        """(parameter, decay, squared reduced gradient) wherever the switch will keep a slower mean
+        than Adam's."""
         return [
             (p, self.frozen_beta2, p.grad.float().square())
             for group in self.param_groups
@@ -137,27 +160,36 @@ class TwoPhases(Saving):
                     state["exp_avg_sq"].copy_(slow)
                 if self.compat is None and step:
                     state["exp_avg"].div_(1 - beta1**step)
-                    state["exp_avg_sq"].div_(1 - (beta2 if slow is None else self.frozen_beta2) ** step)
+                    state["exp_avg_sq"].div_(
+                        1 - (beta2 if slow is None else self.frozen_beta2) ** step
+                    )
         self.phase = COMPRESSED
         self._enter(errors=None)
         if self._roots is not None:
             self._flat.mul_(self._roots)
         if self.rank == 0:
             logger.info(
-                "%s: the warm-up ended after step %d; from now on momenta travel by %s", type(self).__name__, self.steps,
+                "%s: the warm-up ended after step %d; from now on momenta travel by %s",
+                type(self).__name__,
+                self.steps,
                 self.codec.name,
-            )  # fmt: skip
+            )
 
-    # ------------------------------------------------------------------------------------------------ compressed
+    # ------------------------------------------------------------------------------------------------
+    # compressed
 
     def _enter(self, *, errors: dict[str, Any] | None) -> None:
         """Be in the present phase; errors: of a checkpoint, None for zeros."""
         self._synchronise_backward(self.phase == WARMUP)
         self._exchanged = None
         if self.phase == COMPRESSED:
-            places = Places(self.param_groups, moved={p for p, state in self.state.items() if state})
+            places = Places(
+                self.param_groups, moved={p for p, state in self.state.items() if state}
+            )
             variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
-            self._exchanged = Exchange(places, variances, codec=self.codec, communicator=self.communicator)
+            self._exchanged = Exchange(
+                places, variances, codec=self.codec, communicator=self.communicator
+            )
             if errors is not None:
                 self._exchanged.errors.load_state_dict(errors)
             self._link()
@@ -173,15 +205,19 @@ class TwoPhases(Saving):
 
     def _linked(self, places: Places) -> bool:
         """Whether the states still are what `_link` made them."""
-        return places.lie_in(self._flat, [self.state[place.parameter]["exp_avg"] for place in places])
+        return places.lie_in(
+            self._flat, [self.state[place.parameter]["exp_avg"] for place in places]
+        )
 
     @abstractmethod
     def _weigh(self, places: Places) -> Tensor | None:
-        """Flat: by what a gradient is multiplied before it joins the momentum that travels; None: by nothing."""
+        """Flat: by what a gradient is multiplied before it joins the momentum that travels; None:
+        by nothing."""
 
     @abstractmethod
     def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
-        """Move the parameters by what came back. before: the momentum of the last step, if `_needs_last`."""
+        """Move the parameters by what came back. before: the momentum of the last step, if
+        `_needs_last`."""
 
     _needs_last = False
 
@@ -205,9 +241,12 @@ class TwoPhases(Saving):
             return betas
         steps = torch.stack([self.state[place.parameter]["step"] for place in places])
         counts = steps.tolist()  # one look at the device for all
-        return [corrected_beta(beta, int(count) + 1) for beta, count in zip(betas, counts, strict=True)]
+        return [
+            corrected_beta(beta, int(count) + 1) for beta, count in zip(betas, counts, strict=True)
+        ]
 
-    # ------------------------------------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------------------------------------
+    # saving
 
     def _communication_state(self) -> dict[str, Any]:
         errors = {} if self._exchanged is None else self._exchanged.errors.state_dict()
@@ -219,7 +258,8 @@ class TwoPhases(Saving):
     def _load_communication(self, state: dict[str, Any]) -> None:
         if self.phase == COMPRESSED and state["precondition"] != self.precondition:
             raise ValueError(
-                f"{type(self).__name__}: the state was made with precondition={state['precondition']}, this optimizer has "
+                f"{type(self).__name__}: the state was made with "
+                f"precondition={state['precondition']}, this optimizer has "
                 f"precondition={self.precondition}; build it with the same"
             )
         self.warmup.load_state_dict(state)

@@ -1,4 +1,5 @@
-"""0/1 Adam: momenta of one bit in each step, a few exact rounds for the variance, and after its freeze steps without messages.
+"""0/1 Adam: momenta of one bit in each step, a few exact rounds for the variance, and after its
+freeze steps without messages.
 
     phase "variance"   s = mean of squares of this rank's own gradients          every step, no message
                        exact: v = c * the ranks' mean of s                       at steps whose distance doubles, and the last
@@ -6,14 +7,15 @@
     phase "local"      alone: each rank moves by its own w                       v stays
                        message: the mean of these moves, one bit                 at steps whose distance doubles, to a cap
 
-When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') + eps), 0 where v is 0. What a
-message leaves out is a way that parameters did not go, w times the sum of learning rates since the message before: where that
-sum changes, errors do inversely.
+When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') +
+eps), 0 where v is 0. What a message leaves out is a way that parameters did not go, w times the sum
+of learning rates since the message before: where that sum changes, errors do inversely.
 
-Lu et al., arXiv:2202.06009, algorithms 1 and 2. There v is made of the gradients of the exact rounds alone. In a run of 2,000
-steps these are a dozen, most of them from the first steps, whose gradients are the largest: v stays too large, every step too
-short. Here each step contributes (see variance.py), and the exact rounds can be fewer. Otherwise than there too: means are
-bias-corrected; what travels is w, not g, as in OneBitAdam; decay is of the common parameters (see local_steps.py).
+Lu et al., arXiv:2202.06009, algorithms 1 and 2. There v is made of the gradients of the exact
+rounds alone. In a run of 2,000 steps these are a dozen, most of them from the first steps, whose
+gradients are the largest: v stays too large, every step too short. Here each step contributes (see
+variance.py), and the exact rounds can be fewer. Otherwise than there too: means are bias-corrected;
+what travels is w, not g, as in OneBitAdam; decay is of the common parameters (see local_steps.py).
 """
 
 from __future__ import annotations
@@ -41,24 +43,32 @@ from pyops.onebit.steps.variance import SharedVariance
 __all__ = ["ZeroOneAdam"]
 
 VARIANCE, ALONE = "variance", "local"
-ONE_BIT_NOISE = 1 - 2 / math.pi  # what a sign and a mean size leave out of the squared norm of normal numbers
+ONE_BIT_NOISE = (
+    1 - 2 / math.pi
+)  # what a sign and a mean size leave out of the squared norm of normal numbers
 
 
 class ZeroOneAdam(OneBitAdam):
-    """0/1 Adam, with a variance to which every step contributes. Arguments that are not here: see OneBitAdam.
+    """0/1 Adam, with a variance to which every step contributes. Arguments that are not here: see
+    OneBitAdam.
 
-    warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": a fifth of total_steps, else 400.
-    var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and one more at the freeze. variance_codec: how v goes
-    over the wire in them; None: BF16(). Identity() is exact, and twice as much.
-    local_step_scaler: steps after which the distance between messages doubles. local_step_clipper: its largest value. One bit
-    for the sum of many steps says less than one bit for each: see docs/compression.md for what distances cost.
-    With the defaults a run of 2,000 steps sends less than 1/60 of what an fp32 all-reduce in each step would:
-    `rounds(2000)` counts, `bytes_ratio(2000)` says how much. model: reduces nothing, from the first step on.
+    warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": a fifth of
+    total_steps, else 400. var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and
+    one more at the freeze. variance_codec: how v goes over the wire in them; None: BF16().
+    Identity() is exact, and twice as much.
+    local_step_scaler: steps after which the distance between messages doubles. local_step_clipper:
+    its largest value. One bit for the sum of many steps says less than one bit for each: see
+    docs/compression.md for what distances cost.
+    With the defaults a run of 2,000 steps sends less than 1/60 of what an fp32 all-reduce in each
+    step would: `rounds(2000)` counts, `bytes_ratio(2000)` says how much. model: reduces nothing,
+    from the first step on.
 
-    A parameter whose first gradient comes between two exact rounds begins to move at the next one, at the latest at the
-    freeze. exp_avg in the state is w. A state_dict of AdamW goes on with its v until the next exact round.
-    Within a local interval the ranks' parameters differ. state_dict() holds this rank's; loaded on another number of ranks,
-    all go on from the mean. A small message in every step, of a few bytes, finds what is not finite, and the common norm.
+    A parameter whose first gradient comes between two exact rounds begins to move at the next one,
+    at the latest at the freeze. exp_avg in the state is w. A state_dict of AdamW goes on with its v
+    until the next exact round.
+    Within a local interval the ranks' parameters differ. state_dict() holds this rank's; loaded on
+    another number of ranks, all go on from the mean. A small message in every step, of a few bytes,
+    finds what is not finite, and the common norm.
     """
 
     def __init__(
@@ -85,30 +95,55 @@ class ZeroOneAdam(OneBitAdam):
     ) -> None:
         if warmup_steps == "auto":
             warmup_steps = max(1, total_steps // 5) if total_steps else 400
-        freeze = warmup_steps if isinstance(warmup_steps, int) else 1  # of anything else the base says what is wrong
-        self.schedule = RoundSchedule(max(1, freeze), var_update_scaler, local_step_scaler, local_step_clipper)
+        freeze = (
+            warmup_steps if isinstance(warmup_steps, int) else 1
+        )  # of anything else the base says what is wrong
+        self.schedule = RoundSchedule(
+            max(1, freeze), var_update_scaler, local_step_scaler, local_step_clipper
+        )
         super().__init__(
-            params, lr, betas, eps, weight_decay, warmup_steps=warmup_steps, group=group, model=model, op=op, codec=codec,
-            frozen_beta2=0.0, max_grad_norm=max_grad_norm, zero_grad=zero_grad, master_weights=master_weights,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            warmup_steps=warmup_steps,
+            group=group,
+            model=model,
+            op=op,
+            codec=codec,
+            frozen_beta2=0.0,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+            master_weights=master_weights,
             total_steps=total_steps,
-        )  # fmt: skip
+        )
         self.variance_codec = BF16() if variance_codec is None else variance_codec
         self._agree_on_options(self.schedule, self.variance_codec.name)
         self.phase = VARIANCE
-        self._lengths: list[float] = []  # of each group: what the last message's w was multiplied by
+        self._lengths: list[
+            float
+        ] = []  # of each group: what the last message's w was multiplied by
         self._variance: SharedVariance | None = SharedVariance(self.param_groups)
         self._alone: LocalSteps | None = None
 
     def rounds(self, steps: int) -> Rounds:
-        """How many of the first `steps` steps have an exact round besides the compressed one, this alone, or no message."""
+        """How many of the first `steps` steps have an exact round besides the compressed one, this
+        alone, or no message."""
         return self.schedule.rounds(steps)
 
     def bytes_ratio(self, steps: int) -> float:
-        """What the first `steps` steps send, in parts of what an fp32 all-reduce of the gradients in each would."""
+        """What the first `steps` steps send, in parts of what an fp32 all-reduce of the gradients
+        in each would."""
         variance = SharedVariance(self.param_groups)
         numel = variance.layout.numel
-        payload, exact = self.codec.payload_bytes(numel), self.variance_codec.payload_bytes(numel) + 4 * variance.exact_numel()
-        return self.schedule.bytes_ratio(steps, payload=payload / (4 * numel), exact_payload=exact / (4 * numel))
+        payload, exact = (
+            self.codec.payload_bytes(numel),
+            self.variance_codec.payload_bytes(numel) + 4 * variance.exact_numel(),
+        )
+        return self.schedule.bytes_ratio(
+            steps, payload=payload / (4 * numel), exact_payload=exact / (4 * numel)
+        )
 
     def _phases(self) -> tuple[str, ...]:
         return VARIANCE, ALONE
@@ -119,7 +154,8 @@ class ZeroOneAdam(OneBitAdam):
     def _synchronise_backward(self, wanted: bool) -> None:
         super()._synchronise_backward(False)  # each rank's own gradient is always needed
 
-    # ------------------------------------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------------------------------------
+    # a step
 
     def _take(self, verdict: Verdict) -> bool:
         self._measured["grad_norm"] = torch.tensor(verdict.norm, device=self.device)
@@ -138,19 +174,27 @@ class ZeroOneAdam(OneBitAdam):
         if self.steps == self.schedule.var_freeze_step:
             self.phase, self._variance = ALONE, None
             if self.rank == 0:
-                logger.info("%s: the variance is kept as it is after step %d", type(self).__name__, self.steps)
+                logger.info(
+                    "%s: the variance is kept as it is after step %d",
+                    type(self).__name__,
+                    self.steps,
+                )
 
     def _exact_round(self, variance: SharedVariance, factor: float) -> None:
         """Another v, and everything in its units."""
         squares, seen = variance.exchange(
-            factor, codec=self.variance_codec, communicator=self.communicator,
+            factor,
+            codec=self.variance_codec,
+            communicator=self.communicator,
             noise=ONE_BIT_NOISE if isinstance(self.codec, OneBit) else 0.0,
-        )  # fmt: skip
+        )
         found = [place for place, anywhere in zip(variance.places, seen, strict=True) if anywhere]
         if not found:
             return
         for place in found:
-            self._complete(self.param_groups[place.group], place.parameter, self.state[place.parameter])
+            self._complete(
+                self.param_groups[place.group], place.parameter, self.state[place.parameter]
+            )
         before = self._exchanged
         if before is None or len(before.places) != len(found):
             self._enter(errors=None)
@@ -162,7 +206,9 @@ class ZeroOneAdam(OneBitAdam):
         for place in found:
             self.state[place.parameter]["exp_avg_sq"].copy_(place.view(squares))
         variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
-        self._roots = inverse_roots(places, variances, [float(self.param_groups[place.group]["eps"]) for place in places])
+        self._roots = inverse_roots(
+            places, variances, [float(self.param_groups[place.group]["eps"]) for place in places]
+        )
         assert old is not None
         ratio = torch.where(old == 0, 0.0, self._roots / old)
         self._flat.mul_(ratio)
@@ -172,11 +218,14 @@ class ZeroOneAdam(OneBitAdam):
     def _relink(self) -> None:
         assert self._exchanged is not None
         places = self._exchanged.places
-        if not places.lie_in(self._flat, [self.state[place.parameter]["exp_avg"] for place in places]):
+        if not places.lie_in(
+            self._flat, [self.state[place.parameter]["exp_avg"] for place in places]
+        ):
             self._link()
 
     def _momentum_step(self, factor: float, *, message: bool) -> None:
-        """Move by this rank's momentum, or, at the end of an interval, by the ranks' mean of what they moved by in it."""
+        """Move by this rank's momentum, or, at the end of an interval, by the ranks' mean of what
+        they moved by in it."""
         assert self._exchanged is not None
         assert self._alone is not None
         self._relink()
@@ -201,19 +250,33 @@ class ZeroOneAdam(OneBitAdam):
         assert self._exchanged is not None
         alone.add(self._flat, rates)
         for place in alone.places:
-            if rate := alone.rates[place.group]:  # 0 throughout: nothing to add up, so the momentum itself travels
-                torch.div(alone.sums[place.start : place.stop], rate, out=self._flat[place.start : place.stop])
+            if rate := alone.rates[
+                place.group
+            ]:  # 0 throughout: nothing to add up, so the momentum itself travels
+                torch.div(
+                    alone.sums[place.start : place.stop],
+                    rate,
+                    out=self._flat[place.start : place.stop],
+                )
         self._measure_errors_by(alone.rates)
         self._exchanged.average(self._flat, label="moves")
         alone.return_to_anchor(alone.masters(self.state))
-        self._shift([(rate, (1 - keep) / rate if rate else 0.0) for rate, keep in zip(alone.rates, alone.decays, strict=True)])
+        self._shift(
+            [
+                (rate, (1 - keep) / rate if rate else 0.0)
+                for rate, keep in zip(alone.rates, alone.decays, strict=True)
+            ]
+        )
         alone.restart()
 
     def _measure_errors_by(self, lengths: list[float]) -> None:
-        """The next message is of w times `lengths`, one for each group. Where that is 0 nothing moves, and errors stay."""
+        """The next message is of w times `lengths`, one for each group. Where that is 0 nothing
+        moves, and errors stay."""
         assert self._exchanged is not None
         known = [*self._lengths, *[0.0] * (len(lengths) - len(self._lengths))]
-        self._exchanged.rescale_groups([old / new if new else 1.0 for old, new in zip(known, lengths, strict=True)])
+        self._exchanged.rescale_groups(
+            [old / new if new else 1.0 for old, new in zip(known, lengths, strict=True)]
+        )
         self._lengths = [new or old for old, new in zip(known, lengths, strict=True)]
 
     def _shift(self, rates: list[tuple[float, float]]) -> None:
@@ -222,13 +285,19 @@ class ZeroOneAdam(OneBitAdam):
         assert self._ones is not None
         for g, (lr, weight_decay) in enumerate(rates):
             rows = [
-                (place.parameter, place.view(self._flat), place.view(self._ones), self.state[place.parameter])
+                (
+                    place.parameter,
+                    place.view(self._flat),
+                    place.view(self._ones),
+                    self.state[place.parameter],
+                )
                 for place in self._exchanged.places
                 if place.group == g
             ]
             step_frozen(self.param_groups[g], rows, eps=0.0, lr=lr, weight_decay=weight_decay)
 
-    # ------------------------------------------------------------------------------------------------ phases and saving
+    # ------------------------------------------------------------------------------------------------
+    # phases and saving
 
     def _enter(self, *, errors: dict[str, Any] | None) -> None:
         self._synchronise_backward(False)
@@ -238,7 +307,9 @@ class ZeroOneAdam(OneBitAdam):
             return
         places = Places(self.param_groups, moved=moved)
         variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
-        self._exchanged = Exchange(places, variances, codec=self.codec, communicator=self.communicator)
+        self._exchanged = Exchange(
+            places, variances, codec=self.codec, communicator=self.communicator
+        )
         if errors is not None:
             self._exchanged.errors.load_state_dict(errors)
         self._link()
@@ -246,7 +317,12 @@ class ZeroOneAdam(OneBitAdam):
 
     def _communication_state(self) -> dict[str, Any]:
         errors = {} if self._exchanged is None else self._exchanged.errors.state_dict()
-        state: dict[str, Any] = {"errors": errors, "lengths": list(self._lengths), "variance": {}, "alone": {}}
+        state: dict[str, Any] = {
+            "errors": errors,
+            "lengths": list(self._lengths),
+            "variance": {},
+            "alone": {},
+        }
         state["schedule"] = vars(self.schedule).copy()
         where = {"rank": self.rank, "size": self.num_ranks}
         if self._variance is not None:
@@ -256,17 +332,26 @@ class ZeroOneAdam(OneBitAdam):
             alone = self._alone
             own = {"sums": alone.sums, "means": self._flat, "anchor": alone.anchor}
             own["masters"] = alone.places.gather(alone.masters(self.state))
-            state["alone"] = {key: rows_of(flat, alone.places.layout, **where) for key, flat in own.items()}
+            state["alone"] = {
+                key: rows_of(flat, alone.places.layout, **where) for key, flat in own.items()
+            }
             state["alone"] |= {"decays": list(alone.decays), "rates": list(alone.rates)}
         return state
 
     def _first_state(self) -> dict[str, Any]:
-        return {"errors": {}, "lengths": [], "schedule": vars(self.schedule), "variance": None, "alone": {}}
+        return {
+            "errors": {},
+            "lengths": [],
+            "schedule": vars(self.schedule),
+            "variance": None,
+            "alone": {},
+        }
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         if state["schedule"] != vars(self.schedule):
             raise ValueError(
-                f"{type(self).__name__}: the state was made with the rounds of {state['schedule']}, this optimizer has "
+                f"{type(self).__name__}: the state was made with the rounds of "
+                f"{state['schedule']}, this optimizer has "
                 f"{vars(self.schedule)}; build it with the same"
             )
         if state["variance"] is None:
@@ -292,10 +377,17 @@ class ZeroOneAdam(OneBitAdam):
 
     def _load_interval(self, alone: LocalSteps, own: dict[str, Any]) -> None:
         masters = alone.places.zeros()
-        for flat, key in ((alone.sums, "sums"), (self._flat, "means"), (alone.anchor, "anchor"), (masters, "masters")):
+        for flat, key in (
+            (alone.sums, "sums"),
+            (self._flat, "means"),
+            (alone.anchor, "anchor"),
+            (masters, "masters"),
+        ):
             load_rows(own[key], alone.places.layout, flat, rank=self.rank, size=self.num_ranks)
         alone.decays, alone.rates = list(own["decays"]), list(own["rates"])
         with torch.no_grad():
             for place in alone.places:
-                self.state[place.parameter].get("master", place.parameter).copy_(place.view(masters))
+                self.state[place.parameter].get("master", place.parameter).copy_(
+                    place.view(masters)
+                )
                 place.parameter.copy_(place.view(masters))

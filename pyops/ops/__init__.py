@@ -1,4 +1,5 @@
-"""The contract of each kernel: schema, meaning, fake and plain-torch reference; the only importer of `torch.ops.pyops`.
+"""The contract of each kernel: schema, meaning, fake and plain-torch reference; the only importer
+of `torch.ops.pyops`.
 
     table      optimizer_table                         pointers, sizes and dtypes of an optimizer's rows
     step       what surrounds the rule of an elementwise optimizer, and the reference of them all
@@ -18,16 +19,27 @@
     cross_entropy  cross_entropy                       the loss; its two kernels are cross_entropy_statistics, _gradient
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
-Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and for installations without
-kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in
-pyops/ops/triton/<stem>.py.
+Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and
+for installations without kernels. A kernel in C++ stands in csrc/cpu/<stem>.cpp and
+csrc/cuda/<stem>.cu, its formula in csrc/math; those in Triton in pyops/ops/triton/<stem>.py.
 """
 
 from pyops.ops import random
 from pyops.ops.communication import onebit, quantize, reduce
 from pyops.ops.layers import activation, cross_entropy, dropout, norm, rotary
 from pyops.ops.library import build_info, has_kernel, isa, native
-from pyops.ops.optimizers import adafactor, adagrad, frozen_adam, grad_norm, lamb, lars, lion, optim, sgd, table
+from pyops.ops.optimizers import (
+    adafactor,
+    adagrad,
+    frozen_adam,
+    grad_norm,
+    lamb,
+    lars,
+    lion,
+    optim,
+    sgd,
+    table,
+)
 
 __all__ = [
     "activation", "adafactor", "adagrad", "build_info", "cross_entropy", "dropout", "frozen_adam", "grad_norm", "has_kernel",

@@ -1,4 +1,5 @@
-"""Loads the kernels and keeps the list of ops: the one place that knows whether there is an extension.
+"""Loads the kernels and keeps the list of ops: the one place that knows whether there is an
+extension.
 
 define(schema, reference, fake, ...)      pyops/ops/<stem>.py, at import
     |-- schema, fake, autograd: always
@@ -32,14 +33,17 @@ __all__ = [
 ]  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_HOW_TO_BUILD = "pip install -e . (or PYOPS_NO_EXT=1 pip install -e . for plain torch, without kernels)"
+_HOW_TO_BUILD = (
+    "pip install -e . (or PYOPS_NO_EXT=1 pip install -e . for plain torch, without kernels)"
+)
 
 
 @functools.cache
 def build_info() -> Mapping[str, Any]:
     """What was built: extension, torch, compiler, isas, cuda, cuda_architectures.
 
-    Raises ImportError when pyops was never built. The environment variable PYOPS_NO_EXT=1 chooses plain torch for one run.
+    Raises ImportError when pyops was never built. The environment variable PYOPS_NO_EXT=1 chooses
+    plain torch for one run.
     """
     if os.environ.get("PYOPS_NO_EXT", "0") not in ("", "0"):
         return MappingProxyType({"extension": False, "cuda": False})
@@ -53,12 +57,14 @@ def build_info() -> Mapping[str, Any]:
 
 
 def _hidden_installation() -> str:
-    """Words about an installed pyops that a checkout is found before, as in a Python that was started in one; "" for none."""
+    """Words about an installed pyops that a checkout is found before, as in a Python that was
+    started in one; "" for none."""
     for entry in sys.path:
         folder = Path(entry or ".").resolve() / "pyops"
         if folder != _PACKAGE and (folder / "_build.json").is_file():
             return (
-                f"It is a checkout that hides the pyops installed in {folder}: to use that one, start Python in another folder "
+                f"It is a checkout that hides the pyops installed in {folder}: to use "
+                "that one, start Python in another folder "
                 "or take the checkout off PYTHONPATH. To use the checkout, build it. "
             )
     return ""
@@ -66,26 +72,35 @@ def _hidden_installation() -> str:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """Load pyops/_C.so, whose kernels register themselves. None when pyops was installed without kernels."""
+    """Load pyops/_C.so, whose kernels register themselves. None when pyops was installed without
+    kernels."""
     if not build_info()["extension"]:
         return None
     path = _PACKAGE / "_C.so"
     if not path.exists():
         raise ImportError(
-            f"{path} is missing although pyops was built with kernels. {_hidden_installation()}Build again: {_HOW_TO_BUILD}"
+            f"{path} is missing although pyops was built with kernels. "
+            f"{_hidden_installation()}Build again: {_HOW_TO_BUILD}"
         )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(
-            f"pyops/_C.so was built against torch {build_info().get('torch')} and does not load in torch "
-            f"{torch.__version__}: {error}. pyops needs torch 2.11 or newer; build again: {_HOW_TO_BUILD}"
+            f"pyops/_C.so was built against torch {build_info().get('torch')} and does "
+            "not load in torch "
+            f"{torch.__version__}: {error}. pyops needs torch 2.11 or newer; build "
+            f"again: {_HOW_TO_BUILD}"
         ) from error
     handle = ctypes.CDLL(str(path))  # already loaded: the same library
     handle.pyops_cpu_isa.restype = ctypes.c_char_p
     handle.pyops_use_cpu_isa.argtypes = [ctypes.c_char_p]
-    if (wanted := os.environ.get("PYOPS_CPU_ISA")) and handle.pyops_use_cpu_isa(wanted.encode()) != 0:
-        raise ImportError(f"PYOPS_CPU_ISA={wanted} is not among what this build and this machine have: {isas(handle)}")
+    if (wanted := os.environ.get("PYOPS_CPU_ISA")) and handle.pyops_use_cpu_isa(
+        wanted.encode()
+    ) != 0:
+        raise ImportError(
+            f"PYOPS_CPU_ISA={wanted} is not among what this build and this machine have: "
+            f"{isas(handle)}"
+        )
     return handle
 
 
@@ -93,26 +108,40 @@ library = torch.library.Library("pyops", "DEF")
 
 
 def define(
-    schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., Any] | None = None, triton: str | None = None, keeps_addresses: bool = False,
-) -> None:  # fmt: skip
-    """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on shapes.
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+    triton: str | None = None,
+    keeps_addresses: bool = False,
+) -> None:
+    """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on
+    shapes.
 
-    backward, setup_context: its derivative, as torch.library.register_autograd takes them; none: it has no derivative.
-    triton: the module in pyops/ops/triton that has a function of the op's name and arguments for CUDA tensors.
-    keeps_addresses: whether what it returns points to its arguments, so that no copy can stand in for one.
+    backward, setup_context: its derivative, as torch.library.register_autograd takes them; none: it
+    has no derivative. triton: the module in pyops/ops/triton that has a function of the op's name
+    and arguments for CUDA tensors. keeps_addresses: whether what it returns points to its
+    arguments, so that no copy can stand in for one.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"pyops::{name}", check_kinds(name, fake), lib=library)
     if backward is not None:
-        torch.library.register_autograd(f"pyops::{name}", backward, setup_context=setup_context, lib=library)
+        torch.library.register_autograd(
+            f"pyops::{name}", backward, setup_context=setup_context, lib=library
+        )
     extension = build_info()["extension"]
     # This key answers for every device that has no kernel of its own.
     other = _missing_kernel(name, triton) if extension else check_memory(name, reference)
     library.impl(name, other, "CompositeExplicitAutograd")
     for view in VIEWS:
-        library.impl(name, resolving(getattr(torch.ops.pyops, name).default, keeps_addresses=keeps_addresses), view)
+        library.impl(
+            name,
+            resolving(getattr(torch.ops.pyops, name).default, keeps_addresses=keeps_addresses),
+            view,
+        )
     if extension and triton is not None and has_triton():
         library.impl(name, _triton_kernel(triton, name), "CUDA")
 
@@ -134,19 +163,30 @@ def _triton_kernel(stem: str, name: str) -> Callable[..., Any]:
 
 def no_second_derivative(ctx: Any, *grads: Any) -> Any:
     """The derivative of a backward op: there is none, and silence would be a wrong number."""
-    raise NotImplementedError("this op has no second derivative; compute the first without create_graph=True")
+    raise NotImplementedError(
+        "this op has no second derivative; compute the first without create_graph=True"
+    )
 
 
 def _missing_kernel(name: str, triton: str | None = None) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
+        tensors = [
+            t
+            for a in args
+            for t in (a if isinstance(a, list | tuple) else [a])
+            if isinstance(t, torch.Tensor)
+        ]
         if odd := next((t for t in tensors if t.layout != torch.strided), None):
-            raise TypeError(f"pyops::{name} has no kernel for layout {odd.layout}; pass dense tensors (to_dense())")
+            raise TypeError(
+                f"pyops::{name} has no kernel for layout {odd.layout}; pass dense "
+                "tensors (to_dense())"
+            )
         device = tensors[0].device.type if tensors else "no"
         for_cuda = "build with PYOPS_CUDA=ON" if triton is None else "install triton"
         build = for_cuda if device == "cuda" else "move the tensors to cpu or cuda"
         raise RuntimeError(
-            f"pyops::{name} has no kernel for {device} tensors in this installation; {build}, or install with PYOPS_NO_EXT=1 "
+            f"pyops::{name} has no kernel for {device} tensors in this installation; "
+            f"{build}, or install with PYOPS_NO_EXT=1 "
             "for the plain-torch path. pyops.has_kernel(op, device) tells."
         )
 
@@ -154,7 +194,8 @@ def _missing_kernel(name: str, triton: str | None = None) -> Callable[..., Any]:
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether `op` (such as "adam_") has a kernel, C++ or Triton, for `device` ("cpu", "cuda") in this installation."""
+    """Whether `op` (such as "adam_") has a kernel, C++ or Triton, for `device` ("cpu", "cuda") in
+    this installation."""
     if not build_info()["extension"]:
         return False
     importlib.import_module("pyops.ops")
@@ -171,7 +212,8 @@ def native() -> ModuleType | None:
 
 
 def isa() -> str:
-    """The instruction set whose CPU kernels are in use: baseline, avx2 or avx512; "none" without kernels."""
+    """The instruction set whose CPU kernels are in use: baseline, avx2 or avx512; "none" without
+    kernels."""
     handle = load()
     return handle.pyops_cpu_isa().decode() if handle is not None else "none"
 
@@ -186,10 +228,13 @@ def isas(handle: ctypes.CDLL | None = None) -> list[str]:
 
 @contextlib.contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Run the block with the CPU kernels of another instruction set: for tests. Affects the whole process."""
+    """Run the block with the CPU kernels of another instruction set: for tests. Affects the whole
+    process."""
     handle, before = load(), isa()
     if handle is None or handle.pyops_use_cpu_isa(name.encode()) != 0:
-        raise ValueError(f"instruction set {name!r} is not among what this build and this machine have: {isas()}")
+        raise ValueError(
+            f"instruction set {name!r} is not among what this build and this machine have: {isas()}"
+        )
     try:
         yield
     finally:

@@ -5,12 +5,14 @@
     optimizer.step()        # norm, clip, step, zero_grad: 36 bytes per float32 parameter instead of 44
     optimizer.grad_norm     # before clipping, a tensor
 
-Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways, CUDA graphs. Files:
-`adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `lamb`, `lars`, `layerwise` (what these two share), `adafactor`, `base` (what
-all share), `plan` and `rows` (from a param group to one launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward`
-(step each parameter as its gradient arrives), `launches` (the norm of all gradients). They know no process group; of a DTensor
-they step what this rank holds, and pyops.flat.dtensor sums over its mesh.
-OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in pyops.onebit; they are
+Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways,
+CUDA graphs. Files: `adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `lamb`, `lars`, `layerwise`
+(what these two share), `adafactor`, `base` (what all share), `plan` and `rows` (from a param group
+to one launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward` (step each parameter as
+its gradient arrives), `launches` (the norm of all gradients). They know no process group; of a
+DTensor they step what this rank holds, and pyops.flat.dtensor sums over its mesh.
+OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in
+pyops.onebit; they are
 found here too.
 """
 
@@ -26,7 +28,17 @@ from pyops.optim.lars import LARS
 from pyops.optim.lion import Lion
 from pyops.optim.sgd import SGD
 
-__all__ = ["LAMB", "LARS", "SGD", "Adafactor", "Adagrad", "Adam", "AdamW", "Lion", "fuse_into_backward"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "SGD",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "fuse_into_backward",
+]
 
 _COMMUNICATING = ("OneBitAdam", "OneBitLAMB", "ZeroOneAdam")
 
@@ -35,4 +47,7 @@ def __getattr__(name: str) -> Any:
     # By name, when somebody asks: nothing in this room needs the room above.
     if name in _COMMUNICATING:
         return getattr(importlib.import_module("pyops.onebit"), name)
-    raise AttributeError(f"module 'pyops.optim' has no attribute {name!r}; it has {sorted((*__all__, *_COMMUNICATING))}")
+    raise AttributeError(
+        f"module 'pyops.optim' has no attribute {name!r}; it has "
+        f"{sorted((*__all__, *_COMMUNICATING))}"
+    )

@@ -1,12 +1,14 @@
-"""Adafactor over parts of tensors: each process steps a range of every flattened tensor, and sums travel between them.
+"""Adafactor over parts of tensors: each process steps a range of every flattened tensor, and sums
+travel between them.
 
     tensor [R, C], flattened      | process 0 ......... | process 1 ............ | process 2 .... |      rows are cut anywhere
     1  sums of g^2 by row, by column, of p^2, of its range          -> reduce: R + C + 1 numbers of each matrix
     2  row_var, col_var: whole and equal everywhere; u^2            -> reduce: 1 number of each tensor
     3  the step of its range
 
-A range is cut into boxes of whole rows, or parts of one, so sums and roots meet it by plain indexing. The formula is that of
-pyops/ops/optimizers/adafactor.py; sums are float64. In plain torch, in bands that stay in the cache.
+A range is cut into boxes of whole rows, or parts of one, so sums and roots meet it by plain
+indexing. The formula is that of pyops/ops/optimizers/adafactor.py; sums are float64. In plain
+torch, in bands that stay in the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What a parameter of one dimension is: elements [start, start + its length) of a flattened tensor of this shape."""
+    """What a parameter of one dimension is: elements [start, start + its length) of a flattened
+    tensor of this shape."""
 
     shape: tuple[int, ...]
     start: int
@@ -69,7 +72,8 @@ class PartRow:
         return self.param if self.master is None else self.master
 
     def bands(self) -> Iterator[tuple[slice, tuple[slice, slice, slice]]]:
-        """(range of the part, where it lies as matrices, rows, columns) of boxes in order; a vector's is one row."""
+        """(range of the part, where it lies as matrices, rows, columns) of boxes in order; a
+        vector's is one row."""
         n = self.param.numel()
         for low in range(0, n, BAND):
             high = min(n, low + BAND)
@@ -93,10 +97,15 @@ def _shape(at: tuple[slice, slice, slice]) -> list[int]:
     return [s.stop - s.start for s in at]
 
 
-def _first_sums(rows: Sequence[PartRow], factor: Tensor | None) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-    """All sums in one tensor; and of each row, views of it: g^2 by row [m, R], by column [m, C], p^2 [1]."""
+def _first_sums(
+    rows: Sequence[PartRow], factor: Tensor | None
+) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """All sums in one tensor; and of each row, views of it: g^2 by row [m, R], by column [m, C],
+    p^2 [1]."""
     sizes = [_matrices(row) for row in rows]
-    total = torch.zeros(sum(m * (r + c) + 1 for m, r, c in sizes), dtype=torch.float64, device=rows[0].param.device)
+    total = torch.zeros(
+        sum(m * (r + c) + 1 for m, r, c in sizes), dtype=torch.float64, device=rows[0].param.device
+    )
     views, start = [], 0
     for row, (m, r, c) in zip(rows, sizes, strict=True):
         of_rows = total[start : (start := start + m * r)].view(m, r)
@@ -106,7 +115,12 @@ def _first_sums(rows: Sequence[PartRow], factor: Tensor | None) -> tuple[Tensor,
         for where, (matrix, rows_, columns) in row.bands():
             of_param += row.stepped[where].double().square().sum()
             if row.part.is_factored:
-                square = _gradient(row, where, factor).double().square_().view(_shape((matrix, rows_, columns)))
+                square = (
+                    _gradient(row, where, factor)
+                    .double()
+                    .square_()
+                    .view(_shape((matrix, rows_, columns)))
+                )
                 of_rows[matrix, rows_] += square.sum(2)
                 of_columns[matrix, columns] += square.sum(1)
     return total, views
@@ -116,9 +130,15 @@ def _matrices(row: PartRow) -> tuple[int, int, int]:
     return row.part.matrices if row.part.is_factored else (0, 0, 0)
 
 
-def _roots(row: PartRow, sums: tuple[Tensor, Tensor, Tensor], least: float, weight: float, factor: Tensor | None
-           ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The variances moved in place; roots [m, R, 1] and [m, 1, C] whose product is sqrt(V). A vector's are 1 and its own."""
+def _roots(
+    row: PartRow,
+    sums: tuple[Tensor, Tensor, Tensor],
+    least: float,
+    weight: float,
+    factor: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The variances moved in place; roots [m, R, 1] and [m, 1, C] whose product is sqrt(V). A
+    vector's are 1 and its own."""
     if not row.part.is_factored:
         variance = row.state["variance"]
         for where, _ in row.bands():
@@ -133,8 +153,14 @@ def _roots(row: PartRow, sums: tuple[Tensor, Tensor, Tensor], least: float, weig
     return (row_var.double() / divisor).sqrt().float().unsqueeze(2), col_var.sqrt().unsqueeze(1)
 
 
-def _update(row: PartRow, where: slice, at: tuple[slice, slice, slice], roots: tuple[Tensor, Tensor], least: float,
-            factor: Tensor | None) -> Tensor:  # fmt: skip
+def _update(
+    row: PartRow,
+    where: slice,
+    at: tuple[slice, slice, slice],
+    roots: tuple[Tensor, Tensor],
+    least: float,
+    factor: Tensor | None,
+) -> Tensor:
     """u of a band, flat."""
     root = (roots[0][at[0], at[1]] * roots[1][at[0], :, at[2]]).clamp_(min=least)
     return (_gradient(row, where, factor).view(root.shape) / root).view(-1)
@@ -143,9 +169,17 @@ def _update(row: PartRow, where: slice, at: tuple[slice, slice, slice], roots: t
 def _apply(row: PartRow, where: slice, value: Tensor, *, number: int, seed: int | None) -> None:
     """Store a band of the parameter's new values, rounded as the whole tensor's would be."""
     row.stepped[where] = (
-        value if seed is None or row.master is not None or row.param.dtype == torch.float32
-        else round_stochastically(value, row.param.dtype, seed=seed, step=number, stream=0, offset=row.offset + where.start)
-    )  # fmt: skip
+        value
+        if seed is None or row.master is not None or row.param.dtype == torch.float32
+        else round_stochastically(
+            value,
+            row.param.dtype,
+            seed=seed,
+            step=number,
+            stream=0,
+            offset=row.offset + where.start,
+        )
+    )
     if row.master is not None:
         row.param[where] = row.master[where].to(row.param.dtype)
     if row.copy is not None:
@@ -154,12 +188,20 @@ def _apply(row: PartRow, where: slice, value: Tensor, *, number: int, seed: int 
 
 @torch.no_grad()
 def step_parts(
-    rows: Sequence[PartRow], *, reduce: Reduce, group: dict[str, Any], lr: float, factor: Tensor | None,
-    zero_grads: bool, stochastic_rounding: bool,
-) -> None:  # fmt: skip
-    """One step of the parts of one launch; every process steps its parts of the same tensors, in one order.
+    rows: Sequence[PartRow],
+    *,
+    reduce: Reduce,
+    group: dict[str, Any],
+    lr: float,
+    factor: Tensor | None,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+) -> None:
+    """One step of the parts of one launch; every process steps its parts of the same tensors, in
+    one order.
 
-    reduce: a float64 tensor's sum over the processes. group: the hyper-parameters. factor: of the gradients.
+    reduce: a float64 tensor's sum over the processes. group: the hyper-parameters. factor: of the
+    gradients.
     """
     eps1, eps2 = group["eps"]
     total, views = _first_sums(rows, factor)
@@ -171,7 +213,9 @@ def step_parts(
     for i, (row, sums) in enumerate(zip(rows, views, strict=True)):
         roots.append(_roots(row, sums, leasts[i], numbers[i] ** group["beta2_decay"], factor))
         for where, at in row.bands():
-            squares[i] += _update(row, where, at, roots[i], leasts[i], factor).double().square_().sum()
+            squares[i] += (
+                _update(row, where, at, roots[i], leasts[i], factor).double().square_().sum()
+            )
     reduce(squares)
     means = zip((float(sums[2]) for sums in views), squares.tolist(), strict=True)
     for i, (row, (squared_param, squared_update)) in enumerate(zip(rows, means, strict=True)):
@@ -182,7 +226,13 @@ def step_parts(
         for where, at in row.bands():
             value = row.stepped[where].float() * (1.0 - lr * group["weight_decay"])
             value = value.sub_(_update(row, where, at, roots[i], leasts[i], factor), alpha=scale)
-            _apply(row, where, value, number=numbers[i], seed=group["seed"] if stochastic_rounding else None)
+            _apply(
+                row,
+                where,
+                value,
+                number=numbers[i],
+                seed=group["seed"] if stochastic_rounding else None,
+            )
         row.step.add_(1)
         if zero_grads:
             row.grad.zero_()

@@ -2,7 +2,8 @@
 
     Adagrad(model.parameters(), lr=1e-2, lr_decay=1e-4)            20 bytes per float32 parameter
 
-The formula is that of pyops/ops/optimizers/adagrad.py: Duchi et al., JMLR 12 (2011), section 1.1, as torch has it.
+The formula is that of pyops/ops/optimizers/adagrad.py: Duchi et al., JMLR 12 (2011), section 1.1,
+as torch has it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ __all__ = ["Adagrad"]
 
 
 class Adagrad(FusedOptimizer):
-    """torch.optim.Adagrad (lr_decay, L2 weight decay, an initial value of the sums), fused; dense gradients only.
+    """torch.optim.Adagrad (lr_decay, L2 weight decay, an initial value of the sums), fused; dense
+    gradients only.
 
-    The arguments up to `fused` are torch.optim.Adagrad's; those after it are Adam's (see there), and so is everything else:
-    copies and offsets in param groups, `grad_norm`, what is refused.
+    The arguments up to `fused` are torch.optim.Adagrad's; those after it are Adam's (see there),
+    and so is everything else: copies and offsets in param groups, `grad_norm`, what is refused.
 
-    State: `sum`, of state_dtype, and `step`; as in torch, parameters that are given to the constructor have them from the
-    start. A sum in 16 bits stops to grow once the squares are small beside it, unless stochastic_rounding is on.
+    State: `sum`, of state_dtype, and `step`; as in torch, parameters that are given to the
+    constructor have them from the start. A sum in 16 bits stops to grow once the squares are small
+    beside it, unless stochastic_rounding is on.
     """
 
     _table_op = "adagrad_from_table_"
@@ -53,14 +56,26 @@ class Adagrad(FusedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value, "foreach": foreach, "maximize": maximize,
-            "differentiable": differentiable, "fused": fused, "seed": seed,
-        }  # fmt: skip
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+            "seed": seed,
+        }
         super().__init__(
-            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
-        )  # fmt: skip
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+        )
         for group in self.param_groups:
             for param in group["params"]:
                 self._begin(group, param, self.state[param])
@@ -69,7 +84,10 @@ class Adagrad(FusedOptimizer):
         """Make what is missing but for a master, which must be the parameter at the first step."""
         if "sum" not in state:
             state["sum"] = torch.full_like(
-                param, group["initial_accumulator_value"], dtype=self.state_dtype, memory_format=torch.preserve_format
+                param,
+                group["initial_accumulator_value"],
+                dtype=self.state_dtype,
+                memory_format=torch.preserve_format,
             ).detach()
         complete_state(state, param, moments=["sum"], state_dtype=self.state_dtype, master=False)
 
@@ -81,11 +99,28 @@ class Adagrad(FusedOptimizer):
         return None, "sum", None
 
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         scalars = self._scalars(group, lr) | {"lr_decay": group["lr_decay"], "eps": group["eps"]}
         if isinstance(work, Tensor):
             adagrad_from_table_(work, lr, factor, skip, **scalars)
         else:
             params, grads, _, sums, _, masters, copies, steps = work.columns
-            adagrad_(params, grads, sums, masters, copies, steps, lr, factor, skip, **scalars, offsets=work.offsets)
+            adagrad_(
+                params,
+                grads,
+                sums,
+                masters,
+                copies,
+                steps,
+                lr,
+                factor,
+                skip,
+                **scalars,
+                offsets=work.offsets,
+            )

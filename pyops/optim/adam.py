@@ -25,20 +25,25 @@ __all__ = ["Adam", "AdamW"]
 class Adam(FusedOptimizer):
     """torch.optim.Adam (L2 weight decay, added to the gradient), fused.
 
-    The arguments up to `fused` are torch.optim.Adam's. foreach and fused are accepted and change nothing: the step is
-    always fused. differentiable=True raises ValueError. capturable=True allows capture in a CUDA graph.
+    The arguments up to `fused` are torch.optim.Adam's. foreach and fused are accepted and change
+    nothing: the step is always fused. differentiable=True raises ValueError. capturable=True allows
+    capture in a CUDA graph.
 
-    master_weights: keep a float32 master of each 16-bit parameter in state["master"]; the parameter is its rounding.
-    state_dtype: dtype of the moments: torch.float32, bfloat16 or float16.
-    stochastic_rounding: round 16-bit moments, and 16-bit parameters without a master, up or down at random and unbiased,
+    master_weights: keep a float32 master of each 16-bit parameter in state["master"]; the parameter
+    is its rounding. state_dtype: dtype of the moments: torch.float32, bfloat16 or float16.
+    stochastic_rounding: round 16-bit moments, and 16-bit parameters without a master, up or down at
+    random and unbiased,
         keyed by `seed`, the parameter's step and the element's number, so that a resumed or a sharded run draws the same.
-    max_grad_norm: clip gradients, all groups together, to this 2-norm inside the step; `optimizer.grad_norm` then holds
+    max_grad_norm: clip gradients, all groups together, to this 2-norm inside the step;
+    `optimizer.grad_norm` then holds
         the norm before clipping. Gradients with an inf or a nan skip the step. `.grad` itself is left as it is.
-    zero_grad: zero the gradients in the same pass; they stay allocated. Also when the step is skipped.
+    zero_grad: zero the gradients in the same pass; they stay allocated. Also when the step is
+    skipped.
     seed: of stochastic_rounding; saved in param_groups.
 
-    A param group may carry `copies`: for each parameter None or a tensor of the same shape that receives the rounded
-    parameter in the same pass (16-bit weights for the next forward pass); and `offsets`: for each parameter the
+    A param group may carry `copies`: for each parameter None or a tensor of the same shape that
+    receives the rounded parameter in the same pass (16-bit weights for the next forward pass); and
+    `offsets`: for each parameter the
     number of its first element, where it is a shard of something larger.
 
     Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
@@ -70,15 +75,28 @@ class Adam(FusedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
-            "maximize": maximize, "foreach": foreach, "fused": fused, "capturable": capturable,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
             "differentiable": differentiable,
-            "decoupled_weight_decay": decoupled_weight_decay or self._decoupled, "seed": seed,
-        }  # fmt: skip
+            "decoupled_weight_decay": decoupled_weight_decay or self._decoupled,
+            "seed": seed,
+        }
         super().__init__(
-            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
-        )  # fmt: skip
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -90,20 +108,39 @@ class Adam(FusedOptimizer):
         return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
 
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
         scalars = self._scalars(group, lr) | {
-            "beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "decoupled": group["decoupled_weight_decay"]
-        }  # fmt: skip
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": group["eps"],
+            "decoupled": group["decoupled_weight_decay"],
+        }
         if isinstance(work, Tensor):
             adam_from_table_(work, lr, factor, skip, **scalars)
         else:
             params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps = work.columns
             adam_(
-                params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, lr, factor, skip, **scalars,
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                largest,
+                masters,
+                copies,
+                steps,
+                lr,
+                factor,
+                skip,
+                **scalars,
                 offsets=work.offsets,
-            )  # fmt: skip
+            )
 
 
 class AdamW(Adam):
@@ -133,7 +170,21 @@ class AdamW(Adam):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-            differentiable=differentiable, fused=fused, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad, seed=seed,
-        )  # fmt: skip
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+            seed=seed,
+        )

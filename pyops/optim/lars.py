@@ -3,7 +3,8 @@
     LARS(model.parameters(), lr=4.0, momentum=0.9, weight_decay=1e-4)
     LARS([{"params": matrices}, {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=4.0)
 
-The formula is that of pyops/ops/optimizers/lars.py. You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1.
+The formula is that of pyops/ops/optimizers/lars.py. You, Gitman and Ginsburg, arXiv:1708.03888,
+algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class LARS(LayerwiseOptimizer):
 
     trust_coefficient: eta of the paper. eps: added to the denominator of the layer's rate.
     trust_ratio: False in a group (biases, norms) leaves torch.optim.SGD's step.
-    momentum, dampening, weight_decay, nesterov, maximize: as of torch.optim.SGD. Flat parameters: see LAMB.
+    momentum, dampening, weight_decay, nesterov, maximize: as of torch.optim.SGD. Flat parameters:
+    see LAMB.
     What follows: see Adam.
 
     Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
@@ -60,14 +62,30 @@ class LARS(LayerwiseOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient, "eps": eps, "trust_ratio": trust_ratio, "maximize": maximize,
-            "foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable, "seed": seed,
-        }  # fmt: skip
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "trust_ratio": trust_ratio,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "seed": seed,
+        }
         super().__init__(
-            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
-        )  # fmt: skip
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+        )
 
     def _check_group(self, group: Group) -> None:
         who = type(self).__name__
@@ -75,20 +93,30 @@ class LARS(LayerwiseOptimizer):
         for key in ("momentum", "dampening", "trust_coefficient"):
             value = group[key]
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{who}: {key}={value!r} must be a number, got a {type(value).__name__}")
+                raise TypeError(
+                    f"{who}: {key}={value!r} must be a number, got a {type(value).__name__}"
+                )
             if not (value >= 0.0 and math.isfinite(value)):
                 raise ValueError(f"{who}: {key}={value} must be a finite number >= 0")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
-                f"{who}: nesterov=True needs momentum > 0 and dampening = 0, got momentum={group['momentum']} and "
+                f"{who}: nesterov=True needs momentum > 0 and dampening = 0, got "
+                f"momentum={group['momentum']} and "
                 f"dampening={group['dampening']}"
             )
 
     def _moments(self, group: Group) -> tuple[str | None, ...]:
         return "momentum_buffer" if group["momentum"] else None, None, None
 
-    def _layer_step(self, group: Group, work: Tensor | list[list[Tensor]], norms: Tensor, *device_scalars: Tensor | None,
-                    passes: int, offsets: list[int]) -> None:  # fmt: skip
+    def _layer_step(
+        self,
+        group: Group,
+        work: Tensor | list[list[Tensor]],
+        norms: Tensor,
+        *device_scalars: Tensor | None,
+        passes: int,
+        offsets: list[int],
+    ) -> None:
         names = (
             "momentum",
             "dampening",
@@ -101,11 +129,25 @@ class LARS(LayerwiseOptimizer):
             "seed",
         )
         scalars: dict[str, Any] = {
-            "lr": 0.0 if device_scalars[0] is not None else float(group["lr"]), **{name: group[name] for name in names},
-            "passes": passes, "zero_grads": self.zeroes_gradients, "stochastic_rounding": self.stochastic_rounding,
-        }  # fmt: skip
+            "lr": 0.0 if device_scalars[0] is not None else float(group["lr"]),
+            **{name: group[name] for name in names},
+            "passes": passes,
+            "zero_grads": self.zeroes_gradients,
+            "stochastic_rounding": self.stochastic_rounding,
+        }
         if isinstance(work, Tensor):
             lars_from_table_(work, norms, *device_scalars, **scalars)
         else:
             params, grads, buffers, _, _, masters, copies, steps = work
-            lars_(params, grads, buffers, masters, copies, steps, norms, *device_scalars, **scalars, offsets=offsets)
+            lars_(
+                params,
+                grads,
+                buffers,
+                masters,
+                copies,
+                steps,
+                norms,
+                *device_scalars,
+                **scalars,
+                offsets=offsets,
+            )

@@ -24,9 +24,9 @@ __all__ = ["Lion"]
 class Lion(FusedOptimizer):
     """Lion with decoupled weight decay, fused; torch has none.
 
-    betas: of the sum whose sign is the step, and of the momentum that is kept. maximize, foreach, capturable,
-    differentiable, fused, and the arguments after it are those of Adam (see there), and so is everything else: copies and
-    offsets in param groups, `grad_norm`, what is refused.
+    betas: of the sum whose sign is the step, and of the momentum that is kept. maximize, foreach,
+    capturable, differentiable, fused, and the arguments after it are those of Adam (see there), and
+    so is everything else: copies and offsets in param groups, `grad_norm`, what is refused.
 
     State: `exp_avg`, of state_dtype, and `step`, which only stochastic rounding reads.
     """
@@ -53,19 +53,36 @@ class Lion(FusedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach,
-            "capturable": capturable, "differentiable": differentiable, "fused": fused, "seed": seed,
-        }  # fmt: skip
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "seed": seed,
+        }
         super().__init__(
-            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
-        )  # fmt: skip
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+        )
 
     def _moments(self, group: Group) -> tuple[str | None, ...]:
         return "exp_avg", None, None
 
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
         scalars = self._scalars(group, lr) | {"beta1": float(beta1), "beta2": float(beta2)}
@@ -73,4 +90,16 @@ class Lion(FusedOptimizer):
             lion_from_table_(work, lr, factor, skip, **scalars)
         else:
             params, grads, exp_avgs, _, _, masters, copies, steps = work.columns
-            lion_(params, grads, exp_avgs, masters, copies, steps, lr, factor, skip, **scalars, offsets=work.offsets)
+            lion_(
+                params,
+                grads,
+                exp_avgs,
+                masters,
+                copies,
+                steps,
+                lr,
+                factor,
+                skip,
+                **scalars,
+                offsets=work.offsets,
+            )

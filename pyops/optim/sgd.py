@@ -2,7 +2,8 @@
 
     SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)           20 bytes per parameter; 12 without momentum
 
-The formula is that of pyops/ops/optimizers/sgd.py: Sutskever et al., ICML 2013, section 2, as torch has it.
+The formula is that of pyops/ops/optimizers/sgd.py: Sutskever et al., ICML 2013, section 2, as torch
+has it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ __all__ = ["SGD"]
 class SGD(FusedOptimizer):
     """torch.optim.SGD (momentum, dampening, Nesterov, L2 weight decay), fused.
 
-    The arguments up to `fused` are torch.optim.SGD's; those after it are Adam's (see there), and so is everything else:
-    copies and offsets in param groups, `grad_norm`, what is refused.
+    The arguments up to `fused` are torch.optim.SGD's; those after it are Adam's (see there), and so
+    is everything else: copies and offsets in param groups, `grad_norm`, what is refused.
 
-    State: `momentum_buffer` when momentum is not 0, of state_dtype, and `step`, which counts since the buffer began.
+    State: `momentum_buffer` when momentum is not 0, of state_dtype, and `step`, which counts since
+    the buffer began.
     """
 
     _table_op = "sgd_from_table_"
@@ -51,20 +53,34 @@ class SGD(FusedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-            "maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused, "seed": seed,
-        }  # fmt: skip
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "seed": seed,
+        }
         super().__init__(
-            params, defaults, master_weights=master_weights, state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding, max_grad_norm=max_grad_norm, zero_grad=zero_grad,
-        )  # fmt: skip
+            params,
+            defaults,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+        )
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         momentum, dampening = group["momentum"], group["dampening"]
         if group["nesterov"] and (momentum == 0 or dampening != 0):
             raise ValueError(
-                f"{type(self).__name__}: nesterov=True needs momentum > 0 and dampening = 0, got momentum={momentum} and "
+                f"{type(self).__name__}: nesterov=True needs momentum > 0 and dampening "
+                f"= 0, got momentum={momentum} and "
                 f"dampening={dampening}"
             )
 
@@ -72,7 +88,8 @@ class SGD(FusedOptimizer):
         return "momentum_buffer" if group["momentum"] != 0 else None, None, None
 
     def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
-        """A buffer that is new takes the whole first gradient; one of torch, which counts no steps, has had its first."""
+        """A buffer that is new takes the whole first gradient; one of torch, which counts no steps,
+        has had its first."""
         if group["momentum"] != 0:
             if state.get("momentum_buffer") is None:
                 state.pop("momentum_buffer", None)
@@ -82,13 +99,32 @@ class SGD(FusedOptimizer):
         super()._complete(group, param, state)
 
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         scalars = self._scalars(group, lr) | {
-            "momentum": group["momentum"], "dampening": group["dampening"], "nesterov": group["nesterov"]
-        }  # fmt: skip
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "nesterov": group["nesterov"],
+        }
         if isinstance(work, Tensor):
             sgd_from_table_(work, lr, factor, skip, **scalars)
         else:
             params, grads, buffers, _, _, masters, copies, steps = work.columns
-            sgd_(params, grads, buffers, masters, copies, steps, lr, factor, skip, **scalars, offsets=work.offsets)
+            sgd_(
+                params,
+                grads,
+                buffers,
+                masters,
+                copies,
+                steps,
+                lr,
+                factor,
+                skip,
+                **scalars,
+                offsets=work.offsets,
+            )

@@ -1,4 +1,5 @@
-"""Pipeline parallelism: every schedule as data, proven before it runs, simulated, drawn and executed.
+"""Pipeline parallelism: every schedule as data, proven before it runs, simulated, drawn and
+executed.
 
 schedule("1f1b", num_stages=4, num_microbatches=16)     -> Schedule: what each rank computes, in its order
 simulate(schedule, Costs(forward=1.0, latency=0.1))      -> Timeline: makespan, bubble, peak memory

@@ -1,12 +1,14 @@
-"""Steps that are taken before the norm of the gradients is known, and taken back when it says so (Qi et al., 2024, section 4).
+"""Steps that are taken before the norm of the gradients is known, and taken back when it says so
+(Qi et al., 2024, section 4).
 
 with a barrier     rank 0   ...  1B3 1W3 |      wait      | norm | step | F F F       a rank that is done waits for all others
                    rank 1   ...      1B3 1W3              | norm | step | F F F
 validated later    rank 0   ...  1B3 1W3 | step | F F F | norm known, B ...           the sum travels meanwhile
                    rank 1   ...      1B3 1W3 | step | F F F | norm known, B ...
 
-If the norm is above its limit, or not finite, every rank gives up the forwards it has done since, puts back what its step
-changed, steps again with scaled gradients or not at all, and begins anew: parameters have the bits of a run with the barrier.
+If the norm is above its limit, or not finite, every rank gives up the forwards it has done since,
+puts back what its step changed, steps again with scaled gradients or not at all, and begins anew:
+parameters have the bits of a run with the barrier.
 """
 
 from __future__ import annotations
@@ -27,32 +29,45 @@ __all__ = ["PostValidation"]
 
 
 class PostValidation:
-    """Trains `pipeline` with `optimizer`, any torch.optim.Optimizer over this rank's parameters; a call of `step` is a step.
+    """Trains `pipeline` with `optimizer`, any torch.optim.Optimizer over this rank's parameters; a
+    call of `step` is a step.
 
-    max_grad_norm: gradients of the whole pipeline are scaled down to this 2-norm; None: a step is only left out where they are
-    not finite. A rank that sees by its own gradients alone that the step can't stand does not try it.
+    max_grad_norm: gradients of the whole pipeline are scaled down to this 2-norm; None: a step is
+    only left out where they are not finite. A rank that sees by its own gradients alone that the
+    step can't stand does not try it.
 
-    Until a step is validated a rank keeps a copy of its parameters and of the optimizer's states, and the step's gradients: for
-    AdamW in float32 12 + 4 bytes for each parameter on top of the 16 of parameter, gradient and states; with the next step's
-    first backward the gradients are gone, the memory of the copies is used again. The pipeline calls this object after its
-    actions (`Pipeline.on_action`). `finish` at the end, and before parameters are looked at, evaluated or saved.
+    Until a step is validated a rank keeps a copy of its parameters and of the optimizer's states,
+    and the step's gradients: for AdamW in float32 12 + 4 bytes for each parameter on top of the 16
+    of parameter, gradient and states; with the next step's first backward the gradients are gone,
+    the memory of the copies is used again. The pipeline calls this object after its actions
+    (`Pipeline.on_action`). `finish` at the end, and before parameters are looked at, evaluated or
+    saved.
 
-    grad_norm: of the last validated step, before scaling. skipped: steps left out. redone: steps that were taken back.
+    grad_norm: of the last validated step, before scaling. skipped: steps left out. redone: steps
+    that were taken back.
     """
 
     def __init__(
-        self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None = None
-    ) -> None:  # fmt: skip
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None not to clip")
+            raise ValueError(
+                f"max_grad_norm is {max_grad_norm}; give a positive number, or None not to clip"
+            )
         if not pipeline.schedule.flushes:
             raise ValueError(
-                f"the schedule {pipeline.schedule.name} takes its steps itself; take one that flushes, such as zb1p"
+                f"the schedule {pipeline.schedule.name} takes its steps itself; take one "
+                "that flushes, such as zb1p"
             )
         for option, key in (("zero_grad", "zeroes_gradients"), ("max_grad_norm", "max_grad_norm")):
             if getattr(optimizer, key, None):
                 raise ValueError(
-                    f"the optimizer was made with {option}={getattr(optimizer, key)}, which changes gradients of a step that "
+                    f"the optimizer was made with {option}={getattr(optimizer, key)}, "
+                    "which changes gradients of a step that "
                     f"may be taken again; leave {option} out"
                 )
         self.pipeline, self.optimizer, self.max_grad_norm = pipeline, optimizer, max_grad_norm
@@ -61,15 +76,20 @@ class PostValidation:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         order = () if pipeline.group is None else pipeline.schedule.ranks[pipeline.rank]
         first = next((place for place, action in enumerate(order) if action.kind in "BI"), 0)
-        self._last_forward = order[first - 1] if first else None  # after it the gradients of the step before are needed no more
+        self._last_forward = (
+            order[first - 1] if first else None
+        )  # after it the gradients of the step before are needed no more
         self._copies = _Copies(optimizer)
         self._gradients: list[Tensor | None] = []
         self._work: Any = None
         self._eager = self._pending = False
         pipeline.on_action(self._after)
 
-    def step(self, batch: Any = None, target: Any = None, *, scale: float = 1.0, **named: Any) -> Tensor:
-        """`Pipeline.step`, then a step of the optimizer, which is validated in the next call, and gradients are dropped."""
+    def step(
+        self, batch: Any = None, target: Any = None, *, scale: float = 1.0, **named: Any
+    ) -> Tensor:
+        """`Pipeline.step`, then a step of the optimizer, which is validated in the next call, and
+        gradients are dropped."""
         if self._last_forward is None:
             self.finish()
         seeds = _RandomStates() if self._pending else None
@@ -95,11 +115,16 @@ class PostValidation:
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Say what this rank's gradients add to the norm, and step without waiting for the others."""
+        """Say what this rank's gradients add to the norm, and step without waiting for the
+        others."""
         squares = squares_of(self.pipeline.counted())
         self._eager = self._allows(float(squares.sqrt().float()))
         group = self.pipeline.group
-        self._work = squares if group is None else all_reduce(squares, group=group, async_op=True, label="norm to be validated")
+        self._work = (
+            squares
+            if group is None
+            else all_reduce(squares, group=group, async_op=True, label="norm to be validated")
+        )
         self._copies.take(with_values=self._eager)
         if self._eager:
             self.optimizer.step()
@@ -109,7 +134,8 @@ class PostValidation:
         self._pending = True
 
     def _after(self, action: Action) -> None:
-        """The last forward before the first backward: what was computed with a step that does not stand is given up."""
+        """The last forward before the first backward: what was computed with a step that does not
+        stand is given up."""
         if action == self._last_forward and self._pending and not self._stands():
             raise RuntimeError("the step before does not stand")
 
@@ -125,7 +151,8 @@ class PostValidation:
         return stands
 
     def _allows(self, norm: float) -> bool:
-        """Whether gradients of this norm are stepped with as they are, as torch.nn.utils.clip_grad_norm_ sees it."""
+        """Whether gradients of this norm are stepped with as they are, as
+        torch.nn.utils.clip_grad_norm_ sees it."""
         if self.max_grad_norm is None or not math.isfinite(norm):
             return math.isfinite(norm)
         return bool(self.max_grad_norm / (torch.tensor(norm, device="cpu") + 1e-6) >= 1.0)
@@ -157,7 +184,8 @@ class PostValidation:
 
 
 class _Copies:
-    """What a step of `optimizer` changes, as it was before: parameters, states, and the options of the groups."""
+    """What a step of `optimizer` changes, as it was before: parameters, states, and the options of
+    the groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -178,7 +206,9 @@ class _Copies:
                 self._values[p] = _copied(p.detach(), self._values.get(p))
                 before = self._states.get(p, {})
                 states = self.optimizer.state.get(p, {})
-                self._states[p] = {key: _copied(value, before.get(key)) for key, value in states.items()}
+                self._states[p] = {
+                    key: _copied(value, before.get(key)) for key, value in states.items()
+                }
 
     def put_back(self, *, with_values: bool) -> list[dict[str, Any]]:
         """As it was; the options of the groups as they are now."""
@@ -201,13 +231,21 @@ class _Copies:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def _copied(value: Any, memory: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if isinstance(memory, Tensor) and (memory.shape, memory.dtype, memory.device) == (value.shape, value.dtype, value.device):
+    if isinstance(memory, Tensor) and (memory.shape, memory.dtype, memory.device) == (
+        value.shape,
+        value.dtype,
+        value.device,
+    ):
         return memory.copy_(value)
     return value.clone()
 

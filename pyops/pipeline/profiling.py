@@ -3,9 +3,9 @@
     round 1   layer 0 forward, layer 1 forward, ... layer 1 backward, layer 0 backward       times: the median of all rounds
     round 2   ...
 
-Every layer is a stage of a pipeline in this process, whose one micro-batch goes once with the backward in one, once with weight
-gradients put off. So layers run in turn, as they do in training, each finds the caches as it will, and the machine's slow
-moments hit all alike.
+Every layer is a stage of a pipeline in this process, whose one micro-batch goes once with the
+backward in one, once with weight gradients put off. So layers run in turn, as they do in training,
+each finds the caches as it will, and the machine's slow moments hit all alike.
 """
 
 from __future__ import annotations
@@ -38,23 +38,34 @@ PARTS = {"forward": (False, "F"), "backward": (False, "B"), "forward_apart": (Tr
 
 
 def profile(
-    layers: Sequence[nn.Module], inputs: Any, *, loss: Loss | None = None, target: Any = None,
-    named: Mapping[str, Any] | None = None, rounds: int = 7, warmup: int = 2, group: dist.ProcessGroup | None = None,
-) -> Profile:  # fmt: skip
-    """What each of `layers`, called one after the other as in a Pipeline, takes and keeps of one micro-batch.
+    layers: Sequence[nn.Module],
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+    named: Mapping[str, Any] | None = None,
+    rounds: int = 7,
+    warmup: int = 2,
+    group: dist.ProcessGroup | None = None,
+) -> Profile:
+    """What each of `layers`, called one after the other as in a Pipeline, takes and keeps of one
+    micro-batch.
 
-    inputs, target, named: of one micro-batch, as in `Pipeline.step`; loss as in Pipeline, its time counts to the last layer.
+    inputs, target, named: of one micro-batch, as in `Pipeline.step`; loss as in Pipeline, its time
+    counts to the last layer.
         Without a target the gradient of the last layer's output is ones. rounds: how many of which the median is taken. warmup:
         rounds before them.
-    group: its ranks, each with all layers, measure at the same time, as they will work; all get the mean of their times.
+    group: its ranks, each with all layers, measure at the same time, as they will work; all get the
+    mean of their times.
 
-    Inputs are constants, whether or not they want a gradient. Runs on the layers' device, with as many threads as torch uses
-    here. Weights, gradients, buffers (batch statistics) and random states are afterwards what they were. Profile before
-    wrapping parameters (data parallel, step in backward): their hooks would run. Bytes kept are those that autograd saves; what
-    a custom function keeps otherwise is not seen.
+    Inputs are constants, whether or not they want a gradient. Runs on the layers' device, with as
+    many threads as torch uses here. Weights, gradients, buffers (batch statistics) and random
+    states are afterwards what they were. Profile before wrapping parameters (data parallel, step in
+    backward): their hooks would run. Bytes kept are those that autograd saves; what a custom
+    function keeps otherwise is not seen.
 
-    ValueError: no layers, none to train, no rounds, ranks with other layers. TypeError: a layer whose output has no tensor. On
-    every rank.
+    ValueError: no layers, none to train, no rounds, ranks with other layers. TypeError: a layer
+    whose output has no tensor. On every rank.
     """
     error: Exception | None = None
     found = Profile(())
@@ -70,13 +81,21 @@ def profile(
         return found
     agree(error, group=group)
     several = gather(found, group=group)
-    if any([layer.name for layer in each.layers] != [layer.name for layer in found.layers] for each in several):
+    if any(
+        [layer.name for layer in each.layers] != [layer.name for layer in found.layers]
+        for each in several
+    ):
         raise ValueError("the ranks have different layers; each must profile the whole model")
     means = []
     for i, layer in enumerate(several[0].layers):
-        seconds: dict[str, Any] = {part: statistics.fmean(getattr(each.layers[i], part) for each in several) for part in PARTS}
+        seconds: dict[str, Any] = {
+            part: statistics.fmean(getattr(each.layers[i], part) for each in several)
+            for part in PARTS
+        }
         means.append(replace(layer, **seconds))
-    return replace(several[0], layers=tuple(means), facts=(*several[0].facts, ("ranks", str(len(several)))))
+    return replace(
+        several[0], layers=tuple(means), facts=(*several[0].facts, ("ranks", str(len(several))))
+    )
 
 
 class _Numbers:
@@ -97,30 +116,57 @@ def _total(y: Any, _: Any) -> Tensor:
 class _Run:
     """The layers, and what they are called with."""
 
-    def __init__(self, layers: list[nn.Module], inputs: Any, loss: Loss | None, target: Any, named: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        inputs: Any,
+        loss: Loss | None,
+        target: Any,
+        named: dict[str, Any],
+    ) -> None:
         if not layers:
-            raise ValueError("there are no layers to profile; give the model's layers in the order in which they are called")
+            raise ValueError(
+                "there are no layers to profile; give the model's layers in the order in "
+                "which they are called"
+            )
         if not any(p.requires_grad for layer in layers for p in layer.parameters()):
-            raise ValueError("no parameter of the layers wants a gradient: there is nothing to train in a pipeline")
+            raise ValueError(
+                "no parameter of the layers wants a gradient: there is nothing to train "
+                "in a pipeline"
+            )
         self.layers, self.named = layers, named
-        self.inputs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs)
+        self.inputs = tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, inputs
+        )
         self.loss: Loss | None = _total if target is None else loss
-        self.target: Any = torch.zeros(rows_of(inputs) or 1, device="cpu") if target is None else target
-        self.device = next((t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu"))
+        self.target: Any = (
+            torch.zeros(rows_of(inputs) or 1, device="cpu") if target is None else target
+        )
+        self.device = next(
+            (t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu")
+        )
         self.skips = sorted(skip_pairs(layers).items())
 
     def owned(self) -> Iterator[Tensor]:
         """Parameters and buffers."""
-        return itertools.chain(*(itertools.chain(layer.parameters(), layer.buffers()) for layer in self.layers))
+        return itertools.chain(
+            *(itertools.chain(layer.parameters(), layer.buffers()) for layer in self.layers)
+        )
 
-    def pipeline(self, *, split: bool, before: Callable[[Stage, int], None] | None = None) -> Pipeline:
+    def pipeline(
+        self, *, split: bool, before: Callable[[Stage, int], None] | None = None
+    ) -> Pipeline:
         """Each layer a stage."""
         several = range(len(self.layers))
         order = [Action(i, "F", 0) for i in several]
         for i in reversed(several):
             order += [Action(i, "I", 0), Action(i, "W", 0)] if split else [Action(i, "B", 0)]
         made = Pipeline(
-            self.layers, schedule=custom([order]), boundaries=[*several, len(self.layers)], loss=self.loss, before=before
+            self.layers,
+            schedule=custom([order]),
+            boundaries=[*several, len(self.layers)],
+            loss=self.loss,
+            before=before,
         )
         if self.device.type == "cuda":
             made.on_action(lambda _: torch.cuda.synchronize(self.device))
@@ -128,19 +174,32 @@ class _Run:
 
     def profile(self, rounds: int, warmup: int) -> Profile:
         if rounds < 1 or warmup < 0:
-            raise ValueError(f"rounds is {rounds}, warmup {warmup}; expected 1 or more, and 0 or more")
+            raise ValueError(
+                f"rounds is {rounds}, warmup {warmup}; expected 1 or more, and 0 or more"
+            )
         with _unchanged(self.layers, self.device):
             sizes, skipped = self.bytes_of()
             samples = [self.round() for _ in range(warmup + rounds)][warmup:]
         numbers = _Numbers()
         costs = []
         for i, layer in enumerate(self.layers):
-            seconds = {part: statistics.median(sample[i][part] for sample in samples) for part in PARTS}
+            seconds = {
+                part: statistics.median(sample[i][part] for sample in samples) for part in PARTS
+            }
             own = list(layer.parameters())
             weights = tuple((numbers.of(id(p)), p.numel() * p.element_size()) for p in own)
-            fields: dict[str, Any] = {**seconds, **sizes[i], "parameters": sum(p.numel() for p in own), "weights": weights}
+            fields: dict[str, Any] = {
+                **seconds,
+                **sizes[i],
+                "parameters": sum(p.numel() for p in own),
+                "weights": weights,
+            }
             costs.append(LayerCosts(type(layer).__name__, **fields))
-        facts = (("device", str(self.device)), ("threads", str(torch.get_num_threads())), ("rounds", str(rounds)))
+        facts = (
+            ("device", str(self.device)),
+            ("threads", str(torch.get_num_threads())),
+            ("rounds", str(rounds)),
+        )
         return Profile(tuple(costs), facts, skipped)
 
     def round(self) -> list[dict[str, float]]:
@@ -150,7 +209,9 @@ class _Run:
             with _as_they_were(self.layers):
                 made = self.pipeline(split=split)
                 with made.recording() as timelines:
-                    for _ in range(2):  # the first finds the caches as making the pipeline left them
+                    for _ in range(
+                        2
+                    ):  # the first finds the caches as making the pipeline left them
                         made.step(self.inputs, self.target, **self.named)
             for part, (apart, kind) in PARTS.items():
                 for i in range(len(self.layers)) if apart == split else ():
@@ -159,8 +220,8 @@ class _Run:
         return found
 
     def bytes_of(self) -> tuple[list[dict[str, Any]], tuple[tuple[int, int, int], ...]]:
-        """Of each layer the storages that autograd saves, those of its input, and the bytes of its output and put off; of each
-        skip its layers and bytes.
+        """Of each layer the storages that autograd saves, those of its input, and the bytes of its
+        output and put off; of each skip its layers and bytes.
 
         Nothing is freed until all layers have run forward, so that an address is one storage.
         """
@@ -180,20 +241,30 @@ class _Run:
         with _as_they_were(self.layers):
             made = self.pipeline(split=True, before=lambda stage, _: now.append(seen[stage.index]))
             made.on_action(look)
-            hooks = [layer.register_forward_hook(one, with_kwargs=True) for layer, one in zip(self.layers, seen, strict=True)]
+            hooks = [
+                layer.register_forward_hook(one, with_kwargs=True)
+                for layer, one in zip(self.layers, seen, strict=True)
+            ]
             try:
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     made.step(self.inputs, self.target, **self.named)
             finally:
                 for hook in hooks:
                     hook.remove()
-        ours = {_address(t) for t in (*tensors_of([self.inputs, self.named, self.target]), *self.owned())}
+        ours = {
+            _address(t)
+            for t in (*tensors_of([self.inputs, self.named, self.target]), *self.owned())
+        }
         numbers = _Numbers()
         found = [
-            {"kept": _sizes(one.saved, ours, numbers), "taken": _sizes(one.taken, ours, numbers), "activation": one.activation,
-             "put_off": put_off[i]}
+            {
+                "kept": _sizes(one.saved, ours, numbers),
+                "taken": _sizes(one.taken, ours, numbers),
+                "activation": one.activation,
+                "put_off": put_off[i],
+            }
             for i, one in enumerate(seen)
-        ]  # fmt: skip
+        ]
         return found, tuple((a, b, seen[a].stashed[name]) for name, (a, b) in self.skips)
 
 
@@ -211,11 +282,15 @@ class _Seen:
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
         self.taken, self.given = tensors_of([args, kwargs]), given
         if self.stashes:
-            self.stashed = {name: _nbytes(value) for name, value in zip(self.stashes, given[-len(self.stashes) :], strict=True)}
+            self.stashed = {
+                name: _nbytes(value)
+                for name, value in zip(self.stashes, given[-len(self.stashes) :], strict=True)
+            }
             given = given[: -len(self.stashes)]
         if not tensors_of(given):
             raise TypeError(
-                f"layer {self.index} ({type(layer).__name__}) gave {type(given).__name__}, which has no tensor to send on; let "
+                f"layer {self.index} ({type(layer).__name__}) gave "
+                f"{type(given).__name__}, which has no tensor to send on; let "
                 "it return a tensor, or a tuple with one"
             )
         self.activation = _nbytes(given)
@@ -231,7 +306,11 @@ def _address(tensor: Tensor) -> int:
 
 def _sizes(tensors: Iterable[Tensor], ours: set[int], numbers: _Numbers) -> Sizes:
     found = {_address(t): t.untyped_storage().nbytes() for t in tensors}
-    return tuple((numbers.of(address), size) for address, size in found.items() if size and address not in ours)
+    return tuple(
+        (numbers.of(address), size)
+        for address, size in found.items()
+        if size and address not in ours
+    )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Activation recomputation: a part of the model keeps its inputs alone, and runs a second time when backward comes by.
+"""Activation recomputation: a part of the model keeps its inputs alone, and runs a second time when
+backward comes by.
 
     from pyops import recompute
     y = recompute.checkpoint(block, x)                              # in place of block(x)
@@ -15,9 +16,10 @@
 | prefetch.py | Prefetch: inputs fetched while backward is still in the part after theirs |
 | selection.py | apply, remove: every call of chosen modules |
 
-Results and gradients have the same bits as without it. Nothing runs a backward within a backward, so gradient hooks of
-DataParallel, of ZeRO and of torch's own wrappers see one ordinary backward. Chen et al., arXiv:1604.06174; Rajbhandari et al.,
-ZeRO, arXiv:1910.02054, section 6 (partitioned activations, contiguous memory).
+Results and gradients have the same bits as without it. Nothing runs a backward within a backward,
+so gradient hooks of DataParallel, of ZeRO and of torch's own wrappers see one ordinary backward.
+Chen et al., arXiv:1604.06174; Rajbhandari et al., ZeRO, arXiv:1910.02054, section 6 (partitioned
+activations, contiguous memory).
 """
 
 from __future__ import annotations

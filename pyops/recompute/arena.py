@@ -27,42 +27,53 @@ __all__ = ["Arena"]
 class Arena:
     """`nbytes` of host memory, all of it in memory from now on, given out as tensors.
 
-    pin_memory: registered with CUDA as long as this object lives, so that copies from and to a GPU overlap with computation.
+    pin_memory: registered with CUDA as long as this object lives, so that copies from and to a GPU
+    overlap with computation.
 
-    nbytes, used, peak: bytes in all, in tensors that are alive, and the most there were. room: what is free in one piece, above
-    the mark. Every tensor begins at a page of 4096 bytes, and takes whole ones. A process that forks shares the memory with its
-    child, and should leave it alone there.
+    nbytes, used, peak: bytes in all, in tensors that are alive, and the most there were. room: what
+    is free in one piece, above the mark. Every tensor begins at a page of 4096 bytes, and takes
+    whole ones. A process that forks shares the memory with its child, and should leave it alone
+    there.
 
-    ValueError for a size below 1; RuntimeError where the system has not so much memory, or pyops was built without kernels.
+    ValueError for a size below 1; RuntimeError where the system has not so much memory, or pyops
+    was built without kernels.
     """
 
     def __init__(self, nbytes: int, *, pin_memory: bool = False) -> None:
         module = native()
         if module is None:
-            raise RuntimeError("pyops was built without kernels (PYOPS_NO_EXT=1), and the arena is one of them")
+            raise RuntimeError(
+                "pyops was built without kernels (PYOPS_NO_EXT=1), and the arena is one of them"
+            )
         self._arena = module.Arena(nbytes)
         self.nbytes: int = self._arena.bytes
         if pin_memory:
             error = torch.cuda.cudart().cudaHostRegister(self._arena.address, self.nbytes, 0)
             if int(error):
-                raise RuntimeError(f"CUDA could not pin {self.nbytes} bytes of host memory: error {int(error)}; ask for less")
+                raise RuntimeError(
+                    f"CUDA could not pin {self.nbytes} bytes of host memory: error "
+                    f"{int(error)}; ask for less"
+                )
             weakref.finalize(self, _unpin, self._arena, self._arena.address).atexit = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised contiguous tensor. RuntimeError, naming the sizes, where that much is not free."""
+        """An uninitialised contiguous tensor. RuntimeError, naming the sizes, where that much is
+        not free."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         block = self._arena.allocate(nbytes)
         if block is None:
             raise RuntimeError(
-                f"the arena of {self.nbytes} bytes has {self.nbytes - self.used} free, and a tensor of shape {tuple(shape)} "
+                f"the arena of {self.nbytes} bytes has {self.nbytes - self.used} free, "
+                f"and a tensor of shape {tuple(shape)} "
                 f"and {dtype} takes {nbytes}; make the arena larger"
             )
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
     def defragment(self) -> int:
-        """Make what is free one piece, and return its bytes. Tensors and views keep contents and addresses.
+        """Make what is free one piece, and return its bytes. Tensors and views keep contents and
+        addresses.
 
         `empty` does it by itself when a tensor fits in no other way.
         """
@@ -83,7 +94,7 @@ class Arena:
 
 
 def _unpin(arena: object, address: int) -> None:
-    """Before the memory goes, which `arena` holds until then: pages that CUDA keeps would stay taken, and their addresses could
-    not be pinned again."""
+    """Before the memory goes, which `arena` holds until then: pages that CUDA keeps would stay
+    taken, and their addresses could not be pinned again."""
     torch.cuda.synchronize()  # copies may still be under way
     torch.cuda.cudart().cudaHostUnregister(address)

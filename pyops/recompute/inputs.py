@@ -1,4 +1,5 @@
-"""How the inputs of a recomputed part are kept until backward: copies of them, or of this rank's share of each.
+"""How the inputs of a recomputed part are kept until backward: copies of them, or of this rank's
+share of each.
 
 x [2, 3, 5] of strides s  ->  30 elements in memory order  ->  rank r's part  ->  an arena, host memory, or a clone
 backward:   all-gather of the parts  ->  strides s again, so that kernels take the same path and give the same bits
@@ -24,7 +25,8 @@ LABEL = "the input of a recomputed part"
 
 
 class Kept(NamedTuple):
-    """A copy of an input, or of a part of it. part: 1-D. ready: of a copy to the host that may still be under way."""
+    """A copy of an input, or of a part of it. part: 1-D. ready: of a copy to the host that may
+    still be under way."""
 
     part: Tensor
     shape: torch.Size
@@ -36,21 +38,27 @@ class Kept(NamedTuple):
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The elements as a 1-D tensor, and the strides that lay them out again.
 
-    A dense tensor, whatever the order of its dims, is not copied. Gaps between elements and repeated elements go.
+    A dense tensor, whatever the order of its dims, is not copied. Gaps between elements and
+    repeated elements go.
     """
-    dense = torch.empty_like(tensor, device="meta")  # torch keeps the order of the dims, and closes gaps
+    dense = torch.empty_like(
+        tensor, device="meta"
+    )  # torch keeps the order of the dims, and closes gaps
     order = dense.stride()
     if tensor.stride() != order:
-        tensor = torch.empty_strided(tensor.shape, order, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        tensor = torch.empty_strided(
+            tensor.shape, order, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,)), tensor.stride()
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """What happens to inputs between forward and backward; pack and unpack are hooks of torch.autograd.graph.
+    """What happens to inputs between forward and backward; pack and unpack are hooks of
+    torch.autograd.graph.
 
-    group: inputs are equal on its ranks, and each keeps a part; None: whole. offload: CUDA tensors go to pinned host memory.
-    arena: where the copies lie; None: memory of their own.
+    group: inputs are equal on its ranks, and each keeps a part; None: whole. offload: CUDA tensors
+    go to pinned host memory. arena: where the copies lie; None: memory of their own.
     """
 
     group: dist.ProcessGroup | None = None
@@ -80,7 +88,8 @@ class Keeping:
             return flat.clone(), None
         if part.device == flat.device:
             return part.copy_(flat), None
-        # To the host beside what the device goes on to compute, and from a copy: the input may be changed in place meanwhile.
+        # To the host beside what the device goes on to compute, and from a copy: the input may be
+        # changed in place meanwhile.
         flat = flat.clone()
         stream = torch.cuda.Stream(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
@@ -104,7 +113,8 @@ class Keeping:
             return part.as_strided(kept.shape, kept.strides)
 
     def start(self, kept: Kept) -> Work:
-        """Begin what `unpack` does, beside what is computed meanwhile; `arrived` ends it. With a group: a collective."""
+        """Begin what `unpack` does, beside what is computed meanwhile; `arrived` ends it. With a
+        group: a collective."""
         with torch.no_grad():
             part, numel = kept.part, kept.shape.numel()
             if part.device == kept.device:
@@ -115,7 +125,9 @@ class Keeping:
             with torch.cuda.stream(stream):
                 there = part.to(kept.device, non_blocking=True)
                 if self.group is not None:
-                    if "nccl" not in str(dist.get_backend(self.group)):  # which itself waits for this stream
+                    if "nccl" not in str(
+                        dist.get_backend(self.group)
+                    ):  # which itself waits for this stream
                         stream.synchronize()
                     return _gather(there, self.group, numel)
                 return StreamWork(there, stream.record_event())
@@ -132,19 +144,27 @@ def _gather(part: Tensor, group: dist.ProcessGroup, numel: int) -> Work:
     return work
 
 
-def keeping_of(partition_group: Any, offload: str | None, arena: Any, tensors: list[Tensor]) -> Keeping | None:
+def keeping_of(
+    partition_group: Any, offload: str | None, arena: Any, tensors: list[Tensor]
+) -> Keeping | None:
     """Checked options, for these inputs; None where inputs are simply referred to.
 
-    ValueError: an offload that is unknown, a group that this rank is not in. TypeError: an arena that is none.
+    ValueError: an offload that is unknown, a group that this rank is not in. TypeError: an arena
+    that is none.
     """
     if offload not in (None, "cpu"):
-        raise ValueError(f"offload is {offload!r}; choose 'cpu', or None to keep inputs where they are")
+        raise ValueError(
+            f"offload is {offload!r}; choose 'cpu', or None to keep inputs where they are"
+        )
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(f"arena is {arena!r}; expected a pyops.recompute.Arena, or None")
     group = None
     if partition_group is not None:
         if not isinstance(partition_group, dist.ProcessGroup):
-            raise ValueError(f"partition_group is {partition_group!r}; expected a process group that this rank is in")
+            raise ValueError(
+                f"partition_group is {partition_group!r}; expected a process group that "
+                "this rank is in"
+            )
         group = partition_group if dist.get_world_size(partition_group) > 1 else None
     moves = offload == "cpu" and any(t.is_cuda for t in tensors)
     return Keeping(group, moves, arena) if group is not None or moves or arena is not None else None

@@ -1,4 +1,5 @@
-"""Inputs fetched before their turn: while backward is in one part, the inputs of the part before it are on their way.
+"""Inputs fetched before their turn: while backward is in one part, the inputs of the part before it
+are on their way.
 
     forward     part 1 | part 2 | part 3           calls are kept in their order
     backward             fetch 3 | part 3  | part 2  | part 1
@@ -24,8 +25,8 @@ __all__ = ["Inputs", "Prefetch"]
 class Inputs:
     """The kept inputs of one call; the hooks of torch.autograd.graph.saved_tensors_hooks.
 
-    before: the call before it, whose inputs are fetched when backward asks for these; kept alive until then, so that every rank
-    of a partition group fetches it.
+    before: the call before it, whose inputs are fetched when backward asks for these; kept alive
+    until then, so that every rank of a partition group fetches it.
     """
 
     def __init__(self, keeping: Keeping, before: Inputs | None) -> None:
@@ -43,7 +44,8 @@ class Inputs:
         return kept
 
     def unpack(self, kept: Kept | Tensor) -> Tensor:
-        """The input as it was; the first time this call is asked, what comes next begins to move."""
+        """The input as it was; the first time this call is asked, what comes next begins to
+        move."""
         if isinstance(kept, Tensor):
             return kept
         if not self.asked:
@@ -61,9 +63,11 @@ class Inputs:
 
 
 class Prefetch:
-    """The order of calls: `checkpoint(..., prefetch=this)` for the parts of one model, each given the same object.
+    """The order of calls: `checkpoint(..., prefetch=this)` for the parts of one model, each given
+    the same object.
 
-    What is kept of a call lives until its backward, or that of the call after it, or until the results of both are gone.
+    What is kept of a call lives until its backward, or that of the call after it, or until the
+    results of both are gone.
     """
 
     def __init__(self) -> None:
@@ -82,5 +86,6 @@ class Prefetch:
 
 
 def _run() -> int:
-    """The backward that is running, -1 for none: calls within a recomputation come before each other, not before others."""
+    """The backward that is running, -1 for none: calls within a recomputation come before each
+    other, not before others."""
     return int(torch._C._current_graph_task_id())

@@ -1,4 +1,5 @@
-"""Layers that the ranks of a group share out (Megatron): by heads, inner width and vocabulary, and the tokens between them.
+"""Layers that the ranks of a group share out (Megatron): by heads, inner width and vocabulary, and
+the tokens between them.
 
     layer = pyops.tensor_parallel.ParallelMLP(512, 2048, group=tp_group, sequence_parallel=True)
     loss(layer(x)).backward()
@@ -6,13 +7,15 @@
 
 | folder | what it does |
 |---|---|
-| functional | autograd operators over the group: regions, products, losses, dropout, initialization, gradient norms |
+| functional | autograd operators over the group: regions, products, losses, dropout,
+initialization, gradient norms |
 | layers | linear layers, attention, MLP, embedding and norms as modules |
-| convert | parallelize: an existing transformer, its layers replaced by a plan that is checked first |
+| convert | parallelize: an existing transformer, its layers replaced by a plan that is checked
+first |
 
-A layer's parameters are plain tensors of this rank's size; its `placements` ({name: pyops.flat.Placement}) say where they stand
-in the whole. The same seed gives the same model, loss and dropout on any number of ranks. A group of None is one rank alone:
-nothing is communicated.
+A layer's parameters are plain tensors of this rank's size; its `placements` ({name:
+pyops.flat.Placement}) say where they stand in the whole. The same seed gives the same model, loss
+and dropout on any number of ranks. A group of None is one rank alone: nothing is communicated.
 """
 
 from __future__ import annotations

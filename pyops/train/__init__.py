@@ -5,7 +5,8 @@
 | folder or file | what it does |
 |---|---|
 | run.py | the run itself; reads the way the data goes |
-| task_run.py, tasks.py, first_values.py | a run over numbered samples, in a layout that follows what is frozen |
+| task_run.py, tasks.py, first_values.py | a run over numbered samples, in a layout that follows
+what is frozen |
 | lr_range.py | the first steps with a rising learning rate |
 | folder.py, outcome.py | the folder of a run, to which one run at a time writes; how a run ended |
 | setup | the configuration as objects: layout, model, data parallelism, optimizer, state |

@@ -1,4 +1,5 @@
-"""FirstValues: what the layers of a run begin with, one layer at a time, so that a rank needs memory for its own alone.
+"""FirstValues: what the layers of a run begin with, one layer at a time, so that a rank needs
+memory for its own alone.
 
 embedding     blocks.0 ... blocks.11     head
 drawn by (seed, name), all of them
@@ -27,12 +28,14 @@ SAME_DATA = {"masked_text", "passages"}  # tasks over one text, of which the sam
 def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
     """The model of a run's newest checkpoint, which stays on the disk.
 
-    ConfigError, on every rank alike, where there is none, and where it may have learnt from what the task holds out.
+    ConfigError, on every rank alike, where there is none, and where it may have learnt from what
+    the task holds out.
     """
     latest = on_first_rank(Checkpoints(folder / "checkpoints").latest)
     if latest is None:
         raise ConfigError(
-            f"task.pretrained is {str(folder)!r}, where no checkpoint is in {folder / 'checkpoints'}; name the folder of a run "
+            f"task.pretrained is {str(folder)!r}, where no checkpoint is in "
+            f"{folder / 'checkpoints'}; name the folder of a run "
             'that was trained before, or set it to ""'
         )
     try:
@@ -42,7 +45,8 @@ def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
     kind = state.get("task", {}).get("kind")
     if {kind, task.name} <= SAME_DATA and state.get("data") != task.digest:
         raise ConfigError(
-            f"task.pretrained is {str(folder)!r}, a run over other text, or another split of it, which may have learnt what is "
+            f"task.pretrained is {str(folder)!r}, a run over other text, or another "
+            "split of it, which may have learnt what is "
             "held out here; train it anew, with the same [data]"
         )
     weights: dict[str, Stored] = state["model"]
@@ -52,36 +56,46 @@ def weights_of(folder: Path, *, task: Task) -> dict[str, Stored]:
 class FirstValues:
     """`initialise` of `Elastic`: called with a layer of `model` and its name there.
 
-    model: on the meta device, or not. draw: draws a module's own parameters, not its children's. weights: by name, in memory or
-    in a checkpoint still; embedding and blocks begin with them, the head does not.
-    ConfigError for a parameter that is not among the weights, or has another shape there, and for weights that the model lacks.
+    model: on the meta device, or not. draw: draws a module's own parameters, not its children's.
+    weights: by name, in memory or in a checkpoint still; embedding and blocks begin with them, the
+    head does not.
+    ConfigError for a parameter that is not among the weights, or has another shape there, and for
+    weights that the model lacks.
     """
 
     def __init__(
-        self, model: nn.Module, *, draw: Callable[[nn.Module], None], weights: Mapping[str, Tensor | Stored] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        draw: Callable[[nn.Module], None],
+        weights: Mapping[str, Tensor | Stored] | None = None,
+    ) -> None:
         self._draw, self._weights = draw, weights or {}
         own = dict(model.named_parameters())
         for name in self._weights:
             if name not in own and not name.startswith(HEADS):
                 raise ConfigError(
-                    f"the weights of task.pretrained have {name}, which this model lacks; give a run of the same model"
+                    f"the weights of task.pretrained have {name}, which this model "
+                    "lacks; give a run of the same model"
                 )
         for name, parameter in own.items() if weights is not None else ():
             if name.startswith("head."):
                 continue
             if name not in self._weights:
                 raise ConfigError(
-                    f"the weights of task.pretrained have no {name}; give a run of the same model, with as many layers"
+                    f"the weights of task.pretrained have no {name}; give a run of the "
+                    "same model, with as many layers"
                 )
             if (there := tuple(self._weights[name].shape)) != tuple(parameter.shape):
                 raise ConfigError(
-                    f"{name} is {there} in the weights of task.pretrained, but {tuple(parameter.shape)} here; give the model "
+                    f"{name} is {there} in the weights of task.pretrained, but "
+                    f"{tuple(parameter.shape)} here; give the model "
                     "the same sizes"
                 )
 
     def forget_weights(self) -> None:
-        """Once all layers have theirs: what is called later gets its other values from ranks or from a checkpoint."""
+        """Once all layers have theirs: what is called later gets its other values from ranks or
+        from a checkpoint."""
         self._weights = {}
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""The folder of a run: one run at a time writes to it, and an earlier one is moved aside, but when torchrun starts the same
-run again: that goes on."""
+"""The folder of a run: one run at a time writes to it, and an earlier one is moved aside, but when
+torchrun starts the same run again: that goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ UNNAMED = "none"  # torchrun's id of a run that was given none
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold a lock beside the run's folder: two runs in one would mix their metrics and remove each other's checkpoints."""
+    """Hold a lock beside the run's folder: two runs in one would mix their metrics and remove each
+    other's checkpoints."""
     held: list[int] = []  # file descriptors; of the first rank
 
     def take() -> None:
@@ -32,11 +33,13 @@ def only_run_in(folder: Path) -> Iterator[None]:
             fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another run is writing to {folder}; wait for it, or give this one a name: --set name=other"
+                f"another run is writing to {folder}; wait for it, or give this one a "
+                "name: --set name=other"
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder"
+                f"{folder} can't be written: {error.strerror or error}; set train.folder "
+                "to another folder"
             ) from None
 
     try:
@@ -48,8 +51,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def prepare_folder(config: Config, *, resume: bool) -> None:
-    """Make the folder of the run, note the configuration and torchrun's id in it; without `resume` an earlier run there is
-    moved aside."""
+    """Make the folder of the run, note the configuration and torchrun's id in it; without `resume`
+    an earlier run there is moved aside."""
     folder = config.folder
     try:
         if not resume and (folder / "metrics.jsonl").exists():
@@ -63,14 +66,19 @@ def prepare_folder(config: Config, *, resume: bool) -> None:
         if (name := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
             (folder / MARK).write_text(name)
     except OSError as error:
-        raise ConfigError(f"{folder} can't be written: {error.strerror or error}; set train.folder to another folder") from None
+        raise ConfigError(
+            f"{folder} can't be written: {error.strerror or error}; set train.folder to "
+            "another folder"
+        ) from None
 
 
 def continues(folder: Path) -> bool:
-    """Whether it is this torchrun's run that lies in `folder`, so that its processes were started again. A collective.
+    """Whether it is this torchrun's run that lies in `folder`, so that its processes were started
+    again. A collective.
 
-    How often an agent of torchrun has restarted doesn't say it: that differs between agents, and is 0 for a new one. The id
-    of the run does; where it has none, at least one agent has to have restarted.
+    How often an agent of torchrun has restarted doesn't say it: that differs between agents, and is
+    0 for a new one. The id of the run does; where it has none, at least one agent has to have
+    restarted.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     restarts = max(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))

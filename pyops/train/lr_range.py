@@ -1,4 +1,5 @@
-"""`pyops train --lr-range-test`: the run's first steps with a rising learning rate, and the loss drawn against it.
+"""`pyops train --lr-range-test`: the run's first steps with a rising learning rate, and the loss
+drawn against it.
 
 loss   ..........
                  `.  <- steepest: a good peak rate lies here, or a little below
@@ -26,16 +27,24 @@ ENOUGH = 4.0  # times the least loss
 
 
 def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
-    """Train from the beginning with rates from MIN to MAX in STEPS steps; the rate at which the loss falls fastest, or None.
+    """Train from the beginning with rates from MIN to MAX in STEPS steps; the rate at which the
+    loss falls fastest, or None.
 
-    sweep: "MIN:MAX:STEPS". Leaves lr_range.png and metrics.jsonl in <name>-lr-range, and no checkpoint. Smith, Cyclical
-    learning rates for training neural networks, WACV 2017, section 3.3. Raises ConfigError on every rank alike.
+    sweep: "MIN:MAX:STEPS". Leaves lr_range.png and metrics.jsonl in <name>-lr-range, and no
+    checkpoint. Smith, Cyclical learning rates for training neural networks, WACV 2017, section 3.3.
+    Raises ConfigError on every rank alike.
     """
     least, most, steps = _parse(sweep)
     name = f"{config.name}-lr-range"
-    config = dataclasses.replace(config, name=name, train=dataclasses.replace(config.train, steps=steps))
+    config = dataclasses.replace(
+        config, name=name, train=dataclasses.replace(config.train, steps=steps)
+    )
     config, _ = adapted(config, started_ranks(), idle=False)
-    with joined_ranks(config.train) as device, only_run_in(config.folder), collected_notes() as notes:
+    with (
+        joined_ranks(config.train) as device,
+        only_run_in(config.folder),
+        collected_notes() as notes,
+    ):
         run = Run(config, device=device)
         notes.show(run.display.note)
         schedule = LRRangeTest(run.optimizer, min_lr=least, max_lr=most, steps=steps)
@@ -48,9 +57,14 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
             place = config.folder / "lr_range.png"
             if plot_range(place, rates, losses, found=found, title=name):
                 run.display.note(f"loss against learning rate: {place}")
-        where = "the loss never fell: try smaller rates" if found is None else (
-            f"the loss falls fastest at a learning rate of {rates[found]:.2g}: set optimizer.lr there, or a little below"
-        )  # fmt: skip
+        where = (
+            "the loss never fell: try smaller rates"
+            if found is None
+            else (
+                f"the loss falls fastest at a learning rate of {rates[found]:.2g}: set "
+                "optimizer.lr there, or a little below"
+            )
+        )
         run.display.note(where)
         return None if found is None else rates[found]
 
@@ -64,7 +78,9 @@ def _sweep(run: Run, steps: int) -> tuple[list[float], list[float]]:
         run.display.step(row)
         if run.log is not None:
             run.log.write(row, tensorboard=False)
-        loss = float("inf") if row["loss"] is None else row["loss"]  # of all ranks: they stop together
+        loss = (
+            float("inf") if row["loss"] is None else row["loss"]
+        )  # of all ranks: they stop together
         rates.append(row["lr"])
         losses.append(loss)
         if loss > ENOUGH * min(losses):
@@ -77,13 +93,20 @@ def _parse(sweep: str) -> tuple[float, float, int]:
         least, most, steps = sweep.split(":")
         found = float(least), float(most), int(steps)
     except ValueError:
-        raise ConfigError(f"--lr-range-test {sweep} is no MIN:MAX:STEPS; write 1e-6:1:200, say") from None
+        raise ConfigError(
+            f"--lr-range-test {sweep} is no MIN:MAX:STEPS; write 1e-6:1:200, say"
+        ) from None
     if not (0 < found[0] < found[1] < float("inf") and found[2] >= 10):
-        raise ConfigError(f"--lr-range-test {sweep}: it takes 0 < MIN < MAX and 10 steps or more; write 1e-6:1:200, say")
+        raise ConfigError(
+            f"--lr-range-test {sweep}: it takes 0 < MIN < MAX and 10 steps or more; "
+            "write 1e-6:1:200, say"
+        )
     return found
 
 
-def plot_range(path: Path, rates: Sequence[float], losses: Sequence[float], *, found: int | None, title: str) -> bool:
+def plot_range(
+    path: Path, rates: Sequence[float], losses: Sequence[float], *, found: int | None, title: str
+) -> bool:
     """Draw losses over rates and mark the position `found`; False without matplotlib."""
     try:
         import matplotlib
@@ -96,7 +119,9 @@ def plot_range(path: Path, rates: Sequence[float], losses: Sequence[float], *, f
     axes.plot(rates, losses, color="C0", linewidth=1.2)
     if found is not None:
         axes.axvline(rates[found], color="C3", linestyle="--", linewidth=1.0)
-        axes.plot([rates[found]], [losses[found]], "o", color="C3", label=f"steepest: {rates[found]:.2g}")
+        axes.plot(
+            [rates[found]], [losses[found]], "o", color="C3", label=f"steepest: {rates[found]:.2g}"
+        )
         axes.legend()
     finite = [loss for loss in losses if loss < float("inf")]
     if finite:

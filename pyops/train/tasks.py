@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.config import Config, ConfigError
-from pyops.data import Corpus, DataConfig, Images, load_characters, load_digits, prepare, prepare_passages
+from pyops.data import (
+    Corpus,
+    DataConfig,
+    Images,
+    load_characters,
+    load_digits,
+    prepare,
+    prepare_passages,
+)
 from pyops.data.images import copies
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.elastic import PADDING
@@ -37,10 +45,12 @@ IMAGES = {"digits": load_digits, "characters": load_characters}
 
 
 class Task(ABC):
-    """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of the model between embedding
-    and head. tokens: T, which a row has between them. terms: what a row's loss is divided by: gradients' scale is
-    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats" for each of held_out_terms.
-    digest: of the data and its split, where they are read from files; "" where the numbers of samples tell them apart.
+    """samples: to train on, numbered from 0. held_out: likewise, to score. block_count: blocks of
+    the model between embedding and head. tokens: T, which a row has between them. terms: what a
+    row's loss is divided by: gradients' scale is
+    1 / (rows * terms). metric: what a row's score is, "accuracy" (the more the better), or "nats"
+    for each of held_out_terms. digest: of the data and its split, where they are read from files;
+    "" where the numbers of samples tell them apart.
     """
 
     name: str
@@ -55,8 +65,12 @@ class Task(ABC):
 
     @abstractmethod
     def model(
-        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> nn.Module:  # fmt: skip
+        self,
+        *,
+        seed: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
         """A model with `layers()`: embedding, blocks, head. seed: as of GPT."""
 
     @property
@@ -65,11 +79,12 @@ class Task(ABC):
         return ["embedding", *(f"blocks.{i}" for i in range(self.block_count)), "head"]
 
     def batch(self, samples: Tensor, *, epoch: int = 0, held_out: bool = False) -> Batch:
-        """(inputs of the first layer [n, ...], target [n] or [n, T], named arguments of layers) of samples int64 [n].
+        """(inputs of the first layer [n, ...], target [n] or [n, T], named arguments of layers) of
+        samples int64 [n].
 
-        Named tensors [n, ...] are to be cut like the batch, the rest goes whole; `shape` is for the caller to add. Rows of
-        sample PADDING have some input, and no target that counts. held_out: numbers are of the held-out samples. ValueError for
-        a number that no sample has.
+        Named tensors [n, ...] are to be cut like the batch, the rest goes whole; `shape` is for the
+        caller to add. Rows of sample PADDING have some input, and no target that counts. held_out:
+        numbers are of the held-out samples. ValueError for a number that no sample has.
         """
         bound = self.held_out if held_out else self.samples
         padding = samples == PADDING
@@ -77,7 +92,8 @@ class Task(ABC):
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < bound:
             what = "held-out samples" if held_out else "samples"
             raise ValueError(
-                f"samples are numbered {int(numbers.min())} to {int(numbers.max())}; {self.name} has {bound} {what}: give "
+                f"samples are numbered {int(numbers.min())} to {int(numbers.max())}; "
+                f"{self.name} has {bound} {what}: give "
                 f"numbers from 0 to {bound - 1}, or pyops.elastic.PADDING for rows that don't count"
             )
         inputs, target = self._rows(samples.masked_fill(padding, 0), epoch, held_out)
@@ -94,24 +110,30 @@ class Task(ABC):
     @staticmethod
     def padding(target: Tensor, samples: Tensor) -> Tensor:
         """target with nothing that counts in rows of sample PADDING."""
-        return torch.where((samples == PADDING).view(-1, *[1] * (target.dim() - 1)), IGNORED, target)
+        return torch.where(
+            (samples == PADDING).view(-1, *[1] * (target.dim() - 1)), IGNORED, target
+        )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """-ln p(target), summed over what counts. output: of the last layer. Scalar, fp32 (fp64 of an fp64 model)."""
+        """-ln p(target), summed over what counts. output: of the last layer. Scalar, fp32 (fp64 of
+        an fp64 model)."""
         output = output if output.dtype == torch.float64 else output.float()
         return functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """By `metric`: how many of the rows that count are right; or their nats. output: of held-out rows. fp64 scalar."""
+        """By `metric`: how many of the rows that count are right; or their nats. output: of
+        held-out rows. fp64 scalar."""
         return (output.argmax(dim=-1) == target).sum().double()  # no label is IGNORED
 
     def augmentation(self, epoch: int) -> int:
-        """A number that tells apart the inputs that a sample has in different epochs; 0 where they are always the same."""
+        """A number that tells apart the inputs that a sample has in different epochs; 0 where they
+        are always the same."""
         return 0
 
 
 class _Nats(Task):
-    """A task whose head gives the loss itself: summed, or of held-out rows one number for each target."""
+    """A task whose head gives the loss itself: summed, or of held-out rows one number for each
+    target."""
 
     metric = "nats"
 
@@ -126,9 +148,18 @@ class _Nats(Task):
 
 
 class ImagesTask(Task):
-    """What is on the image: count copies of each are trained on, and the held-out ones are scored as they are."""
+    """What is on the image: count copies of each are trained on, and the held-out ones are scored
+    as they are."""
 
-    def __init__(self, name: str, config: ViTConfig, parts: tuple[Images, Images], *, count: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ViTConfig,
+        parts: tuple[Images, Images],
+        *,
+        count: int,
+        dtype: torch.dtype,
+    ) -> None:
         self.name, self._config, self._dtype = name, config, dtype
         train, kept = parts
         self._labels = (train.labels, kept.labels)
@@ -137,8 +168,12 @@ class ImagesTask(Task):
         self.block_count, self.tokens = config.num_layers, config.num_tokens
 
     def model(
-        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> nn.Module:  # fmt: skip
+        self,
+        *,
+        seed: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
         return ViT(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
@@ -148,15 +183,24 @@ class ImagesTask(Task):
 
 
 class PassagesTask(Task):
-    """Which family of modules of the standard library the passage is from: copies of each are trained on, as of images."""
+    """Which family of modules of the standard library the passage is from: copies of each are
+    trained on, as of images."""
 
     name = "passages"
 
     def __init__(
-        self, config: BERTConfig, data: DataConfig, *, each: int, count: int, group: dist.ProcessGroup | None
-    ) -> None:  # fmt: skip
+        self,
+        config: BERTConfig,
+        data: DataConfig,
+        *,
+        each: int,
+        count: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._config = config
-        passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        passages = prepare_passages(
+            data, vocab_size=config.vocab_size, length=config.sequence_length, group=group
+        )
         self.digest = passages.digest
         self._parts = (passages.train.fewer(each).copied(count), passages.held_out)
         self._labels = tuple(part.labels for part in self._parts)
@@ -164,52 +208,78 @@ class PassagesTask(Task):
         self.block_count, self.tokens = config.num_layers, config.sequence_length
 
     def model(
-        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> nn.Module:  # fmt: skip
-        return BERTClassifier(self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype)
+        self,
+        *,
+        seed: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        return BERTClassifier(
+            self._config, num_labels=len(FAMILIES), seed=seed, device=device, dtype=dtype
+        )
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         return self._parts[held_out].cut(rows), self._labels[held_out][rows]
 
 
 class MaskedTask(_Nats):
-    """Masked tokens of the standard library; at the first place, instead of BERT's next sentence, which file the row is from.
+    """Masked tokens of the standard library; at the first place, instead of BERT's next sentence,
+    which file the row is from.
 
-    As in BERT the loss is the mean of each of the two, added: a row's file counts as much as all its masked tokens. Of what is
-    held out, masked tokens alone are scored, always the same ones.
+    As in BERT the loss is the mean of each of the two, added: a row's file counts as much as all
+    its masked tokens. Of what is held out, masked tokens alone are scored, always the same ones.
     """
 
     name = "masked_text"
 
     def __init__(
-        self, config: BERTConfig, data: DataConfig, *, count: int, seed: int, group: dist.ProcessGroup | None
-    ) -> None:  # fmt: skip
+        self,
+        config: BERTConfig,
+        data: DataConfig,
+        *,
+        count: int,
+        seed: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._config, self._seed = config, seed
-        self._passages = prepare_passages(data, vocab_size=config.vocab_size, length=config.sequence_length, group=group)
+        self._passages = prepare_passages(
+            data, vocab_size=config.vocab_size, length=config.sequence_length, group=group
+        )
         self.digest = self._passages.digest
         self._parts = (self._passages.text.copied(count), self._passages.held_out)
         self._files = self._parts[False].files
         self.samples, self.held_out = (len(part) for part in self._parts)
         self.block_count, self.tokens = config.num_layers, config.sequence_length
         row, first = torch.zeros(1, self.tokens, device="cpu"), torch.zeros(1, device="cpu")
-        self.terms = self.held_out_terms = int(mask_rows(row, passages=self._passages, samples=first, seed=0, epoch=0)[1].sum())
+        self.terms = self.held_out_terms = int(
+            mask_rows(row, passages=self._passages, samples=first, seed=0, epoch=0)[1].sum()
+        )
 
     def model(
-        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> nn.Module:  # fmt: skip
+        self,
+        *,
+        seed: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
         return BERT(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         tokens = self._parts[held_out].cut(rows)
         seed, epoch = (0, -1) if held_out else (self._seed, epoch)
-        given, masked = mask_rows(tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch)
+        given, masked = mask_rows(
+            tokens, passages=self._passages, samples=rows, seed=seed, epoch=epoch
+        )
         target = torch.where(masked, tokens, IGNORED)
         if not held_out:
             target[:, 0] = self._files[rows]
         return given, target
 
     def _named(self, target: Tensor, held_out: bool) -> dict[str, Any]:
-        return {"targets_BT": target, "reduction": "none"}  # a sum could not tell the file from the tokens
+        return {
+            "targets_BT": target,
+            "reduction": "none",
+        }  # a sum could not tell the file from the tokens
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return output[:, 0].sum() * self.terms + output[:, 1:].sum()
@@ -228,27 +298,42 @@ class TextTask(_Nats):
         self._texts, self.digest = (corpus.train, corpus.validation), corpus.digest
         self.samples, available = ((len(text) - 1) // length for text in self._texts)
         self.held_out = min(most_held_out, available)
-        self._places = torch.tensor([i * available // self.held_out for i in range(self.held_out)], device="cpu")
+        self._places = torch.tensor(
+            [i * available // self.held_out for i in range(self.held_out)], device="cpu"
+        )
         self.block_count, self.tokens = config.num_layers, length
         self.terms = self.held_out_terms = length
 
     def model(
-        self, *, seed: int | None, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> nn.Module:  # fmt: skip
+        self,
+        *,
+        seed: int | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
         return GPT(self._config, seed=seed, device=device, dtype=dtype)
 
     def _rows(self, rows: Tensor, epoch: int, held_out: bool) -> tuple[Tensor, Tensor]:
         text, length = self._texts[held_out], self.tokens
         places = (self._places[rows] if held_out else rows).tolist()
-        found = [torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64")) for n in places]
-        whole_BT = torch.stack(found) if found else torch.zeros(0, length + 1, dtype=torch.int64, device="cpu")
+        found = [
+            torch.from_numpy(text[n * length : (n + 1) * length + 1].astype("int64"))
+            for n in places
+        ]
+        whole_BT = (
+            torch.stack(found)
+            if found
+            else torch.zeros(0, length + 1, dtype=torch.int64, device="cpu")
+        )
         return whole_BT[:, :-1], whole_BT[:, 1:]
 
 
 def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task:
-    """The task of `config.task`. Rank 0 of the group (None: the default one) builds what is cached, so all ranks call it.
+    """The task of `config.task`. Rank 0 of the group (None: the default one) builds what is cached,
+    so all ranks call it.
 
-    Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not there.
+    Raises ConfigError for a model that can't be cut into layers, CorpusError for data that is not
+    there.
     """
     options, data = config.task, config.data
     if options.kind in IMAGES:
@@ -256,12 +341,17 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
         parts = load(held_out=data.validation_fraction)
         return ImagesTask(options.kind, config.vit, parts, count=options.copies, dtype=dtype)
     if options.kind == "passages":
-        return PassagesTask(config.bert, data, each=options.passages, count=options.copies, group=group)
+        return PassagesTask(
+            config.bert, data, each=options.passages, count=options.copies, group=group
+        )
     if options.kind == "masked_text":
-        return MaskedTask(config.bert, data, count=options.copies, seed=config.train.seed, group=group)
+        return MaskedTask(
+            config.bert, data, count=options.copies, seed=config.train.seed, group=group
+        )
     if config.model.tied_head:
         raise ConfigError(
-            "model.tied_head is true: the head's table would be frozen with the embedding; set model.tied_head to false"
+            "model.tied_head is true: the head's table would be frozen with the "
+            "embedding; set model.tied_head to false"
         )
     length = config.model.sequence_length
     corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)

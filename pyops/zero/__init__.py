@@ -7,7 +7,8 @@
 
 | folder or file | what it does |
 |---|---|
-| optimizer.py, build.py | ZeroOptimizer: what a user calls; the parameters' way into buffers or shards |
+| optimizer.py, build.py | ZeroOptimizer: what a user calls; the parameters' way into buffers or
+shards |
 | checks.py, agreement.py | what is refused; what the ranks must have in common |
 | layout | which rank has which part of which parameter, and the memory that holds it |
 | hooks | during forward and backward: parameters gathered, gradients reduce-scattered |

@@ -1,4 +1,5 @@
-"""What the ranks must have in common before their collectives can match: the model and the options."""
+"""What the ranks must have in common before their collectives can match: the model and the
+options."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 
 
 def agreed(make: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """What `make` gives on this rank. A collective: what it raises on any rank, reading a checkpoint, say, is raised on all."""
+    """What `make` gives on this rank. A collective: what it raises on any rank, reading a
+    checkpoint, say, is raised on all."""
     error: Exception | None = None
     found: list[T] = []
     try:
@@ -28,9 +30,15 @@ def agreed(make: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
 
 
 def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
-    """ValueError, on every rank, unless names, shapes, dtypes and requires_grad are those of rank 0's model."""
+    """ValueError, on every rank, unless names, shapes, dtypes and requires_grad are those of rank
+    0's model."""
     mine = [
-        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), "trained" if t.requires_grad else "fixed")
+        (
+            name,
+            tuple(t.shape),
+            str(t.dtype).removeprefix("torch."),
+            "trained" if t.requires_grad else "fixed",
+        )
         for name, t in [*model.named_parameters(), *model.named_buffers()]
     ]
     everyone = gather(mine, group=group)
@@ -38,9 +46,17 @@ def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> No
         if theirs == everyone[0]:
             continue
         pairs = zip(everyone[0], theirs, strict=False)
-        found = next((f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b), None)
-        found = found or f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
-        raise ValueError(f"ZeroOptimizer: the ranks' models differ: {found}; build the same model on every rank")
+        found = next(
+            (f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b), None
+        )
+        found = (
+            found
+            or f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has "
+            f"{len(theirs)}"
+        )
+        raise ValueError(
+            f"ZeroOptimizer: the ranks' models differ: {found}; build the same model on every rank"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -60,6 +76,7 @@ def check_same_options(options: Mapping[str, Any], *, group: dist.ProcessGroup |
         for key in sorted(set(everyone[0]) | set(theirs)):
             if everyone[0].get(key) != theirs.get(key):
                 raise ValueError(
-                    f"ZeroOptimizer: {key} is {everyone[0].get(key)} on rank 0, {theirs.get(key)} on rank {rank}; pass the "
+                    f"ZeroOptimizer: {key} is {everyone[0].get(key)} on rank 0, "
+                    f"{theirs.get(key)} on rank {rank}; pass the "
                     "same on every rank"
                 )

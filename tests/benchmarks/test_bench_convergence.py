@@ -18,14 +18,28 @@ STEPS = 10
 
 
 def write_run(
-    folder: Path, *, optimizer: str, seed: int, loss: float, sent: list[int] | None = None, steps: int = STEPS
+    folder: Path,
+    *,
+    optimizer: str,
+    seed: int,
+    loss: float,
+    sent: list[int] | None = None,
+    steps: int = STEPS,
 ) -> None:
     name = f"{optimizer}-{seed}-{steps}"
-    config = Config(name, optimizer=OptimizerConfig(name=optimizer), train=TrainConfig(steps=steps, seed=seed))
+    config = Config(
+        name, optimizer=OptimizerConfig(name=optimizer), train=TrainConfig(steps=steps, seed=seed)
+    )
     (folder / name).mkdir(parents=True)
     (folder / name / "config.json").write_text(json.dumps(asdict(config)))
-    rows = [{"step": step, "loss": 3.0, **({"bytes_sent": sent[step], "compression": 8000 / sent[step]} if sent else {})}
-            for step in range(steps)]  # fmt: skip
+    rows = [
+        {
+            "step": step,
+            "loss": 3.0,
+            **({"bytes_sent": sent[step], "compression": 8000 / sent[step]} if sent else {}),
+        }
+        for step in range(steps)
+    ]
     rows[-1]["validation_loss"] = loss
     (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -35,7 +49,9 @@ def test_a_row_per_optimizer_beside_adamw_seed_by_seed(tmp_path):
     for seed, (base, ours) in enumerate([(1.0, 1.02), (2.0, 2.0)]):
         write_run(tmp_path, optimizer="adamw", seed=seed, loss=base)
         write_run(tmp_path, optimizer="onebit_adam", seed=seed, loss=ours, sent=sent)
-    write_run(tmp_path, optimizer="onebit_adam", seed=2, loss=9.0, sent=sent)  # no AdamW of this seed
+    write_run(
+        tmp_path, optimizer="onebit_adam", seed=2, loss=9.0, sent=sent
+    )  # no AdamW of this seed
     first, second = rows_of(finished_runs(tmp_path))
     assert first["case"] == "adamw, 10 steps, batch 32, 2 seeds"
     assert first["validation_loss"] == 1.5

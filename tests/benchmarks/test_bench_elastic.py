@@ -20,12 +20,21 @@ LAYOUT = {"frozen": 0, "stages": 2, "replicas": 1, "micro_batches": 4, "cached":
 
 
 def run_of(step: float, *, transition: float = 0.0, accuracy: float = 0.9) -> list[dict[str, Any]]:
-    """Two epochs of three steps of 8 samples; scoring takes a second, after the first epoch comes a transition."""
+    """Two epochs of three steps of 8 samples; scoring takes a second, after the first epoch comes a
+    transition."""
     rows, now = [], 100.0
     for epoch in range(2):
         for number in range(3):
             now += step
-            rows.append({"step": 3 * epoch + number, "epoch": epoch, "time": now, "samples_per_s": 8 / step, **LAYOUT})
+            rows.append(
+                {
+                    "step": 3 * epoch + number,
+                    "epoch": epoch,
+                    "time": now,
+                    "samples_per_s": 8 / step,
+                    **LAYOUT,
+                }
+            )
         rows[-1]["validation_accuracy"] = accuracy
         if epoch == 0 and transition:
             rows[-1]["transition_s"] = transition
@@ -48,7 +57,8 @@ def test_time_is_of_training_and_of_transitions_not_of_scoring():
 
 def test_the_largest_part_of_an_epoch_need_not_be_the_longest_transition():
     epochs = tuple(
-        {"transition_s": transition, "seconds": seconds} for transition, seconds in ((0.2, 10.0), (0.1, 2.0), (0.0, 1.0))
+        {"transition_s": transition, "seconds": seconds}
+        for transition, seconds in ((0.2, 10.0), (0.1, 2.0), (0.0, 1.0))
     )
     assert Taken(13.3, 14.0, 0.9, (0.2, 0.1), epochs).share == pytest.approx(0.05)
 
@@ -70,7 +80,9 @@ def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path)
     del saved["optimizer"]["weight_decay"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
     other = dataclasses.replace(config.optimizer, weight_decay=1.0)
-    assert not _finished(tmp_path, dataclasses.replace(config, optimizer=other)), "the key was left at its default"
+    assert not _finished(tmp_path, dataclasses.replace(config, optimizer=other)), (
+        "the key was left at its default"
+    )
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     for row in ('{"step": 6, "epoch": 1, "validation_loss": 1.0}', '{"step": 8, "epoch": 2}'):
         (tmp_path / "metrics.jsonl").write_text(row + "\n")
@@ -78,15 +90,27 @@ def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path)
 
 
 def test_a_table_names_the_commits_of_all_its_rows():
-    stamp = {"machine": {"cpu": "some", "cores": 2, "threads": 1}, "versions": {"torch": "2"}, "date": "today"}
-    assert report.heading([{**stamp, "commit": commit} for commit in ("a", "b", "a")]).endswith("commit a, b, today:")
+    stamp = {
+        "machine": {"cpu": "some", "cores": 2, "threads": 1},
+        "versions": {"torch": "2"},
+        "date": "today",
+    }
+    assert report.heading([{**stamp, "commit": commit} for commit in ("a", "b", "a")]).endswith(
+        "commit a, b, today:"
+    )
 
 
 def test_ratios_are_of_one_seed_each():
     def several(steps: list[float], accuracies: list[float]) -> list[Any]:
-        return [taken(run_of(s, accuracy=a), batch=8, samples=24) for s, a in zip(steps, accuracies, strict=True)]
+        return [
+            taken(run_of(s, accuracy=a), batch=8, samples=24)
+            for s, a in zip(steps, accuracies, strict=True)
+        ]
 
-    found = {BASELINE: several([1.0, 2.0, 1.0], [0.90, 0.91, 0.92]), ALL: several([0.5, 0.5, 1.0], [0.91, 0.91, 0.93])}
+    found = {
+        BASELINE: several([1.0, 2.0, 1.0], [0.90, 0.91, 0.92]),
+        ALL: several([0.5, 0.5, 1.0], [0.91, 0.91, 0.93]),
+    }
     row = row_of("digits, 2 processes", ALL, found)
     assert row["speedup"] == {BASELINE: 2.0}
     assert row["us"][ALL][1] == pytest.approx(3e6)
@@ -102,7 +126,9 @@ def test_each_variant_adds_one_thing():
     names = list(VARIANTS)
     assert names[0] == BASELINE
     assert names[-1] == ALL
-    off = [sum(value in ("false", "off") for value in VARIANTS[name].values()) for name in names[1:]]
+    off = [
+        sum(value in ("false", "off") for value in VARIANTS[name].values()) for name in names[1:]
+    ]
     assert off == [3, 2, 1, 0]
 
 
@@ -120,6 +146,10 @@ def test_what_is_read_is_compared_with_what_is_computed(tmp_path, monkeypatch, d
     monkeypatch.setattr(ActivationCache, "get", wrong)
     with pytest.raises(AssertionError, match="what is read is not what is computed"):
         made.check()
-    monkeypatch.setattr(ActivationCache, "get", lambda self, samples, **_: (torch.zeros(1), torch.zeros(len(samples)).bool()))
+    monkeypatch.setattr(
+        ActivationCache,
+        "get",
+        lambda self, samples, **_: (torch.zeros(1), torch.zeros(len(samples)).bool()),
+    )
     with pytest.raises(AssertionError, match="what is read is not what is computed"):
         made.check()

@@ -1,4 +1,5 @@
-"""Targets, roofs, rivals that fail, traces, and the step of a GPT: what a run on a GPU is judged by, at sizes of a CPU."""
+"""Targets, roofs, rivals that fail, traces, and the step of a GPT: what a run on a GPU is judged
+by, at sizes of a CPU."""
 
 from __future__ import annotations
 
@@ -47,12 +48,20 @@ def measured(**changes):
 
 def test_a_row_is_judged_by_each_of_its_targets():
     row = {
-        "us": {"pyops": [1.0, 2000.0, 3.0]}, "speedup": {"a": 1.2, "b": 0.9}, "percent_of_copy": 94.9,
-        "targets": {"a": 1.1, "b": 1.0, "is not there": 5.0}, "least": {"percent_of_copy": 95.0, "is not there": 1.0},
+        "us": {"pyops": [1.0, 2000.0, 3.0]},
+        "speedup": {"a": 1.2, "b": 0.9},
+        "percent_of_copy": 94.9,
+        "targets": {"a": 1.1, "b": 1.0, "is not there": 5.0},
+        "least": {"percent_of_copy": 95.0, "is not there": 1.0},
         "most": {"ms": 2.5, "launches": 1.0},
-    }  # fmt: skip
+    }
     found = [(v.target, v.met) for v in verdicts.verdicts(row)]
-    assert found == [("1.1x a", True), ("1x b", False), ("percent_of_copy >= 95", False), ("ms <= 2.5", True)]
+    assert found == [
+        ("1.1x a", True),
+        ("1x b", False),
+        ("percent_of_copy >= 95", False),
+        ("ms <= 2.5", True),
+    ]
     assert [v.met for v in verdicts.verdicts(row | {"launches": 1})][-1]
     assert not [v.met for v in verdicts.verdicts(row | {"launches": 2})][-1]
 
@@ -71,7 +80,9 @@ def test_missed_targets_of_a_file_are_listed(tmp_path, capsys):
 def test_operations_are_set_against_a_matrix_product(monkeypatch):
     monkeypatch.setattr(machine, "matmul_flops", lambda device: 1e9)
     row = measured(flops=1000, least={"percent_of_matmul": 0.0})
-    assert row["percent_of_matmul"] == pytest.approx(100 * 1000 / row["us"]["pyops"][1] / 1e3, rel=0.1)
+    assert row["percent_of_matmul"] == pytest.approx(
+        100 * 1000 / row["us"]["pyops"][1] / 1e3, rel=0.1
+    )
     assert set(row["tflop_per_s"]) == {"pyops", "rival"}
     assert "% of a matrix product" in report.table([row])
     assert "of a product" in harness.format_row(row)
@@ -106,7 +117,10 @@ def test_a_rival_that_fails_costs_our_row_nothing(vetted, capsys):
     row = measured(implementations=works, **changes)
     assert list(row["us"]) == ["pyops", "third"]
     assert list(row["speedup"]) == ["third"]
-    assert f"rival is left out: RuntimeError: {'another result' if vetted else 'no such kernel'}" in capsys.readouterr().out
+    assert (
+        f"rival is left out: RuntimeError: {'another result' if vetted else 'no such kernel'}"
+        in capsys.readouterr().out
+    )
 
 
 def test_ours_may_not_fail_and_no_rank_leaves_a_rival_out_alone():
@@ -149,7 +163,9 @@ def test_a_rival_must_do_what_ours_does():
     accuracy.resembles(lambda: [x + 0.01, x], lambda: [x, -x])()
     with pytest.raises(AssertionError, match="off by"):
         accuracy.resembles(lambda: [-x], lambda: [x])()
-    vet = bench_cross_entropy.agrees(lambda x, y: x.sum() * 2, lambda x, y: x.sum(), [torch.ones(2)], torch.zeros(2))
+    vet = bench_cross_entropy.agrees(
+        lambda x, y: x.sum() * 2, lambda x, y: x.sum(), [torch.ones(2)], torch.zeros(2)
+    )
     with pytest.raises(AssertionError, match="its loss is 4"):
         vet()
 
@@ -164,9 +180,12 @@ def test_a_wrong_layer_fails_the_comparison():
 
 
 def test_the_shapes_of_a_gpu():
-    """Every hidden size from 1024 to 16384 and every vocabulary from 32768 to 262144, in tensors of 64 MiB and more."""
+    """Every hidden size from 1024 to 16384 and every vocabulary from 32768 to 262144, in tensors of
+    64 MiB and more."""
     for kind in ("residual + RMS norm", "residual + layer norm"):
-        shapes = [(t, w) for t, w, dtype in bench_norm.shapes(kind, CUDA) if dtype == torch.bfloat16]
+        shapes = [
+            (t, w) for t, w, dtype in bench_norm.shapes(kind, CUDA) if dtype == torch.bfloat16
+        ]
         assert [w for _, w in shapes] == [1024, 2048, 4096, 8192, 16384]
         assert all(2 * t * w >= 64 << 20 for t, w in shapes)
     names = [name for name, _ in bench_activation.cases(CUDA)]
@@ -179,13 +198,26 @@ def test_the_shapes_of_a_gpu():
             "16384",
         ]
     words = [
-        name.split(" x ")[1].split(",")[0] for name, _ in bench_cross_entropy.cases(CUDA) if name.startswith("cross entropy bf")
+        name.split(" x ")[1].split(",")[0]
+        for name, _ in bench_cross_entropy.cases(CUDA)
+        if name.startswith("cross entropy bf")
     ]
     assert words == ["32768", "65536", "131072", "262144"]
-    for bench in (bench_norm, bench_activation, bench_cross_entropy, bench_codec, bench_layerwise, bench_kernels, bench_optim):
+    for bench in (
+        bench_norm,
+        bench_activation,
+        bench_cross_entropy,
+        bench_codec,
+        bench_layerwise,
+        bench_kernels,
+        bench_optim,
+    ):
         names = [name for name, _ in bench.cases(CUDA)]
         assert len(set(names)) == len(names) > 1
-    for name in ("AdamW fp32, GPT-2 XL", "AdamW bf16 + fp32 master and moments, 1000 tensors of 64 Ki"):
+    for name in (
+        "AdamW fp32, GPT-2 XL",
+        "AdamW bf16 + fp32 master and moments, 1000 tensors of 64 Ki",
+    ):
         assert name in [name for name, _ in bench_optim.cases(CUDA)]
     assert bench_optim.aims(64 << 20, CUDA)["least"] == {"percent_of_copy": 95.0}
     assert bench_optim.aims((64 << 20) - 1, CUDA)["least"] == {}
@@ -201,8 +233,12 @@ def event(name, start=0.0, end=1.0, *, cuda=False, annotation=False):
     kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
     return SimpleNamespace(
-        name=name, device_type=kind, time_range=span, self_cpu_time_total=end - start, is_user_annotation=annotation
-    )  # fmt: skip
+        name=name,
+        device_type=kind,
+        time_range=span,
+        self_cpu_time_total=end - start,
+        is_user_annotation=annotation,
+    )
 
 
 STEP = [
@@ -220,7 +256,11 @@ def test_what_a_trace_says():
     assert trace.waits(STEP) == Counter({"cudaStreamSynchronize": 1})
     assert trace.covered([(0, 10), (5, 20), (30, 40)], [(8, 12), (11, 13), (35, 50)]) == (30, 10)
     assert trace.covered([], [(0, 1)]) == (0, 0)
-    assert offload_device.hidden(STEP) == {"down_ms": 0.02, "up_ms": 0.01, "percent_of_copies_hidden": 33.3}
+    assert offload_device.hidden(STEP) == {
+        "down_ms": 0.02,
+        "up_ms": 0.01,
+        "percent_of_copies_hidden": 33.3,
+    }
     with pytest.raises(RuntimeError, match="no copies"):
         offload_device.hidden(STEP[3:])
     table = profile_step.longest(STEP, device=True, most=1).splitlines()
@@ -268,7 +308,14 @@ def test_parameters_and_operations_are_counted():
 
 
 def test_the_better_of_ours_is_set_against_the_best_of_the_others():
-    row = {"us": {"pyops": [0, 8, 0], "pyops + torch.compile": [0, 4, 0], "plain": [0, 6, 0], "plain, autocast": [0, 5, 0]}}
+    row = {
+        "us": {
+            "pyops": [0, 8, 0],
+            "pyops + torch.compile": [0, 4, 0],
+            "plain": [0, 6, 0],
+            "plain, autocast": [0, 5, 0],
+        }
+    }
     found = bench_gpt.observe(100, row)
     assert found["best_speedup"] == 1.25
     assert found["tokens_per_s"]["pyops + torch.compile"] == 25_000_000
@@ -281,14 +328,18 @@ def test_an_offloaded_step_beside_its_copies_and_its_adam(monkeypatch):
     end()
     step, *parts = (us[1] for us in row["us"].values())
     assert row["times_the_slower"] == pytest.approx(step / max(parts), abs=1e-3)
-    assert "times_the_slower" not in offload_device.slower({"us": {"pyops": [1, 2, 3], "copies alone": [1, 2, 3]}})
+    assert "times_the_slower" not in offload_device.slower(
+        {"us": {"pyops": [1, 2, 3], "copies alone": [1, 2, 3]}}
+    )
     monkeypatch.setattr(offload_device.Offloaded, "step", lambda self: None)
     with pytest.raises(AssertionError, match="differ"):
         made.check()
 
 
 def test_copies_alone_copy_everything():
-    params, _ = offload_device.with_masters([5, offload_device.TILE // offload_device.STATES + 7], CPU)
+    params, _ = offload_device.with_masters(
+        [5, offload_device.TILE // offload_device.STATES + 7], CPU
+    )
     copies = offload_device.Copies(params)
     with torch.no_grad():
         for p in params:
@@ -311,6 +362,10 @@ def test_the_script_names_benches_that_there_are():
     named = {*re.findall(r"\[(\w+)\]=\d+", script), *re.findall(r"timed \d+ (\w+)", script)}
     for line in re.findall(r'benches\+?="([^"]+)"', script):
         named |= set(line.split())
-    assert {"kernels", "optim", "cross_entropy", "zero", "gpt", "offload"} <= named <= set(entry.names())
+    assert (
+        {"kernels", "optim", "cross_entropy", "zero", "gpt", "offload"}
+        <= named
+        <= set(entry.names())
+    )
     for module in re.findall(r"-m benchmarks\.(\w+)", script):
         assert (report.ROOT / "benchmarks" / f"{module}.py").exists()

@@ -21,10 +21,13 @@ def case(**changes):
         counts[name] += 1
 
     settings = {
-        "bench": "demo", "name": "a case",
+        "bench": "demo",
+        "name": "a case",
         "implementations": {"pyops": lambda: count("ours"), "rival": lambda: count("theirs")},
-        "check": lambda: 0.25, "bytes_moved": 1000, "targets": {"rival": 1e-9},
-    }  # fmt: skip
+        "check": lambda: 0.25,
+        "bytes_moved": 1000,
+        "targets": {"rival": 1e-9},
+    }
     return harness.Case(**{**settings, **changes}), counts
 
 
@@ -56,7 +59,9 @@ def test_a_wrong_result_is_not_timed():
 def test_preparation_is_called_before_each_call_and_not_timed():
     order = []
     made, _ = case(
-        implementations={"pyops": lambda: order.append("call")}, prepare={"pyops": lambda: order.append("prepare")}, targets={}
+        implementations={"pyops": lambda: order.append("call")},
+        prepare={"pyops": lambda: order.append("prepare")},
+        targets={},
     )
     harness.measure(made, rounds=2, sample_seconds=1e-6)
     assert order[::2] == ["prepare"] * (len(order) // 2)
@@ -95,8 +100,15 @@ def test_rows_are_appended_and_read_back(tmp_path):
 
 def test_tables_hold_the_newest_row_between_the_markers():
     old = harness.measure(case()[0], rounds=2, sample_seconds=1e-6)
-    new = {**old, "us": {"pyops": [1.0, 2.0, 3.0], "rival": [4.0, 5.0, 6.0]}, "speedup": {"rival": 2.5}}
-    text = "before\n<!-- results:demo -->\nstale\n<!-- /results -->\nafter\n<!-- results:other -->\n<!-- /results -->\n"
+    new = {
+        **old,
+        "us": {"pyops": [1.0, 2.0, 3.0], "rival": [4.0, 5.0, 6.0]},
+        "speedup": {"rival": 2.5},
+    }
+    text = (
+        "before\n<!-- results:demo -->\nstale\n<!-- /results -->\nafter\n<!-- results:other "
+        "-->\n<!-- /results -->\n"
+    )
     filled = report.fill(text, [old, new])
     assert "| a case | 2 us |" in filled
     assert "2.50x" in filled
@@ -107,7 +119,10 @@ def test_tables_hold_the_newest_row_between_the_markers():
 
 
 def test_names_of_machines_say_nothing_of_hosts():
-    assert machine.slug({"cpu": "Some(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "cores": 8}) == "some-xeon-e5-2690-v4-8-cores"
+    assert (
+        machine.slug({"cpu": "Some(R) Xeon(R) CPU E5-2690 v4 @ 2.60GHz", "cores": 8})
+        == "some-xeon-e5-2690-v4-8-cores"
+    )
     described = machine.describe(torch.device("cpu"))
     assert set(described) == {"cpu", "cores", "threads"}
     assert machine.slug({**described, "gpu": "NVIDIA H200"}) == "nvidia-h200"
@@ -138,8 +153,13 @@ def test_every_case_of_the_optimizer_bench_checks(monkeypatch):
 
 
 def slow_link_row(way, *, seconds, sent):
-    found = {way: {"seconds": seconds, "sent": sent}, bench_slow_link.BASELINE: {"seconds": [1.0, 2.0, 3.0], "sent": [6e6] * 3}}
-    return bench_slow_link._row(f"loss, {way}", way, found, rival=bench_slow_link.BASELINE, ranks=2, mbit=100, target=10.0)
+    found = {
+        way: {"seconds": seconds, "sent": sent},
+        bench_slow_link.BASELINE: {"seconds": [1.0, 2.0, 3.0], "sent": [6e6] * 3},
+    }
+    return bench_slow_link._row(
+        f"loss, {way}", way, found, rival=bench_slow_link.BASELINE, ranks=2, mbit=100, target=10.0
+    )
 
 
 def test_a_row_of_the_slow_link():
@@ -155,13 +175,16 @@ def test_a_row_of_the_slow_link():
 
 def test_the_picture_has_a_line_for_each_run(tmp_path):
     rows = [
-        slow_link_row(way, seconds=[3.0], sent=[1]) | {"curve": [[1, 3.0], [2, 2.5], [3, 2.0]], "validation_loss": 2.0}
+        slow_link_row(way, seconds=[3.0], sent=[1])
+        | {"curve": [[1, 3.0], [2, 2.5], [3, 2.0]], "validation_loss": 2.0}
         for way in ("OneBitAdam", bench_slow_link.BASELINE)
     ]
     slow_link_picture.draw(rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert slow_link_picture.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
-    assert slow_link_picture.smooth([1.0, 3.0])[1] == pytest.approx((0.9 * 0.1 * 1 + 0.1 * 3) / 0.19)
+    assert slow_link_picture.smooth([1.0, 3.0])[1] == pytest.approx(
+        (0.9 * 0.1 * 1 + 0.1 * 3) / 0.19
+    )
 
 
 def test_a_wrong_case_costs_no_other(tmp_path, monkeypatch, capsys):
@@ -170,10 +193,16 @@ def test_a_wrong_case_costs_no_other(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("PYOPS_BENCH_ROWS", str(tmp_path / "rows.jsonl"))
     cases = [case(name="one")[0], case(name="two", check=wrong)[0], case(name="three")[0]]
-    with pytest.raises(harness.FailedCases, match="1 cases failed, 2 did not: AssertionError: differs") as error:
+    with pytest.raises(
+        harness.FailedCases, match="1 cases failed, 2 did not: AssertionError: differs"
+    ) as error:
         harness.run_cases(cases, rounds=1, sample_seconds=1e-6)
     kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["case"] for row in kept] == [row["case"] for row in error.value.rows] == ["one", "three"]
+    assert (
+        [row["case"] for row in kept]
+        == [row["case"] for row in error.value.rows]
+        == ["one", "three"]
+    )
     assert "FAILED AssertionError: differs" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""A sample of `python -m benchmarks.mutations`: nothing raw, nothing silent; and what that calls a failure is one."""
+"""A sample of `python -m benchmarks.mutations`: nothing raw, nothing silent; and what that calls a
+failure is one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.cpu_only
 def test_odd_input_is_refused_by_name_or_read_as_what_it_says(kind):
     found = run(40, kinds=[kind], seed=5)
     assert not [verdict for verdict in found if verdict.failed]
-    assert Counter(verdict.outcome for verdict in found).keys() == {"read", "refused"}, "both happen"
+    assert Counter(verdict.outcome for verdict in found).keys() == {"read", "refused"}, (
+        "both happen"
+    )
 
 
 class Subject:
@@ -79,13 +82,18 @@ def _sleep(seconds: float) -> str:
         (lambda: _sleep(60.0), 0.3, "slow", "more than 0.3 s in all"),
     ],
 )
-def test_what_is_slow_is_told_by_cpu_time_and_what_waits_by_the_clock(tmp_path, monkeypatch, way, wait, outcome, text):
+def test_what_is_slow_is_told_by_cpu_time_and_what_waits_by_the_clock(
+    tmp_path, monkeypatch, way, wait, outcome, text
+):
     monkeypatch.setattr(mutations, "LIMIT", 0.2)
     monkeypatch.setattr(mutations, "WAIT", wait)
     before = [signal.getsignal(kind) for kind in (signal.SIGPROF, signal.SIGALRM)]
     found = judge("checkpoint", Subject(way), tmp_path / "x", 0)
     assert (found.outcome, found.text) == (outcome, text)
-    assert [signal.getitimer(timer)[0] for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL)] == [0.0, 0.0]
+    assert [signal.getitimer(timer)[0] for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL)] == [
+        0.0,
+        0.0,
+    ]
     assert [signal.getsignal(kind) for kind in (signal.SIGPROF, signal.SIGALRM)] == before
 
 
@@ -103,15 +111,24 @@ def test_what_is_slow_is_told_by_cpu_time_and_what_waits_by_the_clock(tmp_path, 
     ],
 )
 def test_sizes_that_no_memory_holds_are_refused_by_name(kind, changes, field):
-    with pytest.raises(ValueError, match=f"^{field} is [0-9]+; (the model would take some .* TiB|sizes are less than 2)"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{field} is [0-9]+; (the model would take some .* TiB|sizes are less than 2)",
+    ):
         kind(**changes)
 
 
 def test_the_largest_models_there_are_can_be_described():
     GPTConfig(
-        vocab_size=256000, dim=16384, num_layers=126, num_heads=128, hidden=53248, sequence_length=1 << 20, positions="rotary",
+        vocab_size=256000,
+        dim=16384,
+        num_layers=126,
+        num_heads=128,
+        hidden=53248,
+        sequence_length=1 << 20,
+        positions="rotary",
         activation="swiglu",
-    )  # fmt: skip
+    )
 
 
 def test_a_model_larger_than_this_host_is_refused_before_anything_is_made(tmp_path, monkeypatch):
@@ -119,7 +136,10 @@ def test_a_model_larger_than_this_host_is_refused_before_anything_is_made(tmp_pa
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text("[model]\ndim = 1048576\nnum_layers = 3\n")
-    with pytest.raises(ConfigError, match=r"model\.dim is 1048576; the weights would take .* GiB, this host has [0-9.]+: make"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.dim is 1048576; the weights would take .* GiB, this host has [0-9.]+: make",
+    ):
         train(load_config(tmp_path / "c.toml"))
     assert not (tmp_path / "runs").exists()
 
@@ -130,7 +150,10 @@ def test_a_model_larger_than_this_host_is_refused_before_anything_is_made(tmp_pa
         ('name = "a\\u0000b"', "name is .* a null byte"),
         ('[train]\nfolder = "a\\u0000b"', r"train\.folder is .* a null byte"),
         (f"[train]\nseed = {10**400}", r"train\.seed is 1000.*64 bits"),
-        (f"[model]\nhidden = {1 << 62}", r"model\.hidden is 4611686018427387904; the model would take"),
+        (
+            f"[model]\nhidden = {1 << 62}",
+            r"model\.hidden is 4611686018427387904; the model would take",
+        ),
     ],
 )
 def test_what_a_configuration_can_not_say(tmp_path, line, message):
@@ -144,6 +167,8 @@ def test_an_encoder_alone_is_refused_by_name(tmp_path):
 
     hub.save(T5(T5Config(vocab_size=9, num_layers=1, num_heads=1, dim=4)), tmp_path / "m")
     text = (tmp_path / "m" / "config.json").read_text()
-    (tmp_path / "m" / "config.json").write_text(text.replace('"is_encoder_decoder": true', '"is_encoder_decoder": false'))
+    (tmp_path / "m" / "config.json").write_text(
+        text.replace('"is_encoder_decoder": true', '"is_encoder_decoder": false')
+    )
     with pytest.raises(hub.HubError, match="is_encoder_decoder = False, pyops computes True only"):
         hub.load(tmp_path / "m")

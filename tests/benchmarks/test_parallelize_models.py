@@ -1,4 +1,5 @@
-"""The measurement of docs/tensor_parallel_models.md can fail: a wrong cut, a changed model and a raw error are told apart."""
+"""The measurement of docs/tensor_parallel_models.md can fail: a wrong cut, a changed model and a
+raw error are told apart."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ MODEL = "GPTNeoXForCausalLM"
 
 def unchecked(model: nn.Module, **options: Any) -> Any:
     """Heads taken apart as q, k, v of all heads, where q, k, v of each head lie together."""
-    plan = {"attention": "attention", "query_key_value": "packed columns", "attention.dense": "rows"}
+    plan = {
+        "attention": "attention",
+        "query_key_value": "packed columns",
+        "attention.dense": "rows",
+    }
     return parallelize(model, group=options["group"], plan=plan, check=False)
 
 
@@ -112,14 +117,19 @@ def test_the_page_counts_every_class_once():
     ]
     text = page(found, ["A", "B", "C"])
     assert "exports 3 model classes" in text
-    assert "Of these 1 were tried, 1 could not be made small, and 1 are not measured" in text.replace("\n", " ")
+    assert (
+        "Of these 1 were tried, 1 could not be made small, and 1 are not measured"
+        in text.replace("\n", " ")
+    )
     assert "| Right | 1 | 0 |" in text
     assert "| Refused, and unchanged | 0 | 1 |" in text
     assert "## Not measured yet: 1\n\nC\n" in text
 
 
 def test_the_results_that_are_kept_have_no_defect():
-    lines = (ROOT / "benchmarks" / "results" / "models" / "parallelize.jsonl").read_text().splitlines()
+    lines = (
+        (ROOT / "benchmarks" / "results" / "models" / "parallelize.jsonl").read_text().splitlines()
+    )
     kept = [json.loads(line) for line in lines]
     assert len({row["class"] for row in kept}) == len(kept)
     for row in kept:

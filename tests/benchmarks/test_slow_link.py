@@ -1,4 +1,5 @@
-"""Ranks in network namespaces: what goes over the link is counted, and nothing of it is left behind. Needs root."""
+"""Ranks in network namespaces: what goes over the link is counted, and nothing of it is left
+behind. Needs root."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from benchmarks import slow_link
 from benchmarks.slow_link import INTERFACE, Link, available
 
 REASON = available()
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(REASON is not None, reason=f"no slow link here: {REASON}")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(REASON is not None, reason=f"no slow link here: {REASON}"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,13 +31,19 @@ def where_am_i(nbytes: int) -> dict[str, object]:
     import os
 
     sent = slow_link.plain_send(nbytes=nbytes)
-    return {**sent, "shared": os.stat("/dev/shm").st_dev, "interfaces": sorted(os.listdir("/sys/class/net"))}
+    return {
+        **sent,
+        "shared": os.stat("/dev/shm").st_dev,
+        "interfaces": sorted(os.listdir("/sys/class/net")),
+    }
 
 
 def test_a_transfer_goes_over_the_link_and_is_counted():
     with Link(ranks=2, mbit=100) as link:
         assert set(link.namespaces) <= namespaces()
-        first, second = link.run("tests.benchmarks.test_slow_link:where_am_i", {"nbytes": 300_000}, timeout=120)
+        first, second = link.run(
+            "tests.benchmarks.test_slow_link:where_am_i", {"nbytes": 300_000}, timeout=120
+        )
     assert 300_000 <= first["wire"] <= 330_000
     assert 300_000 <= second["wire"] <= 330_000
     assert first["shared"] != second["shared"], "ranks could pass data through /dev/shm"
@@ -46,18 +56,25 @@ def test_every_direction_is_limited(ranks):
     with Link(ranks=ranks, mbit=250) as link:
         hops = [(name, INTERFACE) for name in link.namespaces]
         if ranks > 2:
-            (bridge,) = {n for n in namespaces() if n.startswith(link.namespaces[0][:-1])} - set(link.namespaces)
+            (bridge,) = {n for n in namespaces() if n.startswith(link.namespaces[0][:-1])} - set(
+                link.namespaces
+            )
             hops += [(bridge, f"port{rank}") for rank in range(ranks)]
         for name, interface in hops:
             shown = subprocess.run(
-                ["ip", "netns", "exec", name, "tc", "qdisc", "show", "dev", interface], capture_output=True, text=True
+                ["ip", "netns", "exec", name, "tc", "qdisc", "show", "dev", interface],
+                capture_output=True,
+                text=True,
             ).stdout
             assert "tbf" in shown
             assert "rate 250Mbit" in shown
 
 
 def test_a_rank_that_fails_is_named_and_the_link_goes_away():
-    with pytest.raises(RuntimeError, match=r"rank \d ended with 1(.|\n)*no_such_function"), Link(ranks=2, mbit=100) as link:
+    with (
+        pytest.raises(RuntimeError, match=r"rank \d ended with 1(.|\n)*no_such_function"),
+        Link(ranks=2, mbit=100) as link,
+    ):
         link.run("benchmarks.slow_link:no_such_function", timeout=60)
     assert not set(link.namespaces) & namespaces()
 
@@ -67,7 +84,9 @@ def test_ranks_that_take_too_long_are_stopped():
         with pytest.raises(TimeoutError, match="rank 1"):
             link.run("time:sleep", {}, timeout=0.2)
         for name in link.namespaces:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout
             assert pids == ""
 
 
@@ -77,7 +96,9 @@ def test_a_killed_bench_leaves_no_namespaces():
         "with Link(ranks=3, mbit=100) as link:\n"
         "    print(*link.namespaces, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     made = set(process.stdout.readline().split())
     assert len(made) == 3

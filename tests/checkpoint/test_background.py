@@ -1,4 +1,5 @@
-"""Written in the background: the copy is of the moment of save, errors come up on all ranks, a killed process harms nothing."""
+"""Written in the background: the copy is of the moment of save, errors come up on all ranks, a
+killed process harms nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +38,18 @@ class Gate:
 
 def test_the_copy_is_of_the_moment_of_save(tmp_path, monkeypatch):
     gate, saver = Gate(monkeypatch), BackgroundSaver()
-    state = {**make_state(1.0), "strided": torch.arange(6.0).view(2, 3).t(), "half": torch.ones(3).bfloat16(), "list": [1]}
-    wanted = {**make_state(1.0), "strided": state["strided"].clone(), "half": state["half"].clone(), "list": [1]}
+    state = {
+        **make_state(1.0),
+        "strided": torch.arange(6.0).view(2, 3).t(),
+        "half": torch.ones(3).bfloat16(),
+        "list": [1],
+    }
+    wanted = {
+        **make_state(1.0),
+        "strided": state["strided"].clone(),
+        "half": state["half"].clone(),
+        "list": [1],
+    }
     rng = torch.get_rng_state()
     saver.save(tmp_path / "c", state, own=rng)
     assert saver.busy
@@ -68,7 +79,9 @@ def test_one_at_a_time_in_the_same_memory(tmp_path):
     saver.wait()
     for value in (1.0, 2.0, 3.0):
         assert equal(load(tmp_path / f"c{value:.0f}")[0], make_state(value))
-    assert threading.active_count() == 1 or not any("checkpoint" in t.name for t in threading.enumerate())
+    assert threading.active_count() == 1 or not any(
+        "checkpoint" in t.name for t in threading.enumerate()
+    )
 
 
 def test_an_error_comes_up_next_time(tmp_path, monkeypatch):
@@ -83,7 +96,10 @@ def test_an_error_comes_up_next_time(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, full)
             checkpoints.save(2, make_state(2.0))
-            with pytest.raises(CheckpointError, match=r"step-00000002 can't be written: No space left on device; make room"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"step-00000002 can't be written: No space left on device; make room",
+            ):
                 checkpoints.save(3, make_state(3.0))
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"], name
         checkpoints.wait()
@@ -114,7 +130,10 @@ def test_leaving_because_of_an_error(tmp_path, monkeypatch):
 
 
 def rows(rank: int, size: int, value: float) -> dict[str, Any]:
-    return {"e": Shard((size, 1000), (rank, 0), torch.full((1, 1000), value + rank)), "step": int(value)}
+    return {
+        "e": Shard((size, 1000), (rank, 0), torch.full((1, 1000), value + rank)),
+        "step": int(value),
+    }
 
 
 def save_on_ranks(rank: int, group: Any, path: str) -> list[Any]:
@@ -125,7 +144,9 @@ def save_on_ranks(rank: int, group: Any, path: str) -> list[Any]:
     checkpoints.wait()
     inner = writing.write_tensors
     if rank == 1:
-        writing.write_tensors = lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+        writing.write_tensors = lambda *a: (_ for _ in ()).throw(
+            OSError(errno.ENOSPC, "No space left on device")
+        )
     checkpoints.save(3, rows(rank, group.size(), 30.0))
     try:
         checkpoints.wait()
@@ -145,7 +166,10 @@ def test_on_several_ranks(world, tmp_path):
     assert told[0] == told[1] == told[2]
     assert "step-00000003 can't be written: No space left on device" in told[0][0]
     assert told[0][1] == ["step-00000001", "step-00000002"]
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000002", "step-00000004"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
     for step, value in (2, 20.0), (4, 40.0):
         state, own = load(tmp_path / "run" / f"step-{step:08}")
         assert state["e"][:, 0].tolist() == [value, value + 1, value + 2]

@@ -1,4 +1,5 @@
-"""Weights go to one safetensors file and back, whatever ranks wrote them; what would lead astray is refused."""
+"""Weights go to one safetensors file and back, whatever ranks wrote them; what would lead astray is
+refused."""
 
 from __future__ import annotations
 
@@ -24,9 +25,17 @@ W = torch.arange(35.0).view(5, 7)
 
 
 def save_parts(rank: int, group: Any, path: str) -> None:
-    part = Shard((5, 7), (0,), W.flatten()[:11]) if rank == 0 else Shard((5, 7), (11,), W.flatten()[11:])
+    part = (
+        Shard((5, 7), (0,), W.flatten()[:11])
+        if rank == 0
+        else Shard((5, 7), (11,), W.flatten()[11:])
+    )
     weights = {"w": part, "n": torch.arange(3), "h": torch.ones(2).half()}
-    save(path, {"model": weights, "step": 3, "optimizer": {"w": {"exp_avg": torch.zeros(5, 7)}}}, group=group)
+    save(
+        path,
+        {"model": weights, "step": 3, "optimizer": {"w": {"exp_avg": torch.zeros(5, 7)}}},
+        group=group,
+    )
 
 
 def test_of_several_ranks_into_one_file_and_back(world, tmp_path, capsys):
@@ -40,9 +49,16 @@ def test_of_several_ranks_into_one_file_and_back(world, tmp_path, capsys):
     assert main(["convert", str(file), str(tmp_path / "d")]) == 0
     assert equal(load(tmp_path / "d")[0], {"model": load_file(file)})
     half = tmp_path / "half.safetensors"
-    assert main(["convert", str(tmp_path / "c"), str(half), "--dtype", "bfloat16", "--key", "model"]) == 0
-    assert equal(load_file(half), {"w": W.bfloat16(), "n": torch.arange(3), "h": torch.ones(2).bfloat16()})
-    assert export_weights(tmp_path / "c", tmp_path / "o.safetensors", key="optimizer.w") == {"exp_avg": (5, 7)}
+    assert (
+        main(["convert", str(tmp_path / "c"), str(half), "--dtype", "bfloat16", "--key", "model"])
+        == 0
+    )
+    assert equal(
+        load_file(half), {"w": W.bfloat16(), "n": torch.arange(3), "h": torch.ones(2).bfloat16()}
+    )
+    assert export_weights(tmp_path / "c", tmp_path / "o.safetensors", key="optimizer.w") == {
+        "exp_avg": (5, 7)
+    }
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -59,18 +75,31 @@ def test_a_model_starts_from_the_file(tmp_path):
 def hub_folder(folder: Path, **weight_map: str) -> Path:
     folder.mkdir()
     save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.zeros(3), "c": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
-    given = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", **weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": given}))
+    save_file(
+        {"b": torch.zeros(3), "c": torch.ones(1)}, folder / "model-00002-of-00002.safetensors"
+    )
+    given = {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        **weight_map,
+    }
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": given})
+    )
     return folder
 
 
 def test_files_with_an_index(tmp_path):
-    assert import_weights(hub_folder(tmp_path / "hub"), tmp_path / "c", key="weights") == {"a": (2,), "b": (3,)}
+    assert import_weights(hub_folder(tmp_path / "hub"), tmp_path / "c", key="weights") == {
+        "a": (2,),
+        "b": (3,),
+    }
     assert equal(load(tmp_path / "c")[0], {"weights": {"a": torch.ones(2), "b": torch.zeros(3)}})
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/x.safetensors", "x.bin", "sub/x.safetensors", 5])
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/x.safetensors", "x.bin", "sub/x.safetensors", 5]
+)
 def test_an_index_that_leads_astray(tmp_path, file):
     with pytest.raises(CheckpointError, match=r"index.json (names the file|is damaged)"):
         import_weights(hub_folder(tmp_path / "hub", c=file), tmp_path / "c")
@@ -79,7 +108,9 @@ def test_an_index_that_leads_astray(tmp_path, file):
 
 def test_an_index_that_promises_too_much(tmp_path):
     with pytest.raises(CheckpointError, match=r"00001-of-00002.safetensors lacks \['c'\]"):
-        import_weights(hub_folder(tmp_path / "hub", c="model-00001-of-00002.safetensors"), tmp_path / "c")
+        import_weights(
+            hub_folder(tmp_path / "hub", c="model-00001-of-00002.safetensors"), tmp_path / "c"
+        )
     (tmp_path / "hub" / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"index.json is damaged"):
         import_weights(tmp_path / "hub", tmp_path / "c")
@@ -89,14 +120,23 @@ def test_what_can_be_put_right_is_one_line(tmp_path, capsys):
     save(tmp_path / "c", {"model": {"w": W}, "step": 3})
     (tmp_path / "there.safetensors").write_text("mine")
     for arguments, message in [
-        ([tmp_path / "none", tmp_path / "o"], "none is no safetensors file, and no folder with model.safetensors or"),
-        ([tmp_path / "c", tmp_path / "o"], "as those of pyops train have; name one, or a file.safetensors to write"),
+        (
+            [tmp_path / "none", tmp_path / "o"],
+            "none is no safetensors file, and no folder with model.safetensors or",
+        ),
+        (
+            [tmp_path / "c", tmp_path / "o"],
+            "as those of pyops train have; name one, or a file.safetensors to write",
+        ),
         ([tmp_path / "c", tmp_path / "there.safetensors"], "there.safetensors is there already"),
-        ([tmp_path / "c", tmp_path / "o.safetensors", "--key", "modle"], "at 'modle' there is ['model', 'step']; name one"),
+        (
+            [tmp_path / "c", tmp_path / "o.safetensors", "--key", "modle"],
+            "at 'modle' there is ['model', 'step']; name one",
+        ),
         ([tmp_path / "c", tmp_path / "o.safetensors", "--key", "step"], "state['step'] of"),
         ([tmp_path / "there.safetensors", tmp_path / "d"], "there.safetensors can't be read"),
         ([tmp_path / "there.safetensors", tmp_path / "c"], "c is there already"),
-    ]:  # fmt: skip
+    ]:
         assert main(["convert", *map(str, arguments)]) == 2
         shown = capsys.readouterr()
         assert message in shown.err

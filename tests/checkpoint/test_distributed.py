@@ -1,4 +1,5 @@
-"""FSDP2's DTensors are saved and filled, and torch.distributed.checkpoint reads our folders, on another number of ranks."""
+"""FSDP2's DTensors are saved and filled, and torch.distributed.checkpoint reads our folders, on
+another number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tests.checkpoint.test_folder import equal
 
 pytestmark = pytest.mark.cpu_only
 
-WHOLE = {"w": torch.arange(35.0).view(5, 7), "b": torch.arange(4.0), "r": torch.arange(6.0).view(2, 3)}
+WHOLE = {
+    "w": torch.arange(35.0).view(5, 7),
+    "b": torch.arange(4.0),
+    "r": torch.arange(6.0).view(2, 3),
+}
 PLACED = {"w": Shard(0), "b": Shard(0), "r": Replicate()}
 
 
@@ -25,7 +30,9 @@ def dtensors(size: int, *, fill: bool = True, columns: bool = False) -> dict[str
     mesh = init_device_mesh("cpu", (size,))
     placed = {**PLACED, "w": Shard(1)} if columns else PLACED
     return {
-        name: distribute_tensor(whole.clone() if fill else torch.full_like(whole, -1.0), mesh, [placed[name]])
+        name: distribute_tensor(
+            whole.clone() if fill else torch.full_like(whole, -1.0), mesh, [placed[name]]
+        )
         for name, whole in WHOLE.items()
     }
 
@@ -42,9 +49,9 @@ def fill_dtensors(rank: int, group: Any, path: str) -> bool:
     plain = {"w": torch.full((5, 7), -1.0)}
     dcp.load({"model": columns}, storage_reader=StorageReader(path))
     dcp.load({"model": plain}, storage_reader=StorageReader(path))
-    return all(torch.equal(d[n].full_tensor(), w) for d in (rows, columns) for n, w in WHOLE.items()) and torch.equal(
-        plain["w"], WHOLE["w"]
-    )
+    return all(
+        torch.equal(d[n].full_tensor(), w) for d in (rows, columns) for n, w in WHOLE.items()
+    ) and torch.equal(plain["w"], WHOLE["w"])
 
 
 def test_saved_by_three_filled_by_two(world, tmp_path):
@@ -59,7 +66,11 @@ def save_ranges(rank: int, group: Any, path: str) -> None:
     for name, whole in WHOLE.items():
         flat[plan.slice(name)] = whole.flatten()
     cuts = [0, 17, 70, plan.numel]
-    save(path, {"model": plan.cut(flat[cuts[rank] : cuts[rank + 1]], [(cuts[rank], cuts[rank + 1])])}, group=group)
+    save(
+        path,
+        {"model": plan.cut(flat[cuts[rank] : cuts[rank + 1]], [(cuts[rank], cuts[rank + 1])])},
+        group=group,
+    )
 
 
 def test_ranges_become_dtensors(world, tmp_path):

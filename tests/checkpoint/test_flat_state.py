@@ -28,7 +28,9 @@ def test_there_and_back_into_another_layout():
     assert set(again) == {"exp_avg", "step", "note"}
     assert again["step"] is step
     for name, shape in SHAPES:
-        assert torch.equal(again["exp_avg"][other.slice(name)].view(shape), named[name]["exp_avg"]), name
+        assert torch.equal(
+            again["exp_avg"][other.slice(name)].view(shape), named[name]["exp_avg"]
+        ), name
     padding = torch.ones(other.numel, dtype=torch.bool)
     for name, _ in SHAPES:
         padding[other.slice(name)] = False
@@ -41,5 +43,7 @@ def test_no_state_yet():
 
 
 def test_another_model():
-    with pytest.raises(CheckpointError, match="no optimizer state for b, s; it is of another model"):
+    with pytest.raises(
+        CheckpointError, match="no optimizer state for b, s; it is of another model"
+    ):
         flat_state({"w": {}}, FlatLayout.plan(SHAPES))

@@ -30,7 +30,11 @@ def make_state(value: float) -> dict[str, object]:
 def equal(a: object, b: object) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+    return (
+        torch.equal(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else bool(a == b)
+    )
 
 
 def test_round_trip_and_replacement(tmp_path):
@@ -46,12 +50,17 @@ def test_round_trip_and_replacement(tmp_path):
 def test_only_the_newest_stay(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run", keep=2)
     assert checkpoints.latest() is None
-    (tmp_path / "run" / "step-00000007.tmp").mkdir(parents=True)  # left by a process that was killed
+    (tmp_path / "run" / "step-00000007.tmp").mkdir(
+        parents=True
+    )  # left by a process that was killed
     for step in (5, 10, 100):
         checkpoints.save(step, make_state(step))
     assert checkpoints.steps() == [10, 100]
     assert checkpoints.latest() == checkpoints.path(100)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000010", "step-00000100"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "step-00000010",
+        "step-00000100",
+    ]
     with pytest.raises(ValueError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
 
@@ -88,7 +97,11 @@ def other_version(path: Path) -> None:
         (OWN, flip, "checksum"),
         (OWN, exchange, "checksum"),
         ("manifest.json", truncate, "damaged"),
-        ("manifest.json", lambda p: p.write_text(p.read_text().replace("0.1", "0.2").replace("1.1", "1.2")), "damaged"),
+        (
+            "manifest.json",
+            lambda p: p.write_text(p.read_text().replace("0.1", "0.2").replace("1.1", "1.2")),
+            "damaged",
+        ),
         ("manifest.json", lambda p: p.write_text("{}"), "no manifest of pyops"),
         ("manifest.json", lambda p: p.write_text("[1]"), "no manifest of pyops"),
         ("manifest.json", Path.unlink, "no checkpoint of pyops"),
@@ -115,7 +128,12 @@ def test_a_full_disk_leaves_the_old_one_whole(tmp_path, monkeypatch):
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in [(tensor_file.os, "fsync"), (tensor_file.os, "write"), (writing.os, "rename"), (writing.json, "dump")]:
+    for module, name in [
+        (tensor_file.os, "fsync"),
+        (tensor_file.os, "write"),
+        (writing.os, "rename"),
+        (writing.json, "dump"),
+    ]:
         with (
             monkeypatch.context() as patch,
             pytest.raises(CheckpointError, match=r"No space left on device.*; make room"),
@@ -151,7 +169,9 @@ save(sys.argv[1], {"model": {"w": torch.full((50, 20), 2.0)}, "step": 2})
 
 def test_a_killed_save_leaves_the_old_one_whole(tmp_path):
     save(tmp_path / "c", make_state(1.0))
-    process = subprocess.Popen([sys.executable, "-c", SLOW_SAVE, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SAVE, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
@@ -174,7 +194,12 @@ def test_killed_between_the_two_renames(tmp_path):
 
 
 def save_and_load(rank, group, path):
-    save(path, {"w": torch.full((4,), 1.0 + rank)}, own={"rank": torch.tensor(rank), "none": None}, group=group)
+    save(
+        path,
+        {"w": torch.full((4,), 1.0 + rank)},
+        own={"rank": torch.tensor(rank), "none": None},
+        group=group,
+    )
     state, own = load(path, group=group)
     return state["w"].tolist(), int(own["rank"])
 
@@ -191,7 +216,9 @@ def fail_on_rank_1(rank, group, path):
     told = []
     inner = writing.write_tensors
     if rank == 1:
-        writing.write_tensors = lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+        writing.write_tensors = lambda *a: (_ for _ in ()).throw(
+            OSError(errno.ENOSPC, "No space left on device")
+        )
     try:
         save(path, {"w": torch.zeros(4)}, own=1, group=group)
     except CheckpointError as error:
@@ -220,7 +247,8 @@ def test_all_ranks_are_told_alike(world, tmp_path):
 
 
 def test_a_save_replaces_a_checkpoint_and_nothing_else(tmp_path):
-    """What else is there is neither moved nor removed: a folder of one's own, a file, a checkpoint with notes in it."""
+    """What else is there is neither moved nor removed: a folder of one's own, a file, a checkpoint
+    with notes in it."""
     save(tmp_path / "c", {"x": torch.ones(2)})
     save(tmp_path / "c", {"x": torch.zeros(3)})
     assert torch.equal(load(tmp_path / "c")[0]["x"], torch.zeros(3))
@@ -240,6 +268,9 @@ def test_a_save_replaces_a_checkpoint_and_nothing_else(tmp_path):
         ("c", "holds notes"),
         ("bare", r"has no manifest\.json"),
     ):
-        with pytest.raises(CheckpointError, match=f"{name} is there already and {what}.*; remove it|{what}.*: remove it"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"{name} is there already and {what}.*; remove it|{what}.*: remove it",
+        ):
             save(tmp_path / name, {"x": 5})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -1,4 +1,5 @@
-"""A checkpoint is read into any layout, from the bytes that it needs; tensors that nobody asked for stay on the disk."""
+"""A checkpoint is read into any layout, from the bytes that it needs; tensors that nobody asked for
+stay on the disk."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def test_boxes_of_a_range_are_its_elements_in_order(data):
     stop = data.draw(st.integers(start, prod(shape)))
     numbers, found = torch.arange(prod(shape)).view(shape), []
     for offset, size in boxes_of_range(shape, start, stop):
-        found += numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].flatten().tolist()
+        found += (
+            numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            .flatten()
+            .tolist()
+        )
     assert found == list(range(start, stop))
 
 
@@ -60,7 +65,10 @@ def ranges(*cuts: int) -> Shards:
 STORED = {
     "whole": [{"w": WHOLE}],
     "rows": [{"w": box(slice(0, 1))}, {"w": box(slice(1, 4))}],
-    "columns": [{"w": box(slice(None), slice(None), slice(0, 2))}, {"w": box(slice(None), slice(None), slice(2, 5))}],
+    "columns": [
+        {"w": box(slice(None), slice(None), slice(0, 2))},
+        {"w": box(slice(None), slice(None), slice(2, 5))},
+    ],
     "ranges": [{"w": ranges(0, 7, 33, 100)}, {"w": ranges(7, 33, 100, 120)}, {"w": Shards(())}],
 }
 
@@ -82,7 +90,9 @@ def empty_like(target: Any, **changes: Any) -> Any:
     if isinstance(target, Shards):
         return Shards(tuple(empty_like(part, **changes) for part in target))
     if isinstance(target, Shard):
-        return Shard(target.global_shape, target.offset, torch.full_like(target.tensor, -1.0, **changes))
+        return Shard(
+            target.global_shape, target.offset, torch.full_like(target.tensor, -1.0, **changes)
+        )
     return torch.full_like(target, -1.0, **changes)
 
 
@@ -145,11 +155,23 @@ def test_what_is_not_asked_for_is_stored(tmp_path):
 @pytest.mark.parametrize(
     ("into", "message"),
     [
-        ({"model": {"c": torch.empty(3)}}, r"into\['model.c'\] is a tensor, and the checkpoint has no such entry"),
-        ({"step": torch.empty(3)}, r"into\['step'\] is a tensor, and the checkpoint has a int there"),
+        (
+            {"model": {"c": torch.empty(3)}},
+            r"into\['model.c'\] is a tensor, and the checkpoint has no such entry",
+        ),
+        (
+            {"step": torch.empty(3)},
+            r"into\['step'\] is a tensor, and the checkpoint has a int there",
+        ),
         ({"model": [torch.empty(3)]}, r"into\['model.0'\] is a tensor"),
-        ({"model": {"a": torch.empty(3), "b": torch.empty(4)}}, r"model.b has shape \[2, 2\] in the checkpoint, \[4\] here"),
-        ({"model": {"b": Shard((4,), (0,), torch.empty(2))}}, r"model.b has shape \[2, 2\] in the checkpoint, \[4\] here"),
+        (
+            {"model": {"a": torch.empty(3), "b": torch.empty(4)}},
+            r"model.b has shape \[2, 2\] in the checkpoint, \[4\] here",
+        ),
+        (
+            {"model": {"b": Shard((4,), (0,), torch.empty(2))}},
+            r"model.b has shape \[2, 2\] in the checkpoint, \[4\] here",
+        ),
         (
             {"model": {"b": torch.empty(2, 2, dtype=torch.int64)}},
             r"model.b is torch.float32 in the checkpoint, torch.int64 here",
@@ -158,7 +180,10 @@ def test_what_is_not_asked_for_is_stored(tmp_path):
     ],
 )
 def test_what_does_not_fit_changes_nothing(tmp_path, into, message):
-    save(tmp_path / "c", {"first": torch.ones(3), "model": {"a": torch.ones(3), "b": torch.ones(2, 2)}, "step": 7})
+    save(
+        tmp_path / "c",
+        {"first": torch.ones(3), "model": {"a": torch.ones(3), "b": torch.ones(2, 2)}, "step": 7},
+    )
     first = torch.full((3,), -1.0)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "c", into={"first": first, **into})
@@ -176,7 +201,10 @@ def large(rank: int, size: int) -> dict[str, Any]:
         if rank + 1 == size and bucket < 3:
             pairs[-1] = (start, (bucket + 1) * quarter)
     local = torch.cat([torch.arange(a, b, dtype=torch.float32) for a, b in pairs])
-    return {"model": dict(plan.cut(local, pairs)), "big": torch.zeros(1 << 20) if rank == 0 else None}
+    return {
+        "model": dict(plan.cut(local, pairs)),
+        "big": torch.zeros(1 << 20) if rank == 0 else None,
+    }
 
 
 def save_large(rank: int, group: Any, path: str) -> None:
@@ -209,13 +237,16 @@ def load_large(rank: int, group: Any, path: str) -> tuple[bool, int, int]:
         tensor_file.os.preadv, torch.empty = inner, make
     held = sum(t.numel() * 4 for parts in wanted.values() for t in tensors_of(parts))
     right = all(
-        torch.equal(a, b) for name in wanted for a, b in zip(tensors_of(into[name]), tensors_of(wanted[name]), strict=True)
+        torch.equal(a, b)
+        for name in wanted
+        for a, b in zip(tensors_of(into[name]), tensors_of(wanted[name]), strict=True)
     )
     return right, counted[0], largest[0] if largest[0] > held // 2 else 0
 
 
 def test_a_rank_reads_what_it_needs(world, tmp_path):
-    """Saved by 3 ranks, loaded by 2: each its own ranges; twice (compared, then read), and the blocks' edges."""
+    """Saved by 3 ranks, loaded by 2: each its own ranges; twice (compared, then read), and the
+    blocks' edges."""
     world(3).run(save_large, str(tmp_path / "c"))
     for right, read, largest in world(2).run(load_large, str(tmp_path / "c")):
         assert right
@@ -243,7 +274,10 @@ def test_older_versions_are_read(tmp_path):
     load(tmp_path / "c", into={"w": rows})
     assert torch.equal(rows.tensor, state["w"][10:15])
     flip(tmp_path / "c" / "shared.safetensors")
-    with pytest.raises(CheckpointError, match=r"shared.safetensors is damaged: the checksum of bytes 0 to 28\d+ is not"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"shared.safetensors is damaged: the checksum of bytes 0 to 28\d+ is not",
+    ):
         load(tmp_path / "c", into={"w": rows})
 
 
@@ -296,9 +330,12 @@ def test_targets_without_memory_or_with_elements_that_share_it_are_named(tmp_pat
     short.untyped_storage().resize_(40)
     shared = kept.as_strided((4, 3), (2, 1))
     for target, words in (
-        (emptied, "no memory"), (short, "no memory"), (shared, "share memory"), (torch.zeros(3).expand(4, 3), "share memory"),
+        (emptied, "no memory"),
+        (short, "no memory"),
+        (shared, "share memory"),
+        (torch.zeros(3).expand(4, 3), "share memory"),
         (torch.zeros(4, 3).to_sparse(), "dense"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CheckpointError, match=rf"w .*{words}"):
             load(tmp_path / "c", into={"w": target})
     assert not kept.any()

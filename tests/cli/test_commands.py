@@ -1,4 +1,5 @@
-"""The command: one line and exit code 2 for what the user can put right, a checkpoint when it is stopped, on ranks as alone."""
+"""The command: one line and exit code 2 for what the user can put right, a checkpoint when it is
+stopped, on ranks as alone."""
 
 from __future__ import annotations
 
@@ -26,12 +27,27 @@ def settings(tmp_path: Path, **train: object) -> list[str]:
     text = tmp_path / "text"
     if not text.exists():
         text.write_text("hello world, " * 500)
-        (tmp_path / "c.toml").write_text("[model]\nsequence_length = 16\nnum_layers = 1\nnum_heads = 2\ndim = 16\n")
-    keys = {"data.path": text, "data.cache": tmp_path / "cache", "train.folder": tmp_path / "runs", "train.batch": 8,
-            "train.steps": 4, "train.sample_tokens": 4, "train.plot": "false", "train.tensorboard": "false",
-            "train.device": "cpu", "optimizer.warmup_steps": 2}  # fmt: skip
+        (tmp_path / "c.toml").write_text(
+            "[model]\nsequence_length = 16\nnum_layers = 1\nnum_heads = 2\ndim = 16\n"
+        )
+    keys = {
+        "data.path": text,
+        "data.cache": tmp_path / "cache",
+        "train.folder": tmp_path / "runs",
+        "train.batch": 8,
+        "train.steps": 4,
+        "train.sample_tokens": 4,
+        "train.plot": "false",
+        "train.tensorboard": "false",
+        "train.device": "cpu",
+        "optimizer.warmup_steps": 2,
+    }
     keys |= {f"train.{key}": value for key, value in train.items()}
-    return ["train", str(tmp_path / "c.toml"), *(item for k, v in keys.items() for item in ("--set", f"{k}={v}"))]
+    return [
+        "train",
+        str(tmp_path / "c.toml"),
+        *(item for k, v in keys.items() for item in ("--set", f"{k}={v}")),
+    ]
 
 
 def test_train(tmp_path, capsys):
@@ -48,7 +64,10 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
     capsys.readouterr()
     assert main([*settings(tmp_path), "--resume"]) == 0
     shown = capsys.readouterr().out
-    assert f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.steps to more" in shown
+    assert (
+        f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.steps to more"
+        in shown
+    )
     assert "a sample" not in shown
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == rows
 
@@ -56,7 +75,10 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
 def test_lr_range_test(tmp_path, capsys):
     assert main([*settings(tmp_path), "--lr-range-test", "1e-5:100:40"]) == 0
     folder = tmp_path / "runs" / "run-lr-range"
-    found = re.search(r"the loss falls fastest at a learning rate of (\S+): set optimizer.lr", capsys.readouterr().out)
+    found = re.search(
+        r"the loss falls fastest at a learning rate of (\S+): set optimizer.lr",
+        capsys.readouterr().out,
+    )
     assert found
     assert 1e-4 < float(found[1]) < 10
     rows = read_rows(folder / "metrics.jsonl")
@@ -92,7 +114,10 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     capsys.readouterr()
     assert main([*settings(tmp_path), "--resume"]) == 2
-    assert re.fullmatch(rf"pyops: {file} has .*; delete {file.parent} and use an earlier checkpoint\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"pyops: {file} has .*; delete {file.parent} and use an earlier checkpoint\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_other_ranks_say_nothing(tmp_path, capsys, monkeypatch):
@@ -110,7 +135,17 @@ def test_no_command():
 def test_env_says_what_a_bug_report_needs(capsys):
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
-    for word in (pyops.__version__, "python", "torch", "backends", "gloo", "cpu isa", "kernels", "adam_", "accumulate_"):
+    for word in (
+        pyops.__version__,
+        "python",
+        "torch",
+        "backends",
+        "gloo",
+        "cpu isa",
+        "kernels",
+        "adam_",
+        "accumulate_",
+    ):
         assert word in shown, word
 
 
@@ -121,10 +156,18 @@ def test_env_fits_80_columns_that_stay_apart(capsys):
     kernels = lines[lines.index(next(line for line in lines if line.startswith("kernels"))) :]
     cpu, cuda = kernels[0].index("cpu"), kernels[0].index("cuda")
     for line in kernels[1:]:
-        assert line[2:].split()[0] == line[:cpu].strip(), f"the name runs into the next column: {line}"
-        present = [{"yes": True, "-": False}[cell.strip()] for cell in (line[cpu:cuda], line[cuda:])]
-        assert present == [pyops.has_kernel(line[:cpu].strip(), device) for device in ("cpu", "cuda")], line
-    assert not [line for line in lines if len(line.split("  ")) == 1 and not line.startswith(" ")], "a key without a value"
+        assert line[2:].split()[0] == line[:cpu].strip(), (
+            f"the name runs into the next column: {line}"
+        )
+        present = [
+            {"yes": True, "-": False}[cell.strip()] for cell in (line[cpu:cuda], line[cuda:])
+        ]
+        assert present == [
+            pyops.has_kernel(line[:cpu].strip(), device) for device in ("cpu", "cuda")
+        ], line
+    assert not [
+        line for line in lines if len(line.split("  ")) == 1 and not line.startswith(" ")
+    ], "a key without a value"
 
 
 def test_bench_without_a_checkout(tmp_path, capsys, monkeypatch):
@@ -134,7 +177,12 @@ def test_bench_without_a_checkout(tmp_path, capsys, monkeypatch):
 
 
 def test_bench_hands_its_arguments_on():
-    done = subprocess.run([sys.executable, "-m", "pyops", "bench", "nonsense"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pyops", "bench", "nonsense"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert done.returncode == 2
     assert "no bench called nonsense" in done.stderr
 
@@ -168,8 +216,15 @@ def wait_for_steps(path: Path, count: int, process: subprocess.Popen[str]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
-    command = [sys.executable, "-m", "pyops", *settings(tmp_path, steps=100_000, validate_every=0, checkpoint_every=0)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "pyops",
+        *settings(tmp_path, steps=100_000, validate_every=0, checkpoint_every=0),
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
     rows = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for_steps(rows, 3, process)
     process.send_signal(number)
@@ -177,7 +232,9 @@ def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
     assert process.returncode == 128 + number, shown
     steps = len(read_rows(rows))
     assert f"stopped by {number.name} after step {steps}; continue with --resume" in shown
-    assert [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()] == [f"step-{steps:08}"]
+    assert [p.name for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()] == [
+        f"step-{steps:08}"
+    ]
 
 
 @pytest.mark.slow
@@ -185,10 +242,21 @@ def test_under_torchrun_as_alone(tmp_path):
     """Two ranks started by torchrun, stopped and resumed: the losses of one process, to 1e-5."""
     assert main(settings(tmp_path, steps=20)) == 0
     alone = [row["loss"] for row in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pyops"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "pyops",
+    ]
     command = [*torchrun, *settings(tmp_path, steps=20), "--set", "name=ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     ranks = [row["loss"] for row in read_rows(tmp_path / "runs" / "ranks" / "metrics.jsonl")]
     assert len(ranks) == 20
@@ -197,6 +265,8 @@ def test_under_torchrun_as_alone(tmp_path):
     assert done.stdout.count("validation loss") == 1, "rank 0 alone speaks"
 
     mistake = [*torchrun, *settings(tmp_path, batch=9)]
-    done = subprocess.run(mistake, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    done = subprocess.run(
+        mistake, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120
+    )
     assert done.returncode != 0
     assert done.stderr.count("pyops: train.batch is 9 sequences, which 2 ranks can't share") == 1

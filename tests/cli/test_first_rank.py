@@ -1,4 +1,5 @@
-"""An error of all ranks is printed by rank 0, before torchrun can end it for the sake of another."""
+"""An error of all ranks is printed by rank 0, before torchrun can end it for the sake of
+another."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ pytestmark = pytest.mark.cpu_only
 
 def _print(rank: int, group: Any, port: int, mark: Path, both: bool) -> tuple[str, bool]:
     """What this rank prints, and whether rank 0 was about to print when this rank left."""
-    variables = {"RANK": str(rank), "TORCHELASTIC_RUN_ID": str(both), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    variables = {
+        "RANK": str(rank),
+        "TORCHELASTIC_RUN_ID": str(both),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     before, limit = dict(os.environ), first_rank.LIMIT
     os.environ.update(variables)
     try:

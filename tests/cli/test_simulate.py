@@ -1,4 +1,5 @@
-"""`pyops simulate` prints a schedule's timeline and what it costs, and writes its picture and trace."""
+"""`pyops simulate` prints a schedule's timeline and what it costs, and writes its picture and
+trace."""
 
 from __future__ import annotations
 
@@ -26,7 +27,18 @@ def test_a_schedule_is_shown(capsys):
 def test_options_and_files(capsys, tmp_path: Path):
     pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    call = ["simulate", "interleaved", "--option", "v=2", "--latency", "0.1", "--draw", str(picture), "--trace", str(trace)]
+    call = [
+        "simulate",
+        "interleaved",
+        "--option",
+        "v=2",
+        "--latency",
+        "0.1",
+        "--draw",
+        str(picture),
+        "--trace",
+        str(trace),
+    ]
     assert main(call) == 0
     out = capsys.readouterr().out
     assert "micro-batches kept, rank by rank: 5.5 4.5 3.5 2.5" in out
@@ -36,7 +48,12 @@ def test_options_and_files(capsys, tmp_path: Path):
 
 
 def test_a_trace_needs_no_matplotlib(capsys, tmp_path: Path, monkeypatch):
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.patches"):
+    for name in (
+        "matplotlib",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.patches",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     trace = tmp_path / "a.json"
     assert main(["simulate", "1f1b", "--trace", str(trace)]) == 0
@@ -44,7 +61,10 @@ def test_a_trace_needs_no_matplotlib(capsys, tmp_path: Path, monkeypatch):
     written = trace.read_bytes()
     trace.unlink()
     assert main(["simulate", "1f1b", "--trace", str(trace), "--draw", str(tmp_path / "a.svg")]) == 2
-    assert "drawing a schedule needs matplotlib: pip install matplotlib, or pyops-train[train]" in capsys.readouterr().err
+    assert (
+        "drawing a schedule needs matplotlib: pip install matplotlib, or pyops-train[train]"
+        in capsys.readouterr().err
+    )
     assert trace.read_bytes() == written, "what can be written is written"
 
 
@@ -53,15 +73,36 @@ def test_a_timeline_is_as_wide_as_the_terminal(capsys, monkeypatch):
     for columns in ("80", "200"):
         monkeypatch.setenv("COLUMNS", columns)
         assert main(["simulate", "1f1b", "--microbatches", "32"]) == 0
-        widths.append(max(len(line) for line in capsys.readouterr().out.splitlines() if " | " in line))
+        widths.append(
+            max(len(line) for line in capsys.readouterr().out.splitlines() if " | " in line)
+        )
     assert 70 <= widths[0] <= 80
     assert 110 <= widths[1] <= 120
 
 
 def test_a_profile_is_balanced_and_simulated(capsys, tmp_path: Path):
-    layers = [LayerCosts(forward=f, backward=2 * f, kept=((i, 1 << 20),)) for i, f in enumerate((2.0, 1, 1, 2))]
+    layers = [
+        LayerCosts(forward=f, backward=2 * f, kept=((i, 1 << 20),))
+        for i, f in enumerate((2.0, 1, 1, 2))
+    ]
     path = Profile(tuple(layers)).save(tmp_path / "p.json")
-    assert main(["simulate", "1f1b", "--stages", "2", "--microbatches", "3", "--profile", str(path), "--latency", "0.5"]) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "1f1b",
+                "--stages",
+                "2",
+                "--microbatches",
+                "3",
+                "--profile",
+                str(path),
+                "--latency",
+                "0.5",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "1f1b, 2 ranks, 3 micro-batches: 38 long" in out
     assert "layers that stages begin with: 0 2" in out
@@ -76,7 +117,21 @@ def test_what_skips_stages_is_simulated(capsys, tmp_path: Path):
     lengths = []
     for file in (path, slow):
         assert (
-            main(["simulate", "gpipe", "--stages", "3", "--microbatches", "1", "--profile", str(file), "--bandwidth", "2"]) == 0
+            main(
+                [
+                    "simulate",
+                    "gpipe",
+                    "--stages",
+                    "3",
+                    "--microbatches",
+                    "1",
+                    "--profile",
+                    str(file),
+                    "--bandwidth",
+                    "2",
+                ]
+            )
+            == 0
         )
         lengths.append(capsys.readouterr().out)
     assert "1 micro-batches: 9 long" in lengths[0]

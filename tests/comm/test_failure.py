@@ -1,4 +1,5 @@
-"""A rank that dies or stalls: every other rank gets an error within the timeout that names rank, collective and bucket."""
+"""A rank that dies or stalls: every other rank gets an error within the timeout that names rank,
+collective and bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ GROUP_TIMEOUT = 3.0
 VICTIM = 1
 
 
-def _lose_a_rank(rank: int, group: Any, algorithm: str, how: str, async_op: bool) -> tuple[str, tuple[int, ...], float, str]:
+def _lose_a_rank(
+    rank: int, group: Any, algorithm: str, how: str, async_op: bool
+) -> tuple[str, tuple[int, ...], float, str]:
     x = torch.ones(500_000)
     for _ in range(2):
         all_reduce(x, group=group, algorithm=algorithm)
@@ -33,7 +36,9 @@ def _lose_a_rank(rank: int, group: Any, algorithm: str, how: str, async_op: bool
         time.sleep(GROUP_TIMEOUT + 5)  # longer than the others take to give up
     start = time.monotonic()
     try:
-        found = all_reduce(x, group=group, algorithm=algorithm, label="bucket 3 of 7", async_op=async_op)
+        found = all_reduce(
+            x, group=group, algorithm=algorithm, label="bucket 3 of 7", async_op=async_op
+        )
         if async_op:
             found.wait()
     except CommunicationError as error:
@@ -54,7 +59,15 @@ def _lose_a_rank(rank: int, group: Any, algorithm: str, how: str, async_op: bool
 def test_every_other_rank_names_the_lost_one(algorithm: str, how: str):
     if algorithm == "shared_memory" and native() is None:
         pytest.skip("built without kernels")
-    outcomes = spawn_ranks(4, _lose_a_rank, algorithm, how, algorithm == "ring", timeout=60, group_timeout=GROUP_TIMEOUT)
+    outcomes = spawn_ranks(
+        4,
+        _lose_a_rank,
+        algorithm,
+        how,
+        algorithm == "ring",
+        timeout=60,
+        group_timeout=GROUP_TIMEOUT,
+    )
     for outcome in outcomes:
         if outcome.rank == VICTIM and how == "dies":
             assert outcome.exitcode == 7
@@ -110,10 +123,17 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "all_reduce(torch.ones(1 << 20), async_op=True)"])
+@pytest.mark.parametrize(
+    "end", ["dist.destroy_process_group()", "all_reduce(torch.ones(1 << 20), async_op=True)"]
+)
 def test_a_program_ends_when_it_is_at_its_end(end: str):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT.format(end=end)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
 

@@ -38,9 +38,20 @@ def test_overrides(tmp_path):
     path = write(tmp_path, "[train]\nsteps = 5\n")
     config = load_config(
         path,
-        overrides=["train.steps=7", "optimizer.lr = 1e-4", "data.path=/some/where", "name=x", 'data.suffixes=[".md"]'],
+        overrides=[
+            "train.steps=7",
+            "optimizer.lr = 1e-4",
+            "data.path=/some/where",
+            "name=x",
+            'data.suffixes=[".md"]',
+        ],
     )
-    assert (config.train.steps, config.optimizer.lr, config.data.path, config.name) == (7, 1e-4, "/some/where", "x")
+    assert (config.train.steps, config.optimizer.lr, config.data.path, config.name) == (
+        7,
+        1e-4,
+        "/some/where",
+        "x",
+    )
     assert config.data.suffixes == (".md",)
     assert config.folder == Path("runs/x")
 
@@ -56,7 +67,10 @@ def test_overrides(tmp_path):
         ("[train]\nsteps = true", r"train.steps is True; it must be a whole number"),
         ("[train]\ncompile = 1", r"train.compile is 1; it must be true or false"),
         ("[optimizer]\nlr = '1e-3'", r"optimizer.lr is '1e-3'; it must be a number"),
-        ("[optimizer]\nlr = 9007199254740993", r"optimizer.lr is 9007199254740993, which .* rounds to 9007199254740992"),
+        (
+            "[optimizer]\nlr = 9007199254740993",
+            r"optimizer.lr is 9007199254740993, which .* rounds to 9007199254740992",
+        ),
         ("[optimizer]\nlr = nan", r"optimizer.lr is nan; it must be a number"),
         ("[data]\nsuffixes = '.py'", r"data.suffixes is '.py'; it must be a list of texts"),
         ("name = 3", r"name is 3; it must be a text in quotes"),
@@ -64,30 +78,67 @@ def test_overrides(tmp_path):
         ("[train]\nbucket_mib = 1e-9", r"train.bucket_mib is 1e-09; it must be at least one byte"),
         (
             "[optimizer]\nname = 'onebit_adam'\n[communication]\ncodec = 'power_sgd'",
-            r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' travel as one flat tensor: "
+            r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' "
+            r"travel as one flat tensor: "
             "set communication.codec to onebit or int8",
         ),
-        ("[communication]\ncodec = 'int7'", r"^communication.codec is 'int7'; choose one of none, .*int8, .*power_sgd$"),
+        (
+            "[communication]\ncodec = 'int7'",
+            r"^communication.codec is 'int7'; choose one of none, .*int8, .*power_sgd$",
+        ),
         (
             "[communication]\ncodec = 'int8'\n[zero]\nstage = 1",
             r"'int8': set communication.codec to \"none\", or zero.stage to 0$",
         ),
-        ("[communication]\ncodec = 'int8'\n[parallel]\ntp = 2", r"'int8': set communication.codec to .*, or parallel.tp to 1$"),
-        ("[optimizer]\nname = 'onebit_adam'\n[parallel]\npp = 2", r"set parallel.pp to 1, or optimizer.name to adamw, say$"),
+        (
+            "[communication]\ncodec = 'int8'\n[parallel]\ntp = 2",
+            r"'int8': set communication.codec to .*, or parallel.tp to 1$",
+        ),
+        (
+            "[optimizer]\nname = 'onebit_adam'\n[parallel]\npp = 2",
+            r"set parallel.pp to 1, or optimizer.name to adamw, say$",
+        ),
         ("model = 3", r"model is 3; it is a section: write \[model\]"),
         ("[train]\nsteps = 0", r"train.steps is 0; it must be 1 or more"),
-        ("[precision]\ndtype = 'fp8'", r"precision.dtype is 'fp8'; it must be one of fp32, bf16, fp16"),
+        (
+            "[precision]\ndtype = 'fp8'",
+            r"precision.dtype is 'fp8'; it must be one of fp32, bf16, fp16",
+        ),
         ("[train]\nalgorithm = 'fast'", r"train.algorithm is 'fast'; it must be auto, native"),
         ("[optimizer]\nlr = 0", r"optimizer.lr is 0.0; it must be more than 0"),
-        ("[optimizer]\nbeta2 = 1", r"optimizer.beta2 is 1.0; it must be 0 or more, and less than 1"),
-        ("[optimizer]\nname = 'adamw8'", r"optimizer.name is 'adamw8'; it must be one of adamw, adam, sgd, .*onebit_adam"),
-        ("[optimizer]\nnmae = 'sgd'", r"unknown key optimizer.nmae = 'sgd'; did you mean optimizer.name\?"),
-        ("[optimizer]\ncompression_warmup_steps = 0", r"compression_warmup_steps is 0; it must be 1 or more, or \"auto\""),
-        ("[optimizer]\ncompression_warmup_steps = 'soon'", r"compression_warmup_steps is 'soon'; it must be 1 or more"),
-        ("[optimizer]\ncompression_warmup_steps = 1.5", r"is 1.5; it must be a whole number or a text in quotes"),
+        (
+            "[optimizer]\nbeta2 = 1",
+            r"optimizer.beta2 is 1.0; it must be 0 or more, and less than 1",
+        ),
+        (
+            "[optimizer]\nname = 'adamw8'",
+            r"optimizer.name is 'adamw8'; it must be one of adamw, adam, sgd, .*onebit_adam",
+        ),
+        (
+            "[optimizer]\nnmae = 'sgd'",
+            r"unknown key optimizer.nmae = 'sgd'; did you mean optimizer.name\?",
+        ),
+        (
+            "[optimizer]\ncompression_warmup_steps = 0",
+            r"compression_warmup_steps is 0; it must be 1 or more, or \"auto\"",
+        ),
+        (
+            "[optimizer]\ncompression_warmup_steps = 'soon'",
+            r"compression_warmup_steps is 'soon'; it must be 1 or more",
+        ),
+        (
+            "[optimizer]\ncompression_warmup_steps = 1.5",
+            r"is 1.5; it must be a whole number or a text in quotes",
+        ),
         ("[communication]\ncodec = 3", r"communication.codec is 3; it must be a text in quotes"),
-        ("[model]\ndim = 10\nnum_heads = 4", r"model.dim is 10, which num_heads = 4 does not divide"),
-        ("[model]\nvocab_size = 100", r"model.vocab_size is 100; data.tokenizer 'bytes' has 256 tokens: set 256"),
+        (
+            "[model]\ndim = 10\nnum_heads = 4",
+            r"model.dim is 10, which num_heads = 4 does not divide",
+        ),
+        (
+            "[model]\nvocab_size = 100",
+            r"model.vocab_size is 100; data.tokenizer 'bytes' has 256 tokens: set 256",
+        ),
         ("[data]\nvalidation_fraction = 2", r"data.validation_fraction is 2.0"),
         ("[train\nsteps = 5", r"c.toml is no TOML: .*line 1.*correct it there"),
     ],
@@ -99,7 +150,11 @@ def test_what_is_wrong_is_named(tmp_path, text, message):
 
 def test_the_optimizer_and_its_compression(tmp_path):
     plain = load_config(write(tmp_path, ""))
-    assert (plain.optimizer.name, plain.communication.codec, plain.optimizer.communicates) == ("adamw", "none", False)
+    assert (plain.optimizer.name, plain.communication.codec, plain.optimizer.communicates) == (
+        "adamw",
+        "none",
+        False,
+    )
     text = "[optimizer]\nname = 'onebit_adam'\ncompression_warmup_steps = "
     assert load_config(write(tmp_path, f"{text}400")).optimizer.compression_warmup_steps == 400
     auto = load_config(write(tmp_path, f"{text}'auto'")).optimizer
@@ -130,16 +185,24 @@ def test_ranks_share_a_batch(tmp_path):
     config = load_config(write(tmp_path, "[train]\nbatch = 12\nmicro_batch = 3"))
     config.check_ranks(1)
     config.check_ranks(4)
-    with pytest.raises(ConfigError, match=r"train.batch is 12 sequences, which 5 ranks can't share; .*such as 10"):
+    with pytest.raises(
+        ConfigError, match=r"train.batch is 12 sequences, which 5 ranks can't share; .*such as 10"
+    ):
         config.check_ranks(5)
-    with pytest.raises(ConfigError, match=r"train.micro_batch is 3, which does not divide a rank's 2 sequences"):
+    with pytest.raises(
+        ConfigError, match=r"train.micro_batch is 3, which does not divide a rank's 2 sequences"
+    ):
         config.check_ranks(6)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (0.8, "optimizer.layer_decay is 0.8, which a run over text in which nothing is frozen has not; set it to 1"),
+        (
+            0.8,
+            "optimizer.layer_decay is 0.8, which a run over text in which nothing is "
+            "frozen has not; set it to 1",
+        ),
         (0.0, "layer_decay is 0.0; it must be more than 0, up to 1"),
         (1.5, "layer_decay is 1.5; it must be more than 0, up to 1"),
     ],
@@ -161,8 +224,13 @@ def test_the_learning_rates_way():
 
 
 def test_every_refusal_of_a_section_begins_with_a_key():
-    """The reader puts the section's name before it: what is left must be something that can be typed."""
-    sections = {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config) if f.name != "name"}
+    """The reader puts the section's name before it: what is left must be something that can be
+    typed."""
+    sections = {
+        f.name: typing.get_type_hints(Config)[f.name]
+        for f in dataclasses.fields(Config)
+        if f.name != "name"
+    }
     wrong = {int: (-1, 2**70), float: (-1.0, 1e300), str: ("nonsense",), bool: ()}
     found: list[tuple[str, list[str], str]] = []
     for section, kind in sections.items():
@@ -175,4 +243,8 @@ def test_every_refusal_of_a_section_begins_with_a_key():
                 except OverflowError:
                     pass  # a size that nothing holds: not a matter of words
     assert len(found) > 60
-    assert not [(section, text) for section, keys, text in found if text.split(" ")[0].rstrip(",") not in keys]
+    assert not [
+        (section, text)
+        for section, keys, text in found
+        if text.split(" ")[0].rstrip(",") not in keys
+    ]

@@ -1,4 +1,5 @@
-"""[elastic] of a configuration: its values, what it does not go with, and the policy that it names."""
+"""[elastic] of a configuration: its values, what it does not go with, and the policy that it
+names."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def test_nothing_is_frozen_unless_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("freeze = 'gradients'", r"elastic.freeze is 'gradients'; it must be one of none, gradient_norm, bound, percentile"),
+        (
+            "freeze = 'gradients'",
+            r"elastic.freeze is 'gradients'; it must be one of none, gradient_norm, "
+            r"bound, percentile",
+        ),
         ("alpha = 0", r"elastic.alpha is 0.0; it must be more than 0 and less than 1, such as 0.2"),
         ("alpha = 1", r"elastic.alpha is 1.0; it must be more than 0 and less than 1"),
         ("alpha = nan", r"elastic.alpha is nan; it must be a number"),
@@ -43,8 +48,14 @@ def test_nothing_is_frozen_unless_asked_for(tmp_path):
         ("cache = 'yes'", r"elastic.cache is 'yes'; it must be one of auto, on, off"),
         ("cache_gib = -1", r"elastic.cache_gib is -1.0; it must be 0 or more"),
         ("cache_dtype = 'fp16'", r"elastic.cache_dtype is 'fp16'; it must be one of same, bf16"),
-        ("batch_policy = 'each'", r"elastic.batch_policy is 'each'; it must be one of global, replica"),
-        ("lr_rule = 'square'", r"elastic.lr_rule is 'square'; it must be one of linear, sqrt, constant"),
+        (
+            "batch_policy = 'each'",
+            r"elastic.batch_policy is 'each'; it must be one of global, replica",
+        ),
+        (
+            "lr_rule = 'square'",
+            r"elastic.lr_rule is 'square'; it must be one of linear, sqrt, constant",
+        ),
         ("compress = 1", r"elastic.compress is 1; it must be true or false"),
         ("alhpa = 0.2", r"unknown key elastic.alhpa = 0.2; did you mean elastic.alpha\?"),
     ],
@@ -72,17 +83,29 @@ def test_a_wrong_value_is_named(tmp_path, text, message):
             r"schedule is 'interleaved', which has 4 stages",
         ),
         ("[train]\ncompile = true", r"train.compile is true: .*; set train.compile to false"),
-        ("[optimizer]\nname = 'onebit_adam'", r"optimizer.name is 'onebit_adam': .*; set optimizer.name to \"adamw\""),
-        ("[communication]\ncodec = 'int8'", r"communication.codec is 'int8', .*; set communication.codec to \"none\""),
+        (
+            "[optimizer]\nname = 'onebit_adam'",
+            r"optimizer.name is 'onebit_adam': .*; set optimizer.name to \"adamw\"",
+        ),
+        (
+            "[communication]\ncodec = 'int8'",
+            r"communication.codec is 'int8', .*; set communication.codec to \"none\"",
+        ),
     ],
 )
 def test_what_it_does_not_go_with(tmp_path, text, message):
-    with pytest.raises(ConfigError, match=r"elastic.freeze is 'gradient_norm', but .*" + message + r".*or elastic.freeze to"):
+    with pytest.raises(
+        ConfigError,
+        match=r"elastic.freeze is 'gradient_norm', but .*" + message + r".*or elastic.freeze to",
+    ):
         read(tmp_path, ON + text)
 
 
 def test_a_head_that_has_the_embeddings_weights(tmp_path):
-    with pytest.raises(ConfigError, match=r"'bound', but model.tied_head is true: .*; set model.tied_head to false, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'bound', but model.tied_head is true: .*; set model.tied_head to false, or",
+    ):
         read(tmp_path, "[elastic]\nfreeze = 'bound'")
 
 

@@ -24,7 +24,16 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
             if compiler is None:
                 pytest.skip("no g++")
             source, library = EMULATION / f"{stem}.cpp", folder / f"{stem}.so"
-            flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+            flags = [
+                "-std=c++17",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                "-ffp-contract=off",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+                "-Werror",
+            ]
             subprocess.run([compiler, *flags, f"-I{EMULATION}", source, "-o", library], check=True)
             found[stem] = ctypes.CDLL(str(library))
         return found[stem]

@@ -1,4 +1,5 @@
-"""The codecs' CUDA kernels compiled for the host (tests/cuda/emulation) against plain torch, bit for bit."""
+"""The codecs' CUDA kernels compiled for the host (tests/cuda/emulation) against plain torch, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -58,42 +59,114 @@ def addresses(rows: Sequence[torch.Tensor]) -> ctypes.Array:
 
 
 def encode(
-    kernels: ctypes.CDLL, stem: str, payload: torch.Tensor, x: torch.Tensor | Sequence[torch.Tensor],
-    error: torch.Tensor | None, flag: torch.Tensor | None, *, n: int, block: int, rule: int, scale: float = 1.0,
+    kernels: ctypes.CDLL,
+    stem: str,
+    payload: torch.Tensor,
+    x: torch.Tensor | Sequence[torch.Tensor],
+    error: torch.Tensor | None,
+    flag: torch.Tensor | None,
+    *,
+    n: int,
+    block: int,
+    rule: int,
+    scale: float = 1.0,
     random: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     rows = addresses([] if isinstance(x, torch.Tensor) else x)
     seed, offset = random or (0, 0)
-    told = Encode(n, block, pointer(error), pointer(payload), pointer(flag), rule, random is not None, seed, offset,
-                  pointer(x if isinstance(x, torch.Tensor) else None), CODES[x.dtype] if isinstance(x, torch.Tensor) else 0,
-                  ctypes.cast(rows, ctypes.c_void_p), len(rows), scale)  # fmt: skip
-    getattr(kernels, f"emulated_{stem}_encode")(GRID, ctypes.byref(told), ctypes.c_int64(4 * -(-n // block)))
+    told = Encode(
+        n,
+        block,
+        pointer(error),
+        pointer(payload),
+        pointer(flag),
+        rule,
+        random is not None,
+        seed,
+        offset,
+        pointer(x if isinstance(x, torch.Tensor) else None),
+        CODES[x.dtype] if isinstance(x, torch.Tensor) else 0,
+        ctypes.cast(rows, ctypes.c_void_p),
+        len(rows),
+        scale,
+    )
+    getattr(kernels, f"emulated_{stem}_encode")(
+        GRID, ctypes.byref(told), ctypes.c_int64(4 * -(-n // block))
+    )
 
 
 def bytes_of(stem: str, n: int, block: int) -> int:
-    return onebit.payload_bytes(n, block=block) if stem == "onebit" else quantize.payload_bytes(n, block=block)
+    return (
+        onebit.payload_bytes(n, block=block)
+        if stem == "onebit"
+        else quantize.payload_bytes(n, block=block)
+    )
 
 
-def results(kernels: ctypes.CDLL | None, stem: str, dtype: torch.dtype, n: int, block: int, rule: int, shift: int, bad: bool,
-            random: tuple[int, int] | None = None) -> list[torch.Tensor]:  # fmt: skip
-    """Encode, and the server's step over three rows: by the kernels, or by the reference when there are none."""
+def results(
+    kernels: ctypes.CDLL | None,
+    stem: str,
+    dtype: torch.dtype,
+    n: int,
+    block: int,
+    rule: int,
+    shift: int,
+    bad: bool,
+    random: tuple[int, int] | None = None,
+) -> list[torch.Tensor]:
+    """Encode, and the server's step over three rows: by the kernels, or by the reference when there
+    are none."""
     module = onebit if stem == "onebit" else quantize
     name = {"rule": onebit.RULES[rule]} if stem == "onebit" else {"format": quantize.FORMATS[rule]}
-    rounding = {"stochastic_rounding": True, "seed": random[0], "offset": random[1]} if random else {}
+    rounding = (
+        {"stochastic_rounding": True, "seed": random[0], "offset": random[1]} if random else {}
+    )
     x = place(numbers(n, dtype, CPU), shift)
     errors = [place(numbers(n, torch.float32, CPU, seed=s), shift) for s in (2, 3)]
-    payloads = [place(torch.full((bytes_of(stem, n, block),), 9, dtype=torch.uint8), shift) for _ in range(3)]
+    payloads = [
+        place(torch.full((bytes_of(stem, n, block),), 9, dtype=torch.uint8), shift)
+        for _ in range(3)
+    ]
     if bad:
         x[n // 3], x[-1], errors[0][2] = torch.inf, torch.nan, -torch.inf
-    getattr(module, f"{stem}_encode_reference")(payloads[1], place(numbers(n, dtype, CPU, seed=5), 0), block=block, **name)
+    getattr(module, f"{stem}_encode_reference")(
+        payloads[1], place(numbers(n, dtype, CPU, seed=5), 0), block=block, **name
+    )
     rows, flags = [payloads[0], payloads[1], payloads[0]], [torch.zeros(1), torch.zeros(1)]
     if kernels is None:
-        getattr(module, f"{stem}_encode_reference")(payloads[0], x, errors[0], flags[0], block=block, **name, **rounding)
+        getattr(module, f"{stem}_encode_reference")(
+            payloads[0], x, errors[0], flags[0], block=block, **name, **rounding
+        )
         options = {**name, **rounding, "n": n, "block": block, "scale": 0.3}
-        getattr(module, f"{stem}_reencode_reference")(payloads[2], rows, errors[1], flags[1], **options)
+        getattr(module, f"{stem}_reencode_reference")(
+            payloads[2], rows, errors[1], flags[1], **options
+        )
     else:
-        encode(kernels, stem, payloads[0], x, errors[0], flags[0], n=n, block=block, rule=rule, random=random)
-        encode(kernels, stem, payloads[2], rows, errors[1], flags[1], n=n, block=block, rule=rule, scale=0.3, random=random)
+        encode(
+            kernels,
+            stem,
+            payloads[0],
+            x,
+            errors[0],
+            flags[0],
+            n=n,
+            block=block,
+            rule=rule,
+            random=random,
+        )
+        encode(
+            kernels,
+            stem,
+            payloads[2],
+            rows,
+            errors[1],
+            flags[1],
+            n=n,
+            block=block,
+            rule=rule,
+            scale=0.3,
+            random=random,
+        )
     assert all(untouched(t) for t in (*payloads, *errors))
     return [*payloads, *errors, *flags]
 
@@ -104,20 +177,27 @@ def test_onebit_encode(kernels, dtype, rule):
     for n in SIZES:
         for block, shift in ((64, 0), (192, 1), (2048, 0), (2048, 3), (4160, 0)):
             for bad in {False, n > 20}:
-                pair = [results(k, "onebit", dtype, n, block, rule, shift, bad) for k in (kernels, None)]
+                pair = [
+                    results(k, "onebit", dtype, n, block, rule, shift, bad) for k in (kernels, None)
+                ]
                 for actual, expected in zip(*pair, strict=True):
                     same(actual, expected)
                 assert pair[0][-1].item() == bad
 
 
-@pytest.mark.parametrize("random", [None, (-12345, 13), (7, 4)], ids=["nearest", "stochastic", "stochastic in line"])
+@pytest.mark.parametrize(
+    "random", [None, (-12345, 13), (7, 4)], ids=["nearest", "stochastic", "stochastic in line"]
+)
 @pytest.mark.parametrize("format", [0, 1, 2], ids=quantize.FORMATS)
 def test_quantize_encode(kernels, format, random):
     for dtype in F:
         for n in SIZES[1:]:
             for block, shift in ((32, 0), (256, 1), (256, 0), (1056, 3)):
                 bad = n > 20 and block == 256
-                pair = [results(k, "quantize", dtype, n, block, format, shift, bad, random) for k in (kernels, None)]
+                pair = [
+                    results(k, "quantize", dtype, n, block, format, shift, bad, random)
+                    for k in (kernels, None)
+                ]
                 for actual, expected in zip(*pair, strict=True):
                     same(actual, expected)
                 assert pair[0][-1].item() == bad
@@ -127,8 +207,14 @@ def test_quantize_encode(kernels, format, random):
 @pytest.mark.parametrize("dtype", F, ids=str)
 def test_decoding(kernels, dtype, shift):
     for n in SIZES:
-        rows = [place(torch.randint(0, 120, (bytes_of("onebit", n, 192),), dtype=torch.uint8), shift) for _ in range(3)]
-        codes = [place(torch.randint(0, 120, (bytes_of("quantize", n, 192),), dtype=torch.uint8), shift) for _ in range(3)]
+        rows = [
+            place(torch.randint(0, 120, (bytes_of("onebit", n, 192),), dtype=torch.uint8), shift)
+            for _ in range(3)
+        ]
+        codes = [
+            place(torch.randint(0, 120, (bytes_of("quantize", n, 192),), dtype=torch.uint8), shift)
+            for _ in range(3)
+        ]
         scales, blocks = torch.tensor([0.3, -1.7, 0.4]), -(-n // 192)
         for row in (*rows, *codes):
             row[: 4 * blocks] = torch.randn(blocks).view(torch.uint8)
@@ -137,30 +223,61 @@ def test_decoding(kernels, dtype, shift):
                 for own in (True, False):
                     out = place(numbers(n, dtype, CPU, seed=9), shift)
                     expected, given = out.clone(), None if own else scales[:count].contiguous()
-                    bits = rows[:count] if own else [row[4 * blocks :].clone() for row in rows[:count]]
+                    bits = (
+                        rows[:count] if own else [row[4 * blocks :].clone() for row in rows[:count]]
+                    )
                     kernels.emulated_onebit_decode(
-                        GRID, pointer(out), CODES[dtype], addresses(bits), count, ctypes.c_int64(4 * blocks if own else 0),
-                        pointer(given), ctypes.c_float(0.7), ctypes.c_int64(n), ctypes.c_int64(192), accumulate,
-                    )  # fmt: skip
+                        GRID,
+                        pointer(out),
+                        CODES[dtype],
+                        addresses(bits),
+                        count,
+                        ctypes.c_int64(4 * blocks if own else 0),
+                        pointer(given),
+                        ctypes.c_float(0.7),
+                        ctypes.c_int64(n),
+                        ctypes.c_int64(192),
+                        accumulate,
+                    )
                     if count == 1:
-                        onebit.onebit_decode_reference(expected, bits[0], given, block=192, scale=0.7, accumulate=accumulate)
+                        onebit.onebit_decode_reference(
+                            expected, bits[0], given, block=192, scale=0.7, accumulate=accumulate
+                        )
                     else:
-                        onebit.onebit_sum_rows_reference(expected, bits, given, block=192, scale=0.7)
+                        onebit.onebit_sum_rows_reference(
+                            expected, bits, given, block=192, scale=0.7
+                        )
                     same(out, expected)
                     assert untouched(out)
                 for format, name in enumerate(quantize.FORMATS):
                     out = place(numbers(n, dtype, CPU, seed=9), shift)
                     expected = out.clone()
                     kernels.emulated_quantize_decode(
-                        GRID, pointer(out), CODES[dtype], addresses(codes[:count]), count, ctypes.c_int64(4 * blocks),
-                        ctypes.c_float(0.7), ctypes.c_int64(n), ctypes.c_int64(192), format, accumulate,
-                    )  # fmt: skip
+                        GRID,
+                        pointer(out),
+                        CODES[dtype],
+                        addresses(codes[:count]),
+                        count,
+                        ctypes.c_int64(4 * blocks),
+                        ctypes.c_float(0.7),
+                        ctypes.c_int64(n),
+                        ctypes.c_int64(192),
+                        format,
+                        accumulate,
+                    )
                     if count == 1:
                         quantize.quantize_decode_reference(
-                            expected, codes[0], block=192, format=name, scale=0.7, accumulate=accumulate
+                            expected,
+                            codes[0],
+                            block=192,
+                            format=name,
+                            scale=0.7,
+                            accumulate=accumulate,
                         )
                     else:
-                        quantize.quantize_sum_rows_reference(expected, codes, block=192, format=name, scale=0.7)
+                        quantize.quantize_sum_rows_reference(
+                            expected, codes, block=192, format=name, scale=0.7
+                        )
                     same(out, expected)
 
 
@@ -169,14 +286,34 @@ def test_one_scale_for_a_whole_tensor(kernels, dtype):
     for n in SIZES:
         for scale in (0.8, torch.nan):
             given = torch.tensor([scale])
-            x, error = place(numbers(n, dtype, CPU), 1), place(numbers(n, torch.float32, CPU, seed=2), 1)
+            x, error = (
+                place(numbers(n, dtype, CPU), 1),
+                place(numbers(n, torch.float32, CPU, seed=2), 1),
+            )
             x[n // 2] = torch.inf
             bits = place(torch.zeros((n + 7) // 8, dtype=torch.uint8), 3)
             expected, wanted = bits.clone(), error.clone()
-            told = Encode(n, 512, pointer(error), pointer(bits), None, 0, 0, 0, 0, pointer(x), CODES[dtype], None, 0, 1.0)
+            told = Encode(
+                n,
+                512,
+                pointer(error),
+                pointer(bits),
+                None,
+                0,
+                0,
+                0,
+                0,
+                pointer(x),
+                CODES[dtype],
+                None,
+                0,
+                1.0,
+            )
             total = torch.zeros(3, dtype=torch.float64)
             kernels.emulated_onebit_norm(GRID, ctypes.byref(told), pointer(total))
-            assert torch.equal(total, onebit.onebit_norm_reference(x, error)), "inf, inf and how many"
+            assert torch.equal(total, onebit.onebit_norm_reference(x, error)), (
+                "inf, inf and how many"
+            )
             kernels.emulated_onebit_scaled(GRID, ctypes.byref(told), pointer(given))
             onebit.onebit_encode_scaled_reference(expected, x, wanted, given)
             same(bits, expected)
@@ -185,4 +322,6 @@ def test_one_scale_for_a_whole_tensor(kernels, dtype):
             assert untouched(error)
             x[n // 2] = 2.0
             kernels.emulated_onebit_norm(GRID, ctypes.byref(told), pointer(total))
-            torch.testing.assert_close(total, onebit.onebit_norm_reference(x, error), rtol=1e-13, atol=0)
+            torch.testing.assert_close(
+                total, onebit.onebit_norm_reference(x, error), rtol=1e-13, atol=0
+            )

@@ -1,4 +1,5 @@
-"""What moves between a GPU and the host: recomputed inputs, offloaded states, delayed updates, and copies for a checkpoint."""
+"""What moves between a GPU and the host: recomputed inputs, offloaded states, delayed updates, and
+copies for a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,13 +34,18 @@ def _busy(device: torch.device) -> None:
         torch.cuda._sleep(50_000_000)
 
 
-# ------------------------------------------------------------------------------------------------------------------- recompute
+# -------------------------------------------------------------------------------------------------------------------
+# recompute
 
 
 def _gradients(device: torch.device, **options: Any) -> list[Tensor]:
-    """Of a stack of parts, each recomputed; inputs are changed in place once a part has kept them, where that is allowed."""
+    """Of a stack of parts, each recomputed; inputs are changed in place once a part has kept them,
+    where that is allowed."""
     generator = torch.Generator().manual_seed(3)
-    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(PARTS)]
+    parts = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        for _ in range(PARTS)
+    ]
     for p in (p for part in parts for p in part.parameters()):
         p.data.normal_(0.0, 0.05, generator=generator)
     parts = [part.to(device) for part in parts]
@@ -48,7 +54,9 @@ def _gradients(device: torch.device, **options: Any) -> list[Tensor]:
     for part in parts:
         _busy(device)
         z = checkpoint(part, y, **options)
-        if "arena" in options or (options and device.type == "cuda"):  # it was copied, so nobody minds
+        if "arena" in options or (
+            options and device.type == "cuda"
+        ):  # it was copied, so nobody minds
             y.detach().fill_(float("nan"))
         y = z
     y.square().mean().backward()
@@ -62,7 +70,9 @@ def test_inputs_kept_on_the_host_give_the_same_bits(device, place, prefetch):
     nbytes = 8 * 256 * WIDTH * 4
     options: dict[str, Any] = {"offload": "cpu"} if place == "pinned memory" else {}
     if place != "pinned memory":
-        options["arena"] = Arena(nbytes, pin_memory=place == "pinned arena" and device.type == "cuda")
+        options["arena"] = Arena(
+            nbytes, pin_memory=place == "pinned arena" and device.type == "cuda"
+        )
     if prefetch:
         options["prefetch"] = Prefetch()
     for _ in range(2):  # memory is used again
@@ -75,7 +85,8 @@ def test_inputs_kept_on_the_host_give_the_same_bits(device, place, prefetch):
         assert options["arena"].used == 0
 
 
-# --------------------------------------------------------------------------------------------------------------------- offload
+# ---------------------------------------------------------------------------------------------------------------------
+# offload
 
 
 def _parameters(device: torch.device | str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -93,13 +104,19 @@ def _give(params: list[nn.Parameter], step: int) -> None:
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", [AdamW, SGD, torch.optim.AdamW], ids=lambda c: f"{c.__module__.split('.')[0]} {c.__name__}")
+@pytest.mark.parametrize(
+    "cls",
+    [AdamW, SGD, torch.optim.AdamW],
+    ids=lambda c: f"{c.__module__.split('.')[0]} {c.__name__}",
+)
 def test_offloaded_states_step_as_on_the_cpu(device, tmp_path: Path, cls, dtype, place):
     """The step is taken on the host, so its bits are those of parameters that are there."""
     options = {"lr": 0.03} | ({"momentum": 0.9} if cls is SGD else {})
     ours, theirs = _parameters(device, dtype), _parameters("cpu", dtype)
     start = [p.detach().clone() for p in theirs]
-    offloaded = Offloaded(cls(ours, **options), "cpu" if place == "cpu" else str(tmp_path), tile_bytes=1 << 16)
+    offloaded = Offloaded(
+        cls(ours, **options), "cpu" if place == "cpu" else str(tmp_path), tile_bytes=1 << 16
+    )
     plain = cls(theirs, **options)
     for step in range(4):
         _give(ours, step)
@@ -113,18 +130,28 @@ def test_offloaded_states_step_as_on_the_cpu(device, tmp_path: Path, cls, dtype,
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"offload": "cpu"}, {"offload": "disk"}, {"offload": "cpu", "delayed_update": 2}], ids=str
+    "options",
+    [{}, {"offload": "cpu"}, {"offload": "disk"}, {"offload": "cpu", "delayed_update": 2}],
+    ids=str,
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_zero_on_one_rank(device, tmp_path: Path, stage, options, dtype):
-    """With states, and at stage 3 parameters, beside the model or not: as the same on the CPU, but for rounding."""
+    """With states, and at stage 3 parameters, beside the model or not: as the same on the CPU, but
+    for rounding."""
     given = {**options, "offload": str(tmp_path)} if options.get("offload") == "disk" else options
 
     def trained(where: torch.device | str) -> dict[str, Tensor]:
         model = Net(mixed=False).to(where, dtype)
         zero = ZeroOptimizer(
-            model, AdamW, stage=stage, params=groups(model), bucket_bytes=2000, max_grad_norm=0.2, lr=1e-2, **given
+            model,
+            AdamW,
+            stage=stage,
+            params=groups(model),
+            bucket_bytes=2000,
+            max_grad_norm=0.2,
+            lr=1e-2,
+            **given,
         )
         for step in range(6):
             zero.zero_grad()
@@ -137,22 +164,27 @@ def test_zero_on_one_rank(device, tmp_path: Path, stage, options, dtype):
     found, expected = trained(device), trained("cpu")
     start = Net(mixed=False).to(dtype).state_dict()
     moved, apart = (
-        torch.cat([(p - other[name].float()).flatten() for name, p in expected.items()]) for other in (start, found)
+        torch.cat([(p - other[name].float()).flatten() for name, p in expected.items()])
+        for other in (start, found)
     )
     assert int((moved.abs() > 5e-3).sum()) > 0.5 * moved.numel()
     # In 16 bits some of the smallest gradients have another sign, and so have Adam's steps by them.
     assert float(apart.norm() / moved.norm()) < (1e-3 if dtype == torch.float32 else 0.4)
 
 
-# ------------------------------------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def test_a_copy_for_the_background_is_of_the_moment_of_save(device, tmp_path: Path):
     saver = BackgroundSaver()
     state = {
-        "w": torch.zeros(1 << 20, device=device), "strided": torch.arange(6.0, device=device).view(2, 3).t(),
-        "half": torch.ones(3, device=device).bfloat16(), "host": torch.ones(4), "flag": torch.tensor(True, device=device),
-    }  # fmt: skip
+        "w": torch.zeros(1 << 20, device=device),
+        "strided": torch.arange(6.0, device=device).view(2, 3).t(),
+        "half": torch.ones(3, device=device).bfloat16(),
+        "host": torch.ones(4),
+        "flag": torch.tensor(True, device=device),
+    }
     for turn in range(2):  # the second time into the same memory
         _busy(device)
         state["w"].fill_(turn + 1.0)

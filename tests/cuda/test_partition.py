@@ -1,4 +1,5 @@
-"""The CUDA kernels' index arithmetic, run on the host: every element of every row is visited exactly once, in line."""
+"""The CUDA kernels' index arithmetic, run on the host: every element of every row is visited
+exactly once, in line."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ def run(program: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     if compiler is None:
         pytest.skip("no C++ compiler")
     binary = folder / "partition"
-    subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", program, "-o", binary], check=True)
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", program, "-o", binary],
+        check=True,
+    )
     return subprocess.run([binary], capture_output=True, text=True, timeout=60)
 
 
@@ -27,7 +31,9 @@ def test_every_element_is_visited_once(tmp_path: Path):
     result = run(HERE / "partition.cpp", tmp_path)
     assert result.returncode == 0, result.stdout
     assert result.stdout.startswith("ok ")
-    assert int(result.stdout.split()[1]) > 10_000_000, "the program visited too little to mean anything"
+    assert int(result.stdout.split()[1]) > 10_000_000, (
+        "the program visited too little to mean anything"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The device of tests/pretend_cuda refuses what a GPU refuses: a rehearsal that let it pass would prove nothing."""
+"""The device of tests/pretend_cuda refuses what a GPU refuses: a rehearsal that let it pass would
+prove nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +10,24 @@ import torch
 
 from tests.conftest import DEVICE, PRETENDED
 
-pytestmark = pytest.mark.skipif(not (PRETENDED and DEVICE.startswith("cuda")), reason="needs tests/pretend_cuda: make rehearse")
+pytestmark = pytest.mark.skipif(
+    not (PRETENDED and DEVICE.startswith("cuda")), reason="needs tests/pretend_cuda: make rehearse"
+)
 
 
 def test_operands_on_two_devices_are_refused(device):
     here, there = torch.ones(3), torch.ones(3, device=device)
-    for call in (lambda: there + here, lambda: there.add_(here), lambda: torch.cat([there, here]), lambda: here @ there):
+    for call in (
+        lambda: there + here,
+        lambda: there.add_(here),
+        lambda: torch.cat([there, here]),
+        lambda: here @ there,
+    ):
         with pytest.raises(RuntimeError, match=r"same device|two devices"):
             call()
-    assert torch.equal((there + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0)), "a number on the host is none of them"
+    assert torch.equal((there + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0)), (
+        "a number on the host is none of them"
+    )
 
 
 def test_new_memory_is_not_zero(device):
@@ -25,7 +35,14 @@ def test_new_memory_is_not_zero(device):
 
 
 @pytest.mark.parametrize(
-    "wait", [lambda t: t.sum().item(), lambda t: t.cpu(), lambda t: t.nonzero(), lambda t: bool(t.any()), lambda t: t.tolist()]
+    "wait",
+    [
+        lambda t: t.sum().item(),
+        lambda t: t.cpu(),
+        lambda t: t.nonzero(),
+        lambda t: bool(t.any()),
+        lambda t: t.tolist(),
+    ],
 )
 def test_waiting_is_noticed(device, wait):
     t = torch.ones(3, device=device)

@@ -1,4 +1,5 @@
-"""Ranks that share one GPU: virtual ones, processes that speak by Gloo, and NCCL as far as it goes on one device."""
+"""Ranks that share one GPU: virtual ones, processes that speak by Gloo, and NCCL as far as it goes
+on one device."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ from tests.conftest import DEVICE
 from tests.workers import spawn_ranks
 from tests.zero.models import Net, groups, mean_loss, part, rows
 
-pytestmark = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda")
+pytestmark = pytest.mark.skipif(
+    not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda"
+)
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 STEPS = 4
@@ -48,7 +51,8 @@ def numbers(seed: int, numel: int, device: torch.device) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-# ------------------------------------------------------------------------------------------------------- virtual ranks
+# -------------------------------------------------------------------------------------------------------
+# virtual ranks
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -56,7 +60,10 @@ def numbers(seed: int, numel: int, device: torch.device) -> Tensor:
 def test_compressed_over_virtual_ranks(device, codec, size):
     """What was seen and what is left out make up the means; all ranks see the same."""
     numel, count = 5003, 3
-    errors = [ErrorFeedback(numel, codec=codec, rank=rank, size=size, device=device) for rank in range(size)]
+    errors = [
+        ErrorFeedback(numel, codec=codec, rank=rank, size=size, device=device)
+        for rank in range(size)
+    ]
 
     def body(transport: Transport) -> Tensor:
         error, seen = errors[transport.rank], torch.zeros(numel, dtype=torch.float64, device=device)
@@ -64,27 +71,44 @@ def test_compressed_over_virtual_ranks(device, codec, size):
         for k in range(count):
             x = numbers(10 * k + transport.rank, numel, device)
             compressed_shots.all_reduce(
-                x, codec=codec, transport=transport, segment=1024, memory=memory, scale=1 / transport.size
+                x,
+                codec=codec,
+                transport=transport,
+                segment=1024,
+                memory=memory,
+                scale=1 / transport.size,
             )
             seen += x
         return seen
 
     found = run_virtual(size, body)
     assert all(torch.equal(seen, found[0]) for seen in found)
-    means = sum(numbers(10 * k + rank, numel, device).double() for k in range(count) for rank in range(size)) / size
-    left = sum(e.worker.double() for e in errors) / size + torch.cat([e.server for e in errors]).double()
+    means = (
+        sum(
+            numbers(10 * k + rank, numel, device).double()
+            for k in range(count)
+            for rank in range(size)
+        )
+        / size
+    )
+    left = (
+        sum(e.worker.double() for e in errors) / size
+        + torch.cat([e.server for e in errors]).double()
+    )
     assert float(left.abs().max()) > 0, "nothing was left out"
     largest = float(torch.cat([part.abs() for e in errors for part in (e.worker, e.server)]).max())
     assert float((found[0] + left - means).abs().max()) <= count * 5 * 2.0**-24 * (5 + 2 * largest)
     assert not any(bool(e.overflowed) for e in errors)
 
 
-# ------------------------------------------------------------------------------------------------- Gloo, two processes
+# -------------------------------------------------------------------------------------------------
+# Gloo, two processes
 
 
 @contextlib.contextmanager
 def _busy_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU: a stream that is not the default one, with long work before what the block puts on it."""
+    """On a GPU: a stream that is not the default one, with long work before what the block puts on
+    it."""
     if device.type != "cuda":
         yield
         return
@@ -94,13 +118,18 @@ def _busy_stream(device: torch.device) -> Iterator[None]:
 
 
 def _beside(rank: int, group: Any, device: torch.device) -> None:
-    """Operands that are still being computed when the collective is called, and results that are used on another stream."""
+    """Operands that are still being computed when the collective is called, and results that are
+    used on another stream."""
     n, numel = dist.get_world_size(group), 3 * (1 << 16)
     calls: dict[str, Callable[[Tensor], Any]] = {
         "all_reduce": lambda x: all_reduce(x, group=group, async_op=True, algorithm="two_shot"),
-        "reduce_scatter": lambda x: reduce_scatter(x, group=group, async_op=True, algorithm="two_shot"),
+        "reduce_scatter": lambda x: reduce_scatter(
+            x, group=group, async_op=True, algorithm="two_shot"
+        ),
         "all_gather": lambda x: all_gather(x, group=group, async_op=True, algorithm="two_shot"),
-        "compressed": lambda x: compressed_all_reduce(x, codec=Identity(), op="sum", group=group, async_op=True),
+        "compressed": lambda x: compressed_all_reduce(
+            x, codec=Identity(), op="sum", group=group, async_op=True
+        ),
     }
     total = n * (n + 1) / 2
     for name, call in calls.items():
@@ -128,7 +157,12 @@ def _compressed(rank: int, group: Any, device: torch.device, codec: Codec) -> li
     found, comm = [], Communicator.of(group)
     for asynchronous in (False, True):
         error = ErrorFeedback(5003, codec=codec, communicator=comm, device=device)
-        common: dict[str, Any] = {"codec": codec, "group": group, "async_op": asynchronous, "segment_bytes": 4096}
+        common: dict[str, Any] = {
+            "codec": codec,
+            "group": group,
+            "async_op": asynchronous,
+            "segment_bytes": 4096,
+        }
         x = numbers(rank, 5003, device)
         works = [
             compressed_all_reduce(x, error=error, **common),
@@ -185,8 +219,12 @@ def _take_steps(
         optimizer.step()
 
 
-def _replicas(rank: int, group: Any, device: torch.device, codec: Codec | None) -> dict[str, Tensor]:
-    model = DataParallel(Net(seed=rank, mixed=False).to(device), group=group, bucket_bytes=3000, codec=codec)
+def _replicas(
+    rank: int, group: Any, device: torch.device, codec: Codec | None
+) -> dict[str, Tensor]:
+    model = DataParallel(
+        Net(seed=rank, mixed=False).to(device), group=group, bucket_bytes=3000, codec=codec
+    )
     optimizer = AdamW(groups(model), **OPTIONS)
     _take_steps(rank, group, device, model, optimizer, model.zero_grad)
     return _parameters(model.module)
@@ -195,36 +233,57 @@ def _replicas(rank: int, group: Any, device: torch.device, codec: Codec | None) 
 def _hooked(rank: int, group: Any, device: torch.device, codec: Codec) -> dict[str, Tensor]:
     """torch's own data parallelism, with pyops' hook."""
     net = Net(mixed=False).to(device)
-    model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True)
+    model = DistributedDataParallel(
+        net, process_group=group, bucket_cap_mb=0.003, find_unused_parameters=True
+    )
     model.register_comm_hook(*ddp_hook(codec, group=group, model=model))
     optimizer = AdamW(groups(net), **OPTIONS)
     _take_steps(rank, group, device, model, optimizer, optimizer.zero_grad)
     return _parameters(net)
 
 
-def _zero(rank: int, group: Any, device: torch.device, stage: int, max_grad_norm: float | None) -> dict[str, Tensor]:
+def _zero(
+    rank: int, group: Any, device: torch.device, stage: int, max_grad_norm: float | None
+) -> dict[str, Tensor]:
     model = Net(seed=rank, mixed=False).to(device)
     optimizer = ZeroOptimizer(
-        model, AdamW, stage=stage, group=group, params=groups(model), bucket_bytes=3000, max_grad_norm=max_grad_norm, **OPTIONS
+        model,
+        AdamW,
+        stage=stage,
+        group=group,
+        params=groups(model),
+        bucket_bytes=3000,
+        max_grad_norm=max_grad_norm,
+        **OPTIONS,
     )
     _take_steps(rank, group, device, model, optimizer, optimizer.zero_grad)
     with optimizer.whole_parameters():
         return _parameters(model)
 
 
-def _assert_trained(found: list[dict[str, Tensor]], expected: dict[str, Tensor], *, close: bool = True) -> None:
+def _assert_trained(
+    found: list[dict[str, Tensor]], expected: dict[str, Tensor], *, close: bool = True
+) -> None:
     start = Net().state_dict()
-    assert sum(float((p - start[name]).abs().max()) > 1e-3 for name, p in expected.items()) > 7, "hardly anything moved"
+    assert sum(float((p - start[name]).abs().max()) > 1e-3 for name, p in expected.items()) > 7, (
+        "hardly anything moved"
+    )
     for rank, parameters in enumerate(found):
         for name, p in parameters.items():
             assert torch.equal(p, found[0][name]), f"{name} differs between ranks"
             if close:
                 torch.testing.assert_close(
-                    p, expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name, r=rank: f"{n} of {r}: {m}"
+                    p,
+                    expected[name],
+                    rtol=1e-4,
+                    atol=1e-4,
+                    msg=lambda m, n=name, r=rank: f"{n} of {r}: {m}",
                 )
 
 
-@pytest.mark.parametrize("codec", [None, Identity(), Int8(), OneBit()], ids=lambda c: c.name if c else "exact")
+@pytest.mark.parametrize(
+    "codec", [None, Identity(), Int8(), OneBit()], ids=lambda c: c.name if c else "exact"
+)
 def test_data_parallel_by_gloo(world, device, codec):
     found = world(2).run(_replicas, device, codec)
     _assert_trained(found, _alone(device, None), close=codec is None or not codec.feedback)
@@ -243,7 +302,8 @@ def test_zero_by_gloo(world, device, stage, max_grad_norm):
     _assert_trained(found, _alone(device, max_grad_norm))
 
 
-# ---------------------------------------------------------------------------------------------------------------- NCCL
+# ----------------------------------------------------------------------------------------------------------------
+# NCCL
 
 
 def _backend(device: torch.device, name: str) -> str:
@@ -267,10 +327,19 @@ def _by_nccl(rank: int, group: Any, device: torch.device, backend: str) -> list[
             if algorithm == "native" and dtype == torch.int16:
                 continue  # NCCL has no sums of these
             x = torch.ones(1001, device=device).to(dtype)
-            assert all_reduce(x.clone(), **common).tolist() == [True if dtype == torch.bool else size] * 1001
-            assert all_reduce(x.clone(), async_op=True, **common).wait().tolist() == all_reduce(x.clone(), **common).tolist()
+            assert (
+                all_reduce(x.clone(), **common).tolist()
+                == [True if dtype == torch.bool else size] * 1001
+            )
+            assert (
+                all_reduce(x.clone(), async_op=True, **common).wait().tolist()
+                == all_reduce(x.clone(), **common).tolist()
+            )
             mine = reduce_scatter(x, **common)
-            assert torch.equal(all_gather(mine, length=1001, async_op=True, **common).wait(), all_reduce(x.clone(), **common))
+            assert torch.equal(
+                all_gather(mine, length=1001, async_op=True, **common).wait(),
+                all_reduce(x.clone(), **common),
+            )
     _beside(rank, nccl, device)
     for codec in CODECS:
         _compressed(rank, nccl, device, codec)
@@ -290,7 +359,11 @@ def test_nccl_with_one_rank(world, device, backend):
 
 def test_nccl_with_two_ranks(device):
     outcomes = spawn_ranks(2, _by_nccl, device, "cpu:gloo,cuda:nccl", timeout=90.0)
-    errors = [o.error or f"it died with exit code {o.exitcode}" for o in outcomes if o.error or o.exitcode is not None]
+    errors = [
+        o.error or f"it died with exit code {o.exitcode}"
+        for o in outcomes
+        if o.error or o.exitcode is not None
+    ]
     if any("Duplicate GPU" in error for error in errors):
         pytest.skip("NCCL refuses two ranks on one GPU, and there is no second one")
     assert not errors, "\n".join(errors)

@@ -1,6 +1,8 @@
-"""Every CUDA kernel at small, odd sizes, and how it is launched: one launch, current stream, no wait, inside a CUDA graph.
+"""Every CUDA kernel at small, odd sizes, and how it is launched: one launch, current stream, no
+wait, inside a CUDA graph.
 
-Small on purpose: `make gpu` runs this file under compute-sanitizer too. The numbers at length are tests/ops' business.
+Small on purpose: `make gpu` runs this file under compute-sanitizer too. The numbers at length are
+tests/ops' business.
 """
 
 from __future__ import annotations
@@ -16,20 +18,32 @@ from pyops.ops.optimizers import grad_norm, optim
 from pyops.ops.optimizers.table import optimizer_table
 from tests.conftest import DEVICE
 
-pytestmark = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda")
+pytestmark = pytest.mark.skipif(
+    not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda"
+)
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SCALARS = {
     "lr": 0.03, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.2, "decoupled": True, "maximize": False,
     "zero_grads": False, "seed": 7,
 }  # fmt: skip
-DTYPES = [(FP32, FP32, FP32, None), (BF16, BF16, FP32, FP32), (BF16, BF16, BF16, None), (FP16, BF16, FP16, FP16)]
+DTYPES = [
+    (FP32, FP32, FP32, None),
+    (BF16, BF16, FP32, FP32),
+    (BF16, BF16, BF16, None),
+    (FP16, BF16, FP16, FP16),
+]
 
 
 def make_lists(
-    p: torch.dtype, g: torch.dtype, m: torch.dtype, master: torch.dtype | None, *,
-    sizes: tuple[int, ...] = (1, 77, 4101, 0, 9000), shift: int = 0,
-) -> list[list[torch.Tensor]]:  # fmt: skip
+    p: torch.dtype,
+    g: torch.dtype,
+    m: torch.dtype,
+    master: torch.dtype | None,
+    *,
+    sizes: tuple[int, ...] = (1, 77, 4101, 0, 9000),
+    shift: int = 0,
+) -> list[list[torch.Tensor]]:
     """The eight lists of `adam_` on the CPU, every tensor `shift` elements into its buffer."""
     torch.manual_seed(1)
 
@@ -37,16 +51,24 @@ def make_lists(
         return [(torch.randn(n + shift) * scale).to(dtype)[shift:] for n in sizes]
 
     return [
-        several(p), several(g), several(m, 0.1), [v.abs() for v in several(m)], [], several(master) if master else [],
-        several(FP16), [torch.tensor(float(2 + i % 3)) for i in range(len(sizes))],
-    ]  # fmt: skip
+        several(p),
+        several(g),
+        several(m, 0.1),
+        [v.abs() for v in several(m)],
+        [],
+        several(master) if master else [],
+        several(FP16),
+        [torch.tensor(float(2 + i % 3)) for i in range(len(sizes))],
+    ]
 
 
 def on(device: torch.device, lists: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """The lists on a device, with the storage offsets they had."""
 
     def move(t: torch.Tensor) -> torch.Tensor:
-        whole = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).to(device)
+        whole = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).to(
+            device
+        )
         return whole.as_strided(t.shape, t.stride(), t.storage_offset())
 
     return [[move(t) for t in column] for column in lists]
@@ -56,7 +78,9 @@ def close(ours: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) ->
     for column, wanted in zip(ours, expected, strict=True):
         for a, b in zip(column, wanted, strict=True):
             eps = torch.finfo(b.dtype).eps
-            torch.testing.assert_close(a.cpu().float(), b.float(), rtol=2 * eps, atol=4 * eps if b.dtype != FP32 else 1e-6)
+            torch.testing.assert_close(
+                a.cpu().float(), b.float(), rtol=2 * eps, atol=4 * eps if b.dtype != FP32 else 1e-6
+            )
 
 
 @pytest.mark.parametrize("shift", [0, 3])
@@ -67,8 +91,12 @@ def test_adam_agrees_with_plain_torch(device, p, g, m, master, stochastic, shift
     ours = on(device, lists)
     before = ours[0][4].clone()
     factor = torch.tensor(0.5)
-    optim.adam_(*ours, None, factor.to(device), None, **SCALARS, stochastic_rounding=stochastic, offsets=[])
-    optim.adam_reference(*lists, None, factor, None, **SCALARS, stochastic_rounding=stochastic, offsets=[])
+    optim.adam_(
+        *ours, None, factor.to(device), None, **SCALARS, stochastic_rounding=stochastic, offsets=[]
+    )
+    optim.adam_reference(
+        *lists, None, factor, None, **SCALARS, stochastic_rounding=stochastic, offsets=[]
+    )
     close(ours, lists)
     assert not torch.equal(ours[0][4], before)
 
@@ -92,11 +120,17 @@ def test_norm(device, dtype):
     tensors[1][3] = 0.5
     moved = [t.to(device) for t in tensors]
     ours, again = grad_norm.squared_norm(moved), grad_norm.squared_norm(moved)
-    torch.testing.assert_close(ours.cpu(), grad_norm.squared_norm_reference(tensors), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        ours.cpu(), grad_norm.squared_norm_reference(tensors), rtol=1e-12, atol=0
+    )
     assert torch.equal(ours, again)
 
 
-@pytest.mark.parametrize(("to", "source"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize(
+    ("to", "source"),
+    [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32), (FP16, FP16)],
+    ids=str,
+)
 def test_sums(device, to, source):
     for numel in (1, 4097):
         rows = [torch.randn(numel + 1).to(source)[1:] for _ in range(7)]
@@ -108,7 +142,11 @@ def test_sums(device, to, source):
         ):
             expected, ours = start.clone(), start.to(device)
             reference(expected, operands, scale=0.3)
-            function(ours, [r.to(device) for r in rows] if operands is rows else operands.to(device), scale=0.3)
+            function(
+                ours,
+                [r.to(device) for r in rows] if operands is rows else operands.to(device),
+                scale=0.3,
+            )
             assert torch.equal(ours.cpu(), expected)
 
 
@@ -119,7 +157,10 @@ def test_random_bits_are_those_of_the_cpu(device):
         (random.philox_normal_, random.philox_normal_reference, FP32, {}),
         (random.philox_dropout_mask_, random.philox_dropout_mask_reference, torch.bool, {"p": 0.3}),
     ):
-        out, expected = torch.zeros(10007, dtype=dtype, device=device), torch.zeros(10007, dtype=dtype)
+        out, expected = (
+            torch.zeros(10007, dtype=dtype, device=device),
+            torch.zeros(10007, dtype=dtype),
+        )
         ours(out, **extra, **place)
         reference(expected, **extra, **place)
         assert torch.equal(out.cpu(), expected)
@@ -129,7 +170,11 @@ def step_of(lists: list[list[torch.Tensor]], table: torch.Tensor | None) -> Call
     """Norm, clip and step, as the optimizer does them; of the table or of the lists."""
 
     def step() -> None:
-        norm = grad_norm.squared_norm(lists[1]) if table is None else grad_norm.squared_norm_from_table(table)
+        norm = (
+            grad_norm.squared_norm(lists[1])
+            if table is None
+            else grad_norm.squared_norm_from_table(table)
+        )
         factor = (1.0 / norm[0].sqrt()).clamp(max=1.0).float()
         if table is None:
             optim.adam_(*lists, None, factor, None, **SCALARS, stochastic_rounding=True, offsets=[])
@@ -156,7 +201,11 @@ def test_a_graph_replays_the_step(device, from_table):
         step()
     for _ in range(4):
         graph.replay()
-    assert all(torch.equal(a, b) for left, right in zip(lists, eager, strict=True) for a, b in zip(left, right, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for left, right in zip(lists, eager, strict=True)
+        for a, b in zip(left, right, strict=True)
+    )
     assert lists[7][0].item() == 7.0
 
 
@@ -182,7 +231,9 @@ def test_nothing_waits_for_the_device(device, from_table):
 @pytest.mark.real_device
 def test_the_current_stream_is_used(device):
     out = torch.zeros(1 << 20, device=device)
-    random.philox_uniform_(out, key=1, offset=0, row=1 << 20, row_stride=0)  # loaded at its first launch, which may wait
+    random.philox_uniform_(
+        out, key=1, offset=0, row=1 << 20, row_stride=0
+    )  # loaded at its first launch, which may wait
     out.zero_()
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))

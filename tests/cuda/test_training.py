@@ -1,4 +1,5 @@
-"""Whole training steps on a GPU: captured in a CUDA graph they give the bits of eager ones, and none waits for the device."""
+"""Whole training steps on a GPU: captured in a CUDA graph they give the bits of eager ones, and
+none waits for the device."""
 
 from __future__ import annotations
 
@@ -16,15 +17,25 @@ from pyops.models import GPT, GPTConfig
 from pyops.optim import LAMB, AdamW, Lion
 from tests.conftest import DEVICE
 
-pytestmark = pytest.mark.skipif(not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda")
+pytestmark = pytest.mark.skipif(
+    not DEVICE.startswith("cuda"), reason="needs a GPU: PYOPS_TEST_DEVICE=cuda"
+)
 
 CONFIGS = {
     "gpt2": GPTConfig(vocab_size=61, sequence_length=16, num_layers=2, num_heads=2, dim=32),
     "llama": GPTConfig(
-        vocab_size=61, sequence_length=16, num_layers=2, num_heads=2, dim=32, norm="rmsnorm", activation="swiglu",
-        positions="rotary", bias=False, tied_head=False,
+        vocab_size=61,
+        sequence_length=16,
+        num_layers=2,
+        num_heads=2,
+        dim=32,
+        norm="rmsnorm",
+        activation="swiglu",
+        positions="rotary",
+        bias=False,
+        tied_head=False,
     ),
-}  # fmt: skip
+}
 WARM = 2  # steps before the capture; they count
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -33,9 +44,15 @@ class Training:
     """A model, its optimizer, and the memory that every step reads its batch from."""
 
     def __init__(
-        self, device: torch.device, make: Make, *, config: str = "gpt2", dtype: torch.dtype = torch.float32,
-        set_to_none: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        device: torch.device,
+        make: Make,
+        *,
+        config: str = "gpt2",
+        dtype: torch.dtype = torch.float32,
+        set_to_none: bool = True,
+        **options: Any,
+    ) -> None:
         self.model: nn.Module = GPT(CONFIGS[config], seed=7, device=device, dtype=dtype)
         self.optimizer = make(self.model.parameters(), **options)
         self.tokens = torch.zeros(4, 17, dtype=torch.int64, device=device)
@@ -43,7 +60,9 @@ class Training:
 
     def put(self, number: int) -> None:
         """The batch of a step."""
-        self.tokens.copy_(torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(number)))
+        self.tokens.copy_(
+            torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(number))
+        )
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -52,7 +71,9 @@ class Training:
             loss: Tensor = self.model(self.tokens[:, :-1], self.tokens[:, 1:])
         loss.backward()
         self.optimizer.step()
-        return loss.detach()  # nothing of this backward lives on, whose stream may be that of a capture
+        return (
+            loss.detach()
+        )  # nothing of this backward lives on, whose stream may be that of a capture
 
     def run(self, first: int, count: int) -> list[Tensor]:
         losses = []
@@ -94,14 +115,20 @@ STEPS = [
     ("adamw", AdamW, {}),
     ("adamw without moments moving", AdamW, {"set_to_none": False}),
     ("clipped", AdamW, {"max_grad_norm": 0.05}),
-    ("bf16 with masters", AdamW, {"dtype": torch.bfloat16, "master_weights": True, "max_grad_norm": 0.05}),
+    (
+        "bf16 with masters",
+        AdamW,
+        {"dtype": torch.bfloat16, "master_weights": True, "max_grad_norm": 0.05},
+    ),
     ("bf16 rounded at random", AdamW, {"dtype": torch.bfloat16, "stochastic_rounding": True}),
     ("llama", AdamW, {"config": "llama", "max_grad_norm": 1.0}),
     ("lamb", LAMB, {"max_grad_norm": 0.05}),
     ("lion", Lion, {}),
     ("amsgrad", AdamW, {"amsgrad": True, "zero_grad": True}),
 ]
-EACH = pytest.mark.parametrize(("make", "options"), [s[1:] for s in STEPS], ids=[s[0] for s in STEPS])
+EACH = pytest.mark.parametrize(
+    ("make", "options"), [s[1:] for s in STEPS], ids=[s[0] for s in STEPS]
+)
 
 
 @EACH
@@ -112,14 +139,17 @@ def test_a_graph_of_a_whole_step_gives_the_bits_of_eager_steps(device, make, opt
     replay = captured(ours, device)
     found = [replay(number) for number in range(WARM, WARM + 4)]
     assert torch.equal(torch.stack(found), torch.stack(expected[WARM:]))
-    assert len({float(loss) for loss in found}) == len(found), "every replay must have read its own batch"
+    assert len({float(loss) for loss in found}) == len(found), (
+        "every replay must have read its own batch"
+    )
     assert_same(ours, theirs, start)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [AdamW, LAMB])
 def test_eager_steps_between_replays(device, make, set_to_none):
-    """An eager step takes other gradients, and is followed by one without any: neither may change what a replay steps."""
+    """An eager step takes other gradients, and is followed by one without any: neither may change
+    what a replay steps."""
     options = {"lr": 3e-3, "capturable": True, "max_grad_norm": 0.5, "set_to_none": set_to_none}
     ours, theirs = (Training(device, make, **options) for _ in range(2))
     start = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
@@ -149,7 +179,9 @@ def test_a_replay_reads_the_learning_rate_from_its_tensor(device):
     assert all(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
     lr.fill_(1e-2)
     replay(6)
-    assert not any(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
+    assert not any(
+        torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -165,7 +197,9 @@ def nothing_may_wait(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def steps_without_waiting(device: torch.device, make: Make, *, parallel: bool = False, **options: Any) -> None:
+def steps_without_waiting(
+    device: torch.device, make: Make, *, parallel: bool = False, **options: Any
+) -> None:
     training = Training(device, make, lr=3e-3, **options)
     if parallel:
         training.model = DataParallel(training.model)
@@ -177,7 +211,9 @@ def steps_without_waiting(device: torch.device, make: Make, *, parallel: bool = 
     with nothing_may_wait(device):
         for _ in range(3):
             training.step()
-    assert not any(torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True))
+    assert not any(
+        torch.equal(p, q) for p, q in zip(training.model.parameters(), before, strict=True)
+    )
 
 
 @EACH
@@ -205,7 +241,15 @@ def test_not_even_the_first_step_copies_from_the_host(device):
 
 
 def test_the_keys_of_dropout_are_set_without_waiting(device):
-    config = GPTConfig(vocab_size=61, sequence_length=16, num_layers=1, num_heads=2, dim=32, dropout=0.5, attention_dropout=0.5)
+    config = GPTConfig(
+        vocab_size=61,
+        sequence_length=16,
+        num_layers=1,
+        num_heads=2,
+        dim=32,
+        dropout=0.5,
+        attention_dropout=0.5,
+    )
     model = GPT(config, device=device)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=device)
     losses = []

@@ -16,13 +16,21 @@ T = 4
 
 
 def corpus_of(num_train: int, num_validation: int = 50, digest: str = "d") -> Corpus:
-    """Token i of the train part is i, of the validation part 1000 + i, so that rows tell where they are from."""
-    train, validation = np.arange(num_train, dtype=np.uint16), 1000 + np.arange(num_validation, dtype=np.uint16)
+    """Token i of the train part is i, of the validation part 1000 + i, so that rows tell where they
+    are from."""
+    train, validation = (
+        np.arange(num_train, dtype=np.uint16),
+        1000 + np.arange(num_validation, dtype=np.uint16),
+    )
     return Corpus("a.txt", train, validation, ByteTokenizer(), 2.5, digest)
 
 
-def batches_of(corpus: Corpus, *, rank: int = 0, num_ranks: int = 1, seed: int = 3, batch: int = 8) -> Batches:
-    return Batches(corpus, sequence_length=T, global_batch=batch, seed=seed, rank=rank, num_ranks=num_ranks)
+def batches_of(
+    corpus: Corpus, *, rank: int = 0, num_ranks: int = 1, seed: int = 3, batch: int = 8
+) -> Batches:
+    return Batches(
+        corpus, sequence_length=T, global_batch=batch, seed=seed, rank=rank, num_ranks=num_ranks
+    )
 
 
 def take(batches: Batches, count: int) -> torch.Tensor:
@@ -53,7 +61,9 @@ def test_an_epoch_visits_each_sequence_at_most_once_and_each_is_another_order():
         assert len(set(epoch)) == 40
         assert epoch != sorted(epoch)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert len({i for epoch in epochs for i in epoch}) == 45, "what one epoch leaves out, another must reach"
+    assert len({i for epoch in epochs for i in epoch}) == 45, (
+        "what one epoch leaves out, another must reach"
+    )
     other = take(batches_of(corpus_of(T * 45 + 1), seed=4), 5)[:, :, 0].flatten().tolist()
     assert other != epochs[0]
 
@@ -94,7 +104,9 @@ def test_a_cursor_of_another_order_is_refused():
 
 
 def test_what_ranks_cannot_share():
-    with pytest.raises(ValueError, match="8 sequences can't be shared by 3 ranks; make it a multiple of 3"):
+    with pytest.raises(
+        ValueError, match="8 sequences can't be shared by 3 ranks; make it a multiple of 3"
+    ):
         batches_of(corpus_of(T * 45 + 1), num_ranks=3)
     with pytest.raises(ValueError, match="rank is 2 of 2"):
         batches_of(corpus_of(T * 45 + 1), rank=2, num_ranks=2)
@@ -106,16 +118,23 @@ def test_validation_rows_are_spread_evenly_and_shared():
     corpus = corpus_of(10, num_validation=T * 10 + 1)
     rows = validation_rows(corpus, sequence_length=T, num_sequences=5)
     assert rows[:, 0].tolist() == [1000 + T * i for i in (0, 2, 4, 6, 8)]
-    parts = [validation_rows(corpus, sequence_length=T, num_sequences=5, rank=r, num_ranks=3) for r in range(3)]
+    parts = [
+        validation_rows(corpus, sequence_length=T, num_sequences=5, rank=r, num_ranks=3)
+        for r in range(3)
+    ]
     assert sorted(torch.cat(parts)[:, 0].tolist()) == rows[:, 0].tolist()
     assert validation_rows(corpus, sequence_length=T, num_sequences=99).shape == (10, T + 1)
-    assert validation_rows(corpus, sequence_length=T, num_sequences=1, rank=1, num_ranks=2).shape == (0, T + 1)
+    assert validation_rows(
+        corpus, sequence_length=T, num_sequences=1, rank=1, num_ranks=2
+    ).shape == (0, T + 1)
 
 
 def test_a_file_of_real_tokens(tmp_path: Path):
     from pyops.data import DataConfig, prepare
 
     (tmp_path / "t").write_text("abcdefgh" * 100)
-    corpus = prepare(DataConfig(path=str(tmp_path / "t"), cache=str(tmp_path / "c")), sequence_length=T)
+    corpus = prepare(
+        DataConfig(path=str(tmp_path / "t"), cache=str(tmp_path / "c")), sequence_length=T
+    )
     row = batches_of(corpus).next()[0]
     assert bytes(row.tolist()) in b"abcdefgh" * 3

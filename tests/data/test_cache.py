@@ -1,4 +1,5 @@
-"""The token cache: built once, by one rank, whole or not there; what is wrong with it is said on every rank."""
+"""The token cache: built once, by one rank, whole or not there; what is wrong with it is said on
+every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_the_text_is_split_in_order(tmp_path):
     assert bytes(corpus.train) + bytes(corpus.validation) == whole
     assert corpus.train.size == round(len(whole) * 0.75)
     train, held_out = whole[: corpus.train.size], whole[corpus.train.size :]
-    assert corpus.bigram_loss == pytest.approx(bigram_loss(count_pairs(train), count_pairs(held_out)))
+    assert corpus.bigram_loss == pytest.approx(
+        bigram_loss(count_pairs(train), count_pairs(held_out))
+    )
     assert isinstance(corpus.train, np.memmap)
 
 
@@ -64,7 +67,10 @@ def test_pairs(tmp_path):
     corpus = prepare(config_of(tmp_path, tokenizer="bpe"), vocab_size=300)
     assert corpus.train.dtype == np.uint16
     assert corpus.tokenizer.vocab_size <= 300
-    assert corpus.tokenizer.decode(corpus.train) + corpus.tokenizer.decode(corpus.validation) == TEXT + "\n"
+    assert (
+        corpus.tokenizer.decode(corpus.train) + corpus.tokenizer.decode(corpus.validation)
+        == TEXT + "\n"
+    )
     by_bytes = prepare(config_of(tmp_path))
     assert corpus.bigram_loss == by_bytes.bigram_loss
     assert corpus.train.size < by_bytes.train.size
@@ -72,7 +78,9 @@ def test_pairs(tmp_path):
 
 @pytest.mark.parametrize(("text", "part"), [("tiny", "train"), ("x" * 200, "validation")])
 def test_shorter_than_one_sequence(tmp_path, text, part):
-    with pytest.raises(CorpusError, match=rf"text is shorter than one sequence: its {part} part has .* lower model"):
+    with pytest.raises(
+        CorpusError, match=rf"text is shorter than one sequence: its {part} part has .* lower model"
+    ):
         prepare(config_of(tmp_path, text), sequence_length=64)
 
 
@@ -85,7 +93,9 @@ def test_a_damaged_cache_is_named(tmp_path):
     config = config_of(tmp_path)
     folder = tmp_path / "cache" / prepare(config).digest
     (folder / "train.bin").write_bytes(b"123")
-    with pytest.raises(CorpusError, match=rf"{folder} is damaged .*train.bin has 3 bytes.*delete that folder"):
+    with pytest.raises(
+        CorpusError, match=rf"{folder} is damaged .*train.bin has 3 bytes.*delete that folder"
+    ):
         prepare(config)
 
 
@@ -95,7 +105,10 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path, monkeypatch):
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(CorpusError, match=r"No space left on device; make room there"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CorpusError, match=r"No space left on device; make room there"),
+    ):
         patch.setattr(cache.os, "fsync", full)
         prepare(config)
     assert list((tmp_path / "cache").iterdir()) == []

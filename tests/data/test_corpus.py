@@ -33,8 +33,12 @@ def test_the_default_is_the_standard_library():
 
 def test_the_order_is_of_the_names_and_not_the_place(tmp_path):
     names = {f"sub__{i}" if i % 2 else f"{i}": "x" for i in range(20)}
-    first = [d.name for d in find_documents(DataConfig(path=str(folder_of(tmp_path / "a", **names))))]
-    second = [d.name for d in find_documents(DataConfig(path=str(folder_of(tmp_path / "b", **names))))]
+    first = [
+        d.name for d in find_documents(DataConfig(path=str(folder_of(tmp_path / "a", **names))))
+    ]
+    second = [
+        d.name for d in find_documents(DataConfig(path=str(folder_of(tmp_path / "b", **names))))
+    ]
     assert first == second
     assert first != sorted(first)
     assert sorted(first) == sorted(n.replace("__", "/") for n in names)
@@ -45,7 +49,9 @@ def test_one_file_or_suffixes(tmp_path):
     (root / "c.md").write_text("333")
     (root / ".hidden").write_text("4444")
     assert [d.name for d in find_documents(DataConfig(path=str(root / "b")))] == ["b"]
-    assert [d.name for d in find_documents(DataConfig(path=str(root), suffixes=(".md",)))] == ["c.md"]
+    assert [d.name for d in find_documents(DataConfig(path=str(root), suffixes=(".md",)))] == [
+        "c.md"
+    ]
     assert {d.name for d in find_documents(DataConfig(path=str(root)))} == {"a", "b", "c.md"}
 
 
@@ -72,7 +78,9 @@ def test_nothing_there(tmp_path):
 
 def test_nothing_in_it(tmp_path):
     root = folder_of(tmp_path, empty="")
-    with pytest.raises(CorpusError, match=r"corpus .*corpus is empty: 1 files, 0 bytes; set data.path"):
+    with pytest.raises(
+        CorpusError, match=r"corpus .*corpus is empty: 1 files, 0 bytes; set data.path"
+    ):
         find_documents(DataConfig(path=str(root)))
     with pytest.raises(CorpusError, match=r"is empty of .md files: 0 files"):
         find_documents(DataConfig(path=str(root), suffixes=(".md",)))
@@ -82,7 +90,9 @@ def test_a_file_that_cannot_be_read(tmp_path):
     documents = find_documents(DataConfig(path=str(folder_of(tmp_path, secret="text"))))
     os.unlink(documents[0].path)
     documents[0].path.mkdir()  # reading fails, for root too, whom permissions don't stop
-    with pytest.raises(CorpusError, match=r"corpus file .*secret can't be read: .*; fix its permissions"):
+    with pytest.raises(
+        CorpusError, match=r"corpus file .*secret can't be read: .*; fix its permissions"
+    ):
         list(read_documents(documents))
 
 

@@ -1,4 +1,5 @@
-"""A small network of an embedding, residual blocks and a head, and a plain run of it that freezes: what elastic runs equal."""
+"""A small network of an embedding, residual blocks and a head, and a plain run of it that freezes:
+what elastic runs equal."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def rows(samples: Tensor, *, held_out: bool = False) -> tuple[Tensor, Tensor]:
     """Inputs [n, 7] and labels [n]; those of padding are ignored."""
     generator = torch.Generator().manual_seed(11 + held_out)
     count = HELD_OUT if held_out else SAMPLES
-    x, y = torch.randn(count, 7, generator=generator), torch.randint(LABELS, (count,), generator=generator)
+    x, y = (
+        torch.randn(count, 7, generator=generator),
+        torch.randint(LABELS, (count,), generator=generator),
+    )
     indices, padding = indices_of(samples)
     return x[indices], y[indices].masked_fill(padding, IGNORED)
 
@@ -50,8 +54,13 @@ def right(output: Tensor, target: Tensor) -> Tensor:
 def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     decayed = [p for _, p in named if p.dim() > 1]
     others = [p for _, p in named if p.dim() <= 1]
-    groups = [{"params": some, "weight_decay": decay} for some, decay in ((decayed, 0.1), (others, 0.0)) if some]
-    # A large eps: where a gradient is as small as its rounding, Adam would make a whole step of the rounding.
+    groups = [
+        {"params": some, "weight_decay": decay}
+        for some, decay in ((decayed, 0.1), (others, 0.0))
+        if some
+    ]
+    # A large eps: where a gradient is as small as its rounding, Adam would make a whole step of the
+    # rounding.
     return AdamW(groups, lr=1e-2, eps=1e-3)
 
 
@@ -64,13 +73,23 @@ Plain = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Any]], list[in
 
 
 def plain(
-    blocks: int, *, epochs: int, batch: int, policy: Policy, clip: float = 0.5, make: MakeOptimizer = optimizer
-) -> Plain:  # fmt: skip
-    """(loss of each step, weights, the optimizer's states, how many blocks were frozen in each epoch) of a run in one place."""
+    blocks: int,
+    *,
+    epochs: int,
+    batch: int,
+    policy: Policy,
+    clip: float = 0.5,
+    make: MakeOptimizer = optimizer,
+) -> Plain:
+    """(loss of each step, weights, the optimizer's states, how many blocks were frozen in each
+    epoch) of a run in one place."""
     model = nn.Sequential()
     for name, layer in layers(blocks).items():
         model.add_module(name.replace(".", "_"), layer)
-    named = [(name.replace("_", ".", 1) if name.startswith("blocks") else name, p) for name, p in model.named_parameters()]
+    named = [
+        (name.replace("_", ".", 1) if name.startswith("blocks") else name, p)
+        for name, p in model.named_parameters()
+    ]
     trained = make(named)
     sampler, losses, frozen, depths = Sampler(SAMPLES, batch=batch, seed=5), [], 0, []
     for _ in range(epochs):
@@ -82,7 +101,9 @@ def plain(
             value = loss(model(x), y) / share.batch
             value.backward()
             for i in range(frozen, blocks):
-                squares[i] += sum(float(p.grad.double().square().sum()) for p in model[i + 1].parameters())
+                squares[i] += sum(
+                    float(p.grad.double().square().sum()) for p in model[i + 1].parameters()
+                )
             steps += 1
             norm = nn.utils.clip_grad_norm_([p for _, p in named if p.grad is not None], clip)
             assert norm > 0

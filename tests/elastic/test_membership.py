@@ -44,10 +44,16 @@ def test_literals(ranks, wanted, expected):
 def possible(limits: Limits, grid: Grid) -> bool:
     """Written apart from the planner."""
     kv = limits.kv_heads or limits.heads
-    whole_groups, within_a_group = grid.tp <= kv, grid.tp % kv == 0 and (limits.heads // kv) % (grid.tp // kv) == 0
+    whole_groups, within_a_group = (
+        grid.tp <= kv,
+        grid.tp % kv == 0 and (limits.heads // kv) % (grid.tp // kv) == 0,
+    )
     if not (whole_groups or within_a_group) or grid.tp > limits.heads:
         return False
-    if any(most and degree > most for degree, most in zip((grid.tp, grid.pp, grid.dp), limits.most, strict=True)):
+    if any(
+        most and degree > most
+        for degree, most in zip((grid.tp, grid.pp, grid.dp), limits.most, strict=True)
+    ):
         return False
     if grid.pp > 1 and grid.pp * limits.stages > len(limits.costs):
         return False
@@ -61,8 +67,15 @@ def possible(limits: Limits, grid: Grid) -> bool:
 @pytest.mark.parametrize("batch", [(8, 0, 0), (12, 2, 0), (12, 0, 4), (7, 0, 0)])
 @pytest.mark.parametrize("other", [{}, {"stages": 2}, {"most": (1, 2, 0)}, {"most": (0, 1, 3)}])
 def test_every_layout_is_found_and_the_best_is_chosen(heads, batch, other):
-    limits = Limits(heads=heads[0], kv_heads=heads[1], costs=[1.0] * 5, batch=batch[0], micro_batch=batch[1],
-                    micro_batches=batch[2], **other)  # fmt: skip
+    limits = Limits(
+        heads=heads[0],
+        kv_heads=heads[1],
+        costs=[1.0] * 5,
+        batch=batch[0],
+        micro_batch=batch[1],
+        micro_batches=batch[2],
+        **other,
+    )
     for ranks in range(1, 10):
         degrees = itertools.product(range(1, ranks + 1), repeat=3)
         all_grids = {Grid(*each) for each in degrees if each[0] * each[1] * each[2] <= ranks}
@@ -99,14 +112,17 @@ def test_the_reason_in_words():
         "tp 2 x pp 2 x dp 1: as asked for; 1 of 5 ranks waits, as another model takes 4 ranks"
     )
     assert choose(3, wanted=Grid(tp=2, pp=2), limits=SMALL).reason == (
-        "tp 2 x pp 1 x dp 1: tp 2 x pp 2 takes 4 ranks, and there are 3; 1 of 3 ranks waits, as another model takes 2 ranks"
+        "tp 2 x pp 1 x dp 1: tp 2 x pp 2 takes 4 ranks, and there are 3; 1 of 3 ranks "
+        "waits, as another model takes 2 ranks"
     )
     assert "takes 2 ranks, and there is 1" in choose(1, wanted=Grid(tp=2), limits=SMALL).reason
     asked = choose(8, wanted=Grid(), limits=replace(SMALL, most=(0, 0, 2)))
     assert asked.reason.endswith("6 of 8 ranks wait, as no more than 2 are asked for")
 
 
-WEIGHED = replace(SMALL, parameters=[0, 60, 60, 60, 60, 0], each=(4.0, 4.0, 8.0))  # 3840 bytes in all
+WEIGHED = replace(
+    SMALL, parameters=[0, 60, 60, 60, 60, 0], each=(4.0, 4.0, 8.0)
+)  # 3840 bytes in all
 
 
 def test_bytes():
@@ -117,8 +133,11 @@ def test_bytes():
     assert even.bytes(Grid(pp=2)) == 120 * 16
     assert even.bytes(Grid(tp=2, pp=2)) == 60 * 16
     assert [replace(even, zero=stage).bytes(Grid(dp=4)) for stage in range(4)] == [
-        240 * (4 + 4 + 8), 240 * (4 + 4 + 2), 240 * (4 + 1 + 2), 240 * (1 + 1 + 2)
-    ]  # fmt: skip
+        240 * (4 + 4 + 8),
+        240 * (4 + 4 + 2),
+        240 * (4 + 1 + 2),
+        240 * (1 + 1 + 2),
+    ]
     odd = replace(even, parameters=[0, 1, 10, 100, 1000, 0], stages=2, each=(1.0, 0.0, 0.0))
     assert odd.bytes(Grid(pp=2)) == 1010  # stages 0 and 2; 1 and 3
     assert replace(odd, folded=True).bytes(Grid(pp=2)) == 1001  # 0 and 3; 1 and 2
@@ -146,21 +165,33 @@ def test_memory():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: choose(0, wanted=Grid(), limits=SMALL), "ranks is 0; it must be a whole number, 1 or more"),
-        (lambda: choose(2.0, wanted=Grid(), limits=SMALL), "ranks is 2.0; it must be a whole number"),
+        (
+            lambda: choose(0, wanted=Grid(), limits=SMALL),
+            "ranks is 0; it must be a whole number, 1 or more",
+        ),
+        (
+            lambda: choose(2.0, wanted=Grid(), limits=SMALL),
+            "ranks is 2.0; it must be a whole number",
+        ),
         (lambda: Grid(tp=0), "tp is 0; it must be a whole number, 1 or more"),
-        (lambda: replace(SMALL, memory=3.0), "memory is 3 bytes, but parameters has 0 entries for 6 layers; give the"),
+        (
+            lambda: replace(SMALL, memory=3.0),
+            "memory is 3 bytes, but parameters has 0 entries for 6 layers; give the",
+        ),
         (
             lambda: choose(1, wanted=Grid(), limits=replace(WEIGHED, memory=1000.0)),
-            "tp 1 x pp 1 x dp 1 takes 3.58e-06 GiB of a rank's 9.31e-07, and no layout of 1 ranks takes less; start more",
+            "tp 1 x pp 1 x dp 1 takes 3.58e-06 GiB of a rank's 9.31e-07, and no layout "
+            "of 1 ranks takes less; start more",
         ),
         (
             lambda: choose(3, wanted=Grid(), limits=replace(SMALL, most=(1, 1, 0)), idle=False),
-            "3 ranks can't share the model: 3 models can't share a batch of 8; start another number of ranks",
+            "3 ranks can't share the model: 3 models can't share a batch of 8; start "
+            "another number of ranks",
         ),
         (
             lambda: choose(1, wanted=Grid(), limits=replace(SMALL, micro_batch=3)),
-            "1 ranks can't share the model: 1 models have 8 sequences each, which can't be cut into micro-batches of 3",
+            "1 ranks can't share the model: 1 models have 8 sequences each, which can't "
+            "be cut into micro-batches of 3",
         ),
     ],
 )

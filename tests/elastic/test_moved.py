@@ -1,4 +1,5 @@
-"""Layers of an elastic run belong to it: a second owner is refused, and what is moved or replaced is followed or refused."""
+"""Layers of an elastic run belong to it: a second owner is refused, and what is moved or replaced
+is followed or refused."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ pytestmark = pytest.mark.cpu_only
 
 def run_of(layers: dict[str, nn.Module]) -> Elastic:
     return Elastic(
-        layers, optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=9, seed=5, stages=1,
-    )  # fmt: skip
+        layers,
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=9,
+        seed=5,
+        stages=1,
+    )
 
 
 def steps(elastic: Elastic, count: int) -> list[float]:
@@ -35,7 +42,11 @@ def test_a_second_owner_is_refused_until_the_run_is_closed(second):
     def wrap():
         if second == "Elastic":
             return run_of(layers)
-        return DataParallel(whole) if second == "DataParallel" else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+        return (
+            DataParallel(whole)
+            if second == "DataParallel"
+            else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+        )
 
     with pytest.raises(ValueError, match=rf"{second}: .* belongs to an Elastic.*close\(\)"):
         wrap()
@@ -48,7 +59,11 @@ def test_a_second_owner_is_refused_until_the_run_is_closed(second):
 def test_layers_of_another_owner_are_refused(first):
     layers = networks.layers(2)
     whole = nn.ModuleList(layers.values())
-    owner = DataParallel(whole) if first == "DataParallel" else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+    owner = (
+        DataParallel(whole)
+        if first == "DataParallel"
+        else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+    )
     with pytest.raises(ValueError, match=rf"Elastic: .* belongs to a {first}"):
         run_of(layers)
     owner.close()
@@ -56,7 +71,8 @@ def test_layers_of_another_owner_are_refused(first):
 
 
 def test_other_memory_is_followed():
-    """An elastic run steps the parameters themselves, wherever they are; of the buffers it uses the gradients alone."""
+    """An elastic run steps the parameters themselves, wherever they are; of the buffers it uses the
+    gradients alone."""
     layers, others = networks.layers(2), networks.layers(2)
     elastic, plain = run_of(layers), run_of(others)
     assert steps(elastic, 1) == steps(plain, 1)
@@ -82,9 +98,13 @@ def test_what_can_not_be_followed_is_refused(how):
     elif how == "replaced":
         head.weight = nn.Parameter(head.weight.detach().clone())
     else:
-        head.load_state_dict({name: value.clone() for name, value in head.state_dict().items()}, assign=True)
+        head.load_state_dict(
+            {name: value.clone() for name, value in head.state_dict().items()}, assign=True
+        )
     before = [p.detach().clone() for layer in layers.values() for p in layer.parameters()]
-    with pytest.raises((ValueError, RuntimeError), match=r"is another Parameter now|must have the same dtype"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"is another Parameter now|must have the same dtype"
+    ):
         steps(elastic, 1)
     after = [p for layer in layers.values() for p in layer.parameters()]
     assert all(torch.equal(p, q) for p, q in zip(after, before, strict=True)), "nothing is changed"

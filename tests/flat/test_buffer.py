@@ -12,7 +12,9 @@ from pyops.flat import ALIGNMENT, FlatBuffer, FlatLayout, Shard, Shards
 
 
 def test_layout_by_hand():
-    layout = FlatLayout.plan([("a", (3, 5)), ("b", ()), ("c", (0,)), ("d", (9,))], alignment=8, multiple_of=7)
+    layout = FlatLayout.plan(
+        [("a", (3, 5)), ("b", ()), ("c", (0,)), ("d", (9,))], alignment=8, multiple_of=7
+    )
     assert layout.offsets == (0, 16, 24, 24)
     assert layout.numel == 35
     assert layout.slice("a") == slice(0, 15)
@@ -35,7 +37,9 @@ def test_empty_layout():
     st.integers(1, 70),
 )
 def test_cuts_cover_every_element_once(shapes, ranks, alignment):
-    layout = FlatLayout.plan([(str(i), s) for i, s in enumerate(shapes)], alignment=alignment, multiple_of=ranks)
+    layout = FlatLayout.plan(
+        [(str(i), s) for i, s in enumerate(shapes)], alignment=alignment, multiple_of=ranks
+    )
     assert layout.numel % ranks == 0
     assert all(offset % alignment == 0 for offset in layout.offsets)
     part = layout.numel // ranks
@@ -43,7 +47,10 @@ def test_cuts_cover_every_element_once(shapes, ranks, alignment):
     for rank in range(ranks):
         for name, of_tensor, of_buffer in layout.shards(rank * part, (rank + 1) * part):
             start = layout.slice(name).start
-            assert (of_buffer.start - start, of_buffer.stop - start) == (of_tensor.start, of_tensor.stop)
+            assert (of_buffer.start - start, of_buffer.stop - start) == (
+                of_tensor.start,
+                of_tensor.stop,
+            )
             found[name] += range(of_tensor.start, of_tensor.stop)
     for name in layout.names:
         whole = layout.slice(name)
@@ -90,7 +97,9 @@ def test_gradients_land_in_the_buffer_and_accumulate(device):
         flat(x).square().sum().backward()
     for name, parameter in plain.named_parameters():
         assert parameter.grad.any()
-        assert torch.equal(buffer.grad[buffer.layout.slice(name)].view_as(parameter), parameter.grad)
+        assert torch.equal(
+            buffer.grad[buffer.layout.slice(name)].view_as(parameter), parameter.grad
+        )
     buffer.zero_grad()
     assert not buffer.grad.any()
     assert all(p.grad is v for p, v in zip(buffer.parameters, buffer.grad_views, strict=True))
@@ -106,7 +115,9 @@ def test_gradients_set_to_none_come_back(device):
     expected = torch.zeros_like(buffer.grad)
     expected[buffer.layout.slice("2.bias")] = 1
     expected[buffer.layout.slice("2.weight")] = 1
-    inside = torch.cat([torch.arange(s.start, s.stop) for s in map(buffer.layout.slice, buffer.names)]).to(device)
+    inside = torch.cat(
+        [torch.arange(s.start, s.stop) for s in map(buffer.layout.slice, buffer.names)]
+    ).to(device)
     assert torch.equal(buffer.grad[inside], expected[inside])
     assert all(p.grad is v for p, v in zip(buffer.parameters, buffer.grad_views, strict=True))
 
@@ -114,7 +125,10 @@ def test_gradients_set_to_none_come_back(device):
 def test_odd_parameters(device):
     strided = nn.Parameter(torch.arange(12.0, device=device).view(3, 4).t())
     strided.grad = torch.ones(3, 4, device=device).t()
-    scalar, empty = nn.Parameter(torch.tensor(5.0, device=device)), nn.Parameter(torch.empty(0, 3, device=device))
+    scalar, empty = (
+        nn.Parameter(torch.tensor(5.0, device=device)),
+        nn.Parameter(torch.empty(0, 3, device=device)),
+    )
     expected = strided.detach().clone()
     buffer = FlatBuffer([("strided", strided), ("scalar", scalar), ("empty", empty)])
     assert torch.equal(strided, expected)
@@ -172,14 +186,18 @@ def test_cut_by_hand():
         ((0,), list(range(16, 32))),
         ((32,), list(range(48, 56))),
     ]
-    assert [(p.global_shape, p.offset, p.tensor.tolist()) for p in parts["c"]] == [((), (0,), [56.0])]
+    assert [(p.global_shape, p.offset, p.tensor.tolist()) for p in parts["c"]] == [
+        ((), (0,), [56.0])
+    ]
     assert [p.tensor.numel() for p in parts["e"]] == [0]
     joined = layout.cut(torch.arange(57.0), [(0, 20), (20, 57)])
     assert len(joined["b"]) == 1, "ranges that meet are one"
     assert joined["b"].parts[0].tensor.tolist() == list(range(16, 56))
 
 
-@pytest.mark.parametrize(("ranges", "size"), [([(0, 5)], 4), ([(5, 3)], -2), ([(0, 5), (4, 6)], 7), ([(60, 65)], 5)])
+@pytest.mark.parametrize(
+    ("ranges", "size"), [([(0, 5)], 4), ([(5, 3)], -2), ([(0, 5), (4, 6)], 7), ([(60, 65)], 5)]
+)
 def test_cut_refuses(ranges, size):
     with pytest.raises(ValueError, match="can't hold the ranges"):
         FlatLayout.plan([("a", (64,))]).cut(torch.ones(max(size, 0)), ranges)

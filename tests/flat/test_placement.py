@@ -21,7 +21,9 @@ def pasted(parts: list[Shards], shape: tuple[int, ...]) -> tuple[torch.Tensor, t
     whole, count = torch.zeros(shape), torch.zeros(shape)
     for shards in parts:
         for part in shards:
-            where = tuple(slice(o, o + n) for o, n in zip(part.offset, part.tensor.shape, strict=True))
+            where = tuple(
+                slice(o, o + n) for o, n in zip(part.offset, part.tensor.shape, strict=True)
+            )
             whole[where] = part.tensor
             count[where] += 1
     return whole, count
@@ -65,7 +67,10 @@ def test_any_runs_of_the_local_elements_make_the_whole(shape: tuple[int, ...]) -
         for rank in range(ranks):
             placement = Placement.cut(shape, dim=dim, rank=rank, ranks=ranks)
             flat = placement.take(whole).view(-1)
-            cuts = sorted({0, 1, flat.numel() // 3, flat.numel() // 2 + 1, flat.numel()} & set(range(flat.numel() + 1)))
+            cuts = sorted(
+                {0, 1, flat.numel() // 3, flat.numel() // 2 + 1, flat.numel()}
+                & set(range(flat.numel() + 1))
+            )
             parts += [placement.shards(flat[a:b], start=a) for a, b in itertools.pairwise(cuts)]
         made, count = pasted(parts, shape)
         assert torch.equal(made, whole), (dim, ranks)
@@ -100,5 +105,7 @@ def test_of_names_parameters_as_the_model_does() -> None:
     assert set(Placement.of(model)) == {"1.weight"}
     assert Placement.of(model)["1.weight"].start == 3
     model[1].placements = {"weight": Placement.cut((8, 4), dim=0, rank=1, ranks=2)}
-    with pytest.raises(ValueError, match=r"1.weight is of shape \(3, 4\), its placement is for \(4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"1.weight is of shape \(3, 4\), its placement is for \(4, 4\)"
+    ):
         Placement.of(model)

@@ -1,4 +1,5 @@
-"""What these tests need is missing before a worker looks for it, so that tests/optional_packages.py can tell."""
+"""What these tests need is missing before a worker looks for it, so that tests/optional_packages.py
+can tell."""
 
 from __future__ import annotations
 

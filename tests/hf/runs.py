@@ -21,7 +21,12 @@ def launched(rank: int, group: Any) -> Iterator[None]:
     from accelerate.state import AcceleratorState
 
     size = str(dist.get_world_size(group))
-    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    told = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
     before = dict(os.environ)
     os.environ.update(told)
     try:
@@ -37,16 +42,27 @@ def gpt2(*, dtype: torch.dtype = torch.float32) -> Any:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        loss_type="ForCausalLM",
+    )
     return GPT2LMHeadModel(config).to(dtype)
 
 
 def rows(number: int = ROWS) -> list[dict[str, Tensor]]:
     """Sequences in which some labels are left out, each row's own number of them."""
     found = []
-    for row, x in enumerate(torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(7))):
+    for row, x in enumerate(
+        torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(7))
+    ):
         labels = x.clone()
         labels[: row % 5] = -100
         found.append({"input_ids": x, "labels": labels})
@@ -54,14 +70,18 @@ def rows(number: int = ROWS) -> list[dict[str, Tensor]]:
 
 
 def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """As transformers', in the dtype of the model: transformers computes it in float32, whatever the model is."""
+    """As transformers', in the dtype of the model: transformers computes it in float32, whatever
+    the model is."""
     logits = outputs.logits[:, :-1].reshape(-1, VOCABULARY)
     total = nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum")
-    return total / (num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum())
+    return total / (
+        num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum()
+    )
 
 
 class Recorded:
-    """The part of a Trainer that notes the loss of every micro-batch, before the Trainer rounds it to float32."""
+    """The part of a Trainer that notes the loss of every micro-batch, before the Trainer rounds it
+    to float32."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -69,28 +89,51 @@ class Recorded:
         return loss
 
 
-def trainer(folder: str, model: Any, zero: Mapping[str, Any] | None, *, given: Any = None, **options: Any) -> Any:
-    """A ZeroTrainer, or where zero is None the Trainer itself, which wraps the model in DistributedDataParallel."""
+def trainer(
+    folder: str, model: Any, zero: Mapping[str, Any] | None, *, given: Any = None, **options: Any
+) -> Any:
+    """A ZeroTrainer, or where zero is None the Trainer itself, which wraps the model in
+    DistributedDataParallel."""
     import transformers
 
     from pyops.hf import ZeroTraining
 
     common: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 5, "learning_rate": 3e-2,
-        "weight_decay": 0.1, "max_grad_norm": CLIPPED, "logging_steps": 1, "disable_tqdm": True, "report_to": [],
-        "save_strategy": "no", "warmup_steps": 2,
-    }  # fmt: skip
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 5,
+        "learning_rate": 3e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": CLIPPED,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "warmup_steps": 2,
+    }
     args = transformers.TrainingArguments(**common | options)
-    bases = (Recorded, transformers.Trainer) if zero is None else (Recorded, ZeroTraining, transformers.Trainer)
+    bases = (
+        (Recorded, transformers.Trainer)
+        if zero is None
+        else (Recorded, ZeroTraining, transformers.Trainer)
+    )
     more = {} if zero is None else {"zero": zero}
     data = rows()
-    made = {"model": model, "args": args, "train_dataset": data, "eval_dataset": data[:8], "compute_loss_func": loss_of}
+    made = {
+        "model": model,
+        "args": args,
+        "train_dataset": data,
+        "eval_dataset": data[:8],
+        "compute_loss_func": loss_of,
+    }
     quiet = {"log": lambda self, logs, *_: self.state.log_history.append(dict(logs))}
     return type("Trained", bases, quiet)(**(made | more | dict(given or {})))
 
 
 def finished(run: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """(losses of the micro-batches, norms of the steps, weights) of a run that trained; its optimizer lets go of the model."""
+    """(losses of the micro-batches, norms of the steps, weights) of a run that trained; its
+    optimizer lets go of the model."""
     if getattr(run, "zero_optimizer", None) is not None:
         run.zero_optimizer.close()
     norms = [float(logs["grad_norm"]) for logs in run.state.log_history if "grad_norm" in logs]

@@ -1,4 +1,5 @@
-"""pyops.hf.prepare: a loop of Accelerate over ZeroOptimizer beside the same loop over DistributedDataParallel."""
+"""pyops.hf.prepare: a loop of Accelerate over ZeroOptimizer beside the same loop over
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from tests.hf.runs import CLIPPED, gpt2, launched, loss_of, rows
 pytestmark = pytest.mark.cpu_only
 
 
-def _loop(stage: int | None, dtype: torch.dtype) -> tuple[list[float], list[float], list[float], dict[str, Any]]:
-    """(losses of this rank's micro-batches, norms, what a scheduler set, weights) of two epochs, a step every two batches."""
+def _loop(
+    stage: int | None, dtype: torch.dtype
+) -> tuple[list[float], list[float], list[float], dict[str, Any]]:
+    """(losses of this rank's micro-batches, norms, what a scheduler set, weights) of two epochs, a
+    step every two batches."""
     from accelerate import Accelerator
 
     import pyops
@@ -25,7 +29,9 @@ def _loop(stage: int | None, dtype: torch.dtype) -> tuple[list[float], list[floa
     data = accelerator.prepare(torch.utils.data.DataLoader(rows(20), batch_size=2))
     zero = None
     if stage is None:
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-2))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=3e-2)
+        )
     else:
         zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=3e-2)
         model, optimizer = pyops.hf.prepare(accelerator, model, zero)
@@ -45,7 +51,15 @@ def _loop(stage: int | None, dtype: torch.dtype) -> tuple[list[float], list[floa
             rates.append(scheduler.get_last_lr()[0])
     if zero is not None:
         zero.close()
-    return losses, norms, rates, {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+    return (
+        losses,
+        norms,
+        rates,
+        {
+            name: p.detach().clone()
+            for name, p in accelerator.unwrap_model(model).named_parameters()
+        },
+    )
 
 
 def _loops(rank: int, group: Any) -> list[Any]:
@@ -68,7 +82,8 @@ def test_a_loop_of_accelerate_over_zero_is_the_loop_over_ddp(world):
 
 
 def _sent(rank: int, group: Any, stage: int) -> list[int]:
-    """Gradient buckets that had left after each of three backwards, the first two of which are accumulated."""
+    """Gradient buckets that had left after each of three backwards, the first two of which are
+    accumulated."""
     from accelerate import Accelerator
 
     from pyops.hf import prepare
@@ -126,7 +141,9 @@ def _refusals(rank: int, group: Any, folder: str) -> list[str]:
         refused(lambda: accelerator.save_state(folder))
         refused(lambda: optimizer.load_state_dict({}))
     with launched(rank, group):
-        refused(lambda: prepare(Accelerator(cpu=True, dynamo_backend=DynamoBackend.EAGER), model, zero))
+        refused(
+            lambda: prepare(Accelerator(cpu=True, dynamo_backend=DynamoBackend.EAGER), model, zero)
+        )
     zero.close()
     return found
 
@@ -143,4 +160,6 @@ def test_what_cannot_work_is_refused_with_what_to_do_instead(world, tmp_path):
         "ValueError: ZeroOptimizer: this Accelerator compiles the model",
     ]
     for said in world(2).run(_refusals, str(tmp_path)):
-        assert [line.startswith(start) for line, start in zip(said, expected, strict=True)] == [True] * len(expected), said
+        assert [line.startswith(start) for line, start in zip(said, expected, strict=True)] == [
+            True
+        ] * len(expected), said

@@ -1,4 +1,5 @@
-"""Checkpoints of ZeroTrainer: runs that go on have the bits of one that never stopped; transformers reads the folders."""
+"""Checkpoints of ZeroTrainer: runs that go on have the bits of one that never stopped; transformers
+reads the folders."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from tests.hf.runs import finished, gpt2, launched, trainer
 pytestmark = pytest.mark.cpu_only
 
 
-def _stopped(rank: int, group: Any, folder: str, zero: dict[str, Any], later: dict[str, Any]) -> list[Any]:
-    """A run of five steps that saves after the second; one that goes on from there; one that loads the weights alone."""
+def _stopped(
+    rank: int, group: Any, folder: str, zero: dict[str, Any], later: dict[str, Any]
+) -> list[Any]:
+    """A run of five steps that saves after the second; one that goes on from there; one that loads
+    the weights alone."""
     options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
     found = []
     with launched(rank, group):
@@ -36,7 +40,12 @@ BF16 = {"stage": 2, "precision": "bf16"}
 
 @pytest.mark.parametrize(
     ("zero", "later"),
-    [({"stage": 1}, {"stage": 1}), ({"stage": 3}, {"stage": 3}), (BF16, BF16), ({"stage": 3}, {"stage": 2})],
+    [
+        ({"stage": 1}, {"stage": 1}),
+        ({"stage": 3}, {"stage": 3}),
+        (BF16, BF16),
+        ({"stage": 3}, {"stage": 2}),
+    ],
     ids=["stage_1", "stage_3", "stage_2_bf16", "stage_3_to_2"],
 )
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(world, tmp_path, zero, later):
@@ -48,12 +57,23 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(world, tmp_path, zero, la
 
 
 def _best(rank: int, group: Any, folder: str, stage: int) -> list[Any]:
-    """(loss before, those after each step, that of the best that came back, its folder, weights); the rate is too high."""
+    """(loss before, those after each step, that of the best that came back, its folder, weights);
+    the rate is too high."""
     with launched(rank, group):
         run = trainer(
-            folder, gpt2(), {"stage": stage}, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1,
-            load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=0.5, warmup_steps=0, max_steps=3,
-        )  # fmt: skip
+            folder,
+            gpt2(),
+            {"stage": stage},
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            learning_rate=0.5,
+            warmup_steps=0,
+            max_steps=3,
+        )
         before = run.evaluate()["eval_loss"]
         run.train()
         found = [logs["eval_loss"] for logs in run.state.log_history if "eval_loss" in logs]
@@ -68,7 +88,9 @@ def _best(rank: int, group: Any, folder: str, stage: int) -> list[Any]:
 def test_the_best_model_comes_back(world, tmp_path, stage: int):
     from transformers import GPT2LMHeadModel
 
-    for before, found, last, best, weights in world(2).run(_best, str(tmp_path), stage, timeout=240.0):
+    for before, found, last, best, weights in world(2).run(
+        _best, str(tmp_path), stage, timeout=240.0
+    ):
         assert last == min(found)
         assert Path(best).name == f"checkpoint-{found.index(last) + 1}" != "checkpoint-3"
         assert before not in found
@@ -85,7 +107,10 @@ def _adapted(rank: int, group: Any, folder: str) -> list[Any]:
     def adapted() -> Any:
         model = gpt2(dtype=torch.float64)
         torch.manual_seed(1)
-        made = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+        made = get_peft_model(
+            model,
+            LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+        )
         return made.double()
 
     found = []

@@ -1,4 +1,5 @@
-"""What ranks do in the tests of this folder. transformers is not imported here: workers would take seconds for it."""
+"""What ranks do in the tests of this folder. transformers is not imported here: workers would take
+seconds for it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,15 @@ __all__ = ["load_and_run", "outputs_of"]
 
 
 def load_and_run(
-    rank: int, group: Any, folder: str, given: dict[str, Tensor], sequence_parallel: bool, to: str | None
+    rank: int,
+    group: Any,
+    folder: str,
+    given: dict[str, Tensor],
+    sequence_parallel: bool,
+    to: str | None,
 ) -> tuple[list[Tensor], int]:
-    """The outputs of the folder's model, and how many parameters this rank holds; writes it again where `to` says."""
+    """The outputs of the folder's model, and how many parameters this rank holds; writes it again
+    where `to` says."""
     model = hub.load(folder, group=group, sequence_parallel=sequence_parallel)
     found = outputs_of(model, given)
     if to is not None:

@@ -1,7 +1,8 @@
-"""Every field of a config.json that changes what transformers computes: pyops computes the same, or names the field.
+"""Every field of a config.json that changes what transformers computes: pyops computes the same, or
+names the field.
 
-Each family's fields are changed one at a time, and by two under `-m full`; weights, biases and norms are all random. What is
-loaded is also written, and transformers computes the same from that.
+Each family's fields are changed one at a time, and by two under `-m full`; weights, biases and
+norms are all random. What is loaded is also written, and transformers computes the same from that.
 """
 
 from __future__ import annotations
@@ -66,14 +67,26 @@ OWN: dict[str, dict[str, list[Any]]] = {
 
 
 def changes_of(name: str, *, most: int = 9) -> list[dict[str, Any]]:
-    return [{field: value} for field, values in {**COMMON, **OWN[name]}.items() for value in values[:most]]
+    return [
+        {field: value}
+        for field, values in {**COMMON, **OWN[name]}.items()
+        for value in values[:most]
+    ]
 
 
 def made(family: Family, changes: dict[str, Any], folder: Path) -> torch.nn.Module | None:
-    """A model of transformers, all of it random, in a folder; None for a configuration that transformers refuses."""
-    given = {**family.config.to_dict(), **copy.deepcopy(changes)}  # transformers writes into what it is given
+    """A model of transformers, all of it random, in a folder; None for a configuration that
+    transformers refuses."""
+    given = {
+        **family.config.to_dict(),
+        **copy.deepcopy(changes),
+    }  # transformers writes into what it is given
     for derived in {"feed_forward_proj", "rope_scaling"} & set(changes):
-        for key in ("dense_act_fn", "is_gated_act") if derived == "feed_forward_proj" else ("rope_parameters",):
+        for key in (
+            ("dense_act_fn", "is_gated_act")
+            if derived == "feed_forward_proj"
+            else ("rope_parameters",)
+        ):
             given.pop(key)
     if "num_labels" in changes:
         given.pop("id2label"), given.pop("label2id")
@@ -93,30 +106,44 @@ def made(family: Family, changes: dict[str, Any], folder: Path) -> torch.nn.Modu
 def outputs_of_theirs(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
     with torch.no_grad():
         found = model(**given)
-    return [found.prediction_logits, found.seq_relationship_logits] if "prediction_logits" in found else [found.logits]
+    return (
+        [found.prediction_logits, found.seq_relationship_logits]
+        if "prediction_logits" in found
+        else [found.logits]
+    )
 
 
 def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     assert len(found) == len(wanted)
-    return max(((f - w).abs().max() / w.abs().max()).item() for f, w in zip(found, wanted, strict=True))
+    return max(
+        ((f - w).abs().max() / w.abs().max()).item() for f, w in zip(found, wanted, strict=True)
+    )
 
 
 def compare(family: Family, changes: dict[str, Any], folder: Path, *, write: bool) -> str:
-    """The refusal's message, or "": pyops computes the same, and with `write` transformers does of what pyops writes."""
+    """The refusal's message, or "": pyops computes the same, and with `write` transformers does of
+    what pyops writes."""
     theirs = made(family, changes, folder / "theirs")
     if theirs is None:
         return "transformers refuses it"
     given = inputs(family)
     if "pixel_values" in given:
         size, channels = theirs.config.image_size, theirs.config.num_channels
-        given = {"pixel_values": torch.randn(3, channels, *(size if isinstance(size, list) else [size, size]))}
+        given = {
+            "pixel_values": torch.randn(
+                3, channels, *(size if isinstance(size, list) else [size, size])
+            )
+        }
     try:
         model = hub.load(folder / "theirs")
     except hub.HubError as refused:
         text = str(refused)
-        assert any(field in text and (str(value)[:20] in text or repr(value) in text) for field, value in changes.items()) or (
-            "tensors" in text or "in the files, but" in text or "rope_type" in text
-        ), f"{changes} is refused without naming it: {text}"
+        assert any(
+            field in text and (str(value)[:20] in text or repr(value) in text)
+            for field, value in changes.items()
+        ) or ("tensors" in text or "in the files, but" in text or "rope_type" in text), (
+            f"{changes} is refused without naming it: {text}"
+        )
         return text
     wanted = outputs_of_theirs(theirs, given)
     assert wanted[0].std() > 0.05, "outputs this small show nothing"
@@ -133,7 +160,10 @@ def compare(family: Family, changes: dict[str, Any], folder: Path, *, write: boo
 def test_a_field_is_computed_or_refused(tmp_path, name):
     """The first value of each field."""
     changed = changes_of(name, most=1)
-    refused = sum(bool(compare(FAMILIES[name], c, tmp_path / str(i), write=False)) for i, c in enumerate(changed))
+    refused = sum(
+        bool(compare(FAMILIES[name], c, tmp_path / str(i), write=False))
+        for i, c in enumerate(changed)
+    )
     assert 0 < refused < len(changed), "both happen in every family"
 
 
@@ -154,24 +184,40 @@ def test_two_fields_are_computed_or_refused(tmp_path, name):
 
 def test_stretched_angles_of_a_part_of_a_head_are_refused(tmp_path):
     """Wherever the part stands; transformers itself can't compute them."""
-    for i, changes in enumerate((
-        {"rope_parameters": LLAMA3, "partial_rotary_factor": 0.5},
-        {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}},
-        {"rope_parameters": {**LLAMA3, "factor": 1.0, "partial_rotary_factor": 0.5}},
-    )):  # fmt: skip
+    for i, changes in enumerate(
+        (
+            {"rope_parameters": LLAMA3, "partial_rotary_factor": 0.5},
+            {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}},
+            {"rope_parameters": {**LLAMA3, "factor": 1.0, "partial_rotary_factor": 0.5}},
+        )
+    ):
         made(FAMILIES["llama"], changes, tmp_path / str(i))
-        with pytest.raises(hub.HubError, match=r"partial_rotary_factor = 0\.5; pyops turns whole heads"):
+        with pytest.raises(
+            hub.HubError, match=r"partial_rotary_factor = 0\.5; pyops turns whole heads"
+        ):
             hub.load(tmp_path / str(i))
-    assert compare(FAMILIES["llama"], {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}}, tmp_path, write=True) == ""
+    assert (
+        compare(
+            FAMILIES["llama"],
+            {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 1.0}},
+            tmp_path,
+            write=True,
+        )
+        == ""
+    )
 
 
-@pytest.mark.parametrize("scaling", [LLAMA3, {**LLAMA3, "rope_theta": 30.0, "factor": 3.0}, {}, None])
+@pytest.mark.parametrize(
+    "scaling", [LLAMA3, {**LLAMA3, "rope_theta": 30.0, "factor": 3.0}, {}, None]
+)
 def test_a_file_with_both_ways_to_write_angles(tmp_path, scaling):
     """Of transformers 4 and of 5; transformers 5 takes the older one, where there is one."""
     family = FAMILIES["llama"]
     made(family, {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**told, "rope_scaling": scaling, "rope_theta": 20.0}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**told, "rope_scaling": scaling, "rope_theta": 20.0})
+    )
     given = inputs(family)
     wanted = outputs_of_theirs(family.model.from_pretrained(tmp_path).eval(), given)
     assert error(outputs_of(hub.load(tmp_path), given), wanted) <= BOUND
@@ -182,11 +228,23 @@ def test_angles_that_are_not_those_of_the_positions(tmp_path):
     made(FAMILIES["bert_rotary"], {}, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
     (name,) = (name for name in tensors if "embed_positions" in name)
-    save_file({**tensors, name: tensors[name].half()}, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, name: tensors[name].half()},
+        tmp_path / "m" / "model.safetensors",
+        {"format": "pt"},
+    )
     hub.load(tmp_path / "m", dtype=torch.float32)  # rounded to the dtype of the file
-    for changed in (tensors[name] + 0.01, tensors[name][:-1].clone(), tensors[name].flip(1).contiguous()):
-        save_file({**tensors, name: changed}, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-        with pytest.raises(hub.HubError, match=r"embed_positions\.weight differs from what pyops computes"):
+    for changed in (
+        tensors[name] + 0.01,
+        tensors[name][:-1].clone(),
+        tensors[name].flip(1).contiguous(),
+    ):
+        save_file(
+            {**tensors, name: changed}, tmp_path / "m" / "model.safetensors", {"format": "pt"}
+        )
+        with pytest.raises(
+            hub.HubError, match=r"embed_positions\.weight differs from what pyops computes"
+        ):
             hub.load(tmp_path / "m")
 
 
@@ -200,7 +258,11 @@ def test_a_head_that_is_not_tied_has_its_own_bias(tmp_path):
         assert torch.equal(hub.load(folder).head.output.bias, head.decoder.bias)
         tensors = load_file(folder / "model.safetensors")
         kept = tensors.pop("cls.predictions.decoder.bias")
-        save_file({**tensors, "cls.predictions.bias": kept}, folder / "model.safetensors", {"format": "pt"})
+        save_file(
+            {**tensors, "cls.predictions.bias": kept},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
         assert torch.equal(hub.load(folder).head.output.bias, head.decoder.bias)
 
 
@@ -209,29 +271,99 @@ def test_what_pyops_makes_transformers_computes(tmp_path, together):
     """Or it is refused when it is written: every option of our configurations, alone and by two."""
     small: dict[str, Any] = {"vocab_size": 53, "num_layers": 2, "num_heads": 4, "dim": 16}
     own: list[tuple[Any, Any, dict[str, Any], dict[str, list[Any]]]] = [
-        (GPT, GPTConfig, {"activation": "gelu_tanh", "sequence_length": 11},
-         {"norm": ["rmsnorm"], "activation": ["gelu", "relu", "swiglu"], "positions": ["rotary"], "tied_head": [False],
-          "bias": [False], "norm_eps": [1e-2], "num_kv_heads": [2], "head_dim": [6], "hidden": [24]}),
-        (GPT, GPTConfig, {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False,
-                          "sequence_length": 11},
-         {"rotary_theta": [77.0], "rotary_stretch": [4.0], "rotary_low": [2.0], "num_kv_heads": [2], "tied_head": [False],
-          "bias": [True], "head_dim": [6], "norm_eps": [1e-2]}),
-        (BERT, BERTConfig, {"sequence_length": 11, "num_types": 3},
-         {"activation": ["gelu_tanh", "relu"], "tied_head": [False], "pooled_head": [False], "positions": ["rotary"],
-          "rotary_theta": [77.0], "norm_eps": [1e-2], "hidden": [24]}),
-        (T5, T5Config, {"num_buckets": 8, "max_distance": 10},
-         {"activation": ["gelu", "gated_gelu", "swiglu"], "tied_head": [False], "scaled_head": [False], "start_token": [2],
-          "num_decoder_layers": [1], "head_dim": [6], "norm_eps": [1e-2], "num_buckets": [4]}),
-    ]  # fmt: skip
-    vit = {"num_labels": 5, "image_size": 6, "patch_size": 2, "num_channels": 2, "num_layers": 2, "num_heads": 4, "dim": 16}
-    own.append((ViT, ViTConfig, vit, {"activation": ["gelu_tanh", "relu"], "norm_eps": [1e-2], "hidden": [24]}))
+        (
+            GPT,
+            GPTConfig,
+            {"activation": "gelu_tanh", "sequence_length": 11},
+            {
+                "norm": ["rmsnorm"],
+                "activation": ["gelu", "relu", "swiglu"],
+                "positions": ["rotary"],
+                "tied_head": [False],
+                "bias": [False],
+                "norm_eps": [1e-2],
+                "num_kv_heads": [2],
+                "head_dim": [6],
+                "hidden": [24],
+            },
+        ),
+        (
+            GPT,
+            GPTConfig,
+            {
+                "activation": "swiglu",
+                "norm": "rmsnorm",
+                "positions": "rotary",
+                "bias": False,
+                "sequence_length": 11,
+            },
+            {
+                "rotary_theta": [77.0],
+                "rotary_stretch": [4.0],
+                "rotary_low": [2.0],
+                "num_kv_heads": [2],
+                "tied_head": [False],
+                "bias": [True],
+                "head_dim": [6],
+                "norm_eps": [1e-2],
+            },
+        ),
+        (
+            BERT,
+            BERTConfig,
+            {"sequence_length": 11, "num_types": 3},
+            {
+                "activation": ["gelu_tanh", "relu"],
+                "tied_head": [False],
+                "pooled_head": [False],
+                "positions": ["rotary"],
+                "rotary_theta": [77.0],
+                "norm_eps": [1e-2],
+                "hidden": [24],
+            },
+        ),
+        (
+            T5,
+            T5Config,
+            {"num_buckets": 8, "max_distance": 10},
+            {
+                "activation": ["gelu", "gated_gelu", "swiglu"],
+                "tied_head": [False],
+                "scaled_head": [False],
+                "start_token": [2],
+                "num_decoder_layers": [1],
+                "head_dim": [6],
+                "norm_eps": [1e-2],
+                "num_buckets": [4],
+            },
+        ),
+    ]
+    vit = {
+        "num_labels": 5,
+        "image_size": 6,
+        "patch_size": 2,
+        "num_channels": 2,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dim": 16,
+    }
+    own.append(
+        (
+            ViT,
+            ViTConfig,
+            vit,
+            {"activation": ["gelu_tanh", "relu"], "norm_eps": [1e-2], "hidden": [24]},
+        )
+    )
     written = 0
     for n, (kind, config, base, choices) in enumerate(own):
         singles = [{}, *({field: value} for field, values in choices.items() for value in values)]
         for i, some in enumerate(itertools.combinations(singles, together)):
             options = {key: value for each in some for key, value in each.items()}
             sizes = {} if kind is ViT else small
-            written += written_is_computed(kind, config(**{**sizes, **base, **options}), tmp_path / f"{n}-{i}")
+            written += written_is_computed(
+                kind, config(**{**sizes, **base, **options}), tmp_path / f"{n}-{i}"
+            )
     assert written > 20 * together
 
 
@@ -246,7 +378,9 @@ def written_is_computed(kind: Any, config: Any, folder: Path) -> bool:
         return False
     told = json.loads((folder / "config.json").read_text())
     theirs = getattr(transformers, told["architectures"][0]).from_pretrained(folder).eval()
-    name = {"vit": "vit", "t5": "t5", "bert": "bert", "roformer": "bert"}.get(told["model_type"], "gpt2")
+    name = {"vit": "vit", "t5": "t5", "bert": "bert", "roformer": "bert"}.get(
+        told["model_type"], "gpt2"
+    )
     given = inputs(FAMILIES[name])
     assert error(outputs_of(model, given), outputs_of_theirs(theirs, given)) <= BOUND, config
     return True

@@ -1,4 +1,5 @@
-"""Folders that pyops writes and reads itself: only what a rank holds is read, files are split, and what is wrong is named."""
+"""Folders that pyops writes and reads itself: only what a rank holds is read, files are split, and
+what is wrong is named."""
 
 from __future__ import annotations
 
@@ -25,10 +26,22 @@ from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, Vi
 pytestmark = pytest.mark.cpu_only
 
 LLAMA = GPTConfig(
-    vocab_size=20, sequence_length=8, num_layers=2, num_heads=4, num_kv_heads=2, dim=8, hidden=12, norm="rmsnorm",
-    activation="swiglu", positions="rotary", tied_head=False, bias=False,
-)  # fmt: skip
-GPT2 = GPTConfig(vocab_size=20, sequence_length=8, num_layers=2, num_heads=4, dim=8, activation="gelu_tanh")
+    vocab_size=20,
+    sequence_length=8,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    dim=8,
+    hidden=12,
+    norm="rmsnorm",
+    activation="swiglu",
+    positions="rotary",
+    tied_head=False,
+    bias=False,
+)
+GPT2 = GPTConfig(
+    vocab_size=20, sequence_length=8, num_layers=2, num_heads=4, dim=8, activation="gelu_tanh"
+)
 MODELS = [
     (GPT, GPT2), (GPT, LLAMA), (BERT, BERTConfig(vocab_size=20, sequence_length=8, num_layers=1, num_heads=2, dim=8)),
     (T5, T5Config(vocab_size=20, num_layers=1, num_heads=2, dim=8)),
@@ -57,10 +70,14 @@ def rewrite(folder: Path, change: Any) -> None:
 
 
 def tell(folder: Path, **fields: Any) -> None:
-    (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **fields}))
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), **fields})
+    )
 
 
-@pytest.mark.parametrize(("kind", "config"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "config"), MODELS, ids=lambda value: getattr(value, "__name__", "")
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_ours_comes_back(tmp_path, kind, config, dtype):
     model = kind(config, seed=3, dtype=dtype)
@@ -70,7 +87,10 @@ def test_a_model_of_ours_comes_back(tmp_path, kind, config, dtype):
     assert not again.training
     assert again.config.resolved() == config.resolved()
     wide = hub.load(tmp_path / "m", dtype=torch.float64)
-    assert all(torch.equal(p, q.double()) for p, q in zip(wide.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q.double())
+        for p, q in zip(wide.parameters(), model.parameters(), strict=True)
+    )
 
 
 def held_and_read(rank: int, group: Any, folder: str) -> tuple[int, int]:
@@ -94,10 +114,19 @@ def test_files_of_at_most_so_many_bytes(world, tmp_path):
     assert len(files) > 4
     assert files[1] == f"model-00001-of-{len(files) - 1:05}.safetensors"
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
-    sizes = {file: sum(t.numel() * 4 for t in load_file(tmp_path / "m" / file).values()) for file in files[1:]}
+    sizes = {
+        file: sum(t.numel() * 4 for t in load_file(tmp_path / "m" / file).values())
+        for file in files[1:]
+    }
     assert max(sizes.values()) <= 1500
-    assert index["metadata"]["total_size"] == sum(sizes.values()) == sum(p.numel() * 4 for p in model.parameters())
-    assert all(name in load_file(tmp_path / "m" / file) for name, file in index["weight_map"].items())
+    assert (
+        index["metadata"]["total_size"]
+        == sum(sizes.values())
+        == sum(p.numel() * 4 for p in model.parameters())
+    )
+    assert all(
+        name in load_file(tmp_path / "m" / file) for name, file in index["weight_map"].items()
+    )
     assert same(hub.load(tmp_path / "m"), model)
     world(2).run(write_split, str(tmp_path / "m"), str(tmp_path / "n"))
     for file in files:
@@ -109,18 +138,32 @@ def write_split(rank: int, group: Any, folder: str, to: str) -> None:
 
 
 def test_spellings_of_other_versions(tmp_path, folder):
-    rewrite(folder, lambda tensors: tensors.update(
-        {name.removeprefix("model."): tensors.pop(name) for name in list(tensors)}
-        | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}))  # fmt: skip
+    rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {name.removeprefix("model."): tensors.pop(name) for name in list(tensors)}
+            | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+        ),
+    )
     tell(folder, rope_parameters=None)  # the base stands beside it
     assert same(hub.load(folder), GPT(LLAMA, seed=1))
     bert = BERT(MODELS[2][1], seed=2)
     hub.save(bert, tmp_path / "bert")
-    rewrite(tmp_path / "bert", lambda tensors: tensors.update(
-        {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensors.pop(n)
-         for n in list(tensors)}
-        | {"bert.embeddings.position_ids": torch.arange(8)[None],
-           "cls.predictions.decoder.weight": bert.embedding.token.weight.detach().clone()}))  # fmt: skip
+    rewrite(
+        tmp_path / "bert",
+        lambda tensors: tensors.update(
+            {
+                n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                    "LayerNorm.bias", "LayerNorm.beta"
+                ): tensors.pop(n)
+                for n in list(tensors)
+            }
+            | {
+                "bert.embeddings.position_ids": torch.arange(8)[None],
+                "cls.predictions.decoder.weight": bert.embedding.token.weight.detach().clone(),
+            }
+        ),
+    )
     assert same(hub.load(tmp_path / "bert"), bert)
 
 
@@ -146,7 +189,11 @@ def refused(folder: Path, message: str, **options: Any) -> None:
 
 def test_an_architecture_that_is_not_known(folder):
     tell(folder, architectures=["MambaForCausalLM"], model_type="mamba")
-    refused(folder, r"'MambaForCausalLM'.*not known; known are GPT2LMHeadModel \(gpt2\), LlamaForCausalLM \(llama\), BertFor")
+    refused(
+        folder,
+        r"'MambaForCausalLM'.*not known; known are GPT2LMHeadModel \(gpt2\), "
+        r"LlamaForCausalLM \(llama\), BertFor",
+    )
     tell(folder, architectures=["LlamaForSequenceClassification"], model_type="llama")
     refused(folder, "'LlamaForSequenceClassification'.*not known")
 
@@ -156,7 +203,11 @@ def test_missing_and_unexpected_tensors(folder):
         tensors["extra.weight"] = tensors.pop("model.norm.weight")
 
     rewrite(folder, change)
-    refused(folder, r"lack 1 tensors \(model.norm.weight\) and have besides 1 tensors \(extra.weight\) of LlamaForCausalLM")
+    refused(
+        folder,
+        r"lack 1 tensors \(model.norm.weight\) and have besides 1 tensors "
+        r"\(extra.weight\) of LlamaForCausalLM",
+    )
 
 
 def test_a_tensor_of_another_shape(folder):
@@ -167,12 +218,21 @@ def test_a_tensor_of_another_shape(folder):
 def test_a_copy_that_is_none(tmp_path):
     model = GPT(GPT2, seed=1)
     hub.save(model, tmp_path / "m")
-    rewrite(tmp_path / "m", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    rewrite(
+        tmp_path / "m", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()})
+    )
     assert same(hub.load(tmp_path / "m"), model)
     rewrite(tmp_path / "m", lambda t: t["lm_head.weight"][3].add_(1.0))
-    refused(tmp_path / "m", "lm_head.weight differs from transformer.wte.weight, but config.json ties them")
+    refused(
+        tmp_path / "m",
+        "lm_head.weight differs from transformer.wte.weight, but config.json ties them",
+    )
     rewrite(tmp_path / "m", lambda t: t.update({"lm_head.weight": torch.zeros(2, 2)}))
-    refused(tmp_path / "m", r"lm_head.weight is \[2, 2\], and transformer.wte.weight, whose copy it should be, \[20, 8\]")
+    refused(
+        tmp_path / "m",
+        r"lm_head.weight is \[2, 2\], and transformer.wte.weight, whose copy it should "
+        r"be, \[20, 8\]",
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +256,10 @@ def test_damaged_files_are_named(tmp_path, folder):
         refused(folder, r"model.safetensors is missing, damaged or cut short")
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    refused(folder, "no folder with model.safetensors.*; pytorch_model.bin is a pickle, which is not read")
+    refused(
+        folder,
+        "no folder with model.safetensors.*; pytorch_model.bin is a pickle, which is not read",
+    )
     (folder / "config.json").write_text("{")
     refused(folder, "config.json is damaged|no folder with")
     hub.save(GPT(LLAMA), tmp_path / "m", max_file_bytes=3000)
@@ -208,12 +271,15 @@ def test_damaged_files_are_named(tmp_path, folder):
 
 
 def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
-    """Nothing is fetched; the message says how to. A path with a slip of the pen gets no such hint."""
+    """Nothing is fetched; the message says how to. A path with a slip of the pen gets no such
+    hint."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     named = 'huggingface_hub.snapshot_download("openai-community/gpt2"'
     for name in ("openai-community/gpt2", "gpt2"):
-        with pytest.raises(hub.HubError, match=re.escape(f'huggingface_hub.snapshot_download("{name}") returns')):
+        with pytest.raises(
+            hub.HubError, match=re.escape(f'huggingface_hub.snapshot_download("{name}") returns')
+        ):
             hub.load(name)
     with pytest.raises(hub.HubError, match=re.escape(named)):
         read_config("openai-community/gpt2")
@@ -230,7 +296,9 @@ def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path, monkeypatch):
 
 
 def test_files_of_several_dtypes(folder):
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()}))
+    rewrite(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].half()})
+    )
     refused(folder, r"the files hold \['torch.float16', 'torch.float32'\]; name the dtype")
     assert hub.load(folder, dtype=torch.float16).head.output.weight.dtype == torch.float16
 
@@ -261,14 +329,24 @@ def no_room(rank: int, group: Any, folder: str, to: str) -> str:
 
 
 def test_ranks_fail_together(world, tmp_path, folder):
-    assert all("llama-gone is no safetensors file" in message for message in world(2).run(fail_together, str(folder)))
-    hub.save(GPT(GPTConfig(vocab_size=9, num_layers=1, num_heads=3, dim=6, activation="gelu_tanh")), tmp_path / "three")
+    assert all(
+        "llama-gone is no safetensors file" in message
+        for message in world(2).run(fail_together, str(folder))
+    )
+    hub.save(
+        GPT(GPTConfig(vocab_size=9, num_layers=1, num_heads=3, dim=6, activation="gelu_tanh")),
+        tmp_path / "three",
+    )
     messages = world(4).run(too_many, str(tmp_path / "three"))
-    assert all("3 heads in 3 groups can't be split over 4 ranks" in message for message in messages), messages
+    assert all(
+        "3 heads in 3 groups can't be split over 4 ranks" in message for message in messages
+    ), messages
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "tokenizer.json").write_text("{}")
     messages = world(2).run(no_room, str(folder), str(tmp_path / "there"))
-    assert all("there is there already and holds tokenizer.json; a save replaces" in m for m in messages), messages
+    assert all(
+        "there is there already and holds tokenizer.json; a save replaces" in m for m in messages
+    ), messages
     (tmp_path / "file").write_text("")
     messages = world(2).run(no_room, str(folder), str(tmp_path / "file" / "m"))
     assert all("can't be written: Not a directory" in message for message in messages), messages
@@ -276,10 +354,17 @@ def test_ranks_fail_together(world, tmp_path, folder):
 
 def test_a_model_that_no_architecture_computes(tmp_path):
     mixed = GPT(GPTConfig(vocab_size=9, num_layers=1, num_heads=1, dim=4, positions="rotary"))
-    with pytest.raises(hub.HubError, match=r"gpt2 has no positions = 'rotary'; llama has no norm = 'layernorm', activation"):
+    with pytest.raises(
+        hub.HubError,
+        match=r"gpt2 has no positions = 'rotary'; llama has no norm = 'layernorm', activation",
+    ):
         hub.save(mixed, tmp_path / "m")
-    both = BERTConfig(vocab_size=9, num_layers=1, num_heads=1, dim=4, positions="rotary", rotary_theta=500.0)
-    with pytest.raises(hub.HubError, match=r"roformer has no rotary_theta = 500\.0, pooled_head = True"):
+    both = BERTConfig(
+        vocab_size=9, num_layers=1, num_heads=1, dim=4, positions="rotary", rotary_theta=500.0
+    )
+    with pytest.raises(
+        hub.HubError, match=r"roformer has no rotary_theta = 500\.0, pooled_head = True"
+    ):
         hub.save(BERT(both), tmp_path / "m")
     with pytest.raises(hub.HubError, match="a Linear is no model that can be written"):
         hub.save(torch.nn.Linear(2, 2), tmp_path / "m")
@@ -288,13 +373,22 @@ def test_a_model_that_no_architecture_computes(tmp_path):
 
 def test_a_roformer_read_as_what_it_is_not(tmp_path):
     config = BERTConfig(
-        vocab_size=9, sequence_length=8, num_layers=1, num_heads=1, dim=4, positions="rotary", pooled_head=False
+        vocab_size=9,
+        sequence_length=8,
+        num_layers=1,
+        num_heads=1,
+        dim=4,
+        positions="rotary",
+        pooled_head=False,
     )
     hub.save(BERT(config), tmp_path / "m")
     told = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"embedding_size": None}))
     assert hub.load(tmp_path / "m").config == config.resolved()
-    for changes, name in (({"positions": "learned"}, "position_embeddings"), ({"pooled_head": True}, "pooler")):
+    for changes, name in (
+        ({"positions": "learned"}, "position_embeddings"),
+        ({"pooled_head": True}, "pooler"),
+    ):
         with pytest.raises(hub.HubError, match=f"lack . tensors.*{name}"):
             hub.load(tmp_path / "m", **changes)
     (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"embedding_size": 3}))
@@ -307,7 +401,9 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, folder):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pyops.hub.saving.write_tensors", fail)
-    with pytest.raises(hub.HubError, match=r"m can't be written: No space left on device; make room"):
+    with pytest.raises(
+        hub.HubError, match=r"m can't be written: No space left on device; make room"
+    ):
         hub.save(hub.load(folder), tmp_path / "m")
     assert not list(tmp_path.glob("m*"))
     shutil.rmtree(folder)
@@ -323,7 +419,9 @@ def test_a_folder_of_an_earlier_save_is_replaced_and_nothing_else(tmp_path, monk
     hub.save(GPT(LLAMA, seed=1), tmp_path / "empty")
     for name in ("tokenizer.json", "notes"):
         (tmp_path / "m" / name).write_text("mine")
-        with pytest.raises(hub.HubError, match=f"is there already and holds {name}; a save replaces"):
+        with pytest.raises(
+            hub.HubError, match=f"is there already and holds {name}; a save replaces"
+        ):
             hub.save(GPT(LLAMA, seed=3), tmp_path / "m")
         assert (tmp_path / "m" / name).read_text() == "mine"
         (tmp_path / "m" / name).unlink()

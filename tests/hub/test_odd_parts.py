@@ -1,4 +1,5 @@
-"""hub.save over ranks, of which one has a parameter that is no part of the whole: all ranks raise, and nothing is written."""
+"""hub.save over ranks, of which one has a parameter that is no part of the whole: all ranks raise,
+and nothing is written."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from pyops.models import GPT, GPTConfig
 
 pytestmark = pytest.mark.cpu_only
 
-CONFIG = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=2, dim=8, tied_head=False)
+CONFIG = GPTConfig(
+    vocab_size=12, sequence_length=4, num_layers=1, num_heads=2, dim=8, tied_head=False
+)
 
 
 def _emptied(t: Tensor) -> Tensor:
@@ -38,7 +41,9 @@ def _saved(rank: int, group: Any, folder: Path, case: str | None) -> str:
     down: Any = model.blocks[0].mlp.down
     if rank == 1 and case is not None:
         whole = down.weight.detach()
-        down.weight = nn.Parameter(torch._neg_view(-whole) if case == "negative view" else ODD[case](whole))
+        down.weight = nn.Parameter(
+            torch._neg_view(-whole) if case == "negative view" else ODD[case](whole)
+        )
     try:
         hub.save(model, folder, group=group)
     except hub.HubError as error:
@@ -56,6 +61,8 @@ def test_a_part_that_does_not_fit_is_refused_on_all_ranks(world, tmp_path, case:
 def test_a_negative_view_is_written_with_its_sign(world, tmp_path):
     for case in (None, "negative view"):
         assert world(2).run(_saved, tmp_path / str(case), case) == ["saved"] * 2
-    plain, negative = (load_file(tmp_path / case / "model.safetensors") for case in ("None", "negative view"))
+    plain, negative = (
+        load_file(tmp_path / case / "model.safetensors") for case in ("None", "negative view")
+    )
     assert all(torch.equal(plain[name], negative[name]) for name in plain)
     assert plain["transformer.h.0.mlp.c_proj.weight"].abs().max() > 0

@@ -1,4 +1,5 @@
-"""What transformers computes from a folder, pyops computes at any number of ranks, and writes back bit by bit."""
+"""What transformers computes from a folder, pyops computes at any number of ranks, and writes back
+bit by bit."""
 
 from __future__ import annotations
 
@@ -47,8 +48,13 @@ def test_outputs_on_several_ranks(world, made, ranks, sequence_parallel):
 
 
 def assert_same_folder(written: Path, folder: Path) -> None:
-    found, wanted = load_file(written / "model.safetensors"), load_file(folder / "model.safetensors")
-    wanted.pop("roformer.encoder.embed_positions.weight", None)  # sines and cosines, which no model has to learn
+    found, wanted = (
+        load_file(written / "model.safetensors"),
+        load_file(folder / "model.safetensors"),
+    )
+    wanted.pop(
+        "roformer.encoder.embed_positions.weight", None
+    )  # sines and cosines, which no model has to learn
     assert list(sorted(found)) == list(sorted(wanted))
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
@@ -71,7 +77,9 @@ def test_transformers_reads_what_is_written(made, tmp_path):
     again = family.model.from_pretrained(tmp_path / "w").eval()
     with torch.no_grad():
         found: Any = again(**given)
-    assert torch.equal(found.prediction_logits if folder.name == "bert" else found.logits, outputs[0])
+    assert torch.equal(
+        found.prediction_logits if folder.name == "bert" else found.logits, outputs[0]
+    )
     before, after = family.model.from_pretrained(folder).config.to_dict(), again.config.to_dict()
     differing = {key for key in before | after if before.get(key) != after.get(key)}
     assert differing <= {"_name_or_path", "n_inner"}, "n_inner of None is 4 n_embd"
@@ -88,15 +96,23 @@ def test_losses_are_those_of_transformers(made):
         wanted: Any = theirs(**given, labels=labels).loss
     else:
         shape = given.get("decoder_input_ids", given["input_ids"]).shape
-        labels = torch.randint(53, shape, generator=generator).masked_fill(torch.rand(shape, generator=generator) < 0.3, -100)
+        labels = torch.randint(53, shape, generator=generator).masked_fill(
+            torch.rand(shape, generator=generator) < 0.3, -100
+        )
         mask = given["attention_mask"].bool() if "attention_mask" in given else None
         more = {"next_sentence_label": torch.tensor([0, 1, 1])} if folder.name == "bert" else {}
-        wanted = theirs(**{k: v for k, v in given.items() if k != "decoder_input_ids"}, labels=labels, **more).loss
+        wanted = theirs(
+            **{k: v for k, v in given.items() if k != "decoder_input_ids"}, labels=labels, **more
+        ).loss
         if folder.name.startswith("t5"):
             found = model.loss(given["input_ids"], labels, mask=mask)
         elif folder.name.startswith("bert"):
             next_B = more.get("next_sentence_label")
-            found = model.loss(given["input_ids"], labels, types=given["token_type_ids"], mask=mask, next_B=next_B)
+            found = model.loss(
+                given["input_ids"], labels, types=given["token_type_ids"], mask=mask, next_B=next_B
+            )
         else:  # they shift labels by one themselves
-            found = model.loss(given["input_ids"], torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1))
+            found = model.loss(
+                given["input_ids"], torch.cat([labels[:, 1:], torch.full((3, 1), -100)], dim=1)
+            )
     assert found.item() == pytest.approx(wanted.item(), abs=1e-5)

@@ -1,4 +1,5 @@
-"""One tiny model of each family, a loss of it with dropout, and steps of training; the same on every layout of ranks."""
+"""One tiny model of each family, a loss of it with dropout, and steps of training; the same on
+every layout of ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +15,37 @@ from pyops.tensor_parallel import finish_gradients
 
 __all__ = ["BATCH", "FAMILIES", "LENGTH", "gradients", "loss_of", "losses", "make"]
 
-BATCH, LENGTH, VOCAB = 3, 5, 13  # 15 tokens, which 2 and 4 ranks don't divide; nor do they the vocabulary
-SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "dim": 8, "hidden": 10, "dropout": 0.1, "attention_dropout": 0.1}
-LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "bias": False, "tied_head": False}
+BATCH, LENGTH, VOCAB = (
+    3,
+    5,
+    13,
+)  # 15 tokens, which 2 and 4 ranks don't divide; nor do they the vocabulary
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "dim": 8,
+    "hidden": 10,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "num_kv_heads": 2,
+    "bias": False,
+    "tied_head": False,
+}
 FAMILIES: dict[str, tuple[type, Any]] = {
     "gpt": (GPT, GPTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES)),
     "llama": (GPT, GPTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES, **LLAMA)),
     "bert": (BERT, BERTConfig(vocab_size=VOCAB, sequence_length=LENGTH, **SIZES)),
-    "roformer": (BERT, BERTConfig(vocab_size=VOCAB, sequence_length=LENGTH, positions="rotary", pooled_head=False, **SIZES)),
+    "roformer": (
+        BERT,
+        BERTConfig(
+            vocab_size=VOCAB, sequence_length=LENGTH, positions="rotary", pooled_head=False, **SIZES
+        ),
+    ),
     "t5": (T5, T5Config(vocab_size=VOCAB, num_buckets=4, max_distance=4, **SIZES)),
     "vit": (ViT, ViTConfig(num_labels=VOCAB, image_size=4, patch_size=2, **SIZES)),
 }
@@ -33,7 +57,13 @@ def make(name: str, *, num_layers: int = 2, **options: Any) -> Any:
 
 
 def loss_of(
-    model: Any, *, step: int, first_row: int = 0, rows: int = BATCH, reduction: str = "mean", through: Any = None
+    model: Any,
+    *,
+    step: int,
+    first_row: int = 0,
+    rows: int = BATCH,
+    reduction: str = "mean",
+    through: Any = None,
 ) -> Tensor:
     """The loss of rows [first_row, first_row + rows) of a batch of its own, with step's dropout.
 
@@ -42,13 +72,17 @@ def loss_of(
     generator = torch.Generator().manual_seed(2)
 
     def tokens(length: int = LENGTH, high: int = VOCAB) -> Tensor:
-        return torch.randint(high, (BATCH, length), generator=generator)[first_row : first_row + rows]
+        return torch.randint(high, (BATCH, length), generator=generator)[
+            first_row : first_row + rows
+        ]
 
     dtype = next(model.parameters()).dtype
     key = {"seed": 9, "step": step, "first_row": first_row}
     call = model if through is None else through
     if isinstance(model, ViT):
-        images = torch.randn(BATCH, 3, 4, 4, generator=generator)[first_row : first_row + rows].to(dtype)
+        images = torch.randn(BATCH, 3, 4, 4, generator=generator)[first_row : first_row + rows].to(
+            dtype
+        )
         model.set_dropout(rows, **key)
         return call(images, tokens(1)[:, 0], reduction=reduction)
     given, targets = tokens(), tokens()
@@ -77,7 +111,9 @@ def losses(model: nn.Module, *, steps: int, group: Any = None) -> list[float]:
     return found
 
 
-def gradients(model: nn.Module, *, group: Any = None) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+def gradients(
+    model: nn.Module, *, group: Any = None
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
     """{name: (whole shape, offset, this rank's part of the gradient)}, and "loss"."""
     loss = loss_of(model, step=3)
     loss.backward()

@@ -1,4 +1,5 @@
-"""Every model learns the same with its batch cut over ranks, its layers cut or not, its gradients reduced or its states cut."""
+"""Every model learns the same with its batch cut over ranks, its layers cut or not, its gradients
+reduced or its states cut."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ OPTIONS = {"lr": 5e-3, "eps": 1e-6}
 FAMILIES = ("gpt", "bert", "t5", "vit")
 
 
-def curve(name: str, *, tp: int = 1, stage: int | None = None, sequence_parallel: bool = False) -> list[float]:
-    """Losses of the whole batch. Two or more data-parallel ranks have unequal parts of it; stage None: DataParallel."""
+def curve(
+    name: str, *, tp: int = 1, stage: int | None = None, sequence_parallel: bool = False
+) -> list[float]:
+    """Losses of the whole batch. Two or more data-parallel ranks have unequal parts of it; stage
+    None: DataParallel."""
     dp = dist.get_world_size() // tp if dist.is_initialized() else 1
     mesh = Mesh(Axes(dp=dp, tp=tp))
     group, tp_group = mesh.group("dp"), mesh.group("tp") if tp > 1 else None
@@ -33,14 +37,22 @@ def curve(name: str, *, tp: int = 1, stage: int | None = None, sequence_parallel
         optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIONS)
     else:
         optimizer = ZeroOptimizer(
-            model, torch.optim.AdamW, stage=stage, group=group, tp_group=tp_group, op="sum", **OPTIONS
-        )  # fmt: skip
+            model,
+            torch.optim.AdamW,
+            stage=stage,
+            group=group,
+            tp_group=tp_group,
+            op="sum",
+            **OPTIONS,
+        )
     rows = BATCH // dp + (mesh.rank("dp") < BATCH % dp)
     first_row = 0 if mesh.rank("dp") == 0 else BATCH - rows
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model, step=step, first_row=first_row, rows=rows, reduction="sum", through=through) / (BATCH * LENGTH)
+        loss = loss_of(
+            model, step=step, first_row=first_row, rows=rows, reduction="sum", through=through
+        ) / (BATCH * LENGTH)
         loss.backward()
         if stage is None:
             finish_gradients(model, group=tp_group)
@@ -52,8 +64,13 @@ def curve(name: str, *, tp: int = 1, stage: int | None = None, sequence_parallel
     return found
 
 
-def curves(rank: int, group: Any, tp: int, stage: int | None, sequence_parallel: bool) -> dict[str, list[float]]:
-    return {name: curve(name, tp=tp, stage=stage, sequence_parallel=sequence_parallel) for name in FAMILIES}
+def curves(
+    rank: int, group: Any, tp: int, stage: int | None, sequence_parallel: bool
+) -> dict[str, list[float]]:
+    return {
+        name: curve(name, tp=tp, stage=stage, sequence_parallel=sequence_parallel)
+        for name in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +89,9 @@ def alone() -> dict[str, list[float]]:
 def test_loss_curves_are_those_of_one_process(world, alone, ranks, tp, stage, sequence_parallel):
     found = world(ranks).run(curves, tp, stage, sequence_parallel, timeout=180.0)
     for family, wanted in alone.items():
-        assert wanted[-1] < 0.9 * wanted[0], f"{family} learns nothing, so this shows nothing: {wanted}"
+        assert wanted[-1] < 0.9 * wanted[0], (
+            f"{family} learns nothing, so this shows nothing: {wanted}"
+        )
         for rank, run in enumerate(found):
             errors = [abs(f - w) for f, w in zip(run[family], wanted, strict=True)]
             assert max(errors) <= 1e-5, (family, rank, max(errors))

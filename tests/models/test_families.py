@@ -1,5 +1,5 @@
-"""BERT, T5 and ViT: what is promised of each, and what is refused. That they compute what the papers say is tested against
-transformers, in tests/hub."""
+"""BERT, T5 and ViT: what is promised of each, and what is refused. That they compute what the
+papers say is tested against transformers, in tests/hub."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def test_every_dropout_draws_from_a_stream_of_its_own(name):
     model = make(name)
     loss_of(model, step=0)
     states = [m.state for m in model.modules() if getattr(m, "state", None) is not None]
-    with_p = [m for m in model.modules() if getattr(m, "p", 0.0) > 0.0 or isinstance(getattr(m, "dropout", None), float)]
+    with_p = [
+        m
+        for m in model.modules()
+        if getattr(m, "p", 0.0) > 0.0 or isinstance(getattr(m, "dropout", None), float)
+    ]
     assert len(states) >= len(with_p) > 4
     assert len({state[0].item() for state in states}) == len(states)
 
@@ -114,8 +118,16 @@ def test_a_bert_without_a_pooled_head_gives_logits_alone():
     ("name", "changes", "message"),
     [
         ("bert", {"num_heads": 3}, "dim is 8, which num_heads = 3 does not divide"),
-        ("bert", {"activation": "swiglu"}, "activation is 'swiglu'; choose one of gelu, gelu_tanh, relu"),
-        ("bert", {"num_heads": 8, "positions": "rotary"}, r"a head is 1 wide \(dim 8 / num_heads 8\); make that even"),
+        (
+            "bert",
+            {"activation": "swiglu"},
+            "activation is 'swiglu'; choose one of gelu, gelu_tanh, relu",
+        ),
+        (
+            "bert",
+            {"num_heads": 8, "positions": "rotary"},
+            r"a head is 1 wide \(dim 8 / num_heads 8\); make that even",
+        ),
         ("bert", {"num_types": 0}, "num_types is 0; it must be 1 or more"),
         ("t5", {"num_buckets": 5}, "num_buckets is 5; it must be even, 4 or more"),
         ("t5", {"start_token": 13}, "start_token is 13, outside the vocabulary of 13"),
@@ -134,6 +146,8 @@ def test_bad_inputs_are_refused():
         quiet("bert")(torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"token 13 at \[0, 1\] is outside the vocabulary of 13"):
         quiet("t5")(torch.tensor([[0, 13]]), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"images are \(2, 3, 5, 5\); this model takes \[B, 3, 4, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"images are \(2, 3, 5, 5\); this model takes \[B, 3, 4, 4\]"
+    ):
         quiet("vit")(torch.zeros(2, 3, 5, 5))
     assert {type(quiet(name)) for name in OTHERS} == {BERT, T5, ViT}

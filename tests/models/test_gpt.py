@@ -16,9 +16,15 @@ from pyops.models import GPT, GPTConfig, sample
 
 TINY = GPTConfig(vocab_size=11, sequence_length=9, num_layers=2, num_heads=2, dim=12)
 VARIANTS = [
-    dataclasses.replace(TINY, norm=norm, activation=activation, positions=positions, tied_head=tied, bias=bias)
+    dataclasses.replace(
+        TINY, norm=norm, activation=activation, positions=positions, tied_head=tied, bias=bias
+    )
     for norm, activation, positions, tied, bias in itertools.product(
-        ("layernorm", "rmsnorm"), ("gelu", "swiglu"), ("learned", "rotary"), (True, False), (True, False)
+        ("layernorm", "rmsnorm"),
+        ("gelu", "swiglu"),
+        ("learned", "rotary"),
+        (True, False),
+        (True, False),
     )
 ]
 
@@ -56,7 +62,9 @@ def formula(p: dict[str, Tensor], tokens: Tensor, config: GPTConfig) -> Tensor:
 
     def turn(x: Tensor) -> Tensor:
         """Rotary positions as multiplication by complex numbers of length 1."""
-        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (
+            -torch.arange(0, K, 2, dtype=torch.float64) / K
+        )
         cos, sin = angle.cos().float(), angle.sin().float()  # tables are kept so
         unit = torch.complex(cos.to(x), sin.to(x))
         z = torch.complex(x[..., : K // 2], x[..., K // 2 :]) * unit
@@ -77,7 +85,8 @@ def formula(p: dict[str, Tensor], tokens: Tensor, config: GPTConfig) -> Tensor:
     def mlp(x: Tensor, name: str) -> Tensor:
         if config.activation == "swiglu":
             gate, up = (
-                torch.einsum("...i,oi->...o", x, p[f"{name}.up.weight"][i]) + (p[f"{name}.up.bias"][i] if config.bias else 0)
+                torch.einsum("...i,oi->...o", x, p[f"{name}.up.weight"][i])
+                + (p[f"{name}.up.bias"][i] if config.bias else 0)
                 for i in range(2)
             )
             return affine(gate / (1 + torch.exp(-gate)) * up, f"{name}.down")
@@ -94,7 +103,9 @@ def formula(p: dict[str, Tensor], tokens: Tensor, config: GPTConfig) -> Tensor:
     return norm(x, "head.norm") @ p[head].T
 
 
-def loss_and_gradients(parameters: dict[str, Tensor], logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+def loss_and_gradients(
+    parameters: dict[str, Tensor], logits: Tensor, target: Tensor
+) -> tuple[Tensor, ...]:
     loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
     return loss, *torch.autograd.grad(loss, list(parameters.values()))
 
@@ -108,7 +119,10 @@ def test_every_variant_computes_its_formula(config, device):
         return loss_and_gradients(dict(model.named_parameters()), model(tokens), target)
 
     def plain(dtype: torch.dtype, tokens: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        copies = {n: p.detach().to(dtype).requires_grad_() for n, p in perturbed(config, device).named_parameters()}
+        copies = {
+            n: p.detach().to(dtype).requires_grad_()
+            for n, p in perturbed(config, device).named_parameters()
+        }
         return loss_and_gradients(copies, formula(copies, tokens, config), target)
 
     names = ["loss", *dict(perturbed(config, device).named_parameters())]
@@ -116,10 +130,13 @@ def test_every_variant_computes_its_formula(config, device):
     for name, found, wanted in zip(names, ours(torch.float64, *draws[0]), exact[0], strict=True):
         size = wanted.abs().max().item()
         assert size > 1e-6, f"{name} gets no gradient, so this shows nothing"
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13 * max(size, 1.0), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=1e-13 * max(size, 1.0), msg=lambda m, n=name: f"{n}: {m}"
+        )
 
     def error(compute: Callable[..., tuple[Tensor, ...]]) -> float:
-        """Over all gradients of all draws: in which of them float32 rounds worst is chance, as sums run in another order."""
+        """Over all gradients of all draws: in which of them float32 rounds worst is chance, as sums
+        run in another order."""
         found = [compute(torch.float32, *draw) for draw in draws]
         pairs = [pair for f, w in zip(found, exact, strict=True) for pair in zip(f, w, strict=True)]
         return math.sqrt(sum((f - w).pow(2).sum().item() for f, w in pairs))
@@ -162,7 +179,9 @@ def test_initial_parameters_depend_on_seed_and_name_alone(device):
         if tensor.ndim == 2:
             assert not torch.equal(tensor.cpu(), other[name]), name
     drawn = [t.cpu() for n, t in first.state_dict().items() if t.ndim == 2 and "head" not in n]
-    assert len({t.flatten()[0].item() for t in drawn}) == len(drawn), "two parameters share a stream"
+    assert len({t.flatten()[0].item() for t in drawn}) == len(drawn), (
+        "two parameters share a stream"
+    )
 
 
 def test_initial_sizes(device):
@@ -174,7 +193,10 @@ def test_initial_sizes(device):
 
 
 def test_tied_head_is_one_parameter(device):
-    tied, untied = GPT(TINY, device=device), GPT(dataclasses.replace(TINY, tied_head=False), device=device)
+    tied, untied = (
+        GPT(TINY, device=device),
+        GPT(dataclasses.replace(TINY, tied_head=False), device=device),
+    )
     assert tied.head.output.weight is tied.embedding.token.weight
     assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
 
@@ -199,8 +221,14 @@ def test_dropout_is_of_the_row_of_the_global_batch_and_the_step(device):
     torch.testing.assert_close(torch.cat(parts), whole)
     assert not torch.allclose(dropped(model, tokens, step=3), whole)
     assert not torch.allclose(dropped(model, tokens[2:], step=2, first_row=0), whole[2:])
-    keys = [m.state[0].item() for m in model.modules() if getattr(m, "state", None) is not None and getattr(m, "p", 0)]
-    assert len(set(keys)) == len(keys) == 1 + 2 * TINY.num_layers, "each dropout draws from a stream of its own"
+    keys = [
+        m.state[0].item()
+        for m in model.modules()
+        if getattr(m, "state", None) is not None and getattr(m, "p", 0)
+    ]
+    assert len(set(keys)) == len(keys) == 1 + 2 * TINY.num_layers, (
+        "each dropout draws from a stream of its own"
+    )
     model.eval()
     plain = GPT(TINY, device=device)
     plain.load_state_dict(model.state_dict())
@@ -224,7 +252,9 @@ def test_dropout_without_a_key_says_what_to_call(device):
 @pytest.mark.real_device
 @pytest.mark.slow
 def test_torch_compile_breaks_no_graph(device):
-    model = perturbed(dataclasses.replace(TINY, dropout=0.2, positions="rotary", activation="swiglu"), device)
+    model = perturbed(
+        dataclasses.replace(TINY, dropout=0.2, positions="rotary", activation="swiglu"), device
+    )
     tokens = torch.randint(TINY.vocab_size, (2, 9), device=device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for step in range(3):  # new masks every time, and no new graph
@@ -251,9 +281,19 @@ def test_sampling_is_keyed_by_its_seed(device):
 def test_sampling_follows_the_softmax(device):
     class Fixed(torch.nn.Module):
         def forward(self, tokens: Tensor) -> Tensor:
-            return torch.tensor([0.1, 0.6, 0.3], device=tokens.device).log().expand(1, tokens.shape[1], 3)
+            return (
+                torch.tensor([0.1, 0.6, 0.3], device=tokens.device)
+                .log()
+                .expand(1, tokens.shape[1], 3)
+            )
 
-    drawn = sample(Fixed(), torch.zeros(1, dtype=torch.int64, device=device), num_tokens=2000, context=4, temperature=1.0)
+    drawn = sample(
+        Fixed(),
+        torch.zeros(1, dtype=torch.int64, device=device),
+        num_tokens=2000,
+        context=4,
+        temperature=1.0,
+    )
     shares = torch.bincount(drawn[1:], minlength=3) / 2000
     torch.testing.assert_close(shares.cpu(), torch.tensor([0.1, 0.6, 0.3]), atol=0.05, rtol=0)
 
@@ -264,8 +304,14 @@ def test_sampling_follows_the_softmax(device):
         ({"dim": 10, "num_heads": 4}, "dim is 10, which num_heads = 4 does not divide"),
         ({"num_layers": 0}, "num_layers is 0; it must be 1 or more"),
         ({"norm": "batchnorm"}, "norm is 'batchnorm'; choose one of layernorm, rmsnorm"),
-        ({"activation": "tanh"}, "activation is 'tanh'; choose one of gelu, gelu_tanh, relu, swiglu"),
-        ({"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads is 3, which does not divide num_heads = 4"),
+        (
+            {"activation": "tanh"},
+            "activation is 'tanh'; choose one of gelu, gelu_tanh, relu, swiglu",
+        ),
+        (
+            {"num_kv_heads": 3, "num_heads": 4},
+            "num_kv_heads is 3, which does not divide num_heads = 4",
+        ),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rotary_stretch": 0.5}, "rotary_stretch is 0.5"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1; it is a probability"),
@@ -286,8 +332,11 @@ def test_a_sequence_that_is_too_long(device):
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_a_past_changes_no_logits(positions, device):
-    """Tokens one at a time after a prompt, groups that share keys, against all at once; what is too long is refused."""
-    config = dataclasses.replace(TINY, positions=positions, num_heads=2, num_kv_heads=1, num_layers=2)
+    """Tokens one at a time after a prompt, groups that share keys, against all at once; what is too
+    long is refused."""
+    config = dataclasses.replace(
+        TINY, positions=positions, num_heads=2, num_kv_heads=1, num_layers=2
+    )
     model = perturbed(config, device).double().eval()
     tokens = torch.randint(config.vocab_size, (2, config.sequence_length), device=device)
     with torch.no_grad():
@@ -296,7 +345,9 @@ def test_a_past_changes_no_logits(positions, device):
         parts = [model(tokens[:, :3], past=past)]
         parts += [model(tokens[:, i : i + 1], past=past) for i in range(3, config.sequence_length)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-12)
-        with pytest.raises(ValueError, match=f"a sequence of {config.sequence_length + 1} tokens is longer"):
+        with pytest.raises(
+            ValueError, match=f"a sequence of {config.sequence_length + 1} tokens is longer"
+        ):
             model(tokens[:, :1], past=past)
         model(tokens[:, :1], past=(past := model.new_past()))
         with pytest.raises(ValueError, match="2 tokens follow 1 of the past"):
@@ -304,7 +355,8 @@ def test_a_past_changes_no_logits(positions, device):
 
 
 def test_sampling_with_a_past_draws_what_it_draws_without(device):
-    """Past the end of the context too, which costs one forward of half of it; else each token is computed once."""
+    """Past the end of the context too, which costs one forward of half of it; else each token is
+    computed once."""
     model = perturbed(TINY, device).double()
     shown: list[int] = []
     model.embedding.register_forward_pre_hook(lambda _, args: shown.append(args[0].shape[1]))

@@ -1,4 +1,5 @@
-"""Every model computes the same on one rank and on several, with sequence parallelism or without, dropout included."""
+"""Every model computes the same on one rank and on several, with sequence parallelism or without,
+dropout included."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ STEPS = 50
 
 def run_gradients(rank: int, group: Any, sequence_parallel: bool) -> dict[str, Any]:
     return {
-        name: gradients(make(name, group=group, sequence_parallel=sequence_parallel, dtype=torch.float64), group=group)
+        name: gradients(
+            make(name, group=group, sequence_parallel=sequence_parallel, dtype=torch.float64),
+            group=group,
+        )
         for name in FAMILIES
     }
 
 
 def run_losses(rank: int, group: Any, sequence_parallel: bool) -> dict[str, list[float]]:
     return {
-        name: losses(make(name, num_layers=1, group=group, sequence_parallel=sequence_parallel), steps=STEPS, group=group)
+        name: losses(
+            make(name, num_layers=1, group=group, sequence_parallel=sequence_parallel),
+            steps=STEPS,
+            group=group,
+        )
         for name in ("gpt", "bert", "t5", "vit")
     }
 
@@ -55,7 +63,9 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, sequence_
     for family, wanted in alone.items():
         for name, (shape, _, whole) in wanted.items():
             size = whole.abs().max().item()
-            assert size > 1e-9 or "qkv.bias" in name, f"{family}: {name} gets no gradient, so this shows nothing"
+            assert size > 1e-9 or "qkv.bias" in name, (
+                f"{family}: {name} gets no gradient, so this shows nothing"
+            )
             held = torch.zeros(shape)
             for parts in found:
                 there, offset, part = parts[family][name]
@@ -71,7 +81,9 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, sequence_
 def test_loss_curves_with_dropout_are_those_of_one_rank(world, curves, ranks, sequence_parallel):
     found = world(ranks).run(run_losses, sequence_parallel, timeout=180.0)
     for family, wanted in curves.items():
-        assert wanted[-1] < wanted[0] - 0.3, f"{family} learns nothing, so this shows nothing: {wanted}"
+        assert wanted[-1] < wanted[0] - 0.3, (
+            f"{family} learns nothing, so this shows nothing: {wanted}"
+        )
         for rank, curve in enumerate(run[family] for run in found):
             errors = [abs(f - w) for f, w in zip(curve, wanted, strict=True)]
             assert max(errors) <= 1e-5, (family, rank, max(errors))

@@ -10,14 +10,25 @@ from pyops.models.rotary import Rotary
 
 pytestmark = pytest.mark.cpu_only
 
-SIZES = {"vocab_size": 11, "sequence_length": 8, "num_layers": 2, "num_heads": 2, "dim": 12, "positions": "rotary"}
+SIZES = {
+    "vocab_size": 11,
+    "sequence_length": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dim": 12,
+    "positions": "rotary",
+}
 
 
 def make(name: str, seed: int | None) -> GPT | BERT | BERTClassifier:
     if name == "gpt":
         return GPT(GPTConfig(**SIZES), seed=seed)
     config = BERTConfig(**SIZES, pooled_head=False)
-    return BERT(config, seed=seed) if name == "bert" else BERTClassifier(config, num_labels=3, seed=seed)
+    return (
+        BERT(config, seed=seed)
+        if name == "bert"
+        else BERTClassifier(config, num_labels=3, seed=seed)
+    )
 
 
 def test_pairs_turn_by_their_own_angle_with_each_place():

@@ -1,4 +1,5 @@
-"""Arena: tensors keep their contents, their addresses and their views, whatever comes, goes, or is defragmented around them."""
+"""Arena: tensors keep their contents, their addresses and their views, whatever comes, goes, or is
+defragmented around them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import torch
 from pyops.ops.library import native
 from pyops.recompute.arena import Arena
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="built without kernels"),
+]
 
 PAGE = 4096
 
@@ -23,7 +27,9 @@ def pages(arena: Arena, count: int, value: int = 0) -> torch.Tensor:
 def test_a_mark_that_moves_up_and_down():
     arena = Arena(10 * PAGE)
     a, b, c = (pages(arena, n, n) for n in (2, 3, 1))
-    assert [b.data_ptr() - a.data_ptr(), c.data_ptr() - a.data_ptr()] == [2 * PAGE, 5 * PAGE], "one after the other"
+    assert [b.data_ptr() - a.data_ptr(), c.data_ptr() - a.data_ptr()] == [2 * PAGE, 5 * PAGE], (
+        "one after the other"
+    )
     assert (arena.used, arena.room, arena.nbytes) == (6 * PAGE, 4 * PAGE, 10 * PAGE)
     place = c.data_ptr()
     del c
@@ -49,7 +55,9 @@ def test_memory_stays_as_long_as_any_view_of_it():
     assert bool((other == 255).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
 def test_tensors_are_ordinary(dtype):
     arena = Arena(PAGE)
     x = arena.empty((3, 4), dtype=dtype)
@@ -87,7 +95,10 @@ def test_an_allocation_closes_holes_by_itself_and_says_when_it_can_not():
     arena = Arena(8 * PAGE)
     a, b, c = pages(arena, 3, 1), pages(arena, 2, 2), pages(arena, 3, 3)
     del a
-    with pytest.raises(RuntimeError, match=r"arena of 32768 bytes has 12288 free, and a tensor of shape \(4, 4096\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"arena of 32768 bytes has 12288 free, and a tensor of shape \(4, 4096\)",
+    ):
         arena.empty((4, PAGE), dtype=torch.uint8)
     d = pages(arena, 2, 4)
     del c
@@ -157,7 +168,9 @@ def test_pinned_memory_is_given_back_to_cuda_before_it_goes(monkeypatch):
 
         def cudaHostUnregister(self, address):
             with open("/proc/self/maps") as file:
-                assert any(line.startswith(f"{address:x}-") for line in file), "it must still be there"
+                assert any(line.startswith(f"{address:x}-") for line in file), (
+                    "it must still be there"
+                )
             self.log.append(self.pinned.pop(address))
 
     runtime = Runtime()
@@ -174,6 +187,7 @@ def test_what_it_refuses():
     with pytest.raises(ValueError, match="an arena needs 1 byte or more, got 0"):
         Arena(0)
     with pytest.raises(
-        RuntimeError, match=r"an arena of 1152921504606846976 bytes: the system has \d+ available; ask for less"
+        RuntimeError,
+        match=r"an arena of 1152921504606846976 bytes: the system has \d+ available; ask for less",
     ):
         Arena(1 << 60)

@@ -1,4 +1,5 @@
-"""AsyncFile: every size and offset, by both engines, direct and buffered; errors that name the file; nothing left behind."""
+"""AsyncFile: every size and offset, by both engines, direct and buffered; errors that name the
+file; nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ import torch
 from pyops.offload.async_file import AsyncFile, aligned_empty
 from pyops.ops.library import native
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="built without kernels"),
+]
 
 
 def engines() -> list[str]:
@@ -38,10 +42,17 @@ ENGINES = engines() if native() is not None else ["threads"]
 
 
 @pytest.fixture(
-    params=[(e, d) for e in ENGINES for d in (True, False)], ids=lambda p: f"{p[0]}-{'direct' if p[1] else 'buffered'}"
+    params=[(e, d) for e in ENGINES for d in (True, False)],
+    ids=lambda p: f"{p[0]}-{'direct' if p[1] else 'buffered'}",
 )
 def settings(request):
-    return {"engine": request.param[0], "direct": request.param[1], "piece_bytes": 8192, "depth": 4, "threads": 2}
+    return {
+        "engine": request.param[0],
+        "direct": request.param[1],
+        "piece_bytes": 8192,
+        "depth": 4,
+        "threads": 2,
+    }
 
 
 def noise(nbytes: int, *, misaligned: int = 0, seed: int = 0) -> torch.Tensor:
@@ -72,7 +83,9 @@ def test_any_size_at_any_offset_byte_for_byte(tmp_path, settings, misaligned):
 def test_many_at_once_each_to_its_place(tmp_path, settings):
     file = AsyncFile(str(tmp_path), nbytes=1 << 20, **settings)
     parts = [noise(size, misaligned=size % 3, seed=size) for size in range(3000, 9000, 61)]
-    offsets = [sum(p.numel() for p in parts[:i]) for i in range(len(parts))]  # neighbours share blocks
+    offsets = [
+        sum(p.numel() for p in parts[:i]) for i in range(len(parts))
+    ]  # neighbours share blocks
     for transfer in [file.write(p, offset=o) for p, o in zip(parts, offsets, strict=True)]:
         transfer.wait()
     backs = [torch.zeros_like(p) for p in parts]
@@ -112,16 +125,21 @@ def test_a_file_system_in_memory(settings):
 
 def test_reading_past_the_end_says_how_much_there_was(tmp_path, settings):
     file = AsyncFile(str(tmp_path), nbytes=5000, **settings)
-    with pytest.raises(OSError, match=r"read of 3000 bytes at offset 4096, \d+ of \d+ there at") as caught:
+    with pytest.raises(
+        OSError, match=r"read of 3000 bytes at offset 4096, \d+ of \d+ there at"
+    ) as caught:
         file.read(torch.empty(3000, dtype=torch.uint8), offset=4096).wait()
     assert caught.value.filename == file.path
-    assert not file.read(torch.ones(5000, dtype=torch.uint8), offset=0).wait().any(), "the file is as good as before"
+    assert not file.read(torch.ones(5000, dtype=torch.uint8), offset=0).wait().any(), (
+        "the file is as good as before"
+    )
 
 
 @contextlib.contextmanager
 def files_of_10_000_bytes():
-    """No file may be larger: writes across that are short, then fail. As a disk that fills up, without being root. It is true
-    of what the tests' results are written to as well, so only as long as it has to be."""
+    """No file may be larger: writes across that are short, then fail. As a disk that fills up,
+    without being root. It is true of what the tests' results are written to as well, so only as
+    long as it has to be."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
@@ -135,7 +153,9 @@ def test_a_write_that_is_cut_short_raises_and_names_the_file(tmp_path, settings)
     file = AsyncFile(str(tmp_path), **settings)
     x = noise(6000)
     file.write(x, offset=0).wait()
-    with pytest.raises(OSError, match=r"File too large \(write of 12000 bytes at offset 4000.*written") as caught:
+    with pytest.raises(
+        OSError, match=r"File too large \(write of 12000 bytes at offset 4000.*written"
+    ) as caught:
         file.write(noise(12_000), offset=4000).wait()
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, file.path)
     assert torch.equal(file.read(torch.empty(4000, dtype=torch.uint8), offset=0).wait(), x[:4000])
@@ -152,7 +172,9 @@ def test_no_room_is_known_before_anything_is_written(tmp_path, settings):
 def test_a_full_disk_raises_and_names_the_file(tmp_path, settings):
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs to mount a small file system")
     try:
@@ -161,7 +183,9 @@ def test_a_full_disk_raises_and_names_the_file(tmp_path, settings):
         assert caught.value.errno == errno.ENOSPC
         file = AsyncFile(str(folder), **settings)
         with pytest.raises(
-            OSError, match=rf"No space left on device \(write of 100000 bytes at offset 7.*{re.escape(file.path)}"
+            OSError,
+            match=r"No space left on device \(write of 100000 bytes at offset "
+            rf"7.*{re.escape(file.path)}",
         ):
             file.write(noise(100_000), offset=7).wait()
         file.close()
@@ -190,7 +214,9 @@ def test_names(tmp_path, settings):
     kept.close()
     assert (tmp_path / "kept").read_bytes() == noise(5001, seed=9).numpy().tobytes()
     again = AsyncFile(str(tmp_path / "kept"), temporary=False, **settings)
-    assert torch.equal(again.read(torch.empty(5001, dtype=torch.uint8), offset=0).wait(), noise(5001, seed=9))
+    assert torch.equal(
+        again.read(torch.empty(5001, dtype=torch.uint8), offset=0).wait(), noise(5001, seed=9)
+    )
 
 
 def test_what_it_refuses(tmp_path):
@@ -258,18 +284,27 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("return", 0), ("raise", 1), ("kill", -signal.SIGKILL), ("fork", 0)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("return", 0), ("raise", 1), ("kill", -signal.SIGKILL), ("fork", 0)]
+)
 def test_whatever_ends_the_process_nothing_is_left(tmp_path, end, code):
     for engine in ENGINES:
         command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), engine, end]
         root = Path(__file__).resolve().parents[2]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(root)})
+        found = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
         assert found.returncode == code, found.stderr
         assert os.listdir(tmp_path) == []
 
 
 def test_a_page_goes_one_way_so_that_no_old_bytes_come_back(tmp_path):
-    """Sizes that end within a page, written over and over; seldom seen to fail, but never with pages that go one way."""
+    """Sizes that end within a page, written over and over; seldom seen to fail, but never with
+    pages that go one way."""
     file = AsyncFile(str(tmp_path), nbytes=5 * 4096)
     if file.direct:
         assert file._file.alignment % os.sysconf("SC_PAGESIZE") == 0

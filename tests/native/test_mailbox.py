@@ -1,4 +1,5 @@
-"""Mailbox: messages between two processes of a host arrive whole and in order, and never where there is no room."""
+"""Mailbox: messages between two processes of a host arrive whole and in order, and never where
+there is no room."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ import torch
 
 from pyops.ops.library import native
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="pyops was built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="pyops was built without kernels"),
+]
 
 
 def both_ends(nbytes: int = 4096):
@@ -37,7 +41,15 @@ def received(reader, *, timeout: float = 5.0) -> torch.Tensor:
 def test_messages_of_all_sizes_around_the_end_of_the_ring():
     writer, reader = both_ends()
     generator = torch.Generator().manual_seed(0)
-    for size in [0, 1, 7, 8, 9, 4088, *torch.randint(0, 2000, (200,), generator=generator).tolist()]:
+    for size in [
+        0,
+        1,
+        7,
+        8,
+        9,
+        4088,
+        *torch.randint(0, 2000, (200,), generator=generator).tolist(),
+    ]:
         message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         assert not reader.ready()
         assert writer.put(message.data_ptr(), size)
@@ -48,7 +60,13 @@ def test_messages_of_all_sizes_around_the_end_of_the_ring():
 def test_several_wait_in_order_and_one_without_room_is_refused():
     writer, reader = both_ends()
     messages = [torch.full((1000,), i, dtype=torch.uint8) for i in range(5)]
-    assert [writer.put(message.data_ptr(), 1000) for message in messages] == [True, True, True, True, False]
+    assert [writer.put(message.data_ptr(), 1000) for message in messages] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert torch.equal(received(reader), messages[0])
     assert writer.put(messages[4].data_ptr(), 1000)
     assert [int(received(reader)[0]) for _ in range(4)] == [1, 2, 3, 4]
@@ -62,7 +80,9 @@ def test_two_threads():
     def write() -> None:
         for message in messages:
             while not writer.put(message.data_ptr(), len(message)):
-                time.sleep(0)  # let the other thread have the interpreter, which it would wait for 5 ms
+                time.sleep(
+                    0
+                )  # let the other thread have the interpreter, which it would wait for 5 ms
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -76,7 +96,9 @@ def test_a_late_writer_and_a_dead_one():
     name = f"/pyops-test-{secrets.token_hex(8)}"
     make = f"m = native().Mailbox({name!r}, True, 4096)"
     code = f"from pyops.ops.library import native; {make}; print(1, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         process.stdout.readline()
         reader = native().Mailbox(name, False, 4096)
         reader.unlink()

@@ -1,4 +1,5 @@
-"""What takes tensors beside the ops and the optimizers, one process, with each odd tensor; run in a process that may die.
+"""What takes tensors beside the ops and the optimizers, one process, with each odd tensor; run in a
+process that may die.
 
     python -m tests.odd_input.callables all FIRST
 
@@ -23,7 +24,7 @@ from pyops.comm import (
     compressed_all_reduce,
     compressed_reduce_scatter,
     reduce_scatter,
-)  # fmt: skip
+)
 from pyops.comm.compression.eight_bit import Int8
 from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
@@ -42,13 +43,20 @@ from pyops.tensor_parallel import (
     grad_norm,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
-)  # fmt: skip
+)
 from pyops.zero import ZeroOptimizer
 from tests.odd_input.rooms import ROOMS
 from tests.odd_input.runs import folder_of_all, go_through
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY, bits_of
 
-REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError, IndexError, checkpoint.CheckpointError)
+REFUSALS = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+    IndexError,
+    checkpoint.CheckpointError,
+)
 Call = Callable[[Tensor], Any]
 
 
@@ -78,7 +86,9 @@ def _module(t: Tensor, *, gradient: bool = False) -> nn.Module:
 def _saved(t: Tensor, *, own: bool) -> Any:
     with folder_of_all() as folder:
         where = f"{folder}/checkpoint"
-        checkpoint.save(where, *(({"x": t},) if not own else ({},)), **({"own": {"x": t}} if own else {}))
+        checkpoint.save(
+            where, *(({"x": t},) if not own else ({},)), **({"own": {"x": t}} if own else {})
+        )
         return checkpoint.load(where)[1 if own else 0]["x"].clone()
 
 
@@ -210,14 +220,19 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
 
 
-def problem(name: str, odd: str, *, calls: Mapping[str, tuple[Callable[[], Tensor], Call]] = CALLS) -> str | None:
+def problem(
+    name: str, odd: str, *, calls: Mapping[str, tuple[Callable[[], Tensor], Call]] = CALLS
+) -> str | None:
     """What is wrong with the answer to an odd tensor, or None."""
     make, call = calls[name]
     torch.manual_seed(7)
     try:
         t = ODD[odd](make())
-        plain = None if t.is_meta or odd in WITHOUT_MEMORY else resolved_view(t.detach().to_dense()).clone(
-            memory_format=torch.contiguous_format)  # fmt: skip
+        plain = (
+            None
+            if t.is_meta or odd in WITHOUT_MEMORY
+            else resolved_view(t.detach().to_dense()).clone(memory_format=torch.contiguous_format)
+        )
     except (RuntimeError, TypeError, NotImplementedError):
         return None  # torch makes no such tensor
     before = bits_of(t)
@@ -240,7 +255,10 @@ def problem(name: str, odd: str, *, calls: Mapping[str, tuple[Callable[[], Tenso
     try:
         expected = tensors_in(call(plain))
         for a, e in zip(given, expected, strict=True):
-            a, e = (resolved_view(x.detach().to_dense() if x.layout != torch.strided else x.detach()) for x in (a, e))
+            a, e = (
+                resolved_view(x.detach().to_dense() if x.layout != torch.strided else x.detach())
+                for x in (a, e)
+            )
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, equal_nan=True)
     except REFUSALS as error:
         return f"ran where it raises for an ordinary copy: {error}"

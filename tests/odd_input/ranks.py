@@ -1,4 +1,5 @@
-"""`tests.odd_input.callables` over the ranks of a group: no signal, no rank that waits, an error or the right result on each.
+"""`tests.odd_input.callables` over the ranks of a group: no signal, no rank that waits, an error or
+the right result on each.
 
 Every rank has the odd tensor; of a pipeline, the rank whose stage takes it.
 """
@@ -25,7 +26,7 @@ from pyops.tensor_parallel import (
     clip_grad_norm_,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
-)  # fmt: skip
+)
 from tests.odd_input.callables import CALLS, EXCUSED, TORCHS, Call, of_layer, problem
 from tests.odd_input.rooms import Between, linear
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY
@@ -50,16 +51,24 @@ def _layer(kind: Any, *sizes: int) -> Call:
 
 
 def _pipelined(place: str) -> Call:
-    """A step, and one after it that has nothing odd: after an error the ranks must be able to go on."""
+    """A step, and one after it that has nothing odd: after an error the ranks must be able to go
+    on."""
 
     def call(t: Tensor) -> list[Tensor]:
-        middle = Between(None, beside=t if place == "sent" else None, alone=t if place == "sent alone" else None)
+        middle = Between(
+            None, beside=t if place == "sent" else None, alone=t if place == "sent alone" else None
+        )
         layers = [linear(8, 8), middle, Behind()]
         made = Pipeline(
-            layers, schedule=schedule("1f1b", num_stages=2, num_microbatches=2), group=_group(), boundaries=[0, 2, 3],
+            layers,
+            schedule=schedule("1f1b", num_stages=2, num_microbatches=2),
+            group=_group(),
+            boundaries=[0, 2, 3],
             loss=_loss,
-        )  # fmt: skip
-        batch, target = (t if place == each else _floats(4, n) for each, n in (("batch", 8), ("target", 3)))
+        )
+        batch, target = (
+            t if place == each else _floats(4, n) for each, n in (("batch", 8), ("target", 3))
+        )
         try:
             loss = made.step(batch, target)
             return [loss, *(p.grad.clone() for p in made.parameters() if p.grad is not None)]
@@ -128,19 +137,30 @@ RANK_CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
 WAITED = re.compile(r"timed out[^\n]*|timeout[^\n]*|closed by peer[^\n]*", re.IGNORECASE)
 TOO = {
     **{(name, "too short"): TORCHS for name in ("Pipeline batch", "Pipeline target")},
-    ("clip_grad_norm_", "overlapping"): "scaled in place, as torch's clip_grad_norm_ does: shared elements twice",
+    (
+        "clip_grad_norm_",
+        "overlapping",
+    ): "scaled in place, as torch's clip_grad_norm_ does: shared elements twice",
 }
 
 
 def odd_ones_for(name: str, *, every: bool) -> list[str]:
-    """Names of odd tensors for a callable: all, or a fifth, another one for the next callable, and one without memory."""
+    """Names of odd tensors for a callable: all, or a fifth, another one for the next callable, and
+    one without memory."""
     first = list(RANK_CALLS).index(name)
     names = [odd for odd in ODD if (name, odd) not in EXCUSED and (name, odd) not in TOO]
-    return names if every else list(dict.fromkeys([*names[first % 5 :: 5], *(o for o in WITHOUT_MEMORY[:1] if o in names)]))
+    return (
+        names
+        if every
+        else list(
+            dict.fromkeys([*names[first % 5 :: 5], *(o for o in WITHOUT_MEMORY[:1] if o in names)])
+        )
+    )
 
 
 def wrong_on_ranks(rank: int, group: Any, name: str, odd_ones: list[str]) -> list[str]:
-    """A body for the pool: what is wrong on this rank. An error for which a rank waited until the group's timeout is wrong."""
+    """A body for the pool: what is wrong on this rank. An error for which a rank waited until the
+    group's timeout is wrong."""
     torch.set_num_threads(1)
     make, call = RANK_CALLS[name]
     found, odd = [], ""

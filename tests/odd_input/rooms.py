@@ -18,7 +18,9 @@ from pyops.pipeline import Pipeline, profile, schedule
 
 __all__ = ["ROOMS"]
 
-CONFIG = GPTConfig(vocab_size=12, sequence_length=4, num_layers=1, num_heads=2, dim=8, tied_head=False)
+CONFIG = GPTConfig(
+    vocab_size=12, sequence_length=4, num_layers=1, num_heads=2, dim=8, tied_head=False
+)
 NAME = "blocks.0.mlp.down.weight"  # of the model, [8, 32]
 THERE = "transformer.h.0.mlp.c_proj.weight"  # of its file, [32, 8]
 
@@ -37,7 +39,8 @@ def linear(n: int, m: int, *, weight: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-# ---------------------------------------------------------------------------------------------------------------- offload
+# ----------------------------------------------------------------------------------------------------------------
+# offload
 
 
 def _written(t: Tensor) -> Tensor:
@@ -63,8 +66,11 @@ def _read(t: Tensor) -> Tensor:
             file.close()
 
 
-def _offloaded(where: str, put: Callable[[Offloaded, nn.Parameter, Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Two steps. put: what is done with the odd tensor before the second, and that one's arguments, or None."""
+def _offloaded(
+    where: str, put: Callable[[Offloaded, nn.Parameter, Tensor], Any]
+) -> Callable[[Tensor], Any]:
+    """Two steps. put: what is done with the odd tensor before the second, and that one's arguments,
+    or None."""
 
     def call(t: Tensor) -> list[Tensor]:
         p = nn.Parameter(_floats(4, 8))
@@ -75,7 +81,10 @@ def _offloaded(where: str, put: Callable[[Offloaded, nn.Parameter, Tensor], Any]
                 offloaded.step()
                 offloaded.step(**(put(offloaded, p, t) or {}))
                 states = offloaded.read(p)
-                return [p.detach().clone(), *(states[key].clone() for key in ("exp_avg", "exp_avg_sq"))]
+                return [
+                    p.detach().clone(),
+                    *(states[key].clone() for key in ("exp_avg", "exp_avg_sq")),
+                ]
             finally:
                 offloaded.close()
 
@@ -94,7 +103,9 @@ def _offloaded_parameter(where: str, *, target: bool) -> Callable[[Tensor], Any]
     def call(t: Tensor) -> list[Tensor]:
         p = nn.Parameter(_floats(4, 8) if target else t)
         with tempfile.TemporaryDirectory() as folder:
-            offloaded = Offloaded(AdamW([p], lr=0.1), where or folder, targets={p: t} if target else None)
+            offloaded = Offloaded(
+                AdamW([p], lr=0.1), where or folder, targets={p: t} if target else None
+            )
             try:
                 p.grad = _floats(4, 8)
                 offloaded.step()
@@ -105,18 +116,29 @@ def _offloaded_parameter(where: str, *, target: bool) -> Callable[[Tensor], Any]
     return call
 
 
-# --------------------------------------------------------------------------------------------------------------- pipeline
+# ---------------------------------------------------------------------------------------------------------------
+# pipeline
 
 
 def _pipelined(kind: str, put: Callable[[dict[str, Any], Tensor], None]) -> Callable[[Tensor], Any]:
-    """A step of a pipeline of two stages in this process. put: places the odd tensor among what it is made with."""
+    """A step of a pipeline of two stages in this process. put: places the odd tensor among what it
+    is made with."""
 
     def call(t: Tensor) -> list[Tensor]:
-        given: dict[str, Any] = {"batch": _floats(4, 8), "target": _floats(4, 3), "weight": None, "between": None, "named": {}}
+        given: dict[str, Any] = {
+            "batch": _floats(4, 8),
+            "target": _floats(4, 3),
+            "weight": None,
+            "between": None,
+            "named": {},
+        }
         put(given, t)
         layers = [linear(8, 8, weight=given["weight"]), Between(given["between"]), linear(8, 3)]
         made = Pipeline(
-            layers, schedule=schedule(kind, num_stages=2, num_microbatches=2), loss=nn.functional.mse_loss, boundaries=[0, 2, 3]
+            layers,
+            schedule=schedule(kind, num_stages=2, num_microbatches=2),
+            loss=nn.functional.mse_loss,
+            boundaries=[0, 2, 3],
         )
         try:
             loss = made.step(given["batch"], given["target"], **given["named"])
@@ -129,10 +151,12 @@ def _pipelined(kind: str, put: Callable[[dict[str, Any], Tensor], None]) -> Call
 
 
 class Between(nn.Module):
-    """Ends a stage. value: is added to what it returns; beside: goes with it, unread; alone: goes in its place. mask: an
-    argument of the step."""
+    """Ends a stage. value: is added to what it returns; beside: goes with it, unread; alone: goes
+    in its place. mask: an argument of the step."""
 
-    def __init__(self, value: Tensor | None, *, beside: Tensor | None = None, alone: Tensor | None = None) -> None:
+    def __init__(
+        self, value: Tensor | None, *, beside: Tensor | None = None, alone: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.value, self.beside, self.alone = value, beside, alone
 
@@ -146,16 +170,25 @@ class Between(nn.Module):
 
 def _clipped(t: Tensor) -> list[Tensor]:
     layers = [linear(8, 8), linear(8, 3)]
-    made = Pipeline(layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=nn.functional.mse_loss)
+    made = Pipeline(
+        layers,
+        schedule=schedule("gpipe", num_stages=2, num_microbatches=1),
+        loss=nn.functional.mse_loss,
+    )
     try:
         layers[0].weight.grad = t
-        return [made.clip_grad_norm_(0.1), *(p.grad.clone() for p in made.parameters() if p.grad is not None)]
+        return [
+            made.clip_grad_norm_(0.1),
+            *(p.grad.clone() for p in made.parameters() if p.grad is not None),
+        ]
     finally:
         made.close()
 
 
 def _evaluated(t: Tensor) -> Tensor:
-    made = Pipeline([linear(8, 8), linear(8, 3)], schedule=schedule("gpipe", num_stages=2, num_microbatches=2))
+    made = Pipeline(
+        [linear(8, 8), linear(8, 3)], schedule=schedule("gpipe", num_stages=2, num_microbatches=2)
+    )
     try:
         found: Tensor = made(t)
         return found
@@ -169,7 +202,8 @@ def _profiled(t: Tensor) -> list[Tensor]:
     return [torch.tensor([layer.activation, layer.parameters]) for layer in found.layers]
 
 
-# -------------------------------------------------------------------------------------------------------------------- hub
+# --------------------------------------------------------------------------------------------------------------------
+# hub
 
 
 def _model(t: Tensor) -> GPT:
@@ -189,7 +223,10 @@ def _loaded(t: Tensor) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         hub.save(GPT(CONFIG, seed=1), f"{folder}/m")
         tensors = load_file(f"{folder}/m/model.safetensors")
-        save_file({**tensors, THERE: t.detach().clone(memory_format=torch.contiguous_format)}, f"{folder}/m/model.safetensors")
+        save_file(
+            {**tensors, THERE: t.detach().clone(memory_format=torch.contiguous_format)},
+            f"{folder}/m/model.safetensors",
+        )
         return hub.load(f"{folder}/m").get_parameter(NAME).detach().clone()
 
 

@@ -1,4 +1,5 @@
-"""Runs a grid of odd tensors in a process of its own, and another behind each case that kills it."""
+"""Runs a grid of odd tensors in a process of its own, and another behind each case that kills
+it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def wrong_in(module: str, which: str) -> list[str]:
     """What is wrong, by case. `module` is run with `which` and the number of the first case."""
     wrong, first = [], 0
     for _ in range(MOST_DEATHS):
-        done = subprocess.run([sys.executable, "-m", module, which, str(first)], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-m", module, which, str(first)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
         case = ""
         for line in done.stdout.splitlines():
             if line.startswith("case "):

@@ -1,4 +1,5 @@
-"""Tensors as nobody expects them, made from an ordinary one; a test puts each in an argument's place."""
+"""Tensors as nobody expects them, made from an ordinary one; a test puts each in an argument's
+place."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _integers(t: Tensor) -> Tensor:
 
 
 def _imaginary(t: Tensor) -> Tensor:
-    """The imaginary part of a conjugate, which torch keeps as a view whose sign is still to be taken."""
+    """The imaginary part of a conjugate, which torch keeps as a view whose sign is still to be
+    taken."""
     if t.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"there is no complex number of {t.dtype}")
     return torch.complex(torch.zeros_like(t), -t).conj().imag
@@ -73,7 +75,9 @@ def bits_of(t: Tensor) -> Tensor | None:
     """A copy of a tensor's bytes, None where it has none that can be read."""
     if t.layout != torch.strided or t.is_meta or t._is_zerotensor() or not t.numel():
         return None
-    last = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    last = (
+        t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    )
     storage = t.untyped_storage()
     if storage.nbytes() < last * t.element_size():
         return None

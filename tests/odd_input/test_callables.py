@@ -1,4 +1,5 @@
-"""No odd tensor brings down a callable of pyops beside the ops, or gets a wrong answer out of it."""
+"""No odd tensor brings down a callable of pyops beside the ops, or gets a wrong answer out of
+it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from tests.workers import RankError
 pytestmark = pytest.mark.cpu_only
 
 
-OF_RANKS = ("all_reduce", "reduce_scatter", "all_gather")  # without torch.distributed they raise; RANK_CALLS has them, too
+OF_RANKS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+)  # without torch.distributed they raise; RANK_CALLS has them, too
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in OF_RANKS])
@@ -49,7 +54,9 @@ def test_every_odd_tensor_on_two_ranks(world, name: str):
     wrong = []
     for odd in odd_ones_for(name, every=True):
         try:
-            wrong += [each for of_rank in world(2).run(wrong_on_ranks, name, [odd]) for each in of_rank]
+            wrong += [
+                each for of_rank in world(2).run(wrong_on_ranks, name, [odd]) for each in of_rank
+            ]
         except RankError as error:
             wrong.append(f"{name}, {odd}: {error}")
             break

@@ -1,4 +1,5 @@
-"""Parameters that are moved, cast or replaced after Offloaded was made: it steps them as the optimizer alone would."""
+"""Parameters that are moved, cast or replaced after Offloaded was made: it steps them as the
+optimizer alone would."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from tests.test_moved import HARMLESS, MOVES, network, x_of
 pytestmark = pytest.mark.cpu_only
 
 
-def _train(kind: Any, where: str | None, call: Any, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+def _train(
+    kind: Any, where: str | None, call: Any, options: dict[str, Any]
+) -> tuple[list[float], list[torch.Tensor]]:
     model = network()
     optimizer: Any = kind(model.parameters(), lr=0.05, **options)
     stepped = optimizer if where is None else Offloaded(optimizer, where)
@@ -30,7 +33,9 @@ def _train(kind: Any, where: str | None, call: Any, options: dict[str, Any]) -> 
     return losses, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "options"), [(AdamW, {"weight_decay": 0.1}), (SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(AdamW, {"weight_decay": 0.1}), (SGD, {"momentum": 0.9})]
+)
 def test_it_steps_what_was_moved_as_the_optimizer_alone_does(tmp_path, kind, options):
     for name, call in (MOVES | HARMLESS).items():
         losses, wanted = _train(kind, None, call, options)

@@ -1,4 +1,5 @@
-"""Offloaded: the bits of an ordinary step, for any optimizer that steps elements by themselves, wherever the states are."""
+"""Offloaded: the bits of an ordinary step, for any optimizer that steps elements by themselves,
+wherever the states are."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from pyops.offload import Offloaded
 from pyops.offload import optimizer as offload_optimizer
 from pyops.ops.library import native
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="built without kernels"),
+]
 
 SIZES = [100_000, 7, 333, 40_001, 64, 1]
 BF16 = torch.bfloat16
@@ -54,7 +58,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def gradients(params: list[nn.Parameter], step: int) -> None:
-    """A gradient for each, of another seed each step; one parameter has none at first, and one sits a step out."""
+    """A gradient for each, of another seed each step; one parameter has none at first, and one sits
+    a step out."""
     generator = torch.Generator().manual_seed(step + 1)
     for i, p in enumerate(params):
         drawn = torch.randn(p.shape, generator=generator).to(p.dtype)
@@ -110,7 +115,9 @@ def test_tiles_of_any_size_give_the_same_bits(tmp_path, tile_bytes):
 def test_groups_keep_their_options(where):
     def build(params):
         first = {"params": params[:2], "lr": 0.01, "momentum": 0.9}
-        return torch.optim.SGD([first, {"params": params[2:], "lr": 0.3, "weight_decay": 0.1}], lr=0.1)
+        return torch.optim.SGD(
+            [first, {"params": params[2:], "lr": 0.3, "weight_decay": 0.1}], lr=0.1
+        )
 
     params, plain = parameters(), parameters()
     optimizer, ordinary = build(params), build(plain)
@@ -129,7 +136,9 @@ def test_float32_values_may_be_states_that_are_rounded_into_a_target(where):
     masters, plain = parameters(), parameters()
     targets = [p.detach().to(BF16) for p in masters]
     optimizer, ordinary = torch.optim.AdamW(masters), torch.optim.AdamW(plain)
-    offloaded = Offloaded(optimizer, where, tile_bytes=1 << 16, targets=dict(zip(masters, targets, strict=True)))
+    offloaded = Offloaded(
+        optimizer, where, tile_bytes=1 << 16, targets=dict(zip(masters, targets, strict=True))
+    )
     assert_same_state(offloaded.read(masters[0]), {"master": plain[0].detach()})
     train(optimizer, offloaded.step, range(3))
     train(ordinary, ordinary.step, range(3))
@@ -137,11 +146,14 @@ def test_float32_values_may_be_states_that_are_rounded_into_a_target(where):
         assert torch.equal(target, p.detach().to(BF16))
         assert_same_state(offloaded.read(master), {**ordinary.state[p], "master": p.detach()})
     if where != "cpu":
-        assert all(p.untyped_storage().nbytes() == 4 for p in masters), "their memory was given back"
+        assert all(p.untyped_storage().nbytes() == 4 for p in masters), (
+            "their memory was given back"
+        )
 
 
 def test_states_move_in_and_out(where):
-    """A run that is taken up from an optimizer's own states, and one from what `read` gave, go on as if never stopped."""
+    """A run that is taken up from an optimizer's own states, and one from what `read` gave, go on
+    as if never stopped."""
     plain, params, others = parameters(), parameters(), parameters()
     ordinary, optimizer, third = optim.AdamW(plain), optim.AdamW(params), optim.AdamW(others)
     train(ordinary, ordinary.step, range(5))
@@ -174,7 +186,10 @@ def test_random_rounding_is_that_of_the_shard_that_a_parameter_is(where):
 def test_copies_of_a_group_are_written(where):
     params, plain = parameters(), parameters()
     both = [[torch.zeros(p.shape, dtype=BF16) for p in params] for _ in range(2)]
-    groups = [[{"params": some, "copies": copies}] for some, copies in zip((params, plain), both, strict=True)]
+    groups = [
+        [{"params": some, "copies": copies}]
+        for some, copies in zip((params, plain), both, strict=True)
+    ]
     optimizer, ordinary = optim.AdamW(groups[0]), optim.AdamW(groups[1])
     offloaded = Offloaded(optimizer, where, tile_bytes=1 << 16)
     train(optimizer, offloaded.step, range(2))
@@ -187,7 +202,10 @@ def test_loss_scale_and_skipped_steps_are_the_optimizers_own(where):
     optimizer, ordinary = optim.AdamW(params), optim.AdamW(plain)
     offloaded = Offloaded(optimizer, where, tile_bytes=1 << 16)
     for number, found_inf in enumerate([0.0, 1.0, 0.0]):
-        for each, step, some in ((optimizer, offloaded.step, params), (ordinary, ordinary.step, plain)):
+        for each, step, some in (
+            (optimizer, offloaded.step, params),
+            (ordinary, ordinary.step, plain),
+        ):
             gradients(some, number)
             each.grad_scale, each.found_inf = torch.tensor(8.0), torch.tensor(found_inf)
             step()
@@ -222,17 +240,24 @@ def test_optimizers_that_look_beyond_an_element_are_refused(tmp_path):
 def test_what_else_it_refuses(tmp_path):
     with pytest.raises(ValueError, match="AdamW clips by the norm of all gradients"):
         Offloaded(optim.AdamW(parameters(), max_grad_norm=1.0), "cpu")
-    with pytest.raises(ValueError, match=r"parameter 0 of AdamW, of shape \(3, 4\), has strides \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 of AdamW, of shape \(3, 4\), has strides \(1, 3\)"
+    ):
         Offloaded(optim.AdamW([nn.Parameter(torch.randn(4, 3).t())]), "cpu")
     with pytest.raises(ValueError, match="missing is no folder"):
         Offloaded(optim.AdamW(parameters()), str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="tile_bytes is 1000; give 65536 or more"):
         Offloaded(optim.AdamW(parameters()), "cpu", tile_bytes=1000)
     params = parameters()
-    with pytest.raises(ValueError, match=r"target of parameter 0 of AdamW, of shape \(100000,\), has shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"target of parameter 0 of AdamW, of shape \(100000,\), has shape \(3,\)"
+    ):
         Offloaded(torch.optim.AdamW(params), "cpu", targets={params[0]: torch.zeros(3)})
     offloaded = Offloaded(optim.AdamW(params), str(tmp_path))
-    with pytest.raises(ValueError, match=r"state 'exp_avg_sq' of parameter 1 is None; expected a tensor of shape \(7,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"state 'exp_avg_sq' of parameter 1 is None; expected a tensor of shape \(7,\)",
+    ):
         offloaded.write(params[1], {"exp_avg": torch.zeros(7)})
     assert offloaded.read(params[1]) == {}
     with pytest.raises(ValueError, match="is not one of the optimizer's"):
@@ -256,10 +281,14 @@ def test_a_disk_that_fails_in_a_step_is_an_error_that_names_the_file(tmp_path):
     optimizer = optim.AdamW(params)
     offloaded = Offloaded(optimizer, str(tmp_path), tile_bytes=1 << 16)
     train(optimizer, offloaded.step, range(1))
-    os.truncate(f"/proc/self/fd/{_descriptor_of(tmp_path)}", 1 << 17)  # what a disk that lost data looks like
+    os.truncate(
+        f"/proc/self/fd/{_descriptor_of(tmp_path)}", 1 << 17
+    )  # what a disk that lost data looks like
     with pytest.raises(OSError, match=rf"read of \d+ bytes.*{tmp_path}"):
         train(optimizer, offloaded.step, range(1, 2))
-    assert optimizer.param_groups[0]["params"][0] is params[0], "the optimizer has its own parameters again"
+    assert optimizer.param_groups[0]["params"][0] is params[0], (
+        "the optimizer has its own parameters again"
+    )
 
 
 def _descriptor_of(folder: Any) -> int:

@@ -1,4 +1,5 @@
-"""All ranks of 1-bit LAMB in one process, in plain torch: ours, and DeepSpeed's tensor by tensor as its source has it."""
+"""All ranks of 1-bit LAMB in one process, in plain torch: ours, and DeepSpeed's tensor by tensor as
+its source has it."""
 
 from __future__ import annotations
 
@@ -16,14 +17,21 @@ COEFF_BETA, MIN_COEFF, MAX_COEFF = 0.9, 0.01, 10.0
 
 
 class OneBitLAMBRanks(OneBitAdamRanks):
-    """OneBitLAMB over `ranks` ranks; options as OneBitAdamRanks'. bounds: factor_min, factor_max, factor_threshold."""
+    """OneBitLAMB over `ranks` ranks; options as OneBitAdamRanks'. bounds: factor_min, factor_max,
+    factor_threshold."""
 
     def __init__(
-        self, params: Sequence[Tensor], *, bounds: tuple[float, float, float] = (0.5, 4.0, 0.1), **options: Any
+        self,
+        params: Sequence[Tensor],
+        *,
+        bounds: tuple[float, float, float] = (0.5, 4.0, 0.1),
+        **options: Any,
     ) -> None:
         super().__init__(params, **options)
         self.bounds = bounds
-        self.layers = [slice(o, o + s.numel()) for o, s in zip(self.offsets, self.shapes, strict=True)]
+        self.layers = [
+            slice(o, o + s.numel()) for o, s in zip(self.offsets, self.shapes, strict=True)
+        ]
         self.total, self.weight = [0.0] * len(self.layers), [0.0] * len(self.layers)
         self.last = [1.0] * len(self.layers)
 
@@ -63,20 +71,34 @@ class OneBitLAMBRanks(OneBitAdamRanks):
             factor = float(quotients.max()) if alive.any() else 1.0
             rho = min(1.0, float(self.m[at].norm() / u.norm())) if u.norm() > 0 else 1.0
             factor = min(max(factor * rho + 1 - rho, least), most)
-            self.last[k] = min(max(factor, self.last[k] * (1 - threshold)), self.last[k] * (1 + threshold))
+            self.last[k] = min(
+                max(factor, self.last[k] * (1 - threshold)), self.last[k] * (1 + threshold)
+            )
             ratio = self.total[k] / self.weight[k] if self.weight[k] else 1.0
             self.p[at] -= self.lr * ratio * self.last[k] * u
 
 
 class DeepSpeedRanks:
-    """DeepSpeed 0.19.6, runtime/fp16/onebit/lamb.py, for `ranks` ranks, after its first call; names are its own."""
+    """DeepSpeed 0.19.6, runtime/fp16/onebit/lamb.py, for `ranks` ranks, after its first call; names
+    are its own."""
 
     def __init__(
-        self, params: Sequence[Tensor], *, ranks: int, warmup: int, dtype: torch.dtype, lr: float, betas: tuple[float, float],
-        weight_decay: float, eps: float = 1e-6,
-    ) -> None:  # fmt: skip
+        self,
+        params: Sequence[Tensor],
+        *,
+        ranks: int,
+        warmup: int,
+        dtype: torch.dtype,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float = 1e-6,
+    ) -> None:
         self.p = [p.to(dtype) for p in params]
-        self.exp_avg, self.exp_avg_sq = [torch.zeros_like(p) for p in self.p], [torch.zeros_like(p) for p in self.p]
+        self.exp_avg, self.exp_avg_sq = (
+            [torch.zeros_like(p) for p in self.p],
+            [torch.zeros_like(p) for p in self.p],
+        )
         self.coeff_freeze, self.last_factor = [0.0] * len(params), [1.0] * len(params)
         self.freeze_step, self.step_count, self.ranks = warmup, 0, ranks
         self.lr, self.betas, self.wd, self.eps, self.dtype = lr, betas, weight_decay, eps, dtype
@@ -109,23 +131,33 @@ class DeepSpeedRanks:
                 if p.norm() != 0 and update.norm() != 0:
                     coeff = min(max((p.norm() / update.norm()).item(), MIN_COEFF), MAX_COEFF)
                 if coeff != 1.0:
-                    self.coeff_freeze[i] = COEFF_BETA * self.coeff_freeze[i] + (1 - COEFF_BETA) * coeff
+                    self.coeff_freeze[i] = (
+                        COEFF_BETA * self.coeff_freeze[i] + (1 - COEFF_BETA) * coeff
+                    )
                 p -= self.lr * coeff * update
             if self.step_count == self.freeze_step:
                 self.fresh = [v.clone() for v in self.exp_avg_sq]
                 scales = [(m.norm() / m.numel() ** 0.5).item() for m in self.exp_avg]
                 self.scaling = [sum(scales) / len(scales) / s for s in scales]
                 dead = self._flat([torch.ones_like(p) for p in self.p]) == 0
-                self.wire = Wire(self.numel, self.ranks, block=None, rule="rms", dead=dead, dtype=self.dtype)
+                self.wire = Wire(
+                    self.numel, self.ranks, block=None, rule="rms", dead=dead, dtype=self.dtype
+                )
             return
         mine = [
-            [s * (beta1 * m + (1 - beta1) * g) for s, m, g in zip(self.scaling, self.exp_avg, each, strict=True)]
+            [
+                s * (beta1 * m + (1 - beta1) * g)
+                for s, m, g in zip(self.scaling, self.exp_avg, each, strict=True)
+            ]
             for each in grads
         ]
         common = self.wire.mean([self._flat(each) for each in mine])
         for i, p in enumerate(self.p):
             last = self.exp_avg[i]
-            m = common[self.offsets[i] : self.offsets[i] + p.numel()].view(p.shape) / self.scaling[i]
+            m = (
+                common[self.offsets[i] : self.offsets[i] + p.numel()].view(p.shape)
+                / self.scaling[i]
+            )
             self.exp_avg[i] = m
             rebuilt = (m - last * beta1) / (1 - beta1)
             self.fresh[i] = beta2 * self.fresh[i] + (1 - beta2) * rebuilt * rebuilt

@@ -1,4 +1,5 @@
-"""Bodies that workers run: an optimizer on given gradients, and what became of parameters, momenta and errors."""
+"""Bodies that workers run: an optimizer on given gradients, and what became of parameters, momenta
+and errors."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ class Result:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def optimizer_of(kind: str, params: Sequence[Tensor], group: Any, options: dict[str, Any]) -> tuple[Any, list[nn.Parameter]]:
-    """An optimizer of copies of `params`, and the copies. options["decays"]: a weight decay, hence a group, per parameter."""
+def optimizer_of(
+    kind: str, params: Sequence[Tensor], group: Any, options: dict[str, Any]
+) -> tuple[Any, list[nn.Parameter]]:
+    """An optimizer of copies of `params`, and the copies. options["decays"]: a weight decay, hence
+    a group, per parameter."""
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)
     decays = options.pop("decays", None)
@@ -43,7 +47,9 @@ def grads_of(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None])
         p.grad = None if g is None else g.clone().to(p.dtype)
 
 
-def take_steps(optimizer: Any, params: list[nn.Parameter], gradients: Sequence[Sequence[Tensor]]) -> Result:
+def take_steps(
+    optimizer: Any, params: list[nn.Parameter], gradients: Sequence[Sequence[Tensor]]
+) -> Result:
     result = Result()
     for each in gradients:
         grads_of(params, each)
@@ -56,10 +62,16 @@ def take_steps(optimizer: Any, params: list[nn.Parameter], gradients: Sequence[S
 
 
 def run_steps(
-    rank: int, group: Any, kind: str, params: Sequence[Tensor], gradients: Gradients, options: dict[str, Any],
+    rank: int,
+    group: Any,
+    kind: str,
+    params: Sequence[Tensor],
+    gradients: Gradients,
+    options: dict[str, Any],
     saved: Any = None,
-) -> Result:  # fmt: skip
-    """Body: all steps of `gradients` [step][rank][parameter]; saved: the ranks' state_dicts and parameters to begin with."""
+) -> Result:
+    """Body: all steps of `gradients` [step][rank][parameter]; saved: the ranks' state_dicts and
+    parameters to begin with."""
     optimizer, copies = optimizer_of(kind, params, group, options)
     if saved is not None:
         states, values = saved

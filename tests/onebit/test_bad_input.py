@@ -1,4 +1,5 @@
-"""Arguments of the one-bit optimizers that make no sense: refused with the value and the fix, before there is an optimizer."""
+"""Arguments of the one-bit optimizers that make no sense: refused with the value and the fix,
+before there is an optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +21,22 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"warmup_steps": w}, ValueError, "warmup_steps=.* at least 1")
         for w in (0, -1, 2.5, True, None, "later", [1], math.nan)
     ),
-    *(({"total_steps": t}, ValueError, "total_steps=.* must be the run's") for t in ("x", 0, -1, 2.5, True, [1], math.inf)),
-    *(({"frozen_beta2": b}, TypeError, "frozen_beta2=.* must be a number") for b in ("a", [0.9], True)),
-    *(({"frozen_beta2": b}, ValueError, r"frozen_beta2=.* must be in \[0, 1\)") for b in (1.0, 2.0, -0.1, math.nan)),
-    *(({"precondition": p}, TypeError, "precondition=.* must be True or False") for p in ("yes", 1)),
+    *(
+        ({"total_steps": t}, ValueError, "total_steps=.* must be the run's")
+        for t in ("x", 0, -1, 2.5, True, [1], math.inf)
+    ),
+    *(
+        ({"frozen_beta2": b}, TypeError, "frozen_beta2=.* must be a number")
+        for b in ("a", [0.9], True)
+    ),
+    *(
+        ({"frozen_beta2": b}, ValueError, r"frozen_beta2=.* must be in \[0, 1\)")
+        for b in (1.0, 2.0, -0.1, math.nan)
+    ),
+    *(
+        ({"precondition": p}, TypeError, "precondition=.* must be True or False")
+        for p in ("yes", 1)
+    ),
     ({"op": "max"}, ValueError, "op='max'"),
     ({"compat": "DeepSpeed"}, ValueError, "compat='DeepSpeed'"),
     ({"codec": OneBit}, TypeError, "codec=.*OneBit.* must be a codec"),
@@ -45,9 +58,14 @@ LAMBS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "error", "says"), [
-    *((make, *case) for make in (OneBitAdam, OneBitLAMB) for case in BOTH), *((OneBitLAMB, *case) for case in LAMBS),
-], ids=lambda v: getattr(v, "__name__", None) or str(v)[:40])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "options", "error", "says"),
+    [
+        *((make, *case) for make in (OneBitAdam, OneBitLAMB) for case in BOTH),
+        *((OneBitLAMB, *case) for case in LAMBS),
+    ],
+    ids=lambda v: getattr(v, "__name__", None) or str(v)[:40],
+)
 def test_arguments(make, options, error, says):
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(error, match=f"{make.__name__}: {says}"):
@@ -56,9 +74,17 @@ def test_arguments(make, options, error, says):
 
 
 def _one_rank_is_wrong(rank: int, group: dist.ProcessGroup) -> None:
-    for options, error, says in (({"total_steps": 0}, ValueError, "total_steps=0"), ({"frozen_beta2": "a"}, TypeError, "='a'")):
+    for options, error, says in (
+        ({"total_steps": 0}, ValueError, "total_steps=0"),
+        ({"frozen_beta2": "a"}, TypeError, "='a'"),
+    ):
         with pytest.raises(error, match=says):
-            OneBitAdam([nn.Parameter(torch.ones(3))], warmup_steps=2, group=group, **(options if rank == 2 else {}))
+            OneBitAdam(
+                [nn.Parameter(torch.ones(3))],
+                warmup_steps=2,
+                group=group,
+                **(options if rank == 2 else {}),
+            )
     weight = nn.Parameter(torch.ones(3))
     optimizer = OneBitAdam([weight], warmup_steps=2, group=group, total_steps=10)
     weight.grad = torch.ones(3)

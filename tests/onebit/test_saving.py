@@ -20,7 +20,13 @@ from tests.onebit.simulation import random_gradients, random_parameters
 
 pytestmark = pytest.mark.on_device
 
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 4, "codec": OneBit(block=64)}
+OPTIONS = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.99),
+    "weight_decay": 0.1,
+    "warmup_steps": 4,
+    "codec": OneBit(block=64),
+}
 AVERAGES = {**OPTIONS, "frozen_beta2": 0.999}
 
 
@@ -34,7 +40,9 @@ def test_resumed_in_the_warmup_at_the_switch_and_after_it(world, stop):
         file = io.BytesIO()
         torch.save(result.state, file)
         states.append(torch.load(io.BytesIO(file.getvalue())))
-    rest = world(2).run(run_steps, "OneBitAdam", params, gradients[stop:], AVERAGES, (states, first[0].params[-1]))
+    rest = world(2).run(
+        run_steps, "OneBitAdam", params, gradients[stop:], AVERAGES, (states, first[0].params[-1])
+    )
     for step in range(9 - stop):
         for a, b in zip(rest[1].params[step], whole[1].params[stop + step], strict=True):
             assert torch.equal(a, b)
@@ -47,9 +55,15 @@ def with_a_bad_gradient(rank, group, params, gradients, at):
     def everything():
         state = optimizer.state_dict()
         errors = state["communication"]["errors"]
-        return [p.detach().clone() for p in copies] + [
-            t.clone() for entries in state["state"].values() for t in entries.values()
-        ] + [s.tensor.clone() for kind in ("worker", "server") for s in errors.get(kind, {}).values()]  # fmt: skip
+        return (
+            [p.detach().clone() for p in copies]
+            + [t.clone() for entries in state["state"].values() for t in entries.values()]
+            + [
+                s.tensor.clone()
+                for kind in ("worker", "server")
+                for s in errors.get(kind, {}).values()
+            ]
+        )
 
     before = everything()
     grads_of(copies, gradients[at][rank])
@@ -73,7 +87,9 @@ def test_errors_of_two_ranks_are_shared_out_among_three(world):
     errors = merge([r.state["communication"]["errors"] for r in first])
     state = first[0].state
     state["communication"]["errors"] = errors
-    later = world(3).run(run_steps, "OneBitAdam", params, [], OPTIONS, ([state], first[0].params[-1]))
+    later = world(3).run(
+        run_steps, "OneBitAdam", params, [], OPTIONS, ([state], first[0].params[-1])
+    )
     again = merge([r.state["communication"]["errors"] for r in later])
     for name, rows in errors["worker"].items():
         before = rows.double().mean(0).flatten() + errors["server"][name].double()
@@ -147,7 +163,8 @@ def test_a_warmup_as_long_as_the_run_is_warned_about(caplog):
 
 @pytest.mark.parametrize(("loud", "last"), [(0, 12), (5, None)])
 def test_auto_ends_when_the_variance_is_stable(caplog, loud, last):
-    """A constant gradient: at once when there are two sums 10 steps apart; after loud ones: when these are forgotten.
+    """A constant gradient: at once when there are two sums 10 steps apart; after loud ones: when
+    these are forgotten.
 
     A step decides by the sum that it found, so one step after it could be known."""
     p = torch.nn.Parameter(torch.ones(50))
@@ -171,7 +188,9 @@ def train_flat(rank, group, accumulate):
     torch.manual_seed(0)
     model = DataParallel(torch.nn.Linear(20, 10), group=group, op="mean")
     assert model.require_backward_grad_sync
-    optimizer = OneBitAdam([b.parameter for b in model.flat], lr=1e-2, warmup_steps=3, group=group, model=model)
+    optimizer = OneBitAdam(
+        [b.parameter for b in model.flat], lr=1e-2, warmup_steps=3, group=group, model=model
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(8):
         for part in range(accumulate):
@@ -231,7 +250,12 @@ def test_the_state_of_another_optimizer_is_refused():
 
 def with_other_options(rank, group, kind, params, gradients, options):
     with pytest.raises(ValueError, match=r"param_groups of rank 0 is .* of rank 1"):
-        optimizer_of(kind, params, group, {"lr": 1e-2, "warmup_steps": 2, **{k: v[rank] for k, v in options.items()}})
+        optimizer_of(
+            kind,
+            params,
+            group,
+            {"lr": 1e-2, "warmup_steps": 2, **{k: v[rank] for k, v in options.items()}},
+        )
 
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLAMB", "ZeroOneAdam"])
@@ -255,14 +279,18 @@ def with_another_rate_later(rank, group, params, gradients, steps):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, copies, strict=True))
     assert optimizer.steps == steps
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5) if rank else 0.5  # the same number, however it is held
+    optimizer.param_groups[0]["lr"] = (
+        torch.tensor(0.5) if rank else 0.5
+    )  # the same number, however it is held
     optimizer.step()
     return [p.detach().clone() for p in copies]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_rate_that_differs_between_ranks_stops_the_step_on_all(world, steps):
-    first, second = world(2).run(with_another_rate_later, random_parameters(), random_gradients(5, 2), steps)
+    first, second = world(2).run(
+        with_another_rate_later, random_parameters(), random_gradients(5, 2), steps
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

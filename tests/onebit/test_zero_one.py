@@ -1,4 +1,5 @@
-"""ZeroOneAdam: its rounds by the closed form, its steps against ranks in float64, ranks that are one after each message."""
+"""ZeroOneAdam: its rounds by the closed form, its steps against ranks in float64, ranks that are
+one after each message."""
 
 from __future__ import annotations
 
@@ -24,13 +25,25 @@ from tests.tolerance import assert_close_to_reference
 pytestmark = pytest.mark.on_device
 
 SCHEDULE = RoundSchedule(9, 1, 3, 4)  # exact: 1, 3, 7, 9
-ROUNDS = {"warmup_steps": 9, "var_update_scaler": 1, "local_step_scaler": 3, "local_step_clipper": 4}
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "variance_codec": Identity(), **ROUNDS}
+ROUNDS = {
+    "warmup_steps": 9,
+    "var_update_scaler": 1,
+    "local_step_scaler": 3,
+    "local_step_clipper": 4,
+}
+OPTIONS = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.99),
+    "weight_decay": 0.1,
+    "variance_codec": Identity(),
+    **ROUNDS,
+}
 SIMULATED = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "schedule": SCHEDULE}
 
 
 def noisy_gradients(steps, ranks):
-    """Louder at first, as of a model that begins; some elements never have one, some only after the first exact round."""
+    """Louder at first, as of a model that begins; some elements never have one, some only after the
+    first exact round."""
     gradients = random_gradients(steps, ranks)
     for step, each in enumerate(gradients):
         for rows in each:
@@ -45,14 +58,18 @@ def assert_like_simulation(results, params, gradients, **simulated):
     """Every rank's parameters after every step, beside the simulation's in float64."""
     simulated = {**SIMULATED, **simulated}
     reference, plain = (
-        ZeroOneRanks(params, ranks=len(results), dtype=dtype, **simulated) for dtype in (torch.float64, torch.float32)
+        ZeroOneRanks(params, ranks=len(results), dtype=dtype, **simulated)
+        for dtype in (torch.float64, torch.float32)
     )
     for step, each in enumerate(gradients):
         reference.step(each)
         plain.step(each)
         for rank, result in enumerate(results):
-            for i, (want, rough) in enumerate(zip(reference.params(rank), plain.params(rank), strict=True)):
-                # As of OneBitAdam: a rounding of a parameter of size 1 per step, whether or not plain torch was lucky.
+            for i, (want, rough) in enumerate(
+                zip(reference.params(rank), plain.params(rank), strict=True)
+            ):
+                # As of OneBitAdam: a rounding of a parameter of size 1 per step, whether or not
+                # plain torch was lucky.
                 allowed = (step + 1) * 1.2e-7 * want.abs().max().item() + 2e-6 * simulated["lr"]
                 assert_close_to_reference(result.params[step][i], rough, want, tiny=allowed)
     return reference
@@ -72,9 +89,14 @@ def test_rounds_are_the_closed_form():
         messages.append(101 + at)
     kinds = {step: schedule.kind(step) for step in range(1, 302)}
     assert [step for step, kind in kinds.items() if kind == "exact"] == updates
-    assert [step for step, kind in kinds.items() if kind == "compressed" and step > 101] == [m for m in messages if m <= 301]
-    assert schedule.rounds(301) == (len(updates), 101 - len(updates) + sum(m <= 301 for m in messages),
-                                    200 - sum(m <= 301 for m in messages))  # fmt: skip
+    assert [step for step, kind in kinds.items() if kind == "compressed" and step > 101] == [
+        m for m in messages if m <= 301
+    ]
+    assert schedule.rounds(301) == (
+        len(updates),
+        101 - len(updates) + sum(m <= 301 for m in messages),
+        200 - sum(m <= 301 for m in messages),
+    )
 
 
 def test_the_default_rounds_send_a_sixtieth():
@@ -90,7 +112,9 @@ def test_the_default_rounds_send_a_sixtieth():
 
 
 def bytes_of_steps(rank, group, params, gradients):
-    optimizer, copies = optimizer_of("ZeroOneAdam", params, group, {**OPTIONS, "variance_codec": None})
+    optimizer, copies = optimizer_of(
+        "ZeroOneAdam", params, group, {**OPTIONS, "variance_codec": None}
+    )
     found = []
     for each in gradients:
         before = optimizer.communicator.bytes_sent
@@ -105,7 +129,9 @@ def test_steps_send_what_the_schedule_says(world):
     sent = world(2).run(bytes_of_steps, params, gradients)[0]
     fp32, bits = 4 << 16, OneBit().payload_bytes(1 << 16)
     for step, many in enumerate(sent, start=1):
-        want = {"exact": fp32 // 2 + 2 * 4 * 1024 + bits, "compressed": bits, "local": 0}[SCHEDULE.kind(step)]
+        want = {"exact": fp32 // 2 + 2 * 4 * 1024 + bits, "compressed": bits, "local": 0}[
+            SCHEDULE.kind(step)
+        ]
         assert want <= many <= want + 3000, (step, SCHEDULE.kind(step))
 
 
@@ -113,14 +139,20 @@ def test_steps_send_what_the_schedule_says(world):
 @pytest.mark.parametrize("codec", [Identity(), OneBit(block=64)])
 def test_ranks_follow_the_simulation(world, ranks, codec):
     params, gradients = random_parameters(), noisy_gradients(26, ranks)
-    results = world(ranks).run(run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": codec})
+    results = world(ranks).run(
+        run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": codec}
+    )
     assert results[0].phases == ["variance"] * 8 + ["local"] * 18
     reference = assert_like_simulation(results, params, gradients, block=getattr(codec, "block", 0))
     for i, (offset, shape) in enumerate(zip(reference.offsets, reference.shapes, strict=True)):
         want = reference.v[offset : offset + shape.numel()].view(shape)
         for result in results:
-            assert torch.allclose(result.state["state"][i]["exp_avg_sq"].double(), want, rtol=3e-6, atol=0)
-            assert torch.equal(result.state["state"][i]["exp_avg_sq"], results[0].state["state"][i]["exp_avg_sq"])
+            assert torch.allclose(
+                result.state["state"][i]["exp_avg_sq"].double(), want, rtol=3e-6, atol=0
+            )
+            assert torch.equal(
+                result.state["state"][i]["exp_avg_sq"], results[0].state["state"][i]["exp_avg_sq"]
+            )
     if ranks == 1:
         assert reference.c == [1.0] * 3
         whole = 1.0 if isinstance(codec, Identity) else 1 + 2 * (1 - 2 / math.pi)
@@ -131,7 +163,9 @@ def test_ranks_follow_the_simulation(world, ranks, codec):
 
 def test_what_was_left_out_while_the_learning_rate_was_0_moves_nothing_later():
     params, gradients = random_parameters(), noisy_gradients(5, 1)
-    optimizer, copies = optimizer_of("ZeroOneAdam", params, None, {**OPTIONS, "weight_decay": 0.0, "codec": OneBit(block=64)})
+    optimizer, copies = optimizer_of(
+        "ZeroOneAdam", params, None, {**OPTIONS, "weight_decay": 0.0, "codec": OneBit(block=64)}
+    )
     optimizer.param_groups[0]["lr"] = 0.0
     take_steps(optimizer, copies, [each[0] for each in gradients[:3]])
     assert all(torch.equal(a, b) for a, b in zip(copies, params, strict=True))
@@ -140,7 +174,9 @@ def test_what_was_left_out_while_the_learning_rate_was_0_moves_nothing_later():
     optimizer.param_groups[0]["lr"] = 1e-2
     take_steps(optimizer, copies, [gradients[3][0]])
     first = optimizer._exchanged.errors.worker.clone()
-    optimizer.param_groups[0]["lr"] = 1e-3  # what 1e-2 left out is ten times as much in steps of 1e-3
+    optimizer.param_groups[0]["lr"] = (
+        1e-3  # what 1e-2 left out is ten times as much in steps of 1e-3
+    )
     optimizer._measure_errors_by([1e-3])
     assert torch.allclose(optimizer._exchanged.errors.worker, 10 * first)
     assert not torch.allclose(first, before)
@@ -149,13 +185,16 @@ def test_what_was_left_out_while_the_learning_rate_was_0_moves_nothing_later():
 
 def variances(rank, group, gradients, options):
     """The whole layers' variances after one step, and this rank's squares."""
-    optimizer, copies = optimizer_of("ZeroOneAdam", [torch.zeros_like(g) for g in gradients[0]], group, options)
+    optimizer, copies = optimizer_of(
+        "ZeroOneAdam", [torch.zeros_like(g) for g in gradients[0]], group, options
+    )
     take_steps(optimizer, copies, [gradients[rank]])
     return [optimizer.state[copy]["exp_avg_sq"].clone() for copy in copies]
 
 
 def test_variance_in_bf16_with_the_noise_of_a_sketch(world):
-    """Of a large layer, a sketch tells how much noise the ranks' gradients have, also where few elements have most of it."""
+    """Of a large layer, a sketch tells how much noise the ranks' gradients have, also where few
+    elements have most of it."""
     shapes, generator = ((200, 300), (50,)), torch.Generator().manual_seed(0)
     signal = [torch.randn(shape, generator=generator) for shape in shapes]
     signal[0][:5] *= 30.0
@@ -180,7 +219,9 @@ def test_a_sketch_has_the_norm_of_its_layer_and_adds_up():
     x[:10] *= 100.0
     found = [float(sketch(x, f"layer {i}").square().sum() / x.square().sum()) for i in range(50)]
     assert abs(sum(found) / 50 - 1) < 0.03
-    assert max(abs(one - 1) for one in found) < 0.4  # ten elements have most of the norm, and two may meet
+    assert (
+        max(abs(one - 1) for one in found) < 0.4
+    )  # ten elements have most of the norm, and two may meet
     assert torch.allclose(sketch(x + y, "w"), sketch(x, "w") + sketch(y, "w"), atol=1e-3)
     assert torch.equal(sketch(x[:1000], "w"), x[:1000])
 
@@ -189,13 +230,19 @@ def test_a_sketch_has_the_norm_of_its_layer_and_adds_up():
 @pytest.mark.parametrize("stop", [2, 7, 9, 12])
 def test_errors_are_those_of_the_simulation(world, stop):
     params, gradients = random_parameters(), noisy_gradients(stop, 2)
-    results = world(2).run(run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": OneBit(block=64)})
+    results = world(2).run(
+        run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": OneBit(block=64)}
+    )
     reference = assert_like_simulation(results, params, gradients, block=64)
     errors = merge([result.state["communication"]["errors"] for result in results])
     for i, (offset, shape) in enumerate(zip(reference.offsets, reference.shapes, strict=True)):
         for rank, worker in enumerate([*reference.wire.workers, reference.wire.server]):
             want = worker[offset : offset + shape.numel()]
-            found = errors["server"][f"0.{i}"] if rank == 2 else errors["worker"][f"0.{i}"][rank].flatten()
+            found = (
+                errors["server"][f"0.{i}"]
+                if rank == 2
+                else errors["worker"][f"0.{i}"][rank].flatten()
+            )
             assert torch.allclose(found.double(), want, rtol=0, atol=3e-6 * want.abs().max().item())
             assert want.any()
 
@@ -212,14 +259,19 @@ def test_sum_of_parts_groups_and_clipping(world):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_one_after_each_message_and_differ_between(world, ranks):
     params, gradients = random_parameters(), random_gradients(30, ranks)
-    results = world(ranks).run(run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": OneBit(block=64)})
+    results = world(ranks).run(
+        run_steps, "ZeroOneAdam", params, gradients, {**OPTIONS, "codec": OneBit(block=64)}
+    )
     schedule = SCHEDULE
     seen = set()
     for step in range(1, 31):
         kind = schedule.kind(step)
         seen.add(kind)
-        same = all(torch.equal(a, b) for r in results[1:] for a, b in zip(r.params[step - 1], results[0].params[step - 1],
-                                                                        strict=True))  # fmt: skip
+        same = all(
+            torch.equal(a, b)
+            for r in results[1:]
+            for a, b in zip(r.params[step - 1], results[0].params[step - 1], strict=True)
+        )
         assert same == (kind != "local"), (step, kind)
     assert seen == {"exact", "compressed", "local"}
 
@@ -230,7 +282,10 @@ def test_resumed_within_an_interval_it_goes_on_bit_for_bit(world):
     whole = world(2).run(run_steps, "ZeroOneAdam", params, gradients, options)
     for stop in (1, 2, 5, 8, 9, 10, 16, 24):
         first = world(2).run(run_steps, "ZeroOneAdam", params, gradients[:stop], options)
-        saved = ([r.state for r in first], first[0].params[-1])  # rank 0's parameters, as a trainer saves them
+        saved = (
+            [r.state for r in first],
+            first[0].params[-1],
+        )  # rank 0's parameters, as a trainer saves them
         rest = world(2).run(run_steps, "ZeroOneAdam", params, gradients[stop:], options, saved)
         for r in range(2):
             for i in range(len(params)):
@@ -247,18 +302,30 @@ def test_saved_by_two_ranks_three_go_on_from_the_mean(world):
     variance = parts[0]["variance"]
     for key in ("squares", "counts"):  # as a checkpoint joins rows
         variance[key] = {
-            name: torch.cat([part["variance"][key][name].tensor for part in parts]) for name in variance[key]
-        }  # fmt: skip
-    later = world(3).run(run_steps, "ZeroOneAdam", params, [], options, ([state], first[0].params[-1]))
+            name: torch.cat([part["variance"][key][name].tensor for part in parts])
+            for name in variance[key]
+        }
+    later = world(3).run(
+        run_steps, "ZeroOneAdam", params, [], options, ([state], first[0].params[-1])
+    )
     for result in later:
         again = result.state["communication"]["variance"]
         assert again["counts"]["tensors"].tensor.tolist() == [[6.0, 6.0, 6.0]]
         for name, rows in variance["squares"].items():
             assert torch.allclose(again["squares"][name].tensor[0], rows.mean(0))
             assert not torch.equal(rows[0], rows[1])
-    more = world(3).run(run_steps, "ZeroOneAdam", params, noisy_gradients(4, 3), options, ([state], first[0].params[-1]))
+    more = world(3).run(
+        run_steps,
+        "ZeroOneAdam",
+        params,
+        noisy_gradients(4, 3),
+        options,
+        ([state], first[0].params[-1]),
+    )
     for result in more:
-        assert all(torch.equal(a, b) for a, b in zip(result.params[-1], more[0].params[-1], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(result.params[-1], more[0].params[-1], strict=True)
+        )
 
 
 def take_flat_steps(rank, group, params, gradients, options):
@@ -284,8 +351,11 @@ def test_a_flat_parameter_has_its_layers(world):
 
 
 def parameter_of_one_rank(rank, group, params, gradients):
-    """Parameter 1 has gradients on rank 1 only and from step 2 on; parameter 2 is added after step 4."""
-    optimizer, copies = optimizer_of("ZeroOneAdam", params[:2], group, {**OPTIONS, "codec": OneBit(block=64)})
+    """Parameter 1 has gradients on rank 1 only and from step 2 on; parameter 2 is added after step
+    4."""
+    optimizer, copies = optimizer_of(
+        "ZeroOneAdam", params[:2], group, {**OPTIONS, "codec": OneBit(block=64)}
+    )
     late = nn.Parameter(params[2].clone())
     found = []
     for step, each in enumerate(gradients, start=1):
@@ -304,7 +374,9 @@ def test_parameters_that_come_later_move_from_the_next_exact_round_on(world):
     found = world(2).run(parameter_of_one_rank, params, gradients)
     for mine, other in zip(*found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-    moved = [[not torch.equal(a, b) for a, b in zip(each, params, strict=True)] for each in found[0]]
+    moved = [
+        [not torch.equal(a, b) for a, b in zip(each, params, strict=True)] for each in found[0]
+    ]
     assert [row[1] for row in moved] == [False] * 2 + [True] * 8
     assert [row[2] for row in moved] == [False] * 6 + [True] * 4
     step = max((a - b).abs().max().item() for a, b in zip(found[0][6], found[0][5], strict=True))
@@ -314,7 +386,9 @@ def test_parameters_that_come_later_move_from_the_next_exact_round_on(world):
 def silent(rank, group):
     torch.manual_seed(0)
     model = DataParallel(nn.Linear(20, 10), group=group, op="mean")
-    optimizer = ZeroOneAdam([b.parameter for b in model.flat], lr=1e-2, group=group, model=model, **ROUNDS)
+    optimizer = ZeroOneAdam(
+        [b.parameter for b in model.flat], lr=1e-2, group=group, model=model, **ROUNDS
+    )
     found = [model.require_backward_grad_sync]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(16):
@@ -339,7 +413,9 @@ def test_goes_on_from_adamw():
     for each in gradients[:7]:
         grads_of(others, each)
         adamw.step()
-    optimizer, copies = optimizer_of("ZeroOneAdam", [p.detach() for p in others], None, {**OPTIONS, "codec": Identity()})
+    optimizer, copies = optimizer_of(
+        "ZeroOneAdam", [p.detach() for p in others], None, {**OPTIONS, "codec": Identity()}
+    )
     optimizer.load_state_dict(adamw.state_dict())
     assert (optimizer.phase, optimizer.steps) == ("variance", 7)
     take_steps(optimizer, copies, gradients[7:])

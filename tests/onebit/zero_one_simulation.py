@@ -1,6 +1,8 @@
-"""All ranks of 0/1 Adam in one process, in plain torch of any dtype, written from the formulas of pyops.onebit's docstrings.
+"""All ranks of 0/1 Adam in one process, in plain torch of any dtype, written from the formulas of
+pyops.onebit's docstrings.
 
-ZeroOneRanks(params, ranks=2, schedule=RoundSchedule(7, 1, 3, 4), dtype=torch.float64).step([of rank 0, of rank 1])
+ZeroOneRanks(params, ranks=2, schedule=RoundSchedule(7, 1, 3, 4), dtype=torch.float64).step([of rank
+0, of rank 1])
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ __all__ = ["ZeroOneRanks"]
 
 
 class ZeroOneRanks(OneBitAdamRanks):
-    """block=0: exact communication; one weight decay. ps, ws, squares: of each rank; c: per layer, at the last exact round."""
+    """block=0: exact communication; one weight decay. ps, ws, squares: of each rank; c: per layer,
+    at the last exact round."""
 
-    def __init__(self, params: Sequence[Tensor], *, ranks: int, schedule: RoundSchedule, **options: Any) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], *, ranks: int, schedule: RoundSchedule, **options: Any
+    ) -> None:
         super().__init__(params, ranks=ranks, warmup=0, **options)
         self.schedule = schedule
-        self.ps, self.ws, self.squares, self.sums = ([self.flat(()) for _ in range(ranks)] for _ in range(4))
+        self.ps, self.ws, self.squares, self.sums = (
+            [self.flat(()) for _ in range(ranks)] for _ in range(4)
+        )
         self.ps = [self.p.clone() for _ in range(ranks)]
         self.means, self.owns, self.c = ([0.0] * len(params) for _ in range(3))
         self.root = self.flat(())
@@ -32,7 +39,14 @@ class ZeroOneRanks(OneBitAdamRanks):
         self.anchor, self.length, self.kept = self.p.clone(), 0.0, torch.ones_like(self.p)
         self.last_length = 0.0
         if self.block != 0:
-            self.wire = Wire(self.numel, ranks, block=self.block, rule=self.rule, dead=self.dead, dtype=self.dtype)
+            self.wire = Wire(
+                self.numel,
+                ranks,
+                block=self.block,
+                rule=self.rule,
+                dead=self.dead,
+                dtype=self.dtype,
+            )
 
     def params(self, rank: int = 0) -> list[Tensor]:
         self.p = self.ps[rank]
@@ -46,7 +60,9 @@ class ZeroOneRanks(OneBitAdamRanks):
         kind = self.schedule.kind(self.t)
         if self.t <= self.schedule.var_freeze_step:
             d = 0.0 if self.t <= 2 else min(1 - 2 / self.t, max(0.995, self.betas[1]))
-            self.squares = [d * s + (1 - d) * each * each for s, each in zip(self.squares, g, strict=True)]
+            self.squares = [
+                d * s + (1 - d) * each * each for s, each in zip(self.squares, g, strict=True)
+            ]
         if kind == "exact":
             self._new_variance(g)
         b1 = self.betas[0]
@@ -60,13 +76,19 @@ class ZeroOneRanks(OneBitAdamRanks):
         if kind != "local":
             mean = [s / self.length for s in self.sums]
             if self.wire is not None:
-                self.wire.workers = [e * (self.last_length / self.length) for e in self.wire.workers]
+                self.wire.workers = [
+                    e * (self.last_length / self.length) for e in self.wire.workers
+                ]
                 self.wire.server = self.wire.server * (self.last_length / self.length)
             self.last_length = self.length
             out = self.wire.mean(mean) if self.wire is not None else torch.stack(mean).mean(0)
             self.anchor = self.anchor * self.kept - self.length * out
             self.ws, self.ps = [out.clone() for _ in mean], [self.anchor.clone() for _ in mean]
-            self.sums, self.length, self.kept = [torch.zeros_like(out) for _ in mean], 0.0, torch.ones_like(out)
+            self.sums, self.length, self.kept = (
+                [torch.zeros_like(out) for _ in mean],
+                0.0,
+                torch.ones_like(out),
+            )
 
     def _new_variance(self, g: Tensor) -> None:
         v = torch.stack(list(self.squares)).mean(0)

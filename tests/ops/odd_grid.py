@@ -1,4 +1,5 @@
-"""Every op of the library with every tensor argument replaced by each odd tensor; run in a process of its own, which may die.
+"""Every op of the library with every tensor argument replaced by each odd tensor; run in a process
+of its own, which may die.
 
 python -m tests.ops.odd_grid all|diagonal FIRST       one line when a case begins, one when it fails
 """
@@ -48,13 +49,19 @@ def cases(which: str) -> list[tuple[str, Place, str]]:
     return [(op, place, names[i % len(names)]) for i, (op, place) in enumerate(spots)]
 
 
-def with_odd(op: str, place: Place, odd: str, *, plain: bool = False) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
-    """A sample with one tensor replaced, and all tensors that a call may read or change. plain: a view that is still to be
-    computed is computed."""
+def with_odd(
+    op: str, place: Place, odd: str, *, plain: bool = False
+) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """A sample with one tensor replaced, and all tensors that a call may read or change. plain: a
+    view that is still to be computed is computed."""
     changed = (
         ODD[odd]
         if not plain
-        else lambda t: made.contiguous() if (made := resolved_view(odd_one := ODD[odd](t))) is not odd_one else made
+        else lambda t: (
+            made.contiguous()
+            if (made := resolved_view(odd_one := ODD[odd](t))) is not odd_one
+            else made
+        )
     )
     args, kwargs = sample(op)
     kept = list(args[0].keep_alive) if op in UNTRACEABLE else []
@@ -63,7 +70,12 @@ def with_odd(op: str, place: Place, odd: str, *, plain: bool = False) -> tuple[l
         args[i] = changed(args[i])
     else:
         args[i][j] = changed(args[i][j])
-    tensors = [t for a in (*args, *kept) for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+    tensors = [
+        t
+        for a in (*args, *kept)
+        for t in (a if isinstance(a, list) else [a])
+        if isinstance(t, Tensor)
+    ]
     if kept:
         tensors[0].keep_alive = kept  # type: ignore[attr-defined]
     return args, kwargs, tensors
@@ -81,10 +93,20 @@ def results_of(call: Any, op: str, place: Place, odd: str, *, plain: bool = Fals
     args, kwargs, tensors = with_odd(op, place, odd, plain=plain)
     with torch.no_grad():
         out = call(*args, **kwargs)
-    given = [out] if isinstance(out, Tensor) else [t for t in out or () if isinstance(t, Tensor)] if out is not True else []
+    given = (
+        [out]
+        if isinstance(out, Tensor)
+        else [t for t in out or () if isinstance(t, Tensor)]
+        if out is not True
+        else []
+    )
     if op == "optimizer_table":
         return []
-    return [resolved_view(t).detach().clone() for t in (*given, *tensors) if t._is_zerotensor() or bits_of(t) is not None]
+    return [
+        resolved_view(t).detach().clone()
+        for t in (*given, *tensors)
+        if t._is_zerotensor() or bits_of(t) is not None
+    ]
 
 
 def problem(op: str, place: Place, odd: str) -> str | None:
@@ -101,7 +123,10 @@ def problem(op: str, place: Place, odd: str) -> str | None:
         if len(str(error)) < 20:
             return f"says only {error!r}"
         after = [bits_of(t) for t in tensors]
-        same = all(a is None or (b is not None and torch.equal(a, b)) for a, b in zip(before, after, strict=True))
+        same = all(
+            a is None or (b is not None and torch.equal(a, b))
+            for a, b in zip(before, after, strict=True)
+        )
         return None if same else f"changed its arguments and raised {error}"
     replaced = args[place[0]] if place[1] is None else args[place[0]][place[1]]
     if odd in WITHOUT_MEMORY and replaced.numel() and op != "gradients_fit":
@@ -113,7 +138,9 @@ def problem(op: str, place: Place, odd: str) -> str | None:
     actual = results_of(getattr(torch.ops.pyops, op).default, op, place, odd)
     try:
         for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=2**-7 if a.dtype == torch.bfloat16 else 1e-3, atol=1e-6, equal_nan=True)
+            torch.testing.assert_close(
+                a, e, rtol=2**-7 if a.dtype == torch.bfloat16 else 1e-3, atol=1e-6, equal_nan=True
+            )
     except AssertionError as error:
         return f"differs from plain torch: {' '.join(str(error).split())[:200]}"
     return None

@@ -1,4 +1,5 @@
-"""Every op of the library: it has a sample, passes opcheck, and a kernel that agrees with its reference on the sample."""
+"""Every op of the library: it has a sample, passes opcheck, and a kernel that agrees with its
+reference on the sample."""
 
 from __future__ import annotations
 
@@ -19,18 +20,27 @@ STEMS = (
 
 # Kernels for CUDA in Triton: there wherever triton is.
 IN_TRITON = {
-    op for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy") for op in SAMPLES
+    op
+    for stem in ("activation", "dropout", "rotary", "norm", "cross_entropy")
+    for op in SAMPLES
     if hasattr(getattr(pyops.ops, stem), f"{op.removesuffix('_')}_reference")
-}  # fmt: skip
-DIFFERENTIABLE = {op for op in IN_TRITON if not op.endswith(("_backward", "_"))}  # with a derivative
+}
+DIFFERENTIABLE = {
+    op for op in IN_TRITON if not op.endswith(("_backward", "_"))
+}  # with a derivative
 CPU_ONLY = ("adafactor_",)  # no CUDA kernel yet: the op raises there and says so
 
 
 def ops() -> list[str]:
     """Names of all ops of the library, asked of the dispatcher."""
     importlib.import_module("pyops.ops")
-    return sorted({n.removeprefix("pyops::").split(".")[0] for n in torch._C._dispatch_get_all_op_names()
-                   if n.startswith("pyops::")})  # fmt: skip
+    return sorted(
+        {
+            n.removeprefix("pyops::").split(".")[0]
+            for n in torch._C._dispatch_get_all_op_names()
+            if n.startswith("pyops::")
+        }
+    )
 
 
 def reference_of(op: str):
@@ -55,7 +65,10 @@ def test_opcheck(op: str, device: torch.device):
     args, kwargs = SAMPLES[op](device)
     packet = getattr(torch.ops.pyops, op).default
     if op in DIFFERENTIABLE:
-        args = tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+        args = tuple(
+            a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+            for a in args
+        )
     checks = OPCHECKS.get(op)
     torch.library.opcheck(packet, args, kwargs, **({"test_utils": checks} if checks else {}))
 
@@ -72,10 +85,18 @@ def test_kernel_agrees_with_reference_on_the_sample(op: str, device: torch.devic
         args, kwargs = SAMPLES[op](device)
         out = call(*args, **kwargs)
         lists = args[0].keep_alive if op in UNTRACEABLE else [a for a in args if a is not None]
-        results.append([t for a in ([out] if out is not None else []) + list(lists)
-                        for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)])  # fmt: skip
+        results.append(
+            [
+                t
+                for a in ([out] if out is not None else []) + list(lists)
+                for t in (a if isinstance(a, list) else [a])
+                if isinstance(t, torch.Tensor)
+            ]
+        )
     for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=2**-7 if actual.dtype == torch.bfloat16 else 1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            actual, expected, rtol=2**-7 if actual.dtype == torch.bfloat16 else 1e-3, atol=1e-6
+        )
 
 
 def test_table_agrees_with_reference_but_for_pointers(device: torch.device):
@@ -89,7 +110,9 @@ def test_table_agrees_with_reference_but_for_pointers(device: torch.device):
 def test_what_hides_behind_pointers_refuses_to_be_traced(op: str, device: torch.device):
     args, kwargs = SAMPLES[op](device)
     with pytest.raises(Exception, match=r"can't be traced; call pyops\.ops"):
-        torch.compile(lambda *a: getattr(torch.ops.pyops, op)(*a, **kwargs), backend="eager", fullgraph=True)(*args)
+        torch.compile(
+            lambda *a: getattr(torch.ops.pyops, op)(*a, **kwargs), backend="eager", fullgraph=True
+        )(*args)
 
 
 @pytest.mark.real_device
@@ -98,7 +121,11 @@ def test_has_kernel(device: torch.device):
     assert all(pyops.has_kernel(op, "cpu") == built for op in ops())
     assert {"bias_activation", "rotary"} <= IN_TRITON
     for op in ops():
-        expected = library.has_triton() if op in IN_TRITON else library.build_info()["cuda"] and op not in CPU_ONLY
+        expected = (
+            library.has_triton()
+            if op in IN_TRITON
+            else library.build_info()["cuda"] and op not in CPU_ONLY
+        )
         assert pyops.has_kernel(op, "cuda") == (built and expected), op
     assert not pyops.has_kernel("adam_", "xpu")
     if built:
@@ -108,7 +135,9 @@ def test_has_kernel(device: torch.device):
 
 def test_a_missing_kernel_names_the_build_option():
     refuse = library._missing_kernel("adam_")
-    with pytest.raises(RuntimeError, match=r"pyops::adam_ has no kernel for cpu tensors.*PYOPS_NO_EXT=1"):
+    with pytest.raises(
+        RuntimeError, match=r"pyops::adam_ has no kernel for cpu tensors.*PYOPS_NO_EXT=1"
+    ):
         refuse([torch.zeros(1)])
 
 

@@ -1,4 +1,5 @@
-"""No odd tensor brings an op down, or gets a wrong answer out of it: an error by name, or plain torch's numbers."""
+"""No odd tensor brings an op down, or gets a wrong answer out of it: an error by name, or plain
+torch's numbers."""
 
 from __future__ import annotations
 
@@ -39,11 +40,15 @@ def test_a_storage_that_is_too_short_is_named(bytes_left: int):
     short = torch.zeros(6)
     short.untyped_storage().resize_(bytes_left)
     with pytest.raises(
-        RuntimeError, match=rf"squared_norm.*argument 1\[1\] has elements but no memory.*24 bytes.* has {bytes_left};"
+        RuntimeError,
+        match=r"squared_norm.*argument 1\[1\] has elements but no memory.*24 bytes.* has "
+        rf"{bytes_left};",
     ):
         torch.ops.pyops.squared_norm.default([torch.ones(3), short])
 
 
 def test_meta_beside_real_tensors_is_refused_as_plain_torch_does():
     with pytest.raises(RuntimeError, match=r"argument 1 is on cpu, argument 2 is on meta"):
-        torch.ops.pyops.rms_norm.default(torch.ones(2, 3), torch.ones(3, device="meta"), eps=1e-6, offset=0.0)
+        torch.ops.pyops.rms_norm.default(
+            torch.ones(2, 3), torch.ones(3, device="meta"), eps=1e-6, offset=0.0
+        )

@@ -1,4 +1,5 @@
-"""The elementwise optimizers beside Adam, what each is judged by, and pairwise different options, none of them a default."""
+"""The elementwise optimizers beside Adam, what each is judged by, and pairwise different options,
+none of them a default."""
 
 from __future__ import annotations
 
@@ -15,9 +16,17 @@ __all__ = ["RULES", "PlainLion", "names"]
 class PlainLion(torch.optim.Optimizer):
     """Lion in plain torch, as its authors wrote it: Chen et al., arXiv:2302.06675, algorithm 2."""
 
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
-                 maximize: bool = False) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -49,4 +58,8 @@ RULES: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = {
 
 def names(*, torch_has: bool = False) -> list[str]:
     """The rules; those that torch has too."""
-    return [name for name, (_, theirs, _, _) in RULES.items() if not torch_has or theirs is not PlainLion]
+    return [
+        name
+        for name, (_, theirs, _, _) in RULES.items()
+        if not torch_has or theirs is not PlainLion
+    ]

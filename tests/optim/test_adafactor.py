@@ -1,4 +1,5 @@
-"""Adafactor: element by element against torch.optim.Adafactor, in a flat buffer as apart, whatever the layout or dtype."""
+"""Adafactor: element by element against torch.optim.Adafactor, in a flat buffer as apart, whatever
+the layout or dtype."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from tests.optim.layer_oracle import flat_twin, gradients, layers, padding_of
 from tests.optim.pairs import assert_equal, twins
 from tests.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.cpu_only  # Adafactor has no CUDA kernel yet; tests/ops/test_library.py knows the op among those
+pytestmark = (
+    pytest.mark.cpu_only
+)  # Adafactor has no CUDA kernel yet; tests/ops/test_library.py knows the op among those
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Matrices of one row, of one column, of more than a band, of three dimensions; vectors within and beyond a tile; none.
+# Matrices of one row, of one column, of more than a band, of three dimensions; vectors within and
+# beyond a tile; none.
 SHAPES: tuple[tuple[int, ...], ...] = (
     (5, 7),
     (1,),
@@ -32,7 +36,13 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     (2, 0),
     (33,),
 )
-HYPER: dict[str, Any] = {"lr": 0.03, "beta2_decay": -0.7, "eps": (1e-5, 2e-2), "d": 1.1, "weight_decay": 0.3}
+HYPER: dict[str, Any] = {
+    "lr": 0.03,
+    "beta2_decay": -0.7,
+    "eps": (1e-5, 2e-2),
+    "d": 1.1,
+    "weight_decay": 0.3,
+}
 OPTIONS: list[dict[str, Any]] = [
     {}, {"eps": (None, 1e-3), "weight_decay": 0.0}, {"maximize": True, "lr": 2.0}, {"eps": (0.5, 1e-3)},
     {"d": 1.0, "beta2_decay": 0.0},
@@ -54,7 +64,9 @@ def train(optimizer: torch.optim.Optimizer, params: Any, *, steps: int, first: i
 def test_against_torch_in_float64(options: dict[str, Any], device: torch.device):
     options = {**HYPER, **options}
     # torch's float64 takes the eps of float64 for None.
-    in64 = {**options, "eps": (torch.finfo(F32).eps, 1e-3)} if options["eps"][0] is None else options
+    in64 = (
+        {**options, "eps": (torch.finfo(F32).eps, 1e-3)} if options["eps"][0] is None else options
+    )
     steps = 4
     for isa in isas(device):
         with library.use_isa(isa) if isa != "one" else torch.no_grad():
@@ -74,12 +86,18 @@ def test_against_torch_in_float64(options: dict[str, Any], device: torch.device)
                     optimizer.step()
             for p, a, b, old in zip(ours, plain, exact, before, strict=True):
                 largest = float(b.detach().abs().max())
-                assert_close_to_reference(p.detach(), a.detach(), b.detach(), tiny=steps * 2.0**-22 * (0.1 + largest))
+                assert_close_to_reference(
+                    p.detach(), a.detach(), b.detach(), tiny=steps * 2.0**-22 * (0.1 + largest)
+                )
                 assert not torch.equal(p.detach(), old), "a step that does nothing would pass"
                 for name in ("row_var", "col_var", "variance"):
                     if name in optimizers[2].state[b]:
-                        state = [o.state[q][name] for o, q in zip(optimizers, (p, a, b), strict=True)]
-                        assert_close_to_reference(*state, tiny=steps * 2.0**-22 * float(state[2].max()))
+                        state = [
+                            o.state[q][name] for o, q in zip(optimizers, (p, a, b), strict=True)
+                        ]
+                        assert_close_to_reference(
+                            *state, tiny=steps * 2.0**-22 * float(state[2].max())
+                        )
 
 
 def test_empty_tensors_are_stepped_over(device: torch.device):
@@ -91,17 +109,26 @@ def test_empty_tensors_are_stepped_over(device: torch.device):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(F32, {}), (F32, {"max_grad_norm": 0.5, "zero_grad": True}), (BF16, {"master_weights": True}),
-     (BF16, {"eps": (1e-5, 2e-2)})],
+    [
+        (F32, {}),
+        (F32, {"max_grad_norm": 0.5, "zero_grad": True}),
+        (BF16, {"master_weights": True}),
+        (BF16, {"eps": (1e-5, 2e-2)}),
+    ],
     ids=str,
-)  # fmt: skip
-def test_flat_layers_have_the_bits_of_separate_ones(dtype: torch.dtype, options: dict[str, Any], device: torch.device):
+)
+def test_flat_layers_have_the_bits_of_separate_ones(
+    dtype: torch.dtype, options: dict[str, Any], device: torch.device
+):
     for isa in isas(device):
         with library.use_isa(isa) if isa != "one" else torch.no_grad():
             separate = layers(dtype, device, SHAPES)
             buffer = flat_twin(separate)
             separate.reverse()
-            apart, together = Adafactor(separate, **{**HYPER, **options}), Adafactor([buffer.parameter], **{**HYPER, **options})
+            apart, together = (
+                Adafactor(separate, **{**HYPER, **options}),
+                Adafactor([buffer.parameter], **{**HYPER, **options}),
+            )
             for step in range(3):
                 for i, g in enumerate(gradients(separate, step)):
                     separate[i].grad = g
@@ -109,7 +136,10 @@ def test_flat_layers_have_the_bits_of_separate_ones(dtype: torch.dtype, options:
                 apart.step()
                 together.step()
             for i, p in enumerate(separate):
-                assert torch.equal(buffer.data[buffer.layout.slice_at(i)], p.detach().flatten()), (isa, i)
+                assert torch.equal(buffer.data[buffer.layout.slice_at(i)], p.detach().flatten()), (
+                    isa,
+                    i,
+                )
             for name in ("row_var", "col_var", "variance"):
                 each = [apart.state[p][name].flatten() for p in separate if name in apart.state[p]]
                 assert torch.equal(together.state[buffer.parameter][name], torch.cat(each)), name
@@ -163,7 +193,12 @@ def test_state_goes_both_ways_with_torch_and_resumes(device: torch.device):
     resumed, taken = Adafactor(other[0], lr=1.0), torch.optim.Adafactor(other[1], lr=1.0)
     resumed.load_state_dict(copy.deepcopy(mine.state_dict()))
     taken.load_state_dict(copy.deepcopy(mine.state_dict()))
-    for optimizer, params in ((mine, ours), (resumed, other[0]), (taken, other[1]), (plain, theirs)):
+    for optimizer, params in (
+        (mine, ours),
+        (resumed, other[0]),
+        (taken, other[1]),
+        (plain, theirs),
+    ):
         train(optimizer, params, steps=2, first=2)
     assert_equal(ours, other[0])
     for a, b, c in zip(ours, other[1], theirs, strict=True):
@@ -175,7 +210,10 @@ def test_a_step_with_an_inf_changes_nothing(device: torch.device):
     params = layers(device=device, shapes=SHAPES)
     optimizer = Adafactor(params, **HYPER, max_grad_norm=1.0, zero_grad=True)
     train(optimizer, params, steps=1)
-    before, state = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict()["state"])
+    before, state = (
+        [p.detach().clone() for p in params],
+        copy.deepcopy(optimizer.state_dict()["state"]),
+    )
     for p in params:
         p.grad = torch.full_like(p, float("inf"))
     optimizer.step()
@@ -189,11 +227,13 @@ def test_a_step_with_an_inf_changes_nothing(device: torch.device):
 def test_bad_input(device: torch.device):
     p = nn.Parameter(torch.zeros(6, 2, device=device))
     for wrong, error, message in (
-        ({"d": 0.5}, ValueError, "d=0.5 must be a finite number >= 1"), ({"eps": 1e-3}, TypeError, r"eps=0.001 must be two"),
+        ({"d": 0.5}, ValueError, "d=0.5 must be a finite number >= 1"),
+        ({"eps": 1e-3}, TypeError, r"eps=0.001 must be two"),
         ({"eps": (-1.0, 1e-3)}, ValueError, r"eps\[0\]=-1.0"),
         ({"beta2_decay": 0.8}, ValueError, "beta2_decay=0.8 must be <= 0"),
-        ({"lr": float("nan")}, ValueError, "lr=nan"), ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
-    ):  # fmt: skip
+        ({"lr": float("nan")}, ValueError, "lr=nan"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
+    ):
         with pytest.raises(error, match=message):
             Adafactor([p], **{**HYPER, **wrong})
     optimizer = Adafactor([p], **HYPER)
@@ -201,6 +241,9 @@ def test_bad_input(device: torch.device):
     optimizer.step()
     before = p.detach().clone()
     optimizer.state[p]["row_var"] = torch.zeros(5, 1, device=device)
-    with pytest.raises(ValueError, match=r"state 'row_var' of parameter 0 .* is \(5, 1\); expected a tensor of \(6, 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"state 'row_var' of parameter 0 .* is \(5, 1\); expected a tensor of \(6, 1\)",
+    ):
         optimizer.step()
     assert torch.equal(p.detach(), before)

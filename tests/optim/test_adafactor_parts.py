@@ -1,4 +1,5 @@
-"""Adafactor over ranges of flattened tensors, each on a thread of its own: the whole tensors' steps, wherever they are cut."""
+"""Adafactor over ranges of flattened tensors, each on a thread of its own: the whole tensors'
+steps, wherever they are cut."""
 
 from __future__ import annotations
 
@@ -16,8 +17,22 @@ from pyops.optim import Adafactor
 from pyops.optim.adafactor_parts import Part
 from tests.tolerance import assert_close_to_reference
 
-SHAPES: tuple[tuple[int, ...], ...] = ((37, 23), (6, 5, 3, 3), (1, 40), (40, 1), (400, 401), (), (129,))
-HYPER: dict[str, Any] = {"lr": 0.03, "beta2_decay": -0.7, "eps": (1e-5, 2e-2), "d": 1.1, "weight_decay": 0.3}
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (37, 23),
+    (6, 5, 3, 3),
+    (1, 40),
+    (40, 1),
+    (400, 401),
+    (),
+    (129,),
+)
+HYPER: dict[str, Any] = {
+    "lr": 0.03,
+    "beta2_decay": -0.7,
+    "eps": (1e-5, 2e-2),
+    "d": 1.1,
+    "weight_decay": 0.3,
+}
 STEPS = 3
 
 
@@ -30,7 +45,10 @@ def cuts(numel: int, processes: int) -> list[int]:
 def tensors(dtype: torch.dtype, step: int) -> list[Tensor]:
     """Values (step -1), or gradients of a step, of all sizes."""
     generator = torch.Generator().manual_seed(step + 7)
-    return [(torch.randn(s, generator=generator) * 10.0 ** (i % 3 - 1)).to(dtype) for i, s in enumerate(SHAPES)]
+    return [
+        (torch.randn(s, generator=generator) * 10.0 ** (i % 3 - 1)).to(dtype)
+        for i, s in enumerate(SHAPES)
+    ]
 
 
 def sum_over(processes: int) -> Callable[[Tensor], Tensor]:
@@ -50,7 +68,9 @@ def sum_over(processes: int) -> Callable[[Tensor], Tensor]:
     return reduce
 
 
-def in_parts(processes: int, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def in_parts(
+    processes: int, dtype: torch.dtype, **options: Any
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """The tensors after the steps, and each process' states."""
     values, reduce = tensors(dtype, -1), sum_over(processes)
 
@@ -61,7 +81,9 @@ def in_parts(processes: int, dtype: torch.dtype, **options: Any) -> tuple[list[T
             p = nn.Parameter(value.view(-1)[start:stop].clone())
             p.part_of = Part(tuple(value.shape), start)
             parameters.append(p)
-        offsets = [sum(prod(s) for s in SHAPES[:i]) + p.part_of.start for i, p in enumerate(parameters)]
+        offsets = [
+            sum(prod(s) for s in SHAPES[:i]) + p.part_of.start for i, p in enumerate(parameters)
+        ]
         optimizer = Adafactor([{"params": parameters, "offsets": offsets}], **options)
         optimizer.reduce_sums = reduce
         for step in range(STEPS):
@@ -72,7 +94,10 @@ def in_parts(processes: int, dtype: torch.dtype, **options: Any) -> tuple[list[T
 
     with ThreadPoolExecutor(processes) as pool:
         found = list(pool.map(one, range(processes)))
-    whole = [torch.cat([parameters[i] for parameters, _ in found]).detach().view(s) for i, s in enumerate(SHAPES)]
+    whole = [
+        torch.cat([parameters[i] for parameters, _ in found]).detach().view(s)
+        for i, s in enumerate(SHAPES)
+    ]
     return whole, [[o.state[p] for p in parameters] for parameters, o in found]
 
 
@@ -87,10 +112,16 @@ def whole(cls: type, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"maximize": True, "lr": 2.0, "d": 1.0}, {"eps": (None, 1e-3)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True, "lr": 2.0, "d": 1.0}, {"eps": (None, 1e-3)}], ids=str
+)
 def test_parts_take_the_steps_of_whole_tensors(processes: int, options: dict[str, Any]):
     options = {**HYPER, **options}
-    eps = {"eps": (torch.finfo(torch.float32).eps, options["eps"][1])} if options["eps"][0] is None else {}
+    eps = (
+        {"eps": (torch.finfo(torch.float32).eps, options["eps"][1])}
+        if options["eps"][0] is None
+        else {}
+    )
     found, states = in_parts(processes, torch.float32, **options)
     plain, _ = whole(torch.optim.Adafactor, torch.float32, **options)
     exact, reference = whole(torch.optim.Adafactor, torch.float64, **{**options, **eps})
@@ -106,14 +137,17 @@ def test_parts_take_the_steps_of_whole_tensors(processes: int, options: dict[str
                 torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-30)
 
 
-@pytest.mark.parametrize("options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"master_weights": True}, {"stochastic_rounding": True}], ids=str
+)
 def test_16_bit_parts_are_rounded_as_whole_tensors(options: dict[str, Any]):
     expected, _ = in_parts(1, torch.bfloat16, **HYPER, **options)
     plain, _ = whole(Adafactor, torch.bfloat16, **HYPER, **options)
     found, _ = in_parts(3, torch.bfloat16, **HYPER, **options)
     for a, b, c in zip(found, expected, plain, strict=True):
         assert torch.equal(a, b)
-        # Sums in another order move a value across a rounding boundary now and then: by one unit in the last place.
+        # Sums in another order move a value across a rounding boundary now and then: by one unit in
+        # the last place.
         differs = (a != c).double().mean()
         assert differs < 0.02
         torch.testing.assert_close(a, c, rtol=2.0**-7, atol=1e-3)

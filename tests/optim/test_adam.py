@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from pyops.optim import Adam, AdamW
-from tests.optim.pairs import HYPER, assert_as_torch, assert_equal, assert_moved, give_gradients, parameters, run, twins
+from tests.optim.pairs import (
+    HYPER,
+    assert_as_torch,
+    assert_equal,
+    assert_moved,
+    give_gradients,
+    parameters,
+    run,
+    twins,
+)
 
 STEPS = 6
 PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)]
@@ -34,18 +43,25 @@ def test_as_torch(ours, theirs, amsgrad, maximize, device):
 @pytest.mark.parametrize(
     "mutation",
     [
-        {"lr": 0.0}, {"weight_decay": 0.0}, {"betas": HYPER["betas"][::-1]}, {"eps": 1e-8}, {"maximize": True},
-        {"amsgrad": True}, {"decoupled_weight_decay": False},
+        {"lr": 0.0},
+        {"weight_decay": 0.0},
+        {"betas": HYPER["betas"][::-1]},
+        {"eps": 1e-8},
+        {"maximize": True},
+        {"amsgrad": True},
+        {"decoupled_weight_decay": False},
     ],
     ids=lambda m: next(iter(m)),
-)  # fmt: skip
+)
 def test_the_comparison_sees_a_wrong_option(mutation):
     """Each hyper-parameter, when dropped or swapped on our side alone, must fail the comparison."""
     a = parameters()
     b, c = twins(a), twins(a, torch.float64)
     options = {**HYPER, "decoupled_weight_decay": True}
     mine = Adam(a, **{**options, **mutation})
-    run([mine, torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)], [a, b, c], steps=STEPS)
+    run(
+        [mine, torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)], [a, b, c], steps=STEPS
+    )
     with pytest.raises(AssertionError):
         assert_as_torch(a, b, c, steps=STEPS)
 
@@ -54,13 +70,18 @@ def test_the_comparison_sees_a_wrong_option(mutation):
 def test_16_bit_parameters_are_no_worse_than_torch(dtype, device):
     a = parameters(dtype=dtype, device=device)
     b, c = twins(a), twins(a, torch.float64)
-    run([AdamW(a, **HYPER), torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)], [a, b, c], steps=1)
+    run(
+        [AdamW(a, **HYPER), torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)],
+        [a, b, c],
+        steps=1,
+    )
     assert_as_torch(a, b, c, steps=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights_step_as_float32(dtype, device):
-    """The master takes exactly the steps of a float32 parameter, and the parameter is its rounding."""
+    """The master takes exactly the steps of a float32 parameter, and the parameter is its
+    rounding."""
     a = parameters(dtype=dtype, device=device)
     b = twins(a, torch.float32)
     mine, full = AdamW(a, **HYPER, master_weights=True), AdamW(b, **HYPER)
@@ -71,7 +92,11 @@ def test_master_weights_step_as_float32(dtype, device):
 
 def test_mixed_dtypes_in_one_group(device):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    a = [p for i, d in enumerate(dtypes) for p in parameters(((4, 3), (9,)), dtype=d, device=device, seed=i)]
+    a = [
+        p
+        for i, d in enumerate(dtypes)
+        for p in parameters(((4, 3), (9,)), dtype=d, device=device, seed=i)
+    ]
     b = twins(a)
     together = AdamW(a, **HYPER, master_weights=True)
     apart = [AdamW([p], **HYPER, master_weights=True) for p in b]
@@ -84,10 +109,20 @@ def test_groups_keep_their_own_hyperparameters(device):
     b, c = twins(a), twins(a, torch.float64)
 
     def groups(params):
-        return [{"params": params[:2], "lr": 0.1, "weight_decay": 0.0}, {"params": params[2:], "betas": (0.5, 0.6)}]
+        return [
+            {"params": params[:2], "lr": 0.1, "weight_decay": 0.0},
+            {"params": params[2:], "betas": (0.5, 0.6)},
+        ]
 
-    run([AdamW(groups(a), **HYPER), torch.optim.AdamW(groups(b), **HYPER), torch.optim.AdamW(groups(c), **HYPER)],
-        [a, b, c], steps=STEPS)  # fmt: skip
+    run(
+        [
+            AdamW(groups(a), **HYPER),
+            torch.optim.AdamW(groups(b), **HYPER),
+            torch.optim.AdamW(groups(c), **HYPER),
+        ],
+        [a, b, c],
+        steps=STEPS,
+    )
     assert_as_torch(a, b, c, steps=STEPS)
 
 
@@ -143,7 +178,8 @@ def test_tensor_betas():
 
 
 def test_a_shard_steps_as_the_whole_does(device):
-    """However a parameter is cut, an element's result has the same bits: what is sharded can be compared with torch.equal."""
+    """However a parameter is cut, an element's result has the same bits: what is sharded can be
+    compared with torch.equal."""
     whole = parameters(((331,),), device=device)
     cuts = [0, 1, 18, 100, 331]
     shards = twins([whole[0].detach()[a:b] for a, b in itertools.pairwise(cuts)])

@@ -12,7 +12,9 @@ from tests.optim.pairs import HYPER, assert_equal, assert_moved
 
 def model(device, tied=False):
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).to(device)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).to(
+        device
+    )
     if tied:
         net[2].weight = net[0].weight
     return net
@@ -23,7 +25,10 @@ def model(device, tied=False):
 def test_as_a_step_after_backward(tied, dtype, device):
     ours, plain = model(device, tied).to(dtype), model(device, tied).to(dtype)
     options = {"master_weights": dtype != torch.float32}
-    fused, stepped = AdamW(ours.parameters(), **HYPER, **options), AdamW(plain.parameters(), **HYPER, **options)
+    fused, stepped = (
+        AdamW(ours.parameters(), **HYPER, **options),
+        AdamW(plain.parameters(), **HYPER, **options),
+    )
     before = [p.detach().clone() for p in ours.parameters()]
     fuse_into_backward(ours, fused)
     x = torch.randn(5, 6, device=device, dtype=dtype)
@@ -44,7 +49,9 @@ def test_at_most_one_gradient_at_a_time(device):
     fuse_into_backward(net, optimizer)
     alive = []
     for p in net.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(q.grad is not None for q in net.parameters())))
+        p.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(q.grad is not None for q in net.parameters()))
+        )
     net(torch.randn(5, 6, device=device)).sum().backward()
     assert len(alive) == 6
     assert max(alive) <= 1
@@ -55,7 +62,11 @@ def test_schedulers_groups_and_frozen_parameters(device):
     net[0].weight.requires_grad_(False)
     frozen = net[0].weight.detach().clone()
     optimizer = AdamW(
-        [{"params": net[0].parameters()}, {"params": net[2:].parameters(), "lr": 0.0, "weight_decay": 0.0}], **HYPER
+        [
+            {"params": net[0].parameters()},
+            {"params": net[2:].parameters(), "lr": 0.0, "weight_decay": 0.0},
+        ],
+        **HYPER,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     still = net[2].weight.detach().clone()

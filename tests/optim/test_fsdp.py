@@ -1,4 +1,5 @@
-"""FSDP2 with the fused optimizers: losses and parameters of torch's own under FSDP2 and of one process."""
+"""FSDP2 with the fused optimizers: losses and parameters of torch's own under FSDP2 and of one
+process."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NORM = 0.05  # below every gradient's: each step is clipped
 
 
 class Net(nn.Module):
-    """Widths that divide by no number of ranks, a vector that only the first rank has a part of, and a matrix of one row."""
+    """Widths that divide by no number of ranks, a vector that only the first rank has a part of,
+    and a matrix of one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,11 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "adagrad": (Adagrad, torch.optim.Adagrad, RULES["adagrad"][2]),
     "lamb": (LAMB, _lamb, layer_oracle.LAMB),
     "lars": (LARS, _lars, layer_oracle.LARS),
-    "adafactor": (Adafactor, torch.optim.Adafactor, {"lr": 0.13, "weight_decay": 0.21, "beta2_decay": -0.7}),
+    "adafactor": (
+        Adafactor,
+        torch.optim.Adafactor,
+        {"lr": 0.13, "weight_decay": 0.21, "beta2_decay": -0.7},
+    ),
 }
 
 
@@ -97,8 +103,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def trained_by_ranks(net: nn.Module, optimizer: Any, *, rank: int, clip: bool, first: int = 0) -> dict[str, list[Any]]:
-    """Losses (means over the ranks), norms before clipping, and the whole parameters after all steps."""
+def trained_by_ranks(
+    net: nn.Module, optimizer: Any, *, rank: int, clip: bool, first: int = 0
+) -> dict[str, list[Any]]:
+    """Losses (means over the ranks), norms before clipping, and the whole parameters after all
+    steps."""
     losses, norms = [], []
     for step in range(first, first + STEPS):
         optimizer.zero_grad()
@@ -134,10 +143,19 @@ def _train(rank: int, group: Any, name: str) -> tuple[Any, Any]:
     ours, theirs, options = CASES[name]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     net, plain = sharded(mesh), sharded(mesh)
-    found = trained_by_ranks(net, ours(net.parameters(), **options, max_grad_norm=NORM), rank=rank, clip=False)
-    if theirs in (_lamb, _lars, PlainLion, torch.optim.Adafactor):  # which know no DTensor, that of torch 2.13 neither
+    found = trained_by_ranks(
+        net, ours(net.parameters(), **options, max_grad_norm=NORM), rank=rank, clip=False
+    )
+    if theirs in (
+        _lamb,
+        _lars,
+        PlainLion,
+        torch.optim.Adafactor,
+    ):  # which know no DTensor, that of torch 2.13 neither
         return found, None
-    return found, trained_by_ranks(plain, theirs(plain.parameters(), **options), rank=rank, clip=True)
+    return found, trained_by_ranks(
+        plain, theirs(plain.parameters(), **options), rank=rank, clip=True
+    )
 
 
 def alone_in_float32(name: str) -> dict[str, list[Any]]:
@@ -160,8 +178,9 @@ def test_trains_as_torchs_own_and_as_one_process(world, name: str):
         plain = plain or alone_in_float32(name)
         assert found["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert found["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-        for mine, other, right, begin in zip(found["params"], plain["params"], reference["params"], Net().parameters(),
-                                             strict=True):  # fmt: skip
+        for mine, other, right, begin in zip(
+            found["params"], plain["params"], reference["params"], Net().parameters(), strict=True
+        ):
             tiny = STEPS * torch.finfo(torch.float32).eps * max(1.0, float(right.abs().max()))
             assert_close_to_reference(mine, other, right, tiny=tiny)
             assert not torch.equal(mine, begin.detach()), "a parameter was not stepped"
@@ -172,7 +191,9 @@ def give(net: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in net.parameters():
         grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        p.grad = (
+            distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        )
 
 
 MESH = {  # shape: placements on a mesh of (replicas or data, shards or tensor parallel)
@@ -184,9 +205,12 @@ MESH = {  # shape: placements on a mesh of (replicas or data, shards or tensor p
 def mixed(mesh: DeviceMesh | None) -> nn.ParameterList:
     """Parameters spread over a mesh in every way, beside a plain one."""
     generator = torch.Generator().manual_seed(9)
-    tensors = [(torch.randn(shape, generator=generator), placements) for shape, placements in MESH.items()]
+    tensors = [
+        (torch.randn(shape, generator=generator), placements) for shape, placements in MESH.items()
+    ]
     return nn.ParameterList(
-        t if mesh is None or placements is None else distribute_tensor(t, mesh, placements) for t, placements in tensors
+        t if mesh is None or placements is None else distribute_tensor(t, mesh, placements)
+        for t, placements in tensors
     )
 
 
@@ -212,7 +236,11 @@ def test_norms_over_a_mesh_of_two_dimensions_count_each_element_once(world):
     for i, (name, (make, _, options)) in enumerate(CASES.items()):
         net = mixed(None)
         if name == "adafactor":
-            net = nn.ParameterList(p for p, placed in zip(net, MESH.values(), strict=True) if Shard(1) not in (placed or ()))
+            net = nn.ParameterList(
+                p
+                for p, placed in zip(net, MESH.values(), strict=True)
+                if Shard(1) not in (placed or ())
+            )
         optimizer = make(net.parameters(), **options, max_grad_norm=NORM)
         for step in range(2):
             give(net, step)
@@ -239,9 +267,10 @@ def _sixteen_bits(rank: int, group: Any) -> dict[str, list[Tensor]]:
 
 
 SIXTEEN: dict[str, dict[str, Any]] = {
-    "masters": {"master_weights": True}, "rounded": {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
+    "masters": {"master_weights": True},
+    "rounded": {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
     "zeroed": {"zero_grad": True, "state_dtype": torch.float16},
-}  # fmt: skip
+}
 
 
 def test_sixteen_bits_have_the_bits_of_one_process(world):
@@ -267,14 +296,22 @@ def _policies(rank: int, group: Any) -> list[tuple[Any, Any]]:
         ours = AdamW(net.parameters(), **HYPER, max_grad_norm=NORM, zero_grad=True)
         theirs = torch.optim.AdamW(plain.parameters(), **HYPER)
         found.append(
-            (trained_by_ranks(net, ours, rank=rank, clip=False), trained_by_ranks(plain, theirs, rank=rank, clip=True))
+            (
+                trained_by_ranks(net, ours, rank=rank, clip=False),
+                trained_by_ranks(plain, theirs, rank=rank, clip=True),
+            )
         )
     net, plain = sharded(mesh), sharded(mesh)
     with fuse_into_backward(net, AdamW(net.parameters(), **HYPER)):
         loss_of(net, batch(rank, 0)).backward()
     loss_of(plain, batch(rank, 0)).backward()
     torch.optim.AdamW(plain.parameters(), **HYPER).step()
-    found.append(tuple({"losses": [], "norms": [], "params": [whole(p) for p in each.parameters()]} for each in (net, plain)))
+    found.append(
+        tuple(
+            {"losses": [], "norms": [], "params": [whole(p) for p in each.parameters()]}
+            for each in (net, plain)
+        )
+    )
     return found
 
 
@@ -292,21 +329,33 @@ def _refused(rank: int, group: Any) -> None:
     rows = nn.Parameter(distribute_tensor(whole_one, mesh, [Shard(0)]))
     summands = nn.Parameter(DTensor.from_local(whole_one, mesh, [Partial()]))
     columns.grad = distribute_tensor(whole_one, mesh, [Shard(1)])
-    with pytest.raises(ValueError, match=r"Adafactor: parameter 0 .* placed .*Shard\(dim=1\).*; use AdamW"):
+    with pytest.raises(
+        ValueError, match=r"Adafactor: parameter 0 .* placed .*Shard\(dim=1\).*; use AdamW"
+    ):
         Adafactor([columns]).step()
-    with pytest.raises(ValueError, match=r"stochastic_rounding draws by an element's number .* use master_weights=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"stochastic_rounding draws by an element's number .* use master_weights=True",
+    ):
         AdamW([columns], stochastic_rounding=True, state_dtype=torch.bfloat16).step()
-    with pytest.raises(ValueError, match="of which each rank has a summand; make it Shard or Replicate"):
+    with pytest.raises(
+        ValueError, match="of which each rank has a summand; make it Shard or Replicate"
+    ):
         AdamW([summands])
     rows.grad = columns.grad
     with pytest.raises(ValueError, match="zero_grad=True can't zero the gradient of parameter 0"):
         AdamW([rows], zero_grad=True).step()
-    AdamW([rows], weight_decay=0.0, lr=0.5).step()  # without it the gradient is brought to where the parameter lies
+    AdamW(
+        [rows], weight_decay=0.0, lr=0.5
+    ).step()  # without it the gradient is brought to where the parameter lies
     torch.testing.assert_close(whole(rows), torch.full((4, 4), 0.5))
     assert torch.equal(whole(columns), whole_one)
     plain = nn.Parameter(whole_one.clone())
     plain.grad = rows.grad
-    with pytest.raises(TypeError, match=r"the gradient of parameter 0 .* is a DTensor, the parameter a plain tensor"):
+    with pytest.raises(
+        TypeError,
+        match=r"the gradient of parameter 0 .* is a DTensor, the parameter a plain tensor",
+    ):
         AdamW([plain]).step()
     with pytest.raises(TypeError, match=r"OneBitAdam: parameter 0 .* is a DTensor"):
         OneBitAdam([rows], warmup_steps=2)
@@ -314,7 +363,10 @@ def _refused(rank: int, group: Any) -> None:
         FlatBuffer([("w", rows)])
     optimizer = AdamW([rows])
     optimizer.state[rows]["exp_avg"] = optimizer.state[rows]["exp_avg_sq"] = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match=r"state 'exp_avg' of parameter 0 .* is a plain tensor, the parameter a DTensor"):
+    with pytest.raises(
+        ValueError,
+        match=r"state 'exp_avg' of parameter 0 .* is a plain tensor, the parameter a DTensor",
+    ):
         optimizer.step()
 
 

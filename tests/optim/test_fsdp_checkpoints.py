@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint of models under FSDP2 with the fused optimizers: other numbers of ranks, and torch.optim."""
+"""torch.distributed.checkpoint of models under FSDP2 with the fused optimizers: other numbers of
+ranks, and torch.optim."""
 
 from __future__ import annotations
 
@@ -26,19 +27,24 @@ SAVED = ("amsgrad", "nesterov", "lion", "adagrad", "adafactor")
 
 
 def _resharded(rank: int, group: Any, path: str, first: int, load: bool) -> dict[str, list[Tensor]]:
-    """Two steps of each optimizer, from torch's checkpoint of another number of ranks to one of this."""
+    """Two steps of each optimizer, from torch's checkpoint of another number of ranks to one of
+    this."""
     made, states = {}, {}
     for name in SAVED:
         make, _, options = CASES[name]
         net = sharded(init_device_mesh("cpu", (dist.get_world_size(),)))
         made[name] = net, make(net.parameters(), **options)
-        states[name] = dict(zip(("model", "optim"), get_state_dict(*made[name]), strict=True)) if load else {}
+        states[name] = (
+            dict(zip(("model", "optim"), get_state_dict(*made[name]), strict=True)) if load else {}
+        )
     if load:
         dcp.load(states, checkpoint_id=path)
     for name, (net, optimizer) in made.items():
         if load:
             loaded = states[name]
-            set_state_dict(net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+            set_state_dict(
+                net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"]
+            )
         for step in range(first, first + 2):
             give(net, step)
             optimizer.step()
@@ -73,12 +79,23 @@ def _whole_state_goes_to_torch(rank: int, group: Any) -> dict[str, Any]:
         give(net, step)
         optimizer.step()
     state = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
-    with pytest.raises(ValueError, match=r"is a plain tensor, the parameter a DTensor placed .*set_optimizer_state_dict"):
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"step": 2.0, "exp_avg": torch.zeros(1),
-                                                                           "exp_avg_sq": torch.zeros(1)}}})  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"is a plain tensor, the parameter a DTensor placed .*set_optimizer_state_dict",
+    ):
+        optimizer.load_state_dict(
+            {
+                **optimizer.state_dict(),
+                "state": {
+                    0: {"step": 2.0, "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+                },
+            }
+        )
     fresh = AdamW(net.parameters(), **HYPER)
     net.zero_grad()  # or torch makes no states to fill
-    set_optimizer_state_dict(net, fresh, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_optimizer_state_dict(
+        net, fresh, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     for p in net.parameters():
         assert torch.equal(whole(fresh.state[p]["exp_avg"]), whole(optimizer.state[p]["exp_avg"]))
         assert fresh.state[p]["step"] == 2

@@ -1,4 +1,5 @@
-"""Schedules are closed forms: by hand, against torch's where it has the same one, and across a save."""
+"""Schedules are closed forms: by hand, against torch's where it has the same one, and across a
+save."""
 
 from __future__ import annotations
 
@@ -41,11 +42,18 @@ def test_warmup_by_hand():
     assert rates(Warmup(optimizer_of(), steps=0), 2) == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(("steps", "warmup", "final"), [(20, 5, 0.1), (20, 0, 0.0), (7, 7, 0.3), (1, 0, 1.0)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "final"), [(20, 5, 0.1), (20, 0, 0.0), (7, 7, 0.3), (1, 0, 1.0)]
+)
 def test_warmup_cosine_is_that_of_the_configuration(steps, warmup, final):
     config = OptimizerConfig(lr=0.5, warmup_steps=warmup, final_lr_ratio=final)
-    found = rates(WarmupCosine(optimizer_of(), total_steps=steps, warmup_steps=warmup, final_ratio=final), steps)
-    assert found == pytest.approx([config.lr_at(k, num_steps=steps) for k in range(steps)], rel=1e-12)
+    found = rates(
+        WarmupCosine(optimizer_of(), total_steps=steps, warmup_steps=warmup, final_ratio=final),
+        steps,
+    )
+    assert found == pytest.approx(
+        [config.lr_at(k, num_steps=steps) for k in range(steps)], rel=1e-12
+    )
 
 
 def test_cosine_is_torchs_and_stays_at_its_end():
@@ -53,21 +61,29 @@ def test_cosine_is_torchs_and_stays_at_its_end():
     a = rates(WarmupCosine(ours, total_steps=10, final_ratio=0.1), 11)
     b = rates(torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 10, eta_min=0.05), 11)
     assert a == pytest.approx(b, rel=1e-9)
-    assert rates(WarmupCosine(optimizer_of(), total_steps=3, final_ratio=0.1), 9)[3:] == pytest.approx([0.05] * 6)
+    assert rates(WarmupCosine(optimizer_of(), total_steps=3, final_ratio=0.1), 9)[
+        3:
+    ] == pytest.approx([0.05] * 6)
 
 
 def test_one_cycle_by_hand():
     optimizer = optimizer_of()
-    scheduler = OneCycle(optimizer, min_lr=0.1, max_lr=0.5, first=2, second=4, momentum=(0.6, 0.9), decay_rate=0.5)
+    scheduler = OneCycle(
+        optimizer, min_lr=0.1, max_lr=0.5, first=2, second=4, momentum=(0.6, 0.9), decay_rate=0.5
+    )
     found, betas = [], []
     for _ in range(9):
         found.append([group["lr"] for group in optimizer.param_groups])
         betas.append(optimizer.param_groups[1]["betas"])
         optimizer.step()
         scheduler.step()
-    assert [a for a, _ in found] == pytest.approx([0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1 / 1.5, 0.1 / 2])
+    assert [a for a, _ in found] == pytest.approx(
+        [0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1 / 1.5, 0.1 / 2]
+    )
     assert all(a == b for a, b in found)
-    assert [b1 for b1, _ in betas] == pytest.approx([0.9, 0.75, 0.6, 0.675, 0.75, 0.825, 0.9, 0.9, 0.9])
+    assert [b1 for b1, _ in betas] == pytest.approx(
+        [0.9, 0.75, 0.6, 0.675, 0.75, 0.825, 0.9, 0.9, 0.9]
+    )
     assert {b2 for _, b2 in betas} == {0.97}, "beta2 is none of its business"
 
 
@@ -79,8 +95,13 @@ def test_one_cycle_of_momentum_and_without():
     optimizer = optimizer_of()
     rates(OneCycle(optimizer, min_lr=0.1, max_lr=0.5, first=2, momentum=None), 3)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.97)
-    with pytest.raises(ValueError, match="param group 0 of Adagrad has neither betas nor momentum; pass momentum=None"):
-        OneCycle(pyops.optim.Adagrad([nn.Parameter(torch.ones(2))]), min_lr=0.1, max_lr=0.5, first=2)
+    with pytest.raises(
+        ValueError,
+        match="param group 0 of Adagrad has neither betas nor momentum; pass momentum=None",
+    ):
+        OneCycle(
+            pyops.optim.Adagrad([nn.Parameter(torch.ones(2))]), min_lr=0.1, max_lr=0.5, first=2
+        )
 
 
 def test_range_test_by_hand():
@@ -129,13 +150,22 @@ def test_a_rate_that_is_a_tensor_stays_one(name):
     [
         (lambda o: Warmup(o, steps=-1), "steps is -1"),
         (lambda o: Warmup(o, steps=2.5), "steps is 2.5"),
-        (lambda o: Warmup(o, steps=5, kind="quadratic"), "kind is 'quadratic'; it must be linear or log"),
+        (
+            lambda o: Warmup(o, steps=5, kind="quadratic"),
+            "kind is 'quadratic'; it must be linear or log",
+        ),
         (lambda o: WarmupCosine(o, total_steps=0), "total_steps is 0"),
         (lambda o: WarmupCosine(o, total_steps=5, final_ratio=2), "final_ratio is 2"),
-        (lambda o: OneCycle(o, min_lr=0.5, max_lr=0.1, first=2), r"\(min_lr, max_lr\) is \(0.5, 0.1\)"),
+        (
+            lambda o: OneCycle(o, min_lr=0.5, max_lr=0.1, first=2),
+            r"\(min_lr, max_lr\) is \(0.5, 0.1\)",
+        ),
         (lambda o: OneCycle(o, min_lr=0.1, max_lr=0.5, first=0), "first is 0"),
         (lambda o: OneCycle(o, min_lr=0.1, max_lr=0.5, first=2, second=0), "second is 0"),
-        (lambda o: OneCycle(o, min_lr=0.1, max_lr=0.5, first=2, momentum=(0.9, 1.0)), r"momentum is \(0.9, 1.0\)"),
+        (
+            lambda o: OneCycle(o, min_lr=0.1, max_lr=0.5, first=2, momentum=(0.9, 1.0)),
+            r"momentum is \(0.9, 1.0\)",
+        ),
         (lambda o: LRRangeTest(o, min_lr=0, max_lr=1, steps=5), r"\(min_lr, max_lr\) is \(0, 1\)"),
         (lambda o: LRRangeTest(o, min_lr=0.1, max_lr=1, steps=1), "steps is 1"),
         (lambda o: LRRangeTest(o, min_lr=0.1, max_lr=1, steps=9, stairs=1), "stairs is 1"),
@@ -155,7 +185,11 @@ def test_steepest_of_a_curve_with_a_known_one():
     fall = [4 - 2 / (1 + math.exp(-4 * (math.log10(r) + 2))) for r in x]
     noise = torch.randn(200, generator=torch.Generator().manual_seed(3)).mul(0.01).tolist()
     y = [f + n + (50 * (r - 0.3) if r > 0.3 else 0) for f, n, r in zip(fall, noise, x, strict=True)]
-    spike = [*y[:180], *[500.0] * 8, *[5.0] * 12]  # falls faster still, from where training had fallen apart
+    spike = [
+        *y[:180],
+        *[500.0] * 8,
+        *[5.0] * 12,
+    ]  # falls faster still, from where training had fallen apart
     for losses in y, [*y[:190], *[math.nan] * 10], spike:
         found = steepest(x, losses)
         assert found is not None

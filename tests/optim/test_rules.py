@@ -1,4 +1,5 @@
-"""SGD, Lion and Adagrad against torch's own (Lion: its authors' code) in float64, and everything around the step."""
+"""SGD, Lion and Adagrad against torch's own (Lion: its authors' code) in float64, and everything
+around the step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import torch
 from torch import nn
 
 from pyops.optim import SGD, Adagrad, Lion, fuse_into_backward
-from tests.optim.pairs import assert_as_torch, assert_equal, assert_moved, give_gradients, parameters, run, twins
+from tests.optim.pairs import (
+    assert_as_torch,
+    assert_equal,
+    assert_moved,
+    give_gradients,
+    parameters,
+    run,
+    twins,
+)
 from tests.optim.rules import RULES, names
 
 STEPS = 6
@@ -24,29 +33,52 @@ def test_as_torch(name, maximize, device):
     a = parameters(device=device)
     b, c = twins(a), twins(a, torch.float64)
     before = [p.detach().clone() for p in a]
-    mine, plain, exact = (make(ps, **options, maximize=maximize) for make, ps in ((ours, a), (theirs, b), (theirs, c)))
+    mine, plain, exact = (
+        make(ps, **options, maximize=maximize) for make, ps in ((ours, a), (theirs, b), (theirs, c))
+    )
     run([mine, plain, exact], [a, b, c], steps=STEPS)
     assert_moved(before, a)
     assert_as_torch(a, b, c, steps=STEPS)
     for state in states:
-        assert_as_torch(*([o.state[p][state] for p in ps] for o, ps in ((mine, a), (plain, b), (exact, c))), steps=STEPS)
+        assert_as_torch(
+            *([o.state[p][state] for p in ps] for o, ps in ((mine, a), (plain, b), (exact, c))),
+            steps=STEPS,
+        )
     assert all(mine.state[p]["step"].item() == STEPS for p in a)
 
 
 MUTATIONS = {
-    "momentum": [{"lr": 0.01}, {"weight_decay": 0.0}, {"momentum": 0.7}, {"dampening": 0.0}, {"maximize": True}],
+    "momentum": [
+        {"lr": 0.01},
+        {"weight_decay": 0.0},
+        {"momentum": 0.7},
+        {"dampening": 0.0},
+        {"maximize": True},
+    ],
     "nesterov": [{"nesterov": False}],
     "lion": [{"lr": 0.01}, {"weight_decay": 0.0}, {"betas": (0.952, 0.77)}, {"maximize": True}],
-    "adagrad": [{"lr": 0.1}, {"lr_decay": 0.0}, {"weight_decay": 0.0}, {"initial_accumulator_value": 0.0}, {"eps": 1e-2}],
+    "adagrad": [
+        {"lr": 0.1},
+        {"lr_decay": 0.0},
+        {"weight_decay": 0.0},
+        {"initial_accumulator_value": 0.0},
+        {"eps": 1e-2},
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "mutation"), [(n, m) for n, each in MUTATIONS.items() for m in each], ids=str)
+@pytest.mark.parametrize(
+    ("name", "mutation"), [(n, m) for n, each in MUTATIONS.items() for m in each], ids=str
+)
 def test_the_comparison_sees_a_wrong_option(name, mutation):
     ours, theirs, options, _ = RULES[name]
     a = parameters()
     b, c = twins(a), twins(a, torch.float64)
-    run([ours(a, **{**options, **mutation}), theirs(b, **options), theirs(c, **options)], [a, b, c], steps=STEPS)
+    run(
+        [ours(a, **{**options, **mutation}), theirs(b, **options), theirs(c, **options)],
+        [a, b, c],
+        steps=STEPS,
+    )
     with pytest.raises(AssertionError):
         assert_as_torch(a, b, c, steps=STEPS)
 
@@ -169,11 +201,14 @@ def test_torch_to_ours_to_torch(name, device):
 
 
 def test_momentum_that_is_turned_on_and_off_in_mid_run():
-    """As in torch: a new buffer begins with the whole gradient, one that was there before goes on."""
+    """As in torch: a new buffer begins with the whole gradient, one that was there before goes
+    on."""
     a = parameters()
     b, c = twins(a), twins(a, torch.float64)
-    optimizers = [make(ps, lr=0.1, momentum=0.0, dampening=0.4) for make, ps in
-                  ((SGD, a), (torch.optim.SGD, b), (torch.optim.SGD, c))]  # fmt: skip
+    optimizers = [
+        make(ps, lr=0.1, momentum=0.0, dampening=0.4)
+        for make, ps in ((SGD, a), (torch.optim.SGD, b), (torch.optim.SGD, c))
+    ]
     for first, momentum in ((0, 0.0), (2, 0.9), (4, 0.0), (6, 0.8)):
         for optimizer in optimizers:
             optimizer.param_groups[0]["momentum"] = momentum
@@ -196,11 +231,15 @@ def test_a_buffer_without_a_value_is_none():
 def test_the_sums_of_adagrad_are_there_from_the_start():
     a = parameters(dtype=torch.bfloat16)
     optimizer = Adagrad(a, initial_accumulator_value=0.25, master_weights=True)
-    assert all((optimizer.state[p]["sum"] == 0.25).all() and "master" not in optimizer.state[p] for p in a)
+    assert all(
+        (optimizer.state[p]["sum"] == 0.25).all() and "master" not in optimizer.state[p] for p in a
+    )
     with torch.no_grad():
         a[0].fill_(3.0)
     run([optimizer], [a], steps=1)
-    torch.testing.assert_close(optimizer.state[a[0]]["master"], torch.full((5, 7), 3.0), rtol=0.01, atol=0.0)
+    torch.testing.assert_close(
+        optimizer.state[a[0]]["master"], torch.full((5, 7), 3.0), rtol=0.01, atol=0.0
+    )
     later = parameters(((3,),), dtype=torch.bfloat16)
     optimizer.add_param_group({"params": later})
     run([optimizer], [later], steps=1)
@@ -241,7 +280,8 @@ def test_in_the_backward_pass(name, device):
 
 @EVERY
 def test_odd_layouts_are_exact(name, device):
-    """A block of columns with a transposed gradient, in the middle of a matrix whose other columns stay."""
+    """A block of columns with a transposed gradient, in the middle of a matrix whose other columns
+    stay."""
     ours, _, options, _ = RULES[name]
     base = torch.randn(6, 9, device=device)
     rest = base[:, 4:].clone()

@@ -1,6 +1,8 @@
-"""Asynchronous training in one process, as the papers write it: no schedule, no pipeline, only indices of weights.
+"""Asynchronous training in one process, as the papers write it: no schedule, no pipeline, only
+indices of weights.
 
-Every function of this file says by formula which weights of which stage a micro-batch meets, from step t and stage s alone.
+Every function of this file says by formula which weights of which stage a micro-batch meets, from
+step t and stage s alone.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from torch import Tensor, nn
 
 __all__ = ["emulate", "pipedream", "pipemare", "two_versions", "vertical"]
 
-Rule = Callable[[int, int], int]  # (step t, stage s) -> the number of the weights that its micro-batches meet
+Rule = Callable[
+    [int, int], int
+]  # (step t, stage s) -> the number of the weights that its micro-batches meet
 
 
 def pipedream(stages: int) -> Rule:
-    """w^{t+1} = w^t - lr grad f(w_1^{t-n+1}, ..., w_n^t), n stages; before there are as many, the first."""
+    """w^{t+1} = w^t - lr grad f(w_1^{t-n+1}, ..., w_n^t), n stages; before there are as many, the
+    first."""
     return lambda t, s: max(0, t - (stages - 1 - s))
 
 
@@ -34,11 +39,21 @@ def two_versions(stages: int) -> Rule:
 
 
 def emulate(
-    layers: Sequence[nn.Module], boundaries: Sequence[int], rule: Rule, optimizer: Callable[[list[Tensor]], Any],
-    xs: Sequence[Tensor], targets: Sequence[Tensor], *, accumulate: int = 1, loss: Callable[..., Tensor],
-    forward: Callable[[list[nn.Sequential], Tensor], Tensor] = lambda stages, x: nn.Sequential(*stages)(x),
-) -> None:  # fmt: skip
-    """Train `layers` in place, one micro-batch after the other; backward meets the weights of forward."""
+    layers: Sequence[nn.Module],
+    boundaries: Sequence[int],
+    rule: Rule,
+    optimizer: Callable[[list[Tensor]], Any],
+    xs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    *,
+    accumulate: int = 1,
+    loss: Callable[..., Tensor],
+    forward: Callable[[list[nn.Sequential], Tensor], Tensor] = lambda stages, x: nn.Sequential(
+        *stages
+    )(x),
+) -> None:
+    """Train `layers` in place, one micro-batch after the other; backward meets the weights of
+    forward."""
     stages = [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(boundaries)]
     masters = [list(stage.parameters()) for stage in stages]
     optimizers = [optimizer(some) if some else None for some in masters]
@@ -77,12 +92,21 @@ class TwoWeights(torch.autograd.Function):
 
 
 def pipemare(
-    layers: Sequence[nn.Module], boundaries: Sequence[int], optimizer: Callable[[list[Tensor]], Any], xs: Sequence[Tensor],
-    targets: Sequence[Tensor], *, loss: Callable[..., Tensor], in_flight: Callable[[int], int], accumulate: int = 1,
-    decay: float | None = None, anneal: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    """Train `layers`, each a Linear and a Tanh, in place: w_{t+1} = w_t - lr grad f(w_{t-tau}, u), u = w_t or, with decay,
-    w_t - tau delta. in_flight(s): micro-batches between forward and backward at stage s. delta, of all parameters, at the end.
+    layers: Sequence[nn.Module],
+    boundaries: Sequence[int],
+    optimizer: Callable[[list[Tensor]], Any],
+    xs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    *,
+    loss: Callable[..., Tensor],
+    in_flight: Callable[[int], int],
+    accumulate: int = 1,
+    decay: float | None = None,
+    anneal: int = 0,
+) -> list[Tensor]:
+    """Train `layers`, each a Linear and a Tanh, in place: w_{t+1} = w_t - lr grad f(w_{t-tau}, u),
+    u = w_t or, with decay, w_t - tau delta. in_flight(s): micro-batches between forward and
+    backward at stage s. delta, of all parameters, at the end.
     """
     count = len(boundaries) - 1
     stages = [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(boundaries)]
@@ -91,7 +115,9 @@ def pipemare(
     history = [[[p.detach().clone() for p in some]] for some in masters]
     delta = [[torch.zeros_like(p) for p in some] for some in masters]
 
-    def forward_version(m: int, s: int) -> int:  # steps that were over when micro-batch m went forward
+    def forward_version(
+        m: int, s: int
+    ) -> int:  # steps that were over when micro-batch m went forward
         return max(0, m - in_flight(s) + 1) // accumulate
 
     steps = -(-len(xs) // accumulate)
@@ -104,14 +130,18 @@ def pipemare(
                 tau = t - forward_version(m, s)
                 for i in range(0, len(masters[s]), 2):
                     w, b = (p.clone().requires_grad_() for p in history[s][t - tau][i : i + 2])
-                    u = torch.add(history[s][t][i], delta[s][i], alpha=-tau)  # delta stays 0 without decay
+                    u = torch.add(
+                        history[s][t][i], delta[s][i], alpha=-tau
+                    )  # delta stays 0 without decay
                     leaves += [w, b]
                     y = TwoWeights.apply(y, w, b, u)
             gradients = torch.autograd.grad(loss(y, targets[m]) * (len(xs[m]) / rows), leaves)
             for p, g in zip(itertools.chain(*masters), gradients, strict=True):
                 p.grad = g if p.grad is None else p.grad + g
         for s in range(count):
-            tau = (in_flight(s) - 1) / accumulate  # of a pipeline that is full, over all micro-batches of a step
+            tau = (
+                in_flight(s) - 1
+            ) / accumulate  # of a pipeline that is full, over all micro-batches of a step
             for group_of in optimizers[s].param_groups:
                 base = group_of["lr"]
                 if anneal:

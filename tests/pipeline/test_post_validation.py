@@ -1,4 +1,5 @@
-"""Steps validated later leave parameters, losses and norms with the bits of a run that waits for the norm before each step."""
+"""Steps validated later leave parameters, losses and norms with the bits of a run that waits for
+the norm before each step."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Trial:
     """A pipeline with dropout whose gradients at one stage are forced at some steps."""
 
-    def __init__(self, name: str, group: Any, optimizer: str, *, forced: dict[int, tuple[int, float]]) -> None:
+    def __init__(
+        self, name: str, group: Any, optimizer: str, *, forced: dict[int, tuple[int, float]]
+    ) -> None:
         ranks = 1 if group is None else torch.distributed.get_world_size(group)
         options = {"v": 2} if name == "interleaved_zb" else {}
         plan = schedule(name, num_stages=ranks, num_microbatches=4, **options)
@@ -48,8 +51,16 @@ class Trial:
         return factor if stage == at else 1.0
 
     def values(self) -> list[Tensor]:
-        states = [value for some in self.optimizer.state.values() for value in some.values() if isinstance(value, Tensor)]
-        return [*(p.detach().clone() for p in self.pipeline.parameters()), *(value.clone() for value in states)]
+        states = [
+            value
+            for some in self.optimizer.state.values()
+            for value in some.values()
+            if isinstance(value, Tensor)
+        ]
+        return [
+            *(p.detach().clone() for p in self.pipeline.parameters()),
+            *(value.clone() for value in states),
+        ]
 
 
 def with_barrier(trial: Trial) -> tuple[list[float], list[float], list[Tensor]]:
@@ -78,12 +89,26 @@ def validated(trial: Trial) -> tuple[list[float], list[float], list[Tensor], tup
 
 
 def forced_at(stages: int) -> dict[int, tuple[int, float]]:
-    """Of every stage: a gradient that is clipped, or one that is not finite; at the first step, in a row, at the last."""
-    return {0: (stages - 1, 1e6), 2: (0, math.inf), 3: (stages - 1, math.inf), 4: (0, 1e6), 5: (stages // 2, 1e6), 7: (0, 1e6)}
+    """Of every stage: a gradient that is clipped, or one that is not finite; at the first step, in
+    a row, at the last."""
+    return {
+        0: (stages - 1, 1e6),
+        2: (0, math.inf),
+        3: (stages - 1, math.inf),
+        4: (0, 1e6),
+        5: (stages // 2, 1e6),
+        7: (0, 1e6),
+    }
 
 
-def both(rank: int, group: Any, name: str, optimizer: str) -> tuple[list[float], list[float], tuple[int, int]]:
-    stages = 1 if group is None else torch.distributed.get_world_size(group) * (1 if name == "zb1p" else 2)
+def both(
+    rank: int, group: Any, name: str, optimizer: str
+) -> tuple[list[float], list[float], tuple[int, int]]:
+    stages = (
+        1
+        if group is None
+        else torch.distributed.get_world_size(group) * (1 if name == "zb1p" else 2)
+    )
     forced = forced_at(stages)
     plain, ours = (Trial(name, group, optimizer, forced=forced) for _ in range(2))
     begun = plain.values()
@@ -157,5 +182,8 @@ def test_what_can_not_be_validated_is_refused():
     pipeline = Pipeline(mlp(2), schedule=plan, loss=mse)
     with pytest.raises(ValueError, match="max_grad_norm is 0; give a positive number"):
         PostValidation(pipeline, torch.optim.SGD(pipeline.parameters()), max_grad_norm=0)
-    with pytest.raises(ValueError, match="made with zero_grad=True, which changes gradients of a step that may be taken again"):
+    with pytest.raises(
+        ValueError,
+        match="made with zero_grad=True, which changes gradients of a step that may be taken again",
+    ):
         PostValidation(pipeline, pyops.optim.AdamW(pipeline.parameters(), zero_grad=True))

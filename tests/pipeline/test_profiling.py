@@ -1,4 +1,5 @@
-"""What a profile says of bytes is what is there, its costs are sums over stages, and it leaves the model as it was."""
+"""What a profile says of bytes is what is there, its costs are sums over stages, and it leaves the
+model as it was."""
 
 from __future__ import annotations
 
@@ -46,9 +47,15 @@ def by_hand(**lists: list[float]) -> Profile:
 def test_bytes_of_layers_that_can_be_counted():
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Tanh()]
     found = profile(layers, torch.randn(5, 8), rounds=1, warmup=0)
-    assert [layer.activation for layer in found.layers] == [5 * 16 * 4, 5 * 16 * 4, 5 * 4 * 4, 5 * 4 * 4]
+    assert [layer.activation for layer in found.layers] == [
+        5 * 16 * 4,
+        5 * 16 * 4,
+        5 * 4 * 4,
+        5 * 4 * 4,
+    ]
     assert [layer.parameters for layer in found.layers] == [8 * 16 + 16, 0, 16 * 4 + 4, 0]
-    # ReLU and Tanh keep their outputs; the second Linear keeps ReLU's, too, which is there once; the batch is the caller's
+    # ReLU and Tanh keep their outputs; the second Linear keeps ReLU's, too, which is there once;
+    # the batch is the caller's
     assert [found.kept(i, i + 1) for i in range(4)] == [0, 320 + 320, 320, 80 + 80]
     assert found.kept(1, 3) == 320 + 320
     assert found.kept(0, 4) == 320 + 80
@@ -58,7 +65,10 @@ def test_bytes_of_layers_that_can_be_counted():
 
 def test_kept_is_what_the_allocator_says():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64)) for _ in range(3)]
+    layers = [
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
+        for _ in range(3)
+    ]
     x = torch.randn(16, 64)
     found = profile(layers, x, rounds=1, warmup=0)
 
@@ -69,7 +79,9 @@ def test_kept_is_what_the_allocator_says():
         return y
 
     forward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
         y = forward()
     there = sum(event.self_cpu_memory_usage for event in seen.events())
     outside = 2 * 16 * 64 * 4  # the copy of x, and the last output, which no layer keeps
@@ -108,18 +120,25 @@ class Work(torch.autograd.Function):
 
 
 class Takes(nn.Module):
-    """So many seconds of forward, of the input's gradient, and of the weight's, which can be put off."""
+    """So many seconds of forward, of the input's gradient, and of the weight's, which can be put
+    off."""
 
     def __init__(self, clock: Clock, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
-        self.seconds, self.clock, self.linear = (forward, inputs, weights), clock, nn.Linear(2, 2, bias=False)
+        self.seconds, self.clock, self.linear = (
+            (forward, inputs, weights),
+            clock,
+            nn.Linear(2, 2, bias=False),
+        )
         self.linear.weight.register_post_accumulate_grad_hook(self.weights)
 
     def weights(self, _: Tensor) -> None:
         self.clock.now += self.seconds[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += 0.5 * is_marked(self.linear.weight)  # a layer whose weight gradient may be put off takes longer
+        self.clock.now += 0.5 * is_marked(
+            self.linear.weight
+        )  # a layer whose weight gradient may be put off takes longer
         return self.linear(Work.apply(x, self.clock, *self.seconds[:2]))
 
 
@@ -133,13 +152,21 @@ def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, roun
         clock.now += 512
         return (y - target).sum()
 
-    found = profile(layers, torch.zeros(3, 2, requires_grad=True), loss=loss, target=torch.zeros(3, 2), rounds=rounds)
+    found = profile(
+        layers,
+        torch.zeros(3, 2, requires_grad=True),
+        loss=loss,
+        target=torch.zeros(3, 2),
+        rounds=rounds,
+    )
     assert [layer.forward for layer in found.layers] == [1, 8, 64 + 512]
     assert [layer.forward_apart for layer in found.layers] == [1.5, 8.5, 64.5 + 512]
     assert [layer.backward for layer in found.layers] == [4, 48, 384]  # the batch wants no gradient
     assert [layer.input_gradient for layer in found.layers] == [0, 16, 128]
     assert [layer.weight_gradient for layer in found.layers] == [4, 32, 256]
-    assert [layer.put_off for layer in found.layers] == [2 * 3 * 2 * 4] * 3  # x and dy of the Linear
+    assert [layer.put_off for layer in found.layers] == [
+        2 * 3 * 2 * 4
+    ] * 3  # x and dy of the Linear
 
 
 def test_the_model_is_left_as_it_was():
@@ -152,7 +179,9 @@ def test_the_model_is_left_as_it_was():
     state = torch.get_rng_state()
     x = torch.randn(6, 4, requires_grad=True)
     torch.set_rng_state(state)
-    found = profile(layers, x, rounds=1, loss=lambda y, t: (y - t).square().mean(), target=torch.zeros(6, 4))
+    found = profile(
+        layers, x, rounds=1, loss=lambda y, t: (y - t).square().mean(), target=torch.zeros(6, 4)
+    )
     assert torch.equal(torch.get_rng_state(), state)
     after = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
     assert all(map(torch.equal, before, after))
@@ -172,10 +201,17 @@ class Take(nn.Module):
 
 def test_costs_are_sums_over_stages():
     found = by_hand(
-        forward=[1.0, 2, 3, 4], backward=[2.0, 4, 6, 9], forward_apart=[1.0, 2, 3, 5], input_gradient=[1.0, 2, 3, 4],
-        weight_gradient=[1.0, 2, 3, 4], activation=[10, 20, 30, 40], kept=[100, 200, 300, 400], put_off=[50, 60, 70, 80],
-        weights=[8, 8, 8, 8], parameters=[2, 2, 2, 2],
-    )  # fmt: skip
+        forward=[1.0, 2, 3, 4],
+        backward=[2.0, 4, 6, 9],
+        forward_apart=[1.0, 2, 3, 5],
+        input_gradient=[1.0, 2, 3, 4],
+        weight_gradient=[1.0, 2, 3, 4],
+        activation=[10, 20, 30, 40],
+        kept=[100, 200, 300, 400],
+        put_off=[50, 60, 70, 80],
+        weights=[8, 8, 8, 8],
+        parameters=[2, 2, 2, 2],
+    )
     costs = found.costs([0, 1, 4], split=True, latency=0.5, bandwidth=2.0)
     assert (costs.forward, costs.input_gradient, costs.weight_gradient) == ([1, 10], [1, 9], [1, 9])
     assert costs.put_off == [50, 210]
@@ -183,7 +219,10 @@ def test_costs_are_sums_over_stages():
     assert (costs.latency, costs.bandwidth) == (0.5, 2.0)
     whole = found.costs([0, 1, 4])
     assert whole.forward == [1, 9]
-    assert [a + b for a, b in zip(whole.input_gradient, whole.weight_gradient, strict=True)] == [2, 19]  # type: ignore[arg-type]
+    assert [a + b for a, b in zip(whole.input_gradient, whole.weight_gradient, strict=True)] == [
+        2,
+        19,
+    ]  # type: ignore[arg-type]
     timeline = simulate(schedule("1f1b", num_stages=2, num_microbatches=4), costs)
     assert timeline.memory == (32 + 2 * 100, 96 + 900)
 
@@ -203,15 +242,26 @@ def test_a_file_has_all_of_it(tmp_path: Path):
 
 
 def test_balance_takes_a_profile_or_layers():
-    found = by_hand(forward=[1.0, 1, 1, 9], backward=[0.0] * 4, parameters=[9, 1, 1, 1], weights=[36, 4, 4, 4],
-                    kept=[0, 1000, 1000, 0])  # fmt: skip
+    found = by_hand(
+        forward=[1.0, 1, 1, 9],
+        backward=[0.0] * 4,
+        parameters=[9, 1, 1, 1],
+        weights=[36, 4, 4, 4],
+        kept=[0, 1000, 1000, 0],
+    )
     assert balance(found, num_stages=2) == [0, 3, 4]
     assert balance(found, num_stages=2, by="parameters") == [0, 1, 4]
     assert balance(found, num_stages=2, by="memory") == [0, 2, 4]
-    assert balance(found, num_stages=2, by=lambda layer: 1.0 if layer.forward == 9 else 2.0) == [0, 2, 4]
+    assert balance(found, num_stages=2, by=lambda layer: 1.0 if layer.forward == 9 else 2.0) == [
+        0,
+        2,
+        4,
+    ]
     layers = [nn.Linear(9, 9), nn.Linear(2, 2), nn.Linear(2, 2)]
     assert balance(layers, num_stages=2) == [0, 1, 3]
-    assert balance(layers, num_stages=2, by=lambda layer: 1.0 if layer.in_features == 2 else 0.0) == [0, 2, 3]
+    assert balance(
+        layers, num_stages=2, by=lambda layer: 1.0 if layer.in_features == 2 else 0.0
+    ) == [0, 2, 3]
 
 
 def test_memory_counts_what_is_in_flight_and_bounds_a_partition():
@@ -234,11 +284,19 @@ def test_memory_counts_what_is_in_flight_and_bounds_a_partition():
         ("layers", {"by": "time"}, "by is 'time', which layers don't tell"),
         ([1.0, 2.0], {"most_bytes": 5}, "known of a Profile alone"),
         ("profile", {"in_flight": [1, 1]}, "goes with by="),
-        ("profile", {"in_flight": [1], "by": "memory"}, "in_flight has 1 numbers, but there are 2 stages"),
+        (
+            "profile",
+            {"in_flight": [1], "by": "memory"},
+            "in_flight has 1 numbers, but there are 2 stages",
+        ),
     ],
 )
-def test_what_balance_cannot_weigh_is_refused(costs: object, options: dict[str, object], message: str):
-    given = {"profile": by_hand(forward=[1.0, 1.0]), "layers": [nn.Tanh(), nn.Tanh()]}.get(str(costs), costs)
+def test_what_balance_cannot_weigh_is_refused(
+    costs: object, options: dict[str, object], message: str
+):
+    given = {"profile": by_hand(forward=[1.0, 1.0]), "layers": [nn.Tanh(), nn.Tanh()]}.get(
+        str(costs), costs
+    )
     with pytest.raises(ValueError, match=message):
         balance(given, num_stages=2, **options)  # type: ignore[arg-type]
 
@@ -249,7 +307,9 @@ def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(ValueError, match="rounds is 0"):
         profile([nn.Linear(1, 1)], torch.zeros(1), rounds=0)
 
-    with pytest.raises(TypeError, match=r"layer 1 \(Shape\) gave str, which has no tensor to send on"):
+    with pytest.raises(
+        TypeError, match=r"layer 1 \(Shape\) gave str, which has no tensor to send on"
+    ):
         profile([nn.Linear(1, 1), Shape()], torch.zeros(1))
     with pytest.raises(ValueError, match="nothing to train"):
         profile([nn.Tanh()], torch.zeros(1))
@@ -286,9 +346,15 @@ def at_the_same_time(rank: int, group: Any) -> None:
     found = profile(layers, torch.randn(3, 4), rounds=1, group=group)
     assert len(set(gather(found, group=group))) == 1
     assert dict(found.facts)["ranks"] == "2"
-    alone = [sys.modules["pyops.pipeline.profiling"]._Run(layers, torch.zeros(3, 4), None, None, {}).bytes_of()]
+    alone = [
+        sys.modules["pyops.pipeline.profiling"]
+        ._Run(layers, torch.zeros(3, 4), None, None, {})
+        .bytes_of()
+    ]
     assert found.layers[1].kept == alone[0][0][1]["kept"]
-    with pytest.raises(TypeError, match="which has no tensor to send on"):  # on both, though one has it
+    with pytest.raises(
+        TypeError, match="which has no tensor to send on"
+    ):  # on both, though one has it
         profile([nn.Linear(1, 1), Shape() if rank else nn.Tanh()], torch.zeros(1, 1), group=group)
     with pytest.raises(ValueError, match="the ranks have different layers"):
         profile([nn.Linear(1, 1), nn.GELU() if rank else nn.Tanh()], torch.zeros(1, 1), group=group)

@@ -1,7 +1,8 @@
-"""Compiles `device.cpp` into build/_pretend_cuda.so, unless that is newer than its sources, and prints its path.
+"""Compiles `device.cpp` into build/_pretend_cuda.so, unless that is newer than its sources, and
+prints its path.
 
-export PYOPS_PRETEND_CUDA=$(python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda PYOPS_TEST_DEVICE=cuda
-python -m pytest tests
+export PYOPS_PRETEND_CUDA=$(python tests/pretend_cuda/build.py) PYTHONPATH=tests/pretend_cuda
+PYOPS_TEST_DEVICE=cuda python -m pytest tests
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ OUT = HERE.parent.parent / "build" / "_pretend_cuda.so"
 
 
 def build() -> Path:
-    """The library, built against the torch of this Python. CalledProcessError when the compiler refuses."""
+    """The library, built against the torch of this Python. CalledProcessError when the compiler
+    refuses."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -26,16 +28,32 @@ def build() -> Path:
     if OUT.exists() and OUT.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return OUT
     OUT.parent.mkdir(exist_ok=True)
-    include = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    include = [
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     subprocess.run(
         [
-            os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror",
-            "-DTORCH_EXTENSION_NAME=_pretend_cuda", *(f"-isystem{folder}" for folder in include), str(HERE / "device.cpp"),
-            "-o", str(OUT), f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}",
+            os.environ.get("CXX", "c++"),
+            "-std=c++20",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-DTORCH_EXTENSION_NAME=_pretend_cuda",
+            *(f"-isystem{folder}" for folder in include),
+            str(HERE / "device.cpp"),
+            "-o",
+            str(OUT),
+            f"-L{torch / 'lib'}",
+            f"-Wl,-rpath,{torch / 'lib'}",
             *("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"),
         ],
         check=True,
-    )  # fmt: skip
+    )
     return OUT
 
 

@@ -1,6 +1,8 @@
-"""Gives every Python process that starts with this folder on its path the device of `device.cpp` as torch's one CUDA device.
+"""Gives every Python process that starts with this folder on its path the device of `device.cpp` as
+torch's one CUDA device.
 
-PYOPS_PRETEND_CUDA names the compiled library; without it nothing happens. The library has to be there before torch is imported.
+PYOPS_PRETEND_CUDA names the compiled library; without it nothing happens. The library has to be
+there before torch is imported.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ def _streams(cuda: Any, device: Any) -> None:
 
     def current(_: Any = None) -> Any:
         found = torch.accelerator.current_stream()
-        return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+        return Stream(
+            stream_id=found.stream_id,
+            device_index=found.device_index,
+            device_type=found.device_type,
+        )
 
     cuda.Stream, cuda.Event, cuda.StreamContext = Stream, Event, StreamContext
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
@@ -147,11 +153,14 @@ def _storages(device: Any) -> None:
 
     torch.UntypedStorage.resize_ = resize_there  # type: ignore[method-assign]
     torch.UntypedStorage.clone = clone_there  # type: ignore[method-assign]
-    serialization.register_package(1, lambda storage: "cuda:0" if storage.device.type == "cuda" else None, restore)
+    serialization.register_package(
+        1, lambda storage: "cuda:0" if storage.device.type == "cuda" else None, restore
+    )
 
 
 def _kernels(device: Any) -> None:
-    """CPU kernels of extensions answer for CUDA as well; Triton's do where TRITON_INTERPRET says that they can."""
+    """CPU kernels of extensions answer for CUDA as well; Triton's do where TRITON_INTERPRET says
+    that they can."""
     import torch
 
     load, impl = torch.ops.load_library, torch.library.Library.impl
@@ -165,7 +174,9 @@ def _kernels(device: Any) -> None:
                 known.add(name)
                 device.answer_for(name)
 
-    def impl_where_it_runs(self: Any, name: Any, function: Any, dispatch_key: str = "", **more: Any) -> None:
+    def impl_where_it_runs(
+        self: Any, name: Any, function: Any, dispatch_key: str = "", **more: Any
+    ) -> None:
         if self.ns == "pyops" and dispatch_key == "CUDA" and not interpreted:
             return
         impl(self, name, function, dispatch_key, **more)
@@ -175,7 +186,8 @@ def _kernels(device: Any) -> None:
 
 
 def _nccl() -> None:
-    """A backend called nccl, which is Gloo: the order of pyops' calls is that of NCCL, their transport is not."""
+    """A backend called nccl, which is Gloo: the order of pyops' calls is that of NCCL, their
+    transport is not."""
     from torch import distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -211,7 +223,9 @@ def install(path: str) -> None:
 
     cuda: Any = torch.cuda
     if torch.version.cuda is not None:
-        raise ImportError("PYOPS_PRETEND_CUDA is for a CPU build of torch; this one has a CUDA of its own")
+        raise ImportError(
+            "PYOPS_PRETEND_CUDA is for a CPU build of torch; this one has a CUDA of its own"
+        )
     cuda._lazy_init = lambda: None
     cuda._initialized = True
     c: Any = torch._C
@@ -230,7 +244,13 @@ def install(path: str) -> None:
     cuda._maybe_exchange_device = lambda _: 0
     cuda.default_generators = (device.default_generator(),)
     properties = SimpleNamespace(
-        name="no GPU", major=9, minor=0, total_memory=GIB << 30, multi_processor_count=132, warp_size=32, L2_cache_size=50 << 20
+        name="no GPU",
+        major=9,
+        minor=0,
+        total_memory=GIB << 30,
+        multi_processor_count=132,
+        warp_size=32,
+        L2_cache_size=50 << 20,
     )
     cuda.get_device_properties = lambda _=None: properties
     cuda.get_device_name = lambda _=None: properties.name

@@ -1,6 +1,7 @@
 """Programs of README.md and docs/*.md, and processes that run them as their readers would.
 
-A program is a block ```python, the command that runs it, and a block ```text of what it prints, which rank 0 prints alone:
+A program is a block ```python, the command that runs it, and a block ```text of what it prints,
+which rank 0 prints alone:
 
     ```python                      whole: it imports what it uses, and makes its process group, model and data
     ```
@@ -10,7 +11,8 @@ A program is a block ```python, the command that runs it, and a block ```text of
     loss 0.123                     numbers with a point: within two units of their last digit
     ```
 
-Each rank is one process, which runs one program after another with torchrun's variables: only the imports are shared.
+Each rank is one process, which runs one program after another with torchrun's variables: only the
+imports are shared.
 """
 
 from __future__ import annotations
@@ -37,14 +39,17 @@ __all__ = ["Blocks", "Program", "Ranks", "blocks", "differs", "pages", "program_
 
 TIMEOUT = 60.0  # seconds that a program may take
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE
+)
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 Blocks = list[tuple[int, str, str]]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A page's program: its source, on how many ranks it runs (0: without torchrun), what it prints."""
+    """A page's program: its source, on how many ranks it runs (0: without torchrun), what it
+    prints."""
 
     page: str
     source: str
@@ -52,7 +57,10 @@ class Program:
     prints: str
 
 
-TABLES = {"tensor_parallel_models.md", "results.md"}  # pages of generated tables, which are of other pages' programs
+TABLES = {
+    "tensor_parallel_models.md",
+    "results.md",
+}  # pages of generated tables, which are of other pages' programs
 
 
 def pages() -> list[Path]:
@@ -65,22 +73,32 @@ def blocks(text: str) -> Blocks:
 
 
 def program_of(page: str, text: str) -> Program:
-    """The page's first Python program; ValueError where there is none, or it is not said how to run it or what it prints."""
+    """The page's first Python program; ValueError where there is none, or it is not said how to run
+    it or what it prints."""
     fenced = blocks(text)
     number = next((n for n, (_, language, _) in enumerate(fenced) if language == "python"), None)
     if number is None:
         raise ValueError(f"{page} has no Python program")
     end, _, source = fenced[number]
     command = COMMAND.search(text, end)
-    if number + 1 == len(fenced) or fenced[number + 1][1] != "text" or command is None or command.end() > fenced[number + 1][0]:
-        raise ValueError(f"{page}: after its first program say how to run it (    python x.py), and what it prints (```text)")
+    if (
+        number + 1 == len(fenced)
+        or fenced[number + 1][1] != "text"
+        or command is None
+        or command.end() > fenced[number + 1][0]
+    ):
+        raise ValueError(
+            f"{page}: after its first program say how to run it (    python x.py), and "
+            "what it prints (```text)"
+        )
     if command[1] is None and "init_process_group" in source:
         raise ValueError(f"{page}: its first program needs torchrun, and says python")
     return Program(page, source, int(command[1] or 0), fenced[number + 1][2])
 
 
 def programs_of(page: str, text: str) -> list[Program]:
-    """All of the page's Python blocks which are followed by a command and by what they print; the first one must be."""
+    """All of the page's Python blocks which are followed by a command and by what they print; the
+    first one must be."""
     found = [program_of(page, text)]
     fenced = blocks(text)
     first = next(n for n, (_, language, _) in enumerate(fenced) if language == "python")
@@ -144,7 +162,8 @@ def _free_port() -> int:
 
 
 class Ranks:
-    """Processes that run programs, one after another: as the ranks of one torchrun, or the first of them alone."""
+    """Processes that run programs, one after another: as the ranks of one torchrun, or the first of
+    them alone."""
 
     def __init__(self, size: int) -> None:
         context = _context()
@@ -162,12 +181,19 @@ class Ranks:
         path = folder / "program.py"
         path.write_text(program.source)
         used = self._pipes[: program.ranks or 1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(program.ranks)}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(program.ranks),
+        }
         shared |= {"LOCAL_WORLD_SIZE": str(program.ranks), "GROUP_RANK": "0"}
         for rank, pipe in enumerate(used):
             alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
             pipe.send((str(path), alone if program.ranks else {}))
-        return [pipe.recv() if pipe.poll(TIMEOUT) else ("", f"it did not end within {TIMEOUT:g} s") for pipe in used]
+        return [
+            pipe.recv() if pipe.poll(TIMEOUT) else ("", f"it did not end within {TIMEOUT:g} s")
+            for pipe in used
+        ]
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -1,4 +1,5 @@
-"""What the build promises: no torch in setup.py, plain words for what is missing, an install without kernels, a stable ABI."""
+"""What the build promises: no torch in setup.py, plain words for what is missing, an install
+without kernels, a stable ABI."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ assert "torch" not in sys.modules, "setup.py imported torch"
 """
 
 
-def run_setup(prepare: str = "", then: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run_setup(
+    prepare: str = "", then: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     code = TRY_SETUP.format(prepare=prepare, then=then)
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -45,7 +53,10 @@ def one_paragraph(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_setup_finds_torch_without_importing_it():
-    then = "folder, number = setup['torch_to_build_against']()\nassert (folder / 'version.py').exists()\nprint(number)\n"
+    then = (
+        "folder, number = setup['torch_to_build_against']()\nassert (folder / "
+        "'version.py').exists()\nprint(number)\n"
+    )
     done = run_setup(then=then + "assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
     import torch
@@ -56,66 +67,99 @@ def test_setup_finds_torch_without_importing_it():
     assert done.stdout.split()[0] == pyops.__version__
 
 
-@pytest.mark.parametrize(("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")])
+@pytest.mark.parametrize(
+    ("missing", "words"), [("torch", "pip install torch"), ("pybind11", "pip install pybind11")]
+)
 def test_a_missing_package_is_named_with_its_fix(missing: str, words: str):
     hide = "find = importlib.util.find_spec\n"
     hide += f"importlib.util.find_spec = lambda n, *a: None if n == {missing!r} else find(n, *a)\n"
     hide += "import build_backend\nbuild_backend._torch_of_target = lambda: None"
-    message = one_paragraph(run_setup(hide, "from pathlib import Path\nsetup['run_cmake'](Path('nowhere'))"))
+    message = one_paragraph(
+        run_setup(hide, "from pathlib import Path\nsetup['run_cmake'](Path('nowhere'))")
+    )
     assert words in message
 
 
 def test_a_torch_that_is_too_old_is_called_that(tmp_path: Path):
     (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
-    message = one_paragraph(run_setup("", "setup['torch_to_build_against']()", PYOPS_TORCH=str(tmp_path)))
+    message = one_paragraph(
+        run_setup("", "setup['torch_to_build_against']()", PYOPS_TORCH=str(tmp_path))
+    )
     assert f"the torch in {tmp_path} is 2.9.1+cpu, and pyops needs torch 2.11 or newer" in message
     assert "pip install 'torch>=2.11'" in message
 
 
 def in_isolation(tmp_path: Path, program: str, **environment: str) -> list[str]:
-    """What `program` prints in an environment as pip makes it for a build: setuptools, and nothing of where pip runs."""
+    """What `program` prints in an environment as pip makes it for a build: setuptools, and nothing
+    of where pip runs."""
     overlay = tmp_path / "overlay"
     if not overlay.exists():
         overlay.mkdir()
         for name in ("setuptools", "_distutils_hack"):
             (overlay / name).symlink_to(Path(sysconfig.get_paths()["purelib"]) / name)
         (overlay / "sitecustomize.py").write_text(
-            "import sys\nsys.path[:] = [entry for entry in sys.path if not entry.endswith('site-packages')]\n"
+            "import sys\nsys.path[:] = [entry for entry in sys.path if not "
+            "entry.endswith('site-packages')]\n"
         )
     environment = {**os.environ, "PYTHONPATH": str(overlay), "PYTHONNOUSERSITE": "1", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_an_isolated_build_finds_the_torch_of_the_environment_it_is_for(tmp_path: Path):
-    """None is fetched where there is one that will do; one is where there is none; none at all without kernels."""
-    program = "import build_backend as b, importlib.util\nassert importlib.util.find_spec('torch') is None\n{}"
+    """None is fetched where there is one that will do; one is where there is none; none at all
+    without kernels."""
+    program = (
+        "import build_backend as b, importlib.util\nassert importlib.util.find_spec('torch') "
+        "is None\n{}"
+    )
     asked = "print(b.find_torch())\nprint(b._torch_to_install())"
     import torch
 
     assert in_isolation(tmp_path, program.format(asked)) == [str(Path(torch.__file__).parent), "[]"]
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "version.py").write_text("__version__ = '2.9.1'")
-    for hidden, more in (("b._torch_of_target = lambda: None\n", {}), ("", {"PYOPS_TORCH": str(tmp_path / "old")})):
+    for hidden, more in (
+        ("b._torch_of_target = lambda: None\n", {}),
+        ("", {"PYOPS_TORCH": str(tmp_path / "old")}),
+    ):
         told = in_isolation(tmp_path, program.format(hidden + asked), **more)
         assert told[1] == "['torch>=2.11']"
-        assert in_isolation(tmp_path, program.format(hidden + asked), **more, PYOPS_NO_EXT="1")[1] == "[]"
+        assert (
+            in_isolation(tmp_path, program.format(hidden + asked), **more, PYOPS_NO_EXT="1")[1]
+            == "[]"
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files of the project are those that git knows")
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="the files of the project are those that git knows"
+)
 def test_the_sdist_holds_every_file_of_the_project(tmp_path: Path):
     program = "import sys, build_backend; print(build_backend.build_sdist(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     name = done.stdout.split()[-1]
     assert name == f"pyops_train-{version('pyops-train')}.tar.gz"
     with tarfile.open(tmp_path / name) as archive:
         packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert set(tracked) - packed == set()
     assert not [file for file in packed if file.endswith((".so", ".pyc", "_build.json"))]
 
@@ -125,24 +169,37 @@ def test_no_compiler_points_to_the_way_without():
     message = one_paragraph(run_setup(empty, "setup['find_compiler']()"))
     assert "PYOPS_NO_EXT=1" in message
     assert "g++" in message
-    assert "cmake" in one_paragraph(run_setup(empty, "from pathlib import Path\nsetup['run_cmake'](Path('nowhere'))"))
+    assert "cmake" in one_paragraph(
+        run_setup(empty, "from pathlib import Path\nsetup['run_cmake'](Path('nowhere'))")
+    )
 
 
 def test_cuda_is_chosen_by_what_is_installed(tmp_path: Path):
-    """AUTO: nvcc and a CUDA build of torch, nothing else; ON without nvcc is an error; an unknown word is named."""
+    """AUTO: nvcc and a CUDA build of torch, nothing else; ON without nvcc is an error; an unknown
+    word is named."""
     nvcc = tmp_path / "nvcc"
     nvcc.touch(mode=0o755)
     (tmp_path / "cuda_torch" / "lib").mkdir(parents=True)
     (tmp_path / "cuda_torch" / "lib" / "libtorch_cuda.so").touch()
     ask = "from pathlib import Path\nprint(setup['wants_cuda'](Path({!r})))"
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    for torch_folder, choice, expected in (("cuda_torch", "AUTO", "True"), ("cpu_torch", "AUTO", "False"),
-                                           ("cpu_torch", "ON", "True"), ("cuda_torch", "OFF", "False")):  # fmt: skip
-        done = run_setup(then=ask.format(str(tmp_path / torch_folder)), PYOPS_CUDA=choice, PATH=path)
+    for torch_folder, choice, expected in (
+        ("cuda_torch", "AUTO", "True"),
+        ("cpu_torch", "AUTO", "False"),
+        ("cpu_torch", "ON", "True"),
+        ("cuda_torch", "OFF", "False"),
+    ):
+        done = run_setup(
+            then=ask.format(str(tmp_path / torch_folder)), PYOPS_CUDA=choice, PATH=path
+        )
         assert done.stdout.split()[-1] == expected, done.stderr
     hidden = "import shutil\nshutil.which = lambda *a, **k: None"
-    assert "nvcc is not on PATH" in one_paragraph(run_setup(hidden, ask.format(str(tmp_path)), PYOPS_CUDA="ON"))
-    assert "PYOPS_CUDA=MAYBE" in one_paragraph(run_setup(then=ask.format(str(tmp_path)), PYOPS_CUDA="MAYBE"))
+    assert "nvcc is not on PATH" in one_paragraph(
+        run_setup(hidden, ask.format(str(tmp_path)), PYOPS_CUDA="ON")
+    )
+    assert "PYOPS_CUDA=MAYBE" in one_paragraph(
+        run_setup(then=ask.format(str(tmp_path)), PYOPS_CUDA="MAYBE")
+    )
 
 
 @pytest.mark.slow
@@ -153,47 +210,102 @@ def test_install_without_kernels(tmp_path: Path):
     for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
-    shutil.copytree(ROOT / "pyops", copy / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
+    shutil.copytree(
+        ROOT / "pyops",
+        copy / "pyops",
+        ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"),
+    )
     target = tmp_path / "target"
     environment = {**os.environ, "PYOPS_NO_EXT": "1"}
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target)]
-    done = subprocess.run([*install, str(copy)], env=environment, capture_output=True, text=True, timeout=300)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+    ]
+    done = subprocess.run(
+        [*install, str(copy)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert not list(target.rglob("*.so"))
     assert json.loads((target / "pyops" / "_build.json").read_text())["extension"] is False
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import pyops, torch; from pyops.ops import reduce\n"
-        "assert pyops.__file__.startswith(sys.argv[1]); assert not pyops.has_kernel('sum_rows_', 'cpu')\n"
-        "out = torch.zeros(2); reduce.sum_rows_(out, [torch.ones(2)] * 3); assert out.tolist() == [3.0, 3.0]\n"
+        "import sys; sys.path.insert(0, sys.argv[1]); import pyops, torch; from "
+        "pyops.ops import reduce\n"
+        "assert pyops.__file__.startswith(sys.argv[1]); assert not "
+        "pyops.has_kernel('sum_rows_', 'cpu')\n"
+        "out = torch.zeros(2); reduce.sum_rows_(out, [torch.ones(2)] * 3); assert "
+        "out.tolist() == [3.0, 3.0]\n"
     )
     environment.pop("PYOPS_NO_EXT")
-    subprocess.run([sys.executable, "-c", program, str(target)], cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program, str(target)],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.slow
 def test_an_unbuilt_tree_says_how_to_build(tmp_path: Path):
-    shutil.copytree(ROOT / "pyops", tmp_path / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
+    shutil.copytree(
+        ROOT / "pyops",
+        tmp_path / "pyops",
+        ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"),
+    )
     environment = {k: v for k, v in os.environ.items() if k not in ("PYOPS_NO_EXT", "PYTHONPATH")}
-    done = subprocess.run([sys.executable, "-c", "import pyops; pyops.ops"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert f"ImportError: pyops is not built in {tmp_path / 'pyops'}. In the folder that holds setup.py, run: " in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", "import pyops; pyops.ops"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (
+        f"ImportError: pyops is not built in {tmp_path / 'pyops'}. In the folder that "
+        "holds setup.py, run: " in done.stderr
+    )
     assert "pip install -e ." in done.stderr
     assert "hides" not in done.stderr
 
 
 def test_a_checkout_that_hides_an_installed_pyops_says_so(tmp_path: Path):
-    """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops comes later on the path."""
+    """Python started in an unbuilt checkout, or one that lost its kernels, while an installed pyops
+    comes later on the path."""
     shutil.copytree(
-        ROOT / "pyops", tmp_path / "checkout" / "pyops", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
+        ROOT / "pyops",
+        tmp_path / "checkout" / "pyops",
+        ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"),
     )
     installed = tmp_path / "site" / "pyops"
     installed.mkdir(parents=True)
     (installed / "_build.json").write_text('{"extension": true}')
-    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"} | {"PYTHONPATH": str(tmp_path / "site")}
-    words = f"It is a checkout that hides the pyops installed in {installed}: to use that one, start Python in another folder"
-    for begin in (f"pyops is not built in {tmp_path / 'checkout' / 'pyops'}. ", "_C.so is missing although pyops was built"):
-        done = subprocess.run([sys.executable, "-c", "import pyops; pyops.has_kernel('adam_', 'cpu')"], env=environment,
-                              cwd=tmp_path / "checkout", capture_output=True, text=True, timeout=120)  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "PYOPS_NO_EXT"} | {
+        "PYTHONPATH": str(tmp_path / "site")
+    }
+    words = (
+        f"It is a checkout that hides the pyops installed in {installed}: to use that one, "
+        "start Python in another folder"
+    )
+    for begin in (
+        f"pyops is not built in {tmp_path / 'checkout' / 'pyops'}. ",
+        "_C.so is missing although pyops was built",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", "import pyops; pyops.has_kernel('adam_', 'cpu')"],
+            env=environment,
+            cwd=tmp_path / "checkout",
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert begin in done.stderr
         assert words in done.stderr
         (tmp_path / "checkout" / "pyops" / "_build.json").write_text('{"extension": true}')
@@ -204,12 +316,21 @@ def test_all_that_is_listed_can_be_imported():
     modules = {path.stem for path in (ROOT / "pyops").glob("*.py")}
     modules |= {path.parent.name for path in (ROOT / "pyops").glob("*/__init__.py")}
     program = (
-        "import sys, pyops\nfor name in sys.argv[1:]: assert getattr(pyops, name).__name__ == 'pyops.' + name\npyops.nonsense"
+        "import sys, pyops\nfor name in sys.argv[1:]: assert getattr(pyops, name).__name__ "
+        "== 'pyops.' + name\npyops.nonsense"
     )
     names = sorted(modules - {"__init__", "__main__", "renamed"})
-    done = subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     told = done.stderr.splitlines()[-1]
-    assert told.startswith("AttributeError: module 'pyops' has no attribute 'nonsense'; it has "), done.stderr
+    assert told.startswith("AttributeError: module 'pyops' has no attribute 'nonsense'; it has "), (
+        done.stderr
+    )
     assert set(told.partition("it has ")[2].split(", ")) == {*names, "has_kernel", "__version__"}
 
 
@@ -218,18 +339,25 @@ def test_importing_pyops_is_light():
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
-needs_kernels = pytest.mark.skipif(not library.build_info()["extension"], reason="installed without kernels")
+needs_kernels = pytest.mark.skipif(
+    not library.build_info()["extension"], reason="installed without kernels"
+)
 
 
 @needs_kernels
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 def test_the_ops_use_nothing_of_torch_but_its_stable_abi():
     names = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(ROOT / "pyops" / "_C.so")], capture_output=True, text=True, check=True
+        ["nm", "-D", "--undefined-only", str(ROOT / "pyops" / "_C.so")],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     symbols = [line.split()[-1] for line in names.splitlines()]
     assert any(s.startswith("aoti_torch_") for s in symbols)
-    foreign = [s for s in symbols if "c10" in s or "2at" in s or "5torch" in s or s.startswith("Py")]
+    foreign = [
+        s for s in symbols if "c10" in s or "2at" in s or "5torch" in s or s.startswith("Py")
+    ]
     assert not foreign, foreign
 
 
@@ -238,9 +366,22 @@ def test_the_ops_use_nothing_of_torch_but_its_stable_abi():
 def test_an_instruction_set_can_be_forced():
     program = "from pyops.ops import library; print(library.isa())"
     for name in library.isas()[:1]:
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYOPS_CPU_ISA": name},
-                              capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYOPS_CPU_ISA": name},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         assert done.stdout.split() == [name]
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYOPS_CPU_ISA": "sse9"},
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYOPS_CPU_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "ImportError: PYOPS_CPU_ISA=sse9 is not among" in done.stderr

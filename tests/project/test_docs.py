@@ -1,4 +1,5 @@
-"""The programs that README.md and docs/*.md print run as they stand there, and print what the pages say."""
+"""The programs that README.md and docs/*.md print run as they stand there, and print what the pages
+say."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.documents import TABLES, Program, Ranks, blocks, differs, pages, program_of, programs_of
+from tests.project.documents import (
+    TABLES,
+    Program,
+    Ranks,
+    blocks,
+    differs,
+    pages,
+    program_of,
+    programs_of,
+)
 
 pytestmark = pytest.mark.cpu_only
 
@@ -20,10 +30,17 @@ def ranks():
 
 def later() -> list[Program]:
     """The programs of all pages but the first of each."""
-    return [each for page in pages() if page.name not in TABLES for each in programs_of(page.name, page.read_text())[1:]]
+    return [
+        each
+        for page in pages()
+        if page.name not in TABLES
+        for each in programs_of(page.name, page.read_text())[1:]
+    ]
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page.name not in TABLES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page.name not in TABLES], ids=lambda page: page.name
+)
 def test_the_first_program_of_a_page_runs_as_printed(page, ranks, tmp_path):
     runs_as_printed(program_of(page.name, page.read_text()), ranks, tmp_path)
 
@@ -44,13 +61,24 @@ def runs_as_printed(program: Program, ranks: Ranks, tmp_path: Path) -> None:
 
 def test_all_python_of_the_readme_is_whole_programs():
     readme = pages()[0].read_text()
-    assert [language for _, language, _ in blocks(readme)].count("python") == 1, "those that no test runs belong into docs/"
+    assert [language for _, language, _ in blocks(readme)].count("python") == 1, (
+        "those that no test runs belong into docs/"
+    )
 
 
 def test_what_is_no_program_is_told(ranks, tmp_path):
-    """Of pages without a program, without its command or its output, with a fragment, with other numbers."""
-    code, run, out = "```python\nprint(0.5, y)\n```\n", "\n    python x.py\n\n", "```text\n0.51 1\n```\n"
-    for text, fault in (("prose", "has no Python"), (code + out, "say how to run"), (code + run, "say how to run")):
+    """Of pages without a program, without its command or its output, with a fragment, with other
+    numbers."""
+    code, run, out = (
+        "```python\nprint(0.5, y)\n```\n",
+        "\n    python x.py\n\n",
+        "```text\n0.51 1\n```\n",
+    )
+    for text, fault in (
+        ("prose", "has no Python"),
+        (code + out, "say how to run"),
+        (code + run, "say how to run"),
+    ):
         with pytest.raises(ValueError, match=fault):
             program_of("page", text)
     needs = code.replace("print", "torch.distributed.init_process_group(); print")
@@ -59,10 +87,18 @@ def test_what_is_no_program_is_told(ranks, tmp_path):
     program = program_of("page", code + run + out)
     assert program == Program("page", "print(0.5, y)\n", 0, "0.51 1\n")
     assert "name 'y' is not defined" in (ranks.run(program, tmp_path)[0][1] or "")
-    assert program_of("page", code + run.replace("python", "torchrun --standalone --nproc-per-node 3") + out).ranks == 3
-    assert [each.prints for each in programs_of("page", code + run + out + code + out + code + run + "```text\n2\n```\n")] == [
-        "0.51 1\n", "2\n"
-    ]  # fmt: skip
+    assert (
+        program_of(
+            "page", code + run.replace("python", "torchrun --standalone --nproc-per-node 3") + out
+        ).ranks
+        == 3
+    )
+    assert [
+        each.prints
+        for each in programs_of(
+            "page", code + run + out + code + out + code + run + "```text\n2\n```\n"
+        )
+    ] == ["0.51 1\n", "2\n"]
     assert not differs("0.50 1\n", "0.51 1")
     for printed in ("0.48 1", "0.51 2", "0.51 1\nmore", ""):
         assert differs(printed, "0.51 1")

@@ -1,7 +1,9 @@
-"""What README.md and docs/*.md call by name is there: imports, attributes, options, configuration keys, flags and files.
+"""What README.md and docs/*.md call by name is there: imports, attributes, options, configuration
+keys, flags and files.
 
-Checked is what can be known for a name of pyops or of the repository: text in backticks, and all Python blocks, whole
-programs or not. Names of other libraries are looked up in torch, or stand in ELSEWHERE.
+Checked is what can be known for a name of pyops or of the repository: text in backticks, and all
+Python blocks, whole programs or not. Names of other libraries are looked up in torch, or stand in
+ELSEWHERE.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ ELSEWHERE = {
     "inplace=True", "is_decoder=True", "use_reentrant=False", "optimizer.reduce_norms", "model._init_weights",
 }  # fmt: skip
 FOREIGN_FLAGS = {
-    "--max-restarts", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf", "--nproc-per-node", "--standalone",  # torchrun
+    # torchrun
+    "--max-restarts", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf", "--nproc-per-node", "--standalone",
     "--no-build-isolation", "--index-url",  # pip
 }  # fmt: skip
 TORCH = (
@@ -54,7 +57,8 @@ SECTIONS = {field.name for field in dataclasses.fields(Config)}
 
 @functools.cache
 def defined() -> dict[str, set[str]]:
-    """By kind, what the package's sources define: classes, functions, parameters and fields, attributes."""
+    """By kind, what the package's sources define: classes, functions, parameters and fields,
+    attributes."""
     text = "\n".join(path.read_text() for path in (ROOT / "pyops").rglob("*.py"))
     patterns = {
         "class": r"^ *class (\w+)",
@@ -62,7 +66,9 @@ def defined() -> dict[str, set[str]]:
         "option": r"\b([a-z]\w*): [\"'A-Za-z]",  # all parameters and fields have annotations
         "attribute": r"\.([a-z]\w*)(?:: [^=\n]+)? = ",
     }
-    return {kind: set(re.findall(pattern, text, re.MULTILINE)) for kind, pattern in patterns.items()}
+    return {
+        kind: set(re.findall(pattern, text, re.MULTILINE)) for kind, pattern in patterns.items()
+    }
 
 
 @functools.cache
@@ -75,7 +81,8 @@ def exported() -> set[str]:
 
 
 def resolve(dotted: str) -> Any:
-    """The object of a dotted name, of modules and what is in them. LookupError where there is none."""
+    """The object of a dotted name, of modules and what is in them. LookupError where there is
+    none."""
     parts = dotted.split(".")
     value: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=2):
@@ -85,7 +92,9 @@ def resolve(dotted: str) -> Any:
             try:
                 value = importlib.import_module(".".join(parts[:number]))
             except ImportError:
-                raise LookupError(f"{dotted}: {'.'.join(parts[: number - 1])} has no {part}") from None
+                raise LookupError(
+                    f"{dotted}: {'.'.join(parts[: number - 1])} has no {part}"
+                ) from None
         elif inspect.isclass(value) and part in defined()["attribute"] | defined()["option"]:
             return None  # an attribute of its objects
         else:
@@ -96,7 +105,9 @@ def resolve(dotted: str) -> Any:
 def has(section: str, key: str) -> bool:
     """Whether [section] of a configuration has this key."""
     value = getattr(Config(), section)
-    return dataclasses.is_dataclass(value) and key in {field.name for field in dataclasses.fields(value)}
+    return dataclasses.is_dataclass(value) and key in {
+        field.name for field in dataclasses.fields(value)
+    }
 
 
 def is_offered(room: str, name: str) -> bool:
@@ -120,9 +131,13 @@ def wrong_in_span(span: str) -> str | None:
         return None
     if FILE.fullmatch(span) and not list(ROOT.glob(re.sub(r"\{[^}]*\}|<[^>]*>", "*", span))):
         return "there is no such file"
-    if (found := re.match(r"(\[?)(\w+)(?:\]|\.)\s?(\w+)(?: = .*)?$", span)) and found[2] in SECTIONS:
+    if (found := re.match(r"(\[?)(\w+)(?:\]|\.)\s?(\w+)(?: = .*)?$", span)) and found[
+        2
+    ] in SECTIONS:
         section, key = found[2], found[3]
-        if not found[1] and (key in defined()["function"] | defined()["attribute"] or is_offered(section, key)):
+        if not found[1] and (
+            key in defined()["function"] | defined()["attribute"] or is_offered(section, key)
+        ):
             return None  # a variable of a program, or a subpackage, of the section's name
         return None if has(section, key) else f"[{section}] has no key {key}"
     for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", span):
@@ -133,7 +148,11 @@ def wrong_in_span(span: str) -> str | None:
 
 @functools.cache
 def flag_sources() -> list[str]:
-    return [path.read_text() for folder in ("pyops", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    return [
+        path.read_text()
+        for folder in ("pyops", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
 
 
 def wrong_name(span: str) -> str | None:
@@ -150,10 +169,19 @@ def wrong_name(span: str) -> str | None:
             anything = known["function"] | known["attribute"] | known["option"]
             if attribute not in anything:
                 return f"nothing of pyops has an attribute {attribute}"
-    elif attribute is None and span.endswith(")") and name not in known["function"] | known["attribute"] | known["option"]:
+    elif (
+        attribute is None
+        and span.endswith(")")
+        and name not in known["function"] | known["attribute"] | known["option"]
+    ):
         if not in_torch(name):
             return f"there is no function {name} in pyops or torch"
-    elif attribute is None and re.match(r"[a-z]\w*=", span) and name not in known["option"] and name not in known["attribute"]:
+    elif (
+        attribute is None
+        and re.match(r"[a-z]\w*=", span)
+        and name not in known["option"]
+        and name not in known["attribute"]
+    ):
         return f"nothing of pyops takes {name}="
     return None
 
@@ -173,11 +201,14 @@ def keywords_of(made: Any) -> set[str] | None:
         parameters = inspect.signature(made).parameters.values()
     except (TypeError, ValueError):
         return None
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+    return (
+        None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+    )
 
 
 def wrong_in_block(source: str, bound: dict[str, Any]) -> list[str]:
-    """What is wrong with a Python block. bound: names that it and the page's blocks before it import, which it adds to."""
+    """What is wrong with a Python block. bound: names that it and the page's blocks before it
+    import, which it adds to."""
     tree, wrong = ast.parse(source), []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pyops":
@@ -195,9 +226,18 @@ def wrong_in_block(source: str, bound: dict[str, Any]) -> list[str]:
         elif isinstance(node, ast.ImportFrom | ast.Import):
             bound |= {(each.asname or each.name).split(".")[0]: None for each in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and CAMEL.fullmatch(node.id) and node.id in exported() and node.id not in bound:
+        if (
+            isinstance(node, ast.Name)
+            and CAMEL.fullmatch(node.id)
+            and node.id in exported()
+            and node.id not in bound
+        ):
             wrong.append(f"{node.id} is imported neither here nor in a block before")
-        elif isinstance(node, ast.Attribute) and (name := chain(node)) is not None and name.startswith("pyops."):
+        elif (
+            isinstance(node, ast.Attribute)
+            and (name := chain(node)) is not None
+            and name.startswith("pyops.")
+        ):
             try:
                 resolve(name)
             except LookupError as error:
@@ -216,7 +256,11 @@ def wrong_keywords(name: str, call: ast.Call, bound: dict[str, Any]) -> list[str
     options = keywords_of(made) if made is not None and callable(made) else None
     if options is None:
         return []
-    return [f"{name} has no option {each.arg}" for each in call.keywords if each.arg is not None and each.arg not in options]
+    return [
+        f"{name} has no option {each.arg}"
+        for each in call.keywords
+        if each.arg is not None and each.arg not in options
+    ]
 
 
 def faults(text: str) -> list[str]:
@@ -225,7 +269,9 @@ def faults(text: str) -> list[str]:
     for _, language, contents in blocks(text):
         if language == "python":
             found += wrong_in_block(contents, bound)
-    prose = re.sub(r"^```.*?^```$|^<!-- results.*?/results -->$", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(
+        r"^```.*?^```$|^<!-- results.*?/results -->$", "", text, flags=re.DOTALL | re.MULTILINE
+    )
     for span in SPAN.findall(prose):
         if (fault := wrong_in_span(span)) is not None:
             found.append(f"`{span}`: {fault}")
@@ -238,12 +284,15 @@ def test_names_are_there(page):
 
 
 def test_names_in_messages_and_comments_are_there():
-    """What the package's own sources call pyops.x: a message that names the fix must name one that exists."""
+    """What the package's own sources call pyops.x: a message that names the fix must name one that
+    exists."""
     wrong = []
     for path in sorted((ROOT / "pyops").rglob("*.py")):
         if path.name == "renamed.py":
             continue
-        for name in sorted(set(re.findall(r"(?<![\w./:-])pyops(?:\.[A-Za-z]\w*)+", path.read_text()))):
+        for name in sorted(
+            set(re.findall(r"(?<![\w./:-])pyops(?:\.[A-Za-z]\w*)+", path.read_text()))
+        ):
             try:
                 resolve(name)
             except LookupError as error:
@@ -272,5 +321,8 @@ def test_names_in_messages_and_comments_are_there():
 def test_a_name_that_is_not_there_is_told(text, fault):
     (found,) = faults(text)
     assert fault in found
-    rights = "`pyops.zero.ZeroOptimizer` `zero.stage` `[zero] stage` `AdamW` `bucket_bytes=` `--resume` `docs/zero.md` `Shard`"
+    rights = (
+        "`pyops.zero.ZeroOptimizer` `zero.stage` `[zero] stage` `AdamW` `bucket_bytes=` "
+        "`--resume` `docs/zero.md` `Shard`"
+    )
     assert faults(rights) == []

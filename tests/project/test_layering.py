@@ -1,7 +1,9 @@
-"""The house rule that imports point down, executed: a file imports only from lower layers or from its own room.
+"""The house rule that imports point down, executed: a file imports only from lower layers or from
+its own room.
 
-LAYERS is the table of the rooms, lowest first, and FLOORS that of the folders and files within a room. Both are the one place
-where they are written down; CONTRIBUTING.md shows them as `python -m tests.project.test_layering` prints them.
+LAYERS is the table of the rooms, lowest first, and FLOORS that of the folders and files within a
+room. Both are the one place where they are written down; CONTRIBUTING.md shows them as `python -m
+tests.project.test_layering` prints them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    ["ops", "failure", "host_memory", "renamed"],  # the contracts of the kernels; the only importer of torch.ops.pyops
+    [
+        "ops",
+        "failure",
+        "host_memory",
+        "renamed",
+    ],  # the contracts of the kernels; the only importer of torch.ops.pyops
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision"],
     # Strategies, which never import each other.
@@ -29,24 +36,71 @@ LAYERS = [
     ["hub", "hf", "elastic", "config", "train", "cli", "__main__"],
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-SAME_LAYER_ALLOWED = {"train": {"config", "elastic"}, "cli": {"train", "config", "hub"}, "__main__": {"cli"}}
+SAME_LAYER_ALLOWED = {
+    "train": {"config", "elastic"},
+    "cli": {"train", "config", "hub"},
+    "__main__": {"cli"},
+}
 
-# Folders and files of a room, lowest first; those of one list do not import each other. `__init__` stands above all of them.
+# Folders and files of a room, lowest first; those of one list do not import each other. `__init__`
+# stands above all of them.
 FLOORS = {
-    "checkpoint": [["format"], ["flat_state", "loading", "writing"], ["background", "distributed"], ["folder"], ["convert"]],
+    "checkpoint": [
+        ["format"],
+        ["flat_state", "loading", "writing"],
+        ["background", "distributed"],
+        ["folder"],
+        ["convert"],
+    ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
     "elastic": [["layout", "membership", "picture", "policy"], ["frozen", "planning"], ["runtime"]],
-    "hub": [["files", "packing"], ["fields"], ["architectures"], ["loading", "saving"], ["convert"]],
-    "onebit": [["schedule", "steps"], ["base", "shards"], ["saving"], ["two_phases"], ["adam", "lamb"], ["zero_one"]],
-    "ops": [["memory"], ["library"], ["random"], ["communication", "layers", "optimizers"], ["triton"]],
+    "hub": [
+        ["files", "packing"],
+        ["fields"],
+        ["architectures"],
+        ["loading", "saving"],
+        ["convert"],
+    ],
+    "onebit": [
+        ["schedule", "steps"],
+        ["base", "shards"],
+        ["saving"],
+        ["two_phases"],
+        ["adam", "lamb"],
+        ["zero_one"],
+    ],
+    "ops": [
+        ["memory"],
+        ["library"],
+        ["random"],
+        ["communication", "layers", "optimizers"],
+        ["triton"],
+    ],
     "optim": [
         ["adafactor_parts", "fused", "lr_scheduler"],
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "sgd"],
     ],
-    "pipeline": [["schedules"], ["partition", "transport"], ["runtime"], ["post_validation", "profiling"]],
+    "pipeline": [
+        ["schedules"],
+        ["partition", "transport"],
+        ["runtime"],
+        ["post_validation", "profiling"],
+    ],
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
-    "train": [["folder", "host", "outcome", "report", "setup", "tasks"], ["first_values"], ["task_run"], ["run"], ["lr_range"]],
-    "zero": [["agreement", "checks", "layout"], ["hooks"], ["build", "update"], ["state"], ["optimizer"]],
+    "train": [
+        ["folder", "host", "outcome", "report", "setup", "tasks"],
+        ["first_values"],
+        ["task_run"],
+        ["run"],
+        ["lr_range"],
+    ],
+    "zero": [
+        ["agreement", "checks", "layout"],
+        ["hooks"],
+        ["build", "update"],
+        ["state"],
+        ["optimizer"],
+    ],
 }
 MOST_ENTRIES = 12  # of one folder, without its __init__
 FORBIDDEN_NAMES = ("util", "utils", "helper", "helpers", "common", "core", "manager", "misc")
@@ -59,7 +113,8 @@ def room_of(path: Path) -> str:
 
 
 def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
-    """Modules of pyops that a module's source imports; `package` is the module's package, for relative imports."""
+    """Modules of pyops that a module's source imports; `package` is the module's package, for
+    relative imports."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -72,19 +127,36 @@ def imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """The imports of a file that go up or sideways: to another room, or to another folder or file of its own room."""
+    """The imports of a file that go up or sideways: to another room, or to another folder or file
+    of its own room."""
     place = path.relative_to(PACKAGE).with_suffix("").parts
     room, entry = place[0], place[1] if len(place) > 1 else "__init__"
-    floor_of = {entry: floor for floor, entries in enumerate(FLOORS.get(room, [])) for entry in entries}
+    floor_of = {
+        entry: floor for floor, entries in enumerate(FLOORS.get(room, [])) for entry in entries
+    }
     found = []
     for module in sorted(imported_modules(source, ("pyops", *place[:-1]))):
         other, *rest = module.split(".")[1:]
         if other != room and other in LAYER_OF:
-            sideways = LAYER_OF[other] == LAYER_OF[room] and other not in SAME_LAYER_ALLOWED.get(room, set())
+            sideways = LAYER_OF[other] == LAYER_OF[room] and other not in SAME_LAYER_ALLOWED.get(
+                room, set()
+            )
             if LAYER_OF[other] > LAYER_OF[room] or sideways:
-                found.append(f"{path.relative_to(ROOT)} (layer {LAYER_OF[room]}) imports {other} (layer {LAYER_OF[other]})")
-        elif other == room and entry in floor_of and rest and rest[0] != entry and floor_of.get(rest[0], -1) >= floor_of[entry]:
-            found.append(f"{path.relative_to(ROOT)} (floor {floor_of[entry]}) imports {module} (floor {floor_of[rest[0]]})")
+                found.append(
+                    f"{path.relative_to(ROOT)} (layer {LAYER_OF[room]}) imports {other} "
+                    f"(layer {LAYER_OF[other]})"
+                )
+        elif (
+            other == room
+            and entry in floor_of
+            and rest
+            and rest[0] != entry
+            and floor_of.get(rest[0], -1) >= floor_of[entry]
+        ):
+            found.append(
+                f"{path.relative_to(ROOT)} (floor {floor_of[entry]}) imports {module} "
+                f"(floor {floor_of[rest[0]]})"
+            )
     return found
 
 
@@ -98,7 +170,9 @@ def test_every_room_has_a_layer():
 
 
 def entries(folder: Path) -> set[str]:
-    found = {p.stem for p in folder.glob("*.py")} | {p.name for p in folder.iterdir() if (p / "__init__.py").exists()}
+    found = {p.stem for p in folder.glob("*.py")} | {
+        p.name for p in folder.iterdir() if (p / "__init__.py").exists()
+    }
     return found - {"__init__"}
 
 
@@ -106,12 +180,18 @@ def test_every_folder_within_a_room_has_a_floor():
     cut = {p.parent.parent.name for p in PACKAGE.glob("*/*/__init__.py")}
     assert cut == set(FLOORS)
     for room, floors in FLOORS.items():
-        assert sorted(entry for floor in floors for entry in floor) == sorted(entries(PACKAGE / room)), room
+        assert sorted(entry for floor in floors for entry in floor) == sorted(
+            entries(PACKAGE / room)
+        ), room
 
 
 def test_no_folder_has_more_entries_than_a_reader_holds_in_mind():
     folders = [p.parent for p in PACKAGE.glob("*/**/__init__.py")]
-    assert not [(str(folder), len(entries(folder))) for folder in folders if len(entries(folder)) > MOST_ENTRIES]
+    assert not [
+        (str(folder), len(entries(folder)))
+        for folder in folders
+        if len(entries(folder)) > MOST_ENTRIES
+    ]
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():
@@ -137,7 +217,9 @@ def files_that_circle() -> list[str]:
         top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
         modules = imported_modules(ast.unparse(top), place[:-1])
         graph[".".join(place)] = {name for m in modules for name in (m, m.rpartition(".")[0])}
-    while leaves := [module for module, others in graph.items() if not others & (set(graph) - {module})]:
+    while leaves := [
+        module for module, others in graph.items() if not others & (set(graph) - {module})
+    ]:
         for module in leaves:
             del graph[module]
     return sorted(graph)
@@ -170,22 +252,36 @@ def test_the_rule_sees_an_upward_or_sideways_import(place: str, source: str):
 
 
 def test_only_ops_calls_the_kernels():
-    found = [str(p.relative_to(ROOT)) for p in package_files() if room_of(p) != "ops" and "torch.ops.pyops" in p.read_text()]
+    found = [
+        str(p.relative_to(ROOT))
+        for p in package_files()
+        if room_of(p) != "ops" and "torch.ops.pyops" in p.read_text()
+    ]
     assert not found, f"call the wrappers in pyops.ops instead: {found}"
 
 
 def test_optimizers_know_no_process_group():
     def imported(path: Path) -> set[str]:
         lines = path.read_text().splitlines()
-        return {word for line in lines if "import" in line for word in line.replace(".", " ").split()}
+        return {
+            word for line in lines if "import" in line for word in line.replace(".", " ").split()
+        }
 
-    found = [str(p.relative_to(ROOT)) for p in package_files() if room_of(p) == "optim" and "distributed" in imported(p)]
+    found = [
+        str(p.relative_to(ROOT))
+        for p in package_files()
+        if room_of(p) == "optim" and "distributed" in imported(p)
+    ]
     assert not found, found
 
 
 def test_no_room_is_called_by_a_word_that_says_nothing():
-    found = [str(p.relative_to(ROOT)) for folder in ("pyops", "csrc", "tests", "benchmarks") for p in
-             (ROOT / folder).rglob("*") if p.stem in FORBIDDEN_NAMES]  # fmt: skip
+    found = [
+        str(p.relative_to(ROOT))
+        for folder in ("pyops", "csrc", "tests", "benchmarks")
+        for p in (ROOT / folder).rglob("*")
+        if p.stem in FORBIDDEN_NAMES
+    ]
     assert not found, found
 
 
@@ -201,12 +297,17 @@ def table() -> str:
     """The layers and the floors, highest first, as CONTRIBUTING.md shows them."""
     lines = [f"{number}  {'  '.join(rooms)}" for number, rooms in reversed(list(enumerate(LAYERS)))]
     width = max(map(len, FLOORS))
-    lines += [f"{room:{width}}  {' < '.join(' '.join(floor) for floor in floors)}" for room, floors in FLOORS.items()]
+    lines += [
+        f"{room:{width}}  {' < '.join(' '.join(floor) for floor in floors)}"
+        for room, floors in FLOORS.items()
+    ]
     return "\n".join(f"    {line}".rstrip() for line in lines)
 
 
 def test_contributing_shows_the_table():
-    assert table() in (ROOT / "CONTRIBUTING.md").read_text(), "put there what python -m tests.project.test_layering prints"
+    assert table() in (ROOT / "CONTRIBUTING.md").read_text(), (
+        "put there what python -m tests.project.test_layering prints"
+    )
 
 
 if __name__ == "__main__":

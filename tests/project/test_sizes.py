@@ -1,8 +1,18 @@
-"""The house rule that a file and a function can be read at one sitting, executed."""
+"""The rule of the house that a file can be read at one sitting, and a function understood as one.
+
+What is counted is code: neither docstrings nor comments nor blank lines, nor how many lines an
+argument list takes, so that no file becomes shorter by being set more tightly.
+
+    file        lines of code                            MAX_FILE_LINES
+    function    statements, branches, complexity and     `[tool.ruff.lint.mccabe]` and
+                parameters, by ruff                      `[tool.ruff.lint.pylint]` in pyproject.toml
+"""
 
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,7 +22,7 @@ pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pyops", "csrc", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def sources(*suffixes: str) -> list[Path]:
@@ -20,35 +30,33 @@ def sources(*suffixes: str) -> list[Path]:
     return [*sorted(found), *(p for p in [ROOT / "setup.py"] if p.suffix in suffixes)]
 
 
-def long_functions(source: str) -> list[tuple[str, int]]:
-    """Functions longer than the limit; their docstrings don't count."""
-    found = []
+def docstring_lines(source: str) -> set[int]:
+    lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0]
-            docstring = (
-                first.end_lineno - first.lineno + 1
-                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.end_lineno
-                else 0
-            )
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
-            if lines > MAX_FUNCTION_LINES:
-                found.append((node.name, lines))
-    return found
+        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
+            value = getattr(statement, "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
+                lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return lines
+
+
+def code_lines(source: str) -> int:
+    """Lines of a Python file that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*LAYOUT, tokenize.ENDMARKER):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstring_lines(source))
 
 
 def test_files_fit():
     assert len(sources(".py")) > 20, "the search found too few files to mean anything"
-    long = {str(p.relative_to(ROOT)): n for p in sources(".py", ".cpp", ".cu", ".h", ".cuh")
-            if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}  # fmt: skip
-    assert not long, f"over {MAX_FILE_LINES} lines, split by capability: {long}"
+    sizes = {p: code_lines(p.read_text()) for p in sources(".py")}
+    sizes |= {p: len(p.read_text().splitlines()) for p in sources(".cpp", ".cu", ".h", ".cuh")}
+    long = {str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > MAX_FILE_LINES}
+    assert not long, f"over {MAX_FILE_LINES} lines of code, split by capability: {long}"
 
 
-def test_functions_fit():
-    long = {str(p.relative_to(ROOT)): f for p in sources(".py") if (f := long_functions(p.read_text()))}
-    assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
-
-
-def test_the_rule_sees_a_long_function():
-    body = "\n".join(f"    x = {i}" for i in range(MAX_FUNCTION_LINES + 5))
-    assert long_functions(f"def f():\n{body}\n") == [("f", MAX_FUNCTION_LINES + 6)]
+def test_code_is_counted_without_docstrings_comments_and_blank_lines():
+    source = '"""A\nmodule."""\n\n# A comment.\nx = [\n    1,\n]\n\n\ndef f():\n    """F."""\n    return x\n'
+    assert code_lines(source) == 5

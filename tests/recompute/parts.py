@@ -41,7 +41,8 @@ class Stack(nn.Module):
 
 
 def run(model: nn.Module, x: Tensor, *, seed: int = 3) -> list[Tensor]:
-    """Output, gradients of the input and of all parameters, and the first random numbers drawn afterwards."""
+    """Output, gradients of the input and of all parameters, and the first random numbers drawn
+    afterwards."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     torch.manual_seed(seed)

@@ -12,7 +12,10 @@ from pyops.ops.library import native
 from pyops.recompute import Arena, apply, checkpoint
 from tests.recompute.parts import WIDTH, Part, Stack, assert_same_bits, run
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="built without kernels"),
+]
 
 PAGE = 4096
 
@@ -25,7 +28,9 @@ def test_inputs_lie_one_after_the_other_and_gradients_have_the_same_bits():
     expected = run(plain, x)
     for _ in range(3):
         assert_same_bits(run(model, x), expected)
-        assert (arena.used, arena.room, arena.peak) == (0, 3 * PAGE, 3 * PAGE), "each step leaves it empty"
+        assert (arena.used, arena.room, arena.peak) == (0, 3 * PAGE, 3 * PAGE), (
+            "each step leaves it empty"
+        )
 
 
 def test_what_lies_there_is_the_input_and_it_goes_from_the_top():
@@ -73,7 +78,10 @@ def test_without_backward_the_arena_is_given_back():
 
 def test_an_arena_that_is_too_small_says_so_before_the_function_runs():
     part = Part()
-    with pytest.raises(RuntimeError, match=r"the arena of 4096 bytes has 4096 free, and a tensor of shape \(24000,\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the arena of 4096 bytes has 4096 free, and a tensor of shape \(24000,\)",
+    ):
         checkpoint(part, torch.randn(2000, WIDTH), arena=Arena(PAGE))
     assert part.forwards == 0
 
@@ -85,7 +93,12 @@ def test_nested_calls_share_an_arena():
         torch.manual_seed(5)
         x = torch.ones(3, WIDTH, requires_grad=True)
         y = call(lambda x: outer(call(inner, torch.tanh(x))), x * 1.0)
-        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *inner.parameters(), *outer.parameters()])]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y.square().sum(), [x, *inner.parameters(), *outer.parameters()]),
+        ]
 
-    assert_same_bits(gradients(lambda f, x: checkpoint(f, x, arena=arena)), gradients(lambda f, x: f(x)))
+    assert_same_bits(
+        gradients(lambda f, x: checkpoint(f, x, arena=arena)), gradients(lambda f, x: f(x))
+    )
     assert arena.used == 0

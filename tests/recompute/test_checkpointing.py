@@ -76,7 +76,13 @@ def test_arguments_of_every_kind():
     index, mask = torch.tensor([0, 3, 1]), torch.rand(3, 6) > 0.5
 
     def gradients(call):
-        arguments = {"pairs": {"left": [left], "right": right}, "mask": mask, "weight": weight, "flag": True, "nothing": None}
+        arguments = {
+            "pairs": {"left": [left], "right": right},
+            "mask": mask,
+            "weight": weight,
+            "flag": True,
+            "nothing": None,
+        }
         y, (total,), nothing = call(x, ["a", 1], index, **arguments)
         assert nothing is None
         return [y.detach(), *torch.autograd.grad((y * y).sum() + total, [x, left, weight])]
@@ -94,7 +100,12 @@ def test_nested_calls():
         torch.manual_seed(5)
         x = torch.ones(3, WIDTH, requires_grad=True)
         y = call(lambda x: outer(x, call), x)
-        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *inner_part.parameters(), *outer_part.parameters()])]
+        return [
+            y.detach(),
+            *torch.autograd.grad(
+                y.square().sum(), [x, *inner_part.parameters(), *outer_part.parameters()]
+            ),
+        ]
 
     assert_same_bits(gradients(checkpoint), gradients(lambda f, x: f(x)))
 
@@ -142,7 +153,9 @@ def test_without_backward_nothing_is_left(mode):
         with torch.set_grad_enabled(mode != "no_grad"):
             y = checkpoint(part, x)
         del x
-        assert (alive() is None) == (mode != "eval"), "kept for a backward that may come, and only then"
+        assert (alive() is None) == (mode != "eval"), (
+            "kept for a backward that may come, and only then"
+        )
         del y
         assert alive() is None
     finally:
@@ -217,7 +230,9 @@ def test_offload_leaves_host_tensors_where_they_are():
 def test_a_compiled_caller_is_recomputed_too(options):
     part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     compiled = torch.compile(
-        lambda x: checkpoint(part, x, **options).square().sum(), backend="aot_eager", fullgraph=not options
+        lambda x: checkpoint(part, x, **options).square().sum(),
+        backend="aot_eager",
+        fullgraph=not options,
     )
     x = torch.randn(3, WIDTH, requires_grad=True)
     (found,) = torch.autograd.grad(compiled(x), x)

@@ -1,4 +1,5 @@
-"""Parameters that are moved, cast or replaced after `recompute.apply`: what is computed again is what the model has now."""
+"""Parameters that are moved, cast or replaced after `recompute.apply`: what is computed again is
+what the model has now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Inputs split over a group: each rank keeps its n-th, and gradients have the bits of a run without recomputation."""
+"""Inputs split over a group: each rank keeps its n-th, and gradients have the bits of a run without
+recomputation."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def _round_trip(rank: int, group: Any) -> dict[str, list[Any]]:
         kept = keeping.pack(x)
         part = kept if isinstance(kept, Tensor) else kept.part
         assert part.numel() <= -(-x.numel() // size)
-        assert part.untyped_storage().nbytes() == part.nbytes, "a part of the whole would keep the whole"
+        assert part.untyped_storage().nbytes() == part.nbytes, (
+            "a part of the whole would keep the whole"
+        )
         back = keeping.unpack(kept)
         assert torch.equal(back, x), name
         assert back.dtype == x.dtype
@@ -56,7 +59,9 @@ def test_any_tensor_comes_back_from_its_parts(world, size):
     for name, x in _layouts().items():
         assert sum(rank[name][0] for rank in found) == x.numel(), "each element lies on one rank"
         if name in ("whole", "transposed", "bf16"):
-            assert all(rank[name][1] for rank in found), f"{name}: other strides would take other kernels"
+            assert all(rank[name][1] for rank in found), (
+                f"{name}: other strides would take other kernels"
+            )
 
 
 def _train(rank: int, group: Any) -> list[bool]:

@@ -1,4 +1,5 @@
-"""Inputs fetched ahead: in which order, that bits stay, and that nothing is kept longer than it should be."""
+"""Inputs fetched ahead: in which order, that bits stay, and that nothing is kept longer than it
+should be."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Noted(Part):
 
 
 def _noted_stack(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Stack:
-    """Parts 0, 1, 2; notes get "fetch N" when the gather of part N's input is begun, N being the part that has kept so many
-    elements."""
+    """Parts 0, 1, 2; notes get "fetch N" when the gather of part N's input is begun, N being the
+    part that has kept so many elements."""
     model = Stack()
     model.parts = nn.ModuleList(Noted(i, notes) for i in range(3))
     gather = inputs._gather
@@ -55,12 +56,17 @@ def _order(rank: int, group: Any, use: str) -> tuple[list[str], bool]:
         plain = copy.deepcopy(model)
         if use == "checkpoint":
             prefetch = Prefetch()
-            model.call = lambda part, x: checkpoint(part, x, partition_group=group, prefetch=prefetch)
+            model.call = lambda part, x: checkpoint(
+                part, x, partition_group=group, prefetch=prefetch
+            )
         else:
             recompute.apply(model, ["parts.*"], partition_group=group, prefetch=use == "apply")
         x = torch.randn(5, WIDTH)
         expected, notes[:] = run(plain, x), []
-        found = [*zip(run(model, x), expected, strict=True), *zip(run(model, x), run(model, x), strict=True)]
+        found = [
+            *zip(run(model, x), expected, strict=True),
+            *zip(run(model, x), run(model, x), strict=True),
+        ]
         first = notes[3 : len(notes) // 3]
     return first, all(torch.equal(a, b) for a, b in found)
 
@@ -79,7 +85,8 @@ def test_without_prefetch_each_part_waits_for_its_own(world):
 
 
 def _orders_of_backward(rank: int, group: Any) -> list[bool]:
-    """Branches, several forwards before backward, backward twice, several inputs, calls within calls."""
+    """Branches, several forwards before backward, backward twice, several inputs, calls within
+    calls."""
     torch.manual_seed(0)
     prefetch = Prefetch()
     first, second = Part(), Part()
@@ -124,7 +131,10 @@ def _orders_of_backward(rank: int, group: Any) -> list[bool]:
         pairs = zip(gradients(call, of), gradients(direct, of), strict=True)
         found.append(all(torch.equal(a, b) and bool(b.abs().max() > 0) for a, b in pairs))
     within = gradients(nested, lambda f, x: f(first, f(first, x)).square().sum().backward())
-    plain = gradients(lambda part, x: part(x) + second(x), lambda f, x: f(first, f(first, x)).square().sum().backward())
+    plain = gradients(
+        lambda part, x: part(x) + second(x),
+        lambda f, x: f(first, f(first, x)).square().sum().backward(),
+    )
     return [*found, all(torch.equal(a, b) for a, b in zip(within, plain, strict=True))]
 
 

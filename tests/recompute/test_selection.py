@@ -64,7 +64,9 @@ def test_hooks_run_once_and_a_replaced_forward_comes_back():
 
 
 def test_a_gpt_with_dropout_of_its_own():
-    config = GPTConfig(vocab_size=11, sequence_length=8, num_layers=2, num_heads=2, dim=16, dropout=0.3)
+    config = GPTConfig(
+        vocab_size=11, sequence_length=8, num_layers=2, num_heads=2, dim=16, dropout=0.3
+    )
     tokens = torch.randint(11, (2, 8))
 
     def gradients(model):
@@ -79,7 +81,9 @@ def test_a_gpt_with_dropout_of_its_own():
 
 def test_wrong_choices_are_refused_and_change_nothing():
     model = Stack()
-    with pytest.raises(ValueError, match=r"no module of the model is 'layers\.\*'; there are \['parts', 'parts.0'"):
+    with pytest.raises(
+        ValueError, match=r"no module of the model is 'layers\.\*'; there are \['parts', 'parts.0'"
+    ):
         apply(model, ["parts.0", "layers.*"])
     with pytest.raises(ValueError, match="no module of the model is <class"):
         apply(model, nn.BatchNorm1d)
@@ -87,6 +91,8 @@ def test_wrong_choices_are_refused_and_change_nothing():
         apply(model, "parts.*", offload="gpu")
     assert remove(model) == []
     apply(model, "parts.1")
-    with pytest.raises(ValueError, match=r"recomputed already: \['parts.1'\]; call recompute.remove"):
+    with pytest.raises(
+        ValueError, match=r"recomputed already: \['parts.1'\]; call recompute.remove"
+    ):
         apply(model, "parts.*")
     assert remove(model) == ["parts.1"]

@@ -1,4 +1,5 @@
-"""One layer on one rank in float64, on one rank and on the ranks of a group in any dtype: what every layer's test compares."""
+"""One layer on one rank in float64, on one rank and on the ranks of a group in any dtype: what
+every layer's test compares."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Shape = tuple[int, int]
 class Case:
     """make(group=, sequence_parallel=) -> layer; call(layer, x, shape) -> y.
 
-    x_unit, y_unit: 0 where x or y is whole; otherwise its columns are cut over the ranks in units of that many.
+    x_unit, y_unit: 0 where x or y is whole; otherwise its columns are cut over the ranks in units
+    of that many.
     """
 
     make: Callable[..., nn.Module]
@@ -34,7 +36,8 @@ class Case:
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Every parameter of a whole layer drawn, biases and norms too, so that none is left out of a comparison."""
+    """Every parameter of a whole layer drawn, biases and norms too, so that none is left out of a
+    comparison."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -48,7 +51,9 @@ def tokens_of(x: Tensor, ranks: Ranks) -> Tensor:
     return Placement.cut(flat.shape, dim=0, rank=ranks.rank, ranks=ranks.size).take(flat)
 
 
-def run(layer: nn.Module, case: Case, x: Tensor, dy: Tensor, shape: Shape) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def run(
+    layer: nn.Module, case: Case, x: Tensor, dy: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     x = x.clone().requires_grad_()
     y = case.call(layer, x, shape)
     y.backward(dy.to(y.dtype).view(y.shape))
@@ -57,7 +62,8 @@ def run(layer: nn.Module, case: Case, x: Tensor, dy: Tensor, shape: Shape) -> tu
 
 
 def largest(a: Tensor, b: Tensor, whole: Tensor) -> float:
-    """Largest difference, in units of the largest number of the whole reference, which is not zero."""
+    """Largest difference, in units of the largest number of the whole reference, which is not
+    zero."""
     assert a.shape == b.shape, (a.shape, b.shape)
     assert whole.abs().max() > 1e-3
     return float((a.double() - b).abs().max() / whole.abs().max()) if a.numel() else 0.0
@@ -79,7 +85,8 @@ def errors_on_rank(
     distance: Callable[[Tensor, Tensor, Tensor], float] = largest,
     **options: Any,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """({what: error}, {what: error of one rank in this dtype}), what: y, dx, every parameter's gradient; against float64."""
+    """({what: error}, {what: error of one rank in this dtype}), what: y, dx, every parameter's
+    gradient; against float64."""
     ranks = Ranks.of(group)
     sp = sequence_parallel and ranks.size > 1
     dense = randomise(case.make(group=None).double())
@@ -99,27 +106,42 @@ def errors_on_rank(
             p.copy_(placements[name].take(whole[name]))
 
     def local(value: Tensor, unit: int) -> Tensor:
-        """A rank's part of an activation [B, T, F]: its columns, all tokens; or whole rows; or its tokens."""
+        """A rank's part of an activation [B, T, F]: its columns, all tokens; or whole rows; or its
+        tokens."""
         if unit:
-            value = Placement.cut(value.shape, dim=2, unit=unit, rank=ranks.rank, ranks=ranks.size).take(value)
+            value = Placement.cut(
+                value.shape, dim=2, unit=unit, rank=ranks.rank, ranks=ranks.size
+            ).take(value)
             return value.flatten(0, 1) if sp else value
         return tokens_of(value, ranks) if sp else value
 
     local_dy = local(dy, case.y_unit)
     if sp and case.y_unit:  # all tokens and the padding of the last ranks
         rows = ranks.rows_each(len(local_dy)) * ranks.size
-        local_dy = torch.cat([local_dy, local_dy.new_zeros(rows - len(local_dy), local_dy.shape[1])])
+        local_dy = torch.cat(
+            [local_dy, local_dy.new_zeros(rows - len(local_dy), local_dy.shape[1])]
+        )
     y, dx, grads = run(layer, case, local(x, case.x_unit), local_dy, shape)
     finish_gradients(layer, group=group)
     mine = local(y64, case.y_unit)
     tokens = shape[0] * shape[1]
-    real = slice(0, max(0, tokens - ranks.start(tokens))) if sp and not case.y_unit else slice(0, len(mine))
-    found = {"y": distance(y[real], mine[real], y64), "dx": distance(dx, local(dx64, case.x_unit), dx64)}
+    real = (
+        slice(0, max(0, tokens - ranks.start(tokens)))
+        if sp and not case.y_unit
+        else slice(0, len(mine))
+    )
+    found = {
+        "y": distance(y[real], mine[real], y64),
+        "dx": distance(dx, local(dx64, case.x_unit), dx64),
+    }
     alone = {"y": distance(y1, y64, y64), "dx": distance(dx1, dx64, dx64)}
     for name, gradient in grads.items():
         place, reference = placements[name], grads64[name]
         found[name] = distance(gradient, place.take(reference), reference)
         alone[name] = distance(grads1[name], reference, reference)
         padding = place.length - (place.stop - place.start) if place.dim is not None else 0
-        assert place.dim is None or not gradient.narrow(place.dim, place.length - padding, padding).any()
+        assert (
+            place.dim is None
+            or not gradient.narrow(place.dim, place.length - padding, padding).any()
+        )
     return found, alone

@@ -1,4 +1,5 @@
-"""Every optimizer and codec that a configuration can name trains, on ranks too, and what it sends is counted and kept."""
+"""Every optimizer and codec that a configuration can name trains, on ranks too, and what it sends
+is counted and kept."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
 THERE = [name for name in OPTIMIZERS if hasattr(pyops.optim, CLASSES[name])]
 LOCAL = [name for name in THERE if name not in COMMUNICATING]
 ONE_BIT = [name for name in THERE if name in COMMUNICATING]
-RATES = {"sgd": 1.0, "lars": 30.0, "lion": 1e-2, "lamb": 0.2, "adagrad": 5e-2, "adafactor": 0.5, "onebit_lamb": 0.2}
+RATES = {
+    "sgd": 1.0,
+    "lars": 30.0,
+    "lion": 1e-2,
+    "lamb": 0.2,
+    "adagrad": 5e-2,
+    "adafactor": 0.5,
+    "onebit_lamb": 0.2,
+}
 WARMUP = 10
 
 
@@ -71,7 +80,9 @@ def test_one_bit_optimizers_on_ranks(world, tmp_path, name):
     rows = rows_of(config)
     whole = rows_of(plain)[-1]["bytes_sent"]
     numel = sum(p.numel() for p in GPT(config.model).parameters())
-    assert whole == pytest.approx(4 * numel, rel=0.1), "two ranks send half of the gradients to each other, twice; and padding"
+    assert whole == pytest.approx(4 * numel, rel=0.1), (
+        "two ranks send half of the gradients to each other, twice; and padding"
+    )
     sent = [row["bytes_sent"] for row in rows[WARMUP + 1 :]]
     assert sum(sent) / len(sent) < whole / 8  # the tiny model is smaller than a block
 
@@ -79,23 +90,36 @@ def test_one_bit_optimizers_on_ranks(world, tmp_path, name):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("codec", ["bf16", "int8", "onebit"])
 def test_codecs_on_ranks(world, tmp_path, codec):
-    plain, config = config_of(tmp_path, "cpu", name="plain"), config_of(tmp_path, "cpu", name=codec, codec=codec)
+    plain, config = (
+        config_of(tmp_path, "cpu", name="plain"),
+        config_of(tmp_path, "cpu", name=codec, codec=codec),
+    )
     world(2).run(train_on_rank, plain)
     world(2).run(train_on_rank, config)
     assert losses(config) != losses(plain), "nothing was compressed"
-    assert losses(config)[-1] == pytest.approx(losses(plain)[-1], abs=1.0 if codec == "onebit" else 0.05)
-    least = {"bf16": 1.8, "int8": 3.5, "onebit": 20.0}[codec]  # 46 kB a step: the ranks' agreement on each bucket counts
+    assert losses(config)[-1] == pytest.approx(
+        losses(plain)[-1], abs=1.0 if codec == "onebit" else 0.05
+    )
+    least = {"bf16": 1.8, "int8": 3.5, "onebit": 20.0}[
+        codec
+    ]  # 46 kB a step: the ranks' agreement on each bucket counts
     assert all(row["compression"] > least for row in rows_of(config))
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("name", "codec"), [("adamw", "onebit"), ("adafactor", "none"), *((name, "none") for name in ONE_BIT)])
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("adamw", "onebit"), ("adafactor", "none"), *((name, "none") for name in ONE_BIT)],
+)
 @pytest.mark.parametrize("stop", ["before", "after"])
 def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
-    """Stopped in step 7: with the switch at step 5 or 10. Phase, schedule and errors are part of the checkpoint."""
+    """Stopped in step 7: with the switch at step 5 or 10. Phase, schedule and errors are part of
+    the checkpoint."""
     straight = of(tmp_path, "cpu", name, name="straight", codec=codec)
     if name in COMMUNICATING:
-        warmup = dataclasses.replace(straight.optimizer, compression_warmup_steps=5 if stop == "after" else 10)
+        warmup = dataclasses.replace(
+            straight.optimizer, compression_warmup_steps=5 if stop == "after" else 10
+        )
         straight = dataclasses.replace(straight, optimizer=warmup)
     broken = dataclasses.replace(straight, name="broken")
     world(2).run(train_on_rank, straight)
@@ -103,7 +127,9 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
     assert 7 < first.steps < 10
     world(2).run(train_on_rank, broken, True)
     assert losses(broken) == losses(straight)
-    ours, theirs = (load(c.folder / "checkpoints" / f"step-{STEPS:08}")[0] for c in (broken, straight))
+    ours, theirs = (
+        load(c.folder / "checkpoints" / f"step-{STEPS:08}")[0] for c in (broken, straight)
+    )
     for key in theirs["model"]:
         assert torch.equal(ours["model"][key], theirs["model"][key]), key
 
@@ -113,7 +139,9 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
 def test_errors_of_two_ranks_resume_on_one(world, tmp_path, name, codec):
     straight = of(tmp_path, "cpu", name, name="straight", codec=codec)
     if name in COMMUNICATING:
-        straight = dataclasses.replace(straight, optimizer=dataclasses.replace(straight.optimizer, compression_warmup_steps=4))
+        straight = dataclasses.replace(
+            straight, optimizer=dataclasses.replace(straight.optimizer, compression_warmup_steps=4)
+        )
     broken = dataclasses.replace(straight, name="broken")
     world(2).run(train_on_rank, straight)
     world(2).run(train_and_stop_rank_1, broken)
@@ -125,10 +153,17 @@ def test_a_checkpoint_of_another_optimizer_or_codec_is_refused(tmp_path, device)
     config = config_of(tmp_path, device, steps=2)
     train(config)
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="sgd"))
-    with pytest.raises(ConfigError, match=r"optimizer.name is 'sgd', but checkpoint .*was made with 'adamw'; set it to that"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer.name is 'sgd', but checkpoint .*was made with 'adamw'; set it to that",
+    ):
         train(other, resume=True)
-    other = dataclasses.replace(config, communication=dataclasses.replace(config.communication, codec="int8"))
-    with pytest.raises(ConfigError, match=r"communication.codec is 'int8', but checkpoint .*was made with 'none'"):
+    other = dataclasses.replace(
+        config, communication=dataclasses.replace(config.communication, codec="int8")
+    )
+    with pytest.raises(
+        ConfigError, match=r"communication.codec is 'int8', but checkpoint .*was made with 'none'"
+    ):
         train(other, resume=True)
 
 

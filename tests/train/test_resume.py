@@ -38,7 +38,9 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precis
     for name, moments in theirs["optimizer"].items():
         assert set(moments) >= {"exp_avg", "exp_avg_sq", "step"}
         for key, tensor in moments.items():
-            assert torch.equal(torch.as_tensor(ours["optimizer"][name][key]), torch.as_tensor(tensor)), (name, key)
+            assert torch.equal(
+                torch.as_tensor(ours["optimizer"][name][key]), torch.as_tensor(tensor)
+            ), (name, key)
     assert ours["data"] == theirs["data"]
 
 
@@ -65,7 +67,8 @@ def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
 
 
 def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch):
-    """Killed at step 9, the last checkpoint from step 5: rows 5 to 8 are dropped, and come out the same."""
+    """Killed at step 9, the last checkpoint from step 5: rows 5 to 8 are dropped, and come out the
+    same."""
     straight = config_of(tmp_path, device, name="straight", checkpoint_every=5)
     broken = config_of(tmp_path, device, name="broken", checkpoint_every=5)
     train(straight)

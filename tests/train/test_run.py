@@ -22,12 +22,23 @@ from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on
 
 
 def plain_run(config: Config, device: torch.device) -> tuple[list[float], list[float]]:
-    """The same run in plain torch: no flat buffers, no kernels, torch's AdamW, the whole batch at once."""
+    """The same run in plain torch: no flat buffers, no kernels, torch's AdamW, the whole batch at
+    once."""
     options = config.optimizer
-    batches = Batches(prepare(config.data), sequence_length=16, global_batch=config.train.batch, seed=config.train.seed)
+    batches = Batches(
+        prepare(config.data),
+        sequence_length=16,
+        global_batch=config.train.batch,
+        seed=config.train.seed,
+    )
     model = GPT(config.model, seed=config.train.seed, device=device)
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": options.weight_decay},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": options.weight_decay,
+        },
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
     found, found_norms = [], []
     for step in range(config.train.steps):
@@ -35,7 +46,9 @@ def plain_run(config: Config, device: torch.device) -> tuple[list[float], list[f
         loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        found_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm).item())
+        found_norms.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm).item()
+        )
         for group in optimizer.param_groups:
             group["lr"] = options.lr_at(step, num_steps=config.train.steps)
         optimizer.step()
@@ -55,20 +68,36 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path, device):
 
 
 def test_what_a_run_leaves(tmp_path, device, capsys):
-    config = config_of(tmp_path, device, validate_every=8, checkpoint_every=5, keep=2, plot=True, tensorboard=True)
+    config = config_of(
+        tmp_path, device, validate_every=8, checkpoint_every=5, keep=2, plot=True, tensorboard=True
+    )
     outcome = train(config)
     names = {path.name for path in config.folder.iterdir()}
-    assert names >= {"metrics.jsonl", "config.json", "loss.png", "sample.txt", "checkpoints", "tensorboard"}
-    assert [p.name for p in sorted((config.folder / "checkpoints").iterdir())] == ["step-00000015", "step-00000020"]
+    assert names >= {
+        "metrics.jsonl",
+        "config.json",
+        "loss.png",
+        "sample.txt",
+        "checkpoints",
+        "tensorboard",
+    }
+    assert [p.name for p in sorted((config.folder / "checkpoints").iterdir())] == [
+        "step-00000015",
+        "step-00000020",
+    ]
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert [row["step"] + 1 for row in rows if "validation_loss" in row] == [8, 16, 20]
     assert rows[-1]["validation_loss"] == outcome.validation_loss
     assert all(row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_s"] > 0 for row in rows)
     shown = capsys.readouterr().out
-    assert f"validation loss {outcome.validation_loss:.3f} nats per byte, a byte-bigram model" in shown
+    assert (
+        f"validation loss {outcome.validation_loss:.3f} nats per byte, a byte-bigram model" in shown
+    )
     again = train(config)
-    assert (config.folder.parent / "run.1" / "metrics.jsonl").exists(), "the run from before is not overwritten"
+    assert (config.folder.parent / "run.1" / "metrics.jsonl").exists(), (
+        "the run from before is not overwritten"
+    )
     assert again.validation_loss == outcome.validation_loss
 
 
@@ -116,12 +145,18 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
             before = [b.data.clone() for b in self.strategy.parallel.flat]
             norm = inner(self, finite=finite and where == "gradient")
             seen.append(norm)
-            assert all(torch.equal(b.data, old) for b, old in zip(self.strategy.parallel.flat, before, strict=True))
+            assert all(
+                torch.equal(b.data, old)
+                for b, old in zip(self.strategy.parallel.flat, before, strict=True)
+            )
             assert not any(b.grad.any() for b in self.strategy.parallel.flat)
             return norm
         before = [b.data.clone() for b in self.strategy.parallel.flat]
         norm = inner(self, finite=finite)
-        assert not any(torch.equal(b.data, old) for b, old in zip(self.strategy.parallel.flat, before, strict=True))
+        assert not any(
+            torch.equal(b.data, old)
+            for b, old in zip(self.strategy.parallel.flat, before, strict=True)
+        )
         return norm
 
     monkeypatch.setattr(Run, "_update", poisoned)
@@ -135,7 +170,9 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
     assert {float(s["step"]) for s in states.values()} == {5.0}
 
 
-@pytest.mark.parametrize(("factor", "term"), [(float("nan"), 0.0), (1.0, float("inf"))])  # the second leaves gradients finite
+@pytest.mark.parametrize(
+    ("factor", "term"), [(float("nan"), 0.0), (1.0, float("inf"))]
+)  # the second leaves gradients finite
 def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor, term):
     config = config_of(tmp_path, device, steps=3)
     inner = Run._nats
@@ -168,8 +205,9 @@ def test_only_weights_of_two_dimensions_decay(tmp_path, device):
     by_id = {id(b.parameter): b for b in run.strategy.parallel.flat}
     decays = {
         name: group["weight_decay"]
-        for group in run.optimizer.param_groups for name in by_id[id(group["params"][0])].names
-    }  # fmt: skip
+        for group in run.optimizer.param_groups
+        for name in by_id[id(group["params"][0])].names
+    }
     assert set(decays) == {name for name, _ in run.model.named_parameters()}
     for name, parameter in run.model.named_parameters():
         assert decays[name] == (0.1 if parameter.ndim >= 2 else 0.0), name
@@ -178,7 +216,9 @@ def test_only_weights_of_two_dimensions_decay(tmp_path, device):
 def test_pairs_of_bytes(tmp_path, device):
     plain = config_of(tmp_path, device, steps=3)
     config = dataclasses.replace(
-        plain, data=dataclasses.replace(plain.data, tokenizer="bpe"), model=dataclasses.replace(plain.model, vocab_size=300)
+        plain,
+        data=dataclasses.replace(plain.data, tokenizer="bpe"),
+        model=dataclasses.replace(plain.model, vocab_size=300),
     )
     train(config)
     (first, *_) = losses(config)
@@ -189,9 +229,12 @@ def test_pairs_of_bytes(tmp_path, device):
 @pytest.mark.slow
 def test_a_compiled_model_trains_the_same(tmp_path, device):
     """One layer: the compiler takes ten seconds for each."""
-    eager, compiled = (config_of(tmp_path, device, name=str(on), steps=4, compile=on) for on in (False, True))
     eager, compiled = (
-        dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1)) for config in (eager, compiled)
+        config_of(tmp_path, device, name=str(on), steps=4, compile=on) for on in (False, True)
+    )
+    eager, compiled = (
+        dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
+        for config in (eager, compiled)
     )
     train(eager), train(compiled)
     assert same(losses(eager), losses(compiled), within=1e-4)
@@ -201,7 +244,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
     config = config_of(tmp_path, device, steps=2)
     train(config)
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=32))
-    with pytest.raises(ConfigError, match=r"model.dim is 32, but checkpoint .*step-00000002 was made with 16; set it to that"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.dim is 32, but checkpoint .*step-00000002 was made with 16; set it to that",
+    ):
         train(wider, resume=True)
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
     with pytest.raises(CorpusError, match=r"seed 0, but is now at seed 1"):
@@ -238,18 +284,22 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 @pytest.mark.cpu_only
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "runs").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"can't be written: .*; set train.folder to another folder"):
+    with pytest.raises(
+        ConfigError, match=r"can't be written: .*; set train.folder to another folder"
+    ):
         train(config_of(tmp_path, "cpu"))
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"batch": 9}, "train.batch is 9 sequences, which 2 ranks can't share"),
-     ({"micro_batch": 3}, "train.micro_batch is 3, which does not divide a rank's 4 sequences"),
-     ({"batch": 4096}, "fewer than a global batch of 4096"),
-     ({"device": "cuda"}, "train.device is 'cuda', but torch sees no GPU")],
-)  # fmt: skip
+    [
+        ({"batch": 9}, "train.batch is 9 sequences, which 2 ranks can't share"),
+        ({"micro_batch": 3}, "train.micro_batch is 3, which does not divide a rank's 4 sequences"),
+        ({"batch": 4096}, "fewer than a global batch of 4096"),
+        ({"device": "cuda"}, "train.device is 'cuda', but torch sees no GPU"),
+    ],
+)
 def test_all_ranks_are_told_alike(world, tmp_path, change, message):
     if change.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")

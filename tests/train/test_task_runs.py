@@ -1,4 +1,5 @@
-"""`pyops train` over numbered samples: the same losses on any ranks, freezing included; stopped and killed runs go on."""
+"""`pyops train` over numbered samples: the same losses on any ranks, freezing included; stopped and
+killed runs go on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from pyops.checkpoint import load
-from pyops.config import Config, ConfigError, ElasticConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from pyops.config import (
+    Config,
+    ConfigError,
+    ElasticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from pyops.config.task import TaskConfig
 from pyops.elastic import Portion
 from pyops.models import ViTConfig
@@ -37,19 +45,35 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def config_of(folder: Path, *, name: str = "run", freeze: str = "bound", pp: int = 1, **elastic: Any) -> Config:
+def config_of(
+    folder: Path, *, name: str = "run", freeze: str = "bound", pp: int = 1, **elastic: Any
+) -> Config:
     """Digits by a tiny ViT, 4 steps an epoch."""
     return Config(
-        name=name, task=TaskConfig(kind="digits", epochs=EPOCHS),
+        name=name,
+        task=TaskConfig(kind="digits", epochs=EPOCHS),
         vit=ViTConfig(
-            image_size=8, num_channels=1, patch_size=4, num_labels=10, num_layers=4, num_heads=2, dim=16, dropout=0.1
+            image_size=8,
+            num_channels=1,
+            patch_size=4,
+            num_labels=10,
+            num_layers=4,
+            num_heads=2,
+            dim=16,
+            dropout=0.1,
         ),
-        elastic=ElasticConfig(freeze=freeze, alpha=0.4, **elastic), parallel=ParallelConfig(pp=pp),
+        elastic=ElasticConfig(freeze=freeze, alpha=0.4, **elastic),
+        parallel=ParallelConfig(pp=pp),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3, eps=1e-3),
         train=TrainConfig(
-            folder=str(folder / "runs"), batch=420, seed=1, device="cpu", plot="ranks" in name, tensorboard=False
+            folder=str(folder / "runs"),
+            batch=420,
+            seed=1,
+            device="cpu",
+            plot="ranks" in name,
+            tensorboard=False,
         ),
-    )  # fmt: skip
+    )
 
 
 def column(config: Config, key: str) -> list[Any]:
@@ -67,7 +91,13 @@ def same_states(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) 
     for name, slots in theirs["optimizer"].items():
         assert set(slots) >= {"exp_avg", "exp_avg_sq", "step"}
         pairs += [(ours["optimizer"][name][key], value) for key, value in slots.items()]
-    return max(float((torch.as_tensor(a).float() - torch.as_tensor(b).float()).abs().max()) for a, b in pairs) <= within
+    return (
+        max(
+            float((torch.as_tensor(a).float() - torch.as_tensor(b).float()).abs().max())
+            for a, b in pairs
+        )
+        <= within
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +117,12 @@ def test_any_ranks_give_the_losses_of_one(world, alone, ranks, pp, cache):
     assert same(losses(config), losses(alone))
     assert same(norms(config), norms(alone), within=1e-4)
     assert column(config, "validation_accuracy") == column(alone, "validation_accuracy")
-    assert column(config, "frozen") == column(alone, "frozen") == [0] * 4 + [2] * 4 + [3] * 4 + [4] * 4
-    layouts = list(dict.fromkeys(zip(column(config, "stages"), column(config, "replicas"), strict=True)))
+    assert (
+        column(config, "frozen") == column(alone, "frozen") == [0] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    )
+    layouts = list(
+        dict.fromkeys(zip(column(config, "stages"), column(config, "replicas"), strict=True))
+    )
     assert layouts[0] == (pp, 1)
     assert layouts[-1] == (1, ranks)
     assert len(column(config, "transition_s")) == EPOCHS - 1
@@ -117,7 +151,9 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(TaskRun, "train_step", stopping)
 
 
-@pytest.mark.parametrize("step", [5, 6, 7])  # it is seen in the next: in the middle of an epoch, at its end, behind that
+@pytest.mark.parametrize(
+    "step", [5, 6, 7]
+)  # it is seen in the next: in the middle of an epoch, at its end, behind that
 def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     config = config_of(tmp_path, cache="on")
     with monkeypatch.context() as patch:
@@ -132,10 +168,14 @@ def test_a_stopped_run_resumes_bit_for_bit(alone, tmp_path, monkeypatch, step):
     assert same_states(saved(config), saved(alone), within=0.0)
 
 
-@pytest.mark.parametrize(("step", "freeze"), [(7, "percentile"), (9, "percentile"), (5, "gradient_norm")])
+@pytest.mark.parametrize(
+    ("step", "freeze"), [(7, "percentile"), (9, "percentile"), (5, "gradient_norm")]
+)
 def test_what_a_policy_has_seen_goes_on(tmp_path, monkeypatch, step, freeze):
     """Norms since the last decision, and those of the decision before."""
-    straight = config_of(tmp_path, name="straight", freeze=freeze, every=3, percent=95.0, cache="off")
+    straight = config_of(
+        tmp_path, name="straight", freeze=freeze, every=3, percent=95.0, cache="off"
+    )
     config = dataclasses.replace(straight, name="stopped")
     train(straight)
     decided = column(straight, "frozen")
@@ -184,12 +224,16 @@ def test_the_batch_of_each_replica_kept_means_fewer_steps(world, tmp_path):
     assert [epochs.count(epoch) for epoch in range(EPOCHS)] == [4, 4, 2, 2]
     rates = column(config, "lr")
     assert rates[8] > 1.5 * rates[7]
-    # The last step begins with 3 epochs of 4 steps and 840 samples behind it, 2 steps of the batch at the start.
+    # The last step begins with 3 epochs of 4 steps and 840 samples behind it, 2 steps of the batch
+    # at the start.
     assert rates[-1] == pytest.approx(2 * config.optimizer.lr_at(14, num_steps=16))
 
 
 def saved_steps(config: Config) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in sorted((config.folder / "checkpoints").iterdir())]
+    return [
+        int(path.name.removeprefix("step-"))
+        for path in sorted((config.folder / "checkpoints").iterdir())
+    ]
 
 
 def test_without_epochs_it_trains_as_many_steps_as_it_is_told(tmp_path):
@@ -228,8 +272,12 @@ def test_what_one_stage_did_not_measure_is_measured_when_there_are_more(world, t
     train(config)
     folder = config.folder / "checkpoints"
     assert load(folder / f"step-{STEPS:08}")[0]["besides"] == 0.0
-    wider = dataclasses.replace(config, parallel=ParallelConfig(pp=2), task=dataclasses.replace(config.task, epochs=2))
-    assert {getattr(each, "steps", each) for each in world(2).run(train_on_rank, wider, True)} == {2 * STEPS}
+    wider = dataclasses.replace(
+        config, parallel=ParallelConfig(pp=2), task=dataclasses.replace(config.task, epochs=2)
+    )
+    assert {getattr(each, "steps", each) for each in world(2).run(train_on_rank, wider, True)} == {
+        2 * STEPS
+    }
     assert load(folder / f"step-{2 * STEPS:08}")[0]["besides"] > 0.0
 
 
@@ -237,14 +285,27 @@ def test_a_finished_run_names_the_key_that_gives_it_more_steps(tmp_path, capsys)
     """Epochs where there are some, else steps."""
     config = config_of(tmp_path, cache="off", freeze="none")
     for key, found in (
-        ("task.epochs", dataclasses.replace(config, name="epochs", task=TaskConfig(kind="digits", epochs=1))),
-        ("train.steps", dataclasses.replace(config, name="steps", task=TaskConfig(kind="digits"),
-                                            train=dataclasses.replace(config.train, steps=2))),
-    ):  # fmt: skip
+        (
+            "task.epochs",
+            dataclasses.replace(config, name="epochs", task=TaskConfig(kind="digits", epochs=1)),
+        ),
+        (
+            "train.steps",
+            dataclasses.replace(
+                config,
+                name="steps",
+                task=TaskConfig(kind="digits"),
+                train=dataclasses.replace(config.train, steps=2),
+            ),
+        ),
+    ):
         train(found)
         capsys.readouterr()
         steps = train(found, resume=True).steps
-        assert f"already finished: {found.folder} has all {steps} steps; set {key} to more" in capsys.readouterr().out
+        assert (
+            f"already finished: {found.folder} has all {steps} steps; set {key} to more"
+            in capsys.readouterr().out
+        )
 
 
 def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
@@ -252,7 +313,9 @@ def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
     before = dataclasses.replace(before, task=TaskConfig("digits", epochs=1))
     train(before)
     config = config_of(tmp_path, name="after")
-    config = dataclasses.replace(config, task=TaskConfig("digits", epochs=1, pretrained=str(before.folder)))
+    config = dataclasses.replace(
+        config, task=TaskConfig("digits", epochs=1, pretrained=str(before.folder))
+    )
     train(config)
     shutil.rmtree(before.folder)
     longer = dataclasses.replace(config, task=dataclasses.replace(config.task, epochs=2))
@@ -268,7 +331,9 @@ def test_checkpoints_in_the_middle_of_an_epoch_while_ranks_are_idle(world, tmp_p
     for each in (alone, config):
         assert saved_steps(each) == [3, 4, 6, 8, 9, 12, 14]
         frozen = column(each, "frozen")
-        assert [i for i in range(1, 14) if frozen[i] != frozen[i - 1]] == [5, 10], "after every five steps, and at no other"
+        assert [i for i in range(1, 14) if frozen[i] != frozen[i - 1]] == [5, 10], (
+            "after every five steps, and at no other"
+        )
         assert column(each, "frozen") == column(alone, "frozen")
     assert len(set(column(alone, "frozen"))) > 2
     assert min(column(config, "stages")) < 4, "no rank was idle"
@@ -285,7 +350,10 @@ def test_checkpoints_in_the_middle_of_an_epoch_while_ranks_are_idle(world, tmp_p
     ("changes", "message"),
     [
         ({"parallel": ParallelConfig(pp=2, micro_batches=4)}, "parallel.micro_batches is 4"),
-        ({"task": TaskConfig(kind="digits", pretrained="/nowhere")}, "task.pretrained is '/nowhere'"),
+        (
+            {"task": TaskConfig(kind="digits", pretrained="/nowhere")},
+            "task.pretrained is '/nowhere'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(world, tmp_path, changes, message):
@@ -302,12 +370,19 @@ def test_another_model_is_not_resumed(alone):
 def test_a_run_that_freezes_and_one_that_does_not_resume_their_own_alone(tmp_path):
     plain = tiny_run.config_of(tmp_path, "cpu", name="plain", steps=2, sample_tokens=0)
     plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, tied_head=False))
-    freezing = dataclasses.replace(plain, name="freezing", elastic=ElasticConfig(freeze="bound", alpha=0.4))
+    freezing = dataclasses.replace(
+        plain, name="freezing", elastic=ElasticConfig(freeze="bound", alpha=0.4)
+    )
     train(plain)
     train(dataclasses.replace(freezing, task=TaskConfig(epochs=1)))
-    with pytest.raises(ConfigError, match=r"a run over text in which nothing was frozen.* elastic\.freeze to 'none'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a run over text in which nothing was frozen.* elastic\.freeze to 'none'",
+    ):
         train(dataclasses.replace(freezing, name="plain"), resume=True)
     with pytest.raises(
-        ConfigError, match=r"of task\.kind 'text', but this one .* set task\.kind and elastic\.freeze as they were"
+        ConfigError,
+        match=r"of task\.kind 'text', but this one .* set task\.kind and elastic\.freeze as "
+        r"they were",
     ):
         train(dataclasses.replace(plain, name="freezing"), resume=True)

@@ -1,4 +1,5 @@
-"""Tasks: rows by their numbers, padding that counts nothing, parts that share nothing, and scores."""
+"""Tasks: rows by their numbers, padding that counts nothing, parts that share nothing, and
+scores."""
 
 from __future__ import annotations
 
@@ -35,14 +36,29 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(cache: Path, kind: str, **options: object) -> Config:
-    (cache / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
+    (cache / "text.py").write_text(
+        "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300))
+    )
     sizes = {"num_layers": 3, "num_heads": 2, "dim": 16}
     path = str(cache / "text.py") if kind == "text" else "stdlib"
     return Config(
         task=TaskConfig(kind, **options),
         model=GPTConfig(sequence_length=16, tied_head=False, **sizes),
-        vit=ViTConfig(num_labels=62 if kind == "characters" else 10, image_size=8, patch_size=4, num_channels=1, **sizes),
-        bert=BERTConfig(vocab_size=258, sequence_length=32, tied_head=False, pooled_head=False, positions="rotary", **sizes),
+        vit=ViTConfig(
+            num_labels=62 if kind == "characters" else 10,
+            image_size=8,
+            patch_size=4,
+            num_channels=1,
+            **sizes,
+        ),
+        bert=BERTConfig(
+            vocab_size=258,
+            sequence_length=32,
+            tied_head=False,
+            pooled_head=False,
+            positions="rotary",
+            **sizes,
+        ),
         data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
         train=TrainConfig(validation_sequences=8),
     )
@@ -69,9 +85,16 @@ def test_what_a_task_says_of_itself_is_so(task):
     assert len(model.layers()) == task.block_count + 2
     inputs, target, _ = task.batch(ROWS)
     assert len(inputs) == len(target) == 4
-    for held_out, terms in ((False, task.terms + (task.name == "masked_text")), (True, task.held_out_terms)):
+    for held_out, terms in (
+        (False, task.terms + (task.name == "masked_text")),
+        (True, task.held_out_terms),
+    ):
         target = task.batch(ROWS, held_out=held_out)[1]
-        assert (target != IGNORED).flatten(1).sum(dim=1).tolist() == [terms] * 4 if terms > 1 else target.shape == (4,)
+        assert (
+            (target != IGNORED).flatten(1).sum(dim=1).tolist() == [terms] * 4
+            if terms > 1
+            else target.shape == (4,)
+        )
     assert model.layers()[0](inputs).shape[1] == task.tokens
 
 
@@ -99,10 +122,16 @@ def test_rows_of_padding_count_nothing(task):
     for held_out in (False, True):
         padded, alone = (task.batch(each, held_out=held_out) for each in (some, some[:4]))
         outputs = [output_of(task, model, inputs, named) for inputs, _, named in (padded, alone)]
-        found = [task.loss(output, each[1]) for output, each in zip(outputs, (padded, alone), strict=True)]
+        found = [
+            task.loss(output, each[1])
+            for output, each in zip(outputs, (padded, alone), strict=True)
+        ]
         assert len(padded[0]) == 6
         torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
-        scores = [task.score(output, each[1]) for output, each in zip(outputs, (padded, alone), strict=True)]
+        scores = [
+            task.score(output, each[1])
+            for output, each in zip(outputs, (padded, alone), strict=True)
+        ]
         torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
     nothing = task.batch(torch.tensor([PADDING, PADDING]))
     assert float(task.loss(output_of(task, model, nothing[0], nothing[2]), nothing[1])) == 0.0
@@ -114,7 +143,9 @@ def test_a_step_in_micro_batches_is_that_of_the_rows(task):
     for several in (1, 4):
         model = task.model(seed=1)
         pipeline = one_stage(task, model, several)
-        loss = pipeline.step(inputs, target, scale=1 / (4 * task.terms), shape=(4 // several, task.tokens), **named)
+        loss = pipeline.step(
+            inputs, target, scale=1 / (4 * task.terms), shape=(4 // several, task.tokens), **named
+        )
         found.append((loss, *(p.grad for p in model.parameters())))
         assert float(loss) / (4 * task.terms) > 1.0  # nats of one, at the beginning
     for one, other in zip(*found, strict=True):
@@ -141,7 +172,11 @@ def test_accuracy_counts_right_rows(cache):
 
 
 def test_numbers_that_no_sample_has_are_refused(task):
-    for number, held_out, bound in ((task.samples, False, task.samples), (task.held_out, True, task.held_out), (-2, False, "")):
+    for number, held_out, bound in (
+        (task.samples, False, task.samples),
+        (task.held_out, True, task.held_out),
+        (-2, False, ""),
+    ):
         with pytest.raises(ValueError, match=f"numbered .*; {task.name} has {bound}"):
             task.batch(torch.tensor([0, number]), held_out=held_out)
 
@@ -174,7 +209,9 @@ def test_digits_are_split_once_and_in_full():
     assert (float(train.images.min()), float(train.images.max())) == (-1.0, 1.0)
     sklearn = pytest.importorskip("sklearn.datasets").load_digits()
     both = torch.cat([train.images, held_out.images]).flatten(1)
-    assert sorted(map(tuple, ((both + 1) * 8).tolist())) == sorted(map(tuple, sklearn.data.tolist()))
+    assert sorted(map(tuple, ((both + 1) * 8).tolist())) == sorted(
+        map(tuple, sklearn.data.tolist())
+    )
     assert all(int(count) > 60 for count in held_out.labels.bincount())
 
 
@@ -187,9 +224,14 @@ def test_a_split_has_each_once_and_is_always_the_same():
         assert sorted(labels.tolist()) == list(range(10))
         assert torch.equal(torch.cat([each.images for each in parts]), every.images[labels])
         assert all(torch.equal(a.labels, b.labels) for a, b in zip(parts, again, strict=True))
-    assert split(every, 0.3, name="others")[1].labels.tolist() != split(every, 0.3, name="some")[1].labels.tolist()
+    assert (
+        split(every, 0.3, name="others")[1].labels.tolist()
+        != split(every, 0.3, name="some")[1].labels.tolist()
+    )
     for part in (0.0, 1.0):
-        with pytest.raises(ValueError, match=f"held_out is {part}; give the part .* between 0 and 1"):
+        with pytest.raises(
+            ValueError, match=f"held_out is {part}; give the part .* between 0 and 1"
+        ):
             split(every, part, name="some")
 
 
@@ -204,13 +246,17 @@ def test_characters_fill_their_images_and_look_like_what_they_are():
     assert bool((edges[0] | edges[1]).all())  # from edge to edge, down or across
     means = torch.stack([images[labels == i].mean(dim=0) for i in range(len(CHARACTERS))])
     nearest = torch.cdist(images.flatten(1), means.flatten(1)).argmin(dim=1)
-    assert float((nearest == labels).float().mean()) > 0.6  # c and C, say, are alike when both fill their image
+    assert (
+        float((nearest == labels).float().mean()) > 0.6
+    )  # c and C, say, are alike when both fill their image
     seven = images[labels == CHARACTERS.index("7")].mean(dim=0)[0]
     assert float(seven[0].mean()) > 0.0 > float(seven[4:, 5:].mean())
 
 
 def test_copies_differ_a_little_and_stay_the_same(cache):
-    task, plain = (make_task(config_of(cache, "digits", **options)) for options in ({"copies": 5}, {}))
+    task, plain = (
+        make_task(config_of(cache, "digits", **options)) for options in ({"copies": 5}, {})
+    )
     assert task.samples == 5 * plain.samples
     inputs, target, _ = task.batch(torch.arange(500))
     images, labels, _ = plain.batch(torch.arange(100))
@@ -228,9 +274,14 @@ def test_copies_differ_a_little_and_stay_the_same(cache):
 
 
 def test_copies_of_passages_follow_each_passage_and_have_its_label(cache):
-    task, plain = (make_task(config_of(cache, "passages", **options)) for options in ({"copies": 3, "passages": 40}, {}))
+    task, plain = (
+        make_task(config_of(cache, "passages", **options))
+        for options in ({"copies": 3, "passages": 40}, {})
+    )
     config = config_of(cache, "passages")
-    every = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length).train.fewer(40)
+    every = prepare_passages(
+        config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length
+    ).train.fewer(40)
     assert task.samples == 3 * len(every)
     samples = torch.arange(task.samples)
     tokens, labels, _ = task.batch(samples)
@@ -238,13 +289,18 @@ def test_copies_of_passages_follow_each_passage_and_have_its_label(cache):
     assert torch.equal(labels, every.labels.repeat_interleave(3))
     assert task.held_out == plain.held_out
     for some in (torch.arange(0, task.held_out, 7), torch.tensor([0])):
-        assert all(torch.equal(a, b) for a, b in zip(*(t.batch(some, held_out=True)[:2] for t in (task, plain)), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(*(t.batch(some, held_out=True)[:2] for t in (task, plain)), strict=True)
+        )
 
 
 def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     task = make_task(config_of(cache, "masked_text"))
     config = config_of(cache, "masked_text")
-    passages = prepare_passages(config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length)
+    passages = prepare_passages(
+        config.data, vocab_size=config.bert.vocab_size, length=config.bert.sequence_length
+    )
     rows = torch.arange(0, task.samples, 97)
     assert torch.equal(task.batch(rows)[1][:, 0], passages.text.files[rows])
     assert len(passages.text.files[rows].unique()) > 1
@@ -267,25 +323,39 @@ def test_which_file_a_row_is_from_counts_as_much_as_its_masked_tokens(cache):
     torch.testing.assert_close(task.loss(nats, target) / (len(ROWS) * task.terms), mean)
 
 
-@pytest.mark.parametrize(("before", "then"), [("characters", "digits"), ("masked_text", "passages")])
+@pytest.mark.parametrize(
+    ("before", "then"), [("characters", "digits"), ("masked_text", "passages")]
+)
 def test_fine_tuning_begins_with_all_but_the_head(cache, before, then):
-    trained, task = make_task(config_of(cache, before)).model(seed=5), make_task(config_of(cache, then))
+    trained, task = (
+        make_task(config_of(cache, before)).model(seed=5),
+        make_task(config_of(cache, then)),
+    )
     drawn, model = task.model(seed=6), task.model(seed=None)
     head = {name: p for name, p in drawn.named_parameters() if name.startswith("head.")}
     weights = dict(trained.named_parameters())
 
     def first_values(weights: dict[str, Tensor] | None) -> FirstValues:
-        return FirstValues(model, draw=lambda module: model.initialize(6, only=module), weights=weights)
+        return FirstValues(
+            model, draw=lambda module: model.initialize(6, only=module), weights=weights
+        )
 
     for given in (None, weights):
         for name, layer in zip(task.layer_names, model.layers(), strict=True):
             first_values(given)(name, layer)
         for name, p in model.named_parameters():
-            assert torch.equal(p, drawn.get_parameter(name) if name in head or given is None else weights[name])
+            assert torch.equal(
+                p, drawn.get_parameter(name) if name in head or given is None else weights[name]
+            )
     assert len(head) < len(weights)
-    with pytest.raises(ConfigError, match=r"have no blocks.2.*weight; give a run of the same model"):
+    with pytest.raises(
+        ConfigError, match=r"have no blocks.2.*weight; give a run of the same model"
+    ):
         first_values({name: p for name, p in weights.items() if not name.startswith("blocks.2")})
-    with pytest.raises(ConfigError, match=r"have embedding.place, which this model lacks; give a run of the same model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"have embedding.place, which this model lacks; give a run of the same model",
+    ):
         first_values({**weights, "embedding.place": torch.zeros(3)})
     with pytest.raises(ConfigError, match=r"is \(3, 3\) in the weights of task.pretrained, but"):
         first_values({**weights, "blocks.0.attention.output.weight": torch.zeros(3, 3)})
@@ -303,30 +373,64 @@ def test_images_have_the_dtype_of_the_model(cache):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("digits", {"vit": {"image_size": 16}}, "vit.image_size is 16, but task.kind is 'digits': set it to 8"),
+        (
+            "digits",
+            {"vit": {"image_size": 16}},
+            "vit.image_size is 16, but task.kind is 'digits': set it to 8",
+        ),
         ("digits", {"vit": {"num_labels": 4}}, "vit.num_labels is 4, .* set it to 10"),
         ("characters", {"vit": {"num_labels": 10}}, "vit.num_labels is 10, .* set it to 62"),
         ("passages", {"bert": {"vocab_size": 257}}, "bert.vocab_size is 257; .* need 258 or more"),
-        ("masked_text", {"bert": {"tied_head": True}}, "bert.tied_head is true, but .* set it to false"),
-        ("masked_text", {"bert": {"pooled_head": True}}, "bert.pooled_head is true, but .* set it to false"),
-        ("passages", {"data": {"path": "/tmp"}}, 'data.path is .*/tmp.*, but .* set it to "stdlib"'),
+        (
+            "masked_text",
+            {"bert": {"tied_head": True}},
+            "bert.tied_head is true, but .* set it to false",
+        ),
+        (
+            "masked_text",
+            {"bert": {"pooled_head": True}},
+            "bert.pooled_head is true, but .* set it to false",
+        ),
+        (
+            "passages",
+            {"data": {"path": "/tmp"}},
+            'data.path is .*/tmp.*, but .* set it to "stdlib"',
+        ),
         ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
         ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
         ("digits", {"task": {"copies": 0}}, "copies is 0; it must be 1 or more"),
-        ("text", {"task": {"copies": 2}}, "task.copies is 2, but task.kind is 'text', .* set it to 1"),
-        ("passages", {"task": {"copies": 4096}}, "task.copies is 4096, but bert.sequence_length is .* set it to that or less"),
+        (
+            "text",
+            {"task": {"copies": 2}},
+            "task.copies is 2, but task.kind is 'text', .* set it to 1",
+        ),
+        (
+            "passages",
+            {"task": {"copies": 4096}},
+            "task.copies is 4096, but bert.sequence_length is .* set it to that or less",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_are_refused(cache, kind, change, message):
     config = config_of(cache, kind)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **to) for name, to in change.items()})
+        dataclasses.replace(
+            config,
+            **{
+                name: dataclasses.replace(getattr(config, name), **to)
+                for name, to in change.items()
+            },
+        )
 
 
 def test_a_tied_head_is_refused(cache):
     config = config_of(cache, "text")
-    with pytest.raises(ConfigError, match=r"model.tied_head is true: .* set model.tied_head to false"):
-        make_task(dataclasses.replace(config, model=dataclasses.replace(config.model, tied_head=True)))
+    with pytest.raises(
+        ConfigError, match=r"model.tied_head is true: .* set model.tied_head to false"
+    ):
+        make_task(
+            dataclasses.replace(config, model=dataclasses.replace(config.model, tied_head=True))
+        )
 
 
 def test_a_pipeline_of_a_task_counts_the_blocks_of_its_own_model(cache):
@@ -338,11 +442,22 @@ def test_a_pipeline_of_a_task_counts_the_blocks_of_its_own_model(cache):
 
 def test_a_part_that_leaves_a_family_without_passages_is_refused(tmp_path):
     with pytest.raises(
-        CorpusError, match=r"asyncio has no passage in the held_out part.*set data.validation_fraction to another part"
+        CorpusError,
+        match=r"asyncio has no passage in the held_out part.*set data.validation_fraction to "
+        r"another part",
     ):
-        prepare_passages(DataConfig(cache=str(tmp_path), validation_fraction=1e-6), vocab_size=258, length=32)
-    with pytest.raises(CorpusError, match=r"data.max_bytes is 30, too little text for a row of 32 tokens; set it to more"):
-        prepare_passages(DataConfig(cache=str(tmp_path), max_bytes=30, validation_fraction=0.4), vocab_size=258, length=32)
+        prepare_passages(
+            DataConfig(cache=str(tmp_path), validation_fraction=1e-6), vocab_size=258, length=32
+        )
+    with pytest.raises(
+        CorpusError,
+        match=r"data.max_bytes is 30, too little text for a row of 32 tokens; set it to more",
+    ):
+        prepare_passages(
+            DataConfig(cache=str(tmp_path), max_bytes=30, validation_fraction=0.4),
+            vocab_size=258,
+            length=32,
+        )
     assert not list(tmp_path.glob("passages-*"))
 
 
@@ -354,7 +469,10 @@ def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch):
 
 def test_a_font_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr("pyops.data.characters.FONTS", ("cmr10", "none"))
-    with pytest.raises(CorpusError, match=r"the font none.ttf can't be read from .*; install matplotlib and pillow again"):
+    with pytest.raises(
+        CorpusError,
+        match=r"the font none.ttf can't be read from .*; install matplotlib and pillow again",
+    ):
         load_characters()
 
 

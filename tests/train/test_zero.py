@@ -45,7 +45,10 @@ def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision)
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_alone_too(tmp_path, device, stage):
-    plain, config = config_of(tmp_path, device, name="plain"), config_of(tmp_path, device, name="zero", stage=stage)
+    plain, config = (
+        config_of(tmp_path, device, name="plain"),
+        config_of(tmp_path, device, name="zero", stage=stage),
+    )
     train(plain)
     train(config)
     assert same(losses(config), losses(plain))
@@ -80,7 +83,9 @@ def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where):
     assert not list(folder.iterdir()), "files stay"
 
 
-@pytest.mark.parametrize(("before", "after", "ranks"), [(0, 3, 2), (3, 0, 2), (2, 1, 3), (1, 3, 1), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"), [(0, 3, 2), (3, 0, 2), (2, 1, 3), (1, 3, 1), (3, 2, 1)]
+)
 def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after, ranks):
     straight = config_of(tmp_path, "cpu", name="straight", batch=6)
     broken = dataclasses.replace(straight, name="broken", zero=ZeroConfig(before))
@@ -93,7 +98,9 @@ def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after,
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage):
     plain = config_of(tmp_path, "cpu", name="plain", dropout=0.1, stage=stage)
-    config = config_of(tmp_path, "cpu", name="again", dropout=0.1, stage=stage, recompute=("blocks.*",))
+    config = config_of(
+        tmp_path, "cpu", name="again", dropout=0.1, stage=stage, recompute=("blocks.*",)
+    )
     world(2).run(train_on_rank, plain)
     world(2).run(train_on_rank, config)
     assert losses(config) == losses(plain)
@@ -124,7 +131,8 @@ def test_fp16_with_a_loss_scale(world, tmp_path, stage):
 def test_an_fp16_run_resumes_bit_for_bit(world, tmp_path, stage):
     straight = config_of(tmp_path, "cpu", name="straight", stage=stage)
     straight = dataclasses.replace(
-        straight, precision=PrecisionConfig("fp16", initial_scale=2.0**24, hysteresis=1, scale_window=4)
+        straight,
+        precision=PrecisionConfig("fp16", initial_scale=2.0**24, hysteresis=1, scale_window=4),
     )
     broken = dataclasses.replace(straight, name="broken")
     world(2).run(train_on_rank, straight)
@@ -140,7 +148,8 @@ def test_the_memory_of_a_rank_is_said(world, tmp_path, capfd):
     train(config)
     numel = sum(p.numel() for p in GPT(config.model).parameters())
     found = re.search(
-        r"memory per rank: parameters ([\d.]+) kB, gradients ([\d.]+) kB, states ([\d.]+) kB", capfd.readouterr().out
+        r"memory per rank: parameters ([\d.]+) kB, gradients ([\d.]+) kB, states ([\d.]+) kB",
+        capfd.readouterr().out,
     )
     assert found
     parameters, gradients, states = (1000 * float(text) for text in found.groups())
@@ -149,8 +158,11 @@ def test_the_memory_of_a_rank_is_said(world, tmp_path, capfd):
     assert states == pytest.approx(8 * numel, rel=0.1)
 
 
-def kept_on_rank(rank: int, group: object, config: Config) -> tuple[dict[str, int], list[str], bool]:
-    """After a step: the bytes that this rank keeps, the modules that are recomputed, whether states are elsewhere."""
+def kept_on_rank(
+    rank: int, group: object, config: Config
+) -> tuple[dict[str, int], list[str], bool]:
+    """After a step: the bytes that this rank keeps, the modules that are recomputed, whether states
+    are elsewhere."""
     run = Run(config, device=torch.device("cpu"))
     run.train_step()
     recomputed = [name for name, module in run.model.named_modules() if "forward" in vars(module)]
@@ -158,7 +170,9 @@ def kept_on_rank(rank: int, group: object, config: Config) -> tuple[dict[str, in
     return run.strategy.memory(), recomputed, elsewhere
 
 
-def first_values(rank: int, group: object, config: Config) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def first_values(
+    rank: int, group: object, config: Config
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     run = Run(config, device=torch.device("cpu"))
     table = next(buffer for name, buffer in run.model.named_buffers() if "table" in name)
     with run.strategy.whole():
@@ -180,23 +194,32 @@ def test_a_model_made_part_by_part_begins_with_the_same_bits(world, tmp_path, st
 
 
 def test_what_is_asked_for_is_what_runs(world, tmp_path):
-    """Losses are the same whether or not a stage, recomputation or offload takes place; these are not."""
+    """Losses are the same whether or not a stage, recomputation or offload takes place; these are
+    not."""
     shares = {0: (1.0, 1.0, 1.0), 1: (1.0, 1.0, 0.5), 2: (1.0, 0.5, 0.5), 3: (0.5, 0.5, 0.5)}
     whole = world(2).run(kept_on_rank, config_of(tmp_path, "cpu", name="0"))[0][0]
     for stage, want in shares.items():
-        kept = world(2).run(kept_on_rank, config_of(tmp_path, "cpu", name=f"s{stage}", stage=stage))[0][0]
+        kept = world(2).run(
+            kept_on_rank, config_of(tmp_path, "cpu", name=f"s{stage}", stage=stage)
+        )[0][0]
         found = tuple(kept[kind] / whole[kind] for kind in ("parameters", "gradients", "states"))
         assert found == pytest.approx(want, abs=0.08), stage
-    config = config_of(tmp_path, "cpu", name="all", stage=2, recompute=("blocks.*",), offload=str(tmp_path))
+    config = config_of(
+        tmp_path, "cpu", name="all", stage=2, recompute=("blocks.*",), offload=str(tmp_path)
+    )
     _, recomputed, elsewhere = world(2).run(kept_on_rank, config)[0]
     assert recomputed == ["blocks.0", "blocks.1"]
     assert elsewhere
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"stage is 1, but optimizer.name 'onebit_adam'.* set zero\.stage to 0"):
+    with pytest.raises(
+        ValueError, match=r"stage is 1, but optimizer.name 'onebit_adam'.* set zero\.stage to 0"
+    ):
         Config(optimizer=OptimizerConfig(name="onebit_adam"), zero=ZeroConfig(1))
-    with pytest.raises(ValueError, match=r"zero.stage is 2, which does not take communication.codec 'int8'"):
+    with pytest.raises(
+        ValueError, match=r"zero.stage is 2, which does not take communication.codec 'int8'"
+    ):
         config_of(tmp_path, "cpu", codec="int8", stage=2)
     with pytest.raises(ValueError, match=r"offload is 'cpu', but stage is 0"):
         ZeroConfig(0, offload="cpu")
@@ -204,5 +227,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         ZeroConfig(1, offload="gpu")
     with pytest.raises(ValueError, match=r"stage is 4; it must be 0, 1, 2 or 3"):
         ZeroConfig(4)
-    with pytest.raises(ConfigError, match=r"recompute.modules: no module of the model is 'block.*'"):
+    with pytest.raises(
+        ConfigError, match=r"recompute.modules: no module of the model is 'block.*'"
+    ):
         train(config_of(tmp_path, "cpu", recompute=("block.*",)))

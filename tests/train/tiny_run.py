@@ -29,16 +29,33 @@ STEPS = 20
 
 
 def config_of(
-    folder: Path, device: torch.device | str, *, name: str = "run", dropout: float = 0.0,
-    optimizer: dict[str, Any] | None = None, codec: str = "none", stage: int = 0, offload: str = "none",
-    recompute: tuple[str, ...] = (),     precision: str = "fp32",     **options: Any,
-) -> Config:  # fmt: skip
+    folder: Path,
+    device: torch.device | str,
+    *,
+    name: str = "run",
+    dropout: float = 0.0,
+    optimizer: dict[str, Any] | None = None,
+    codec: str = "none",
+    stage: int = 0,
+    offload: str = "none",
+    recompute: tuple[str, ...] = (),
+    precision: str = "fp32",
+    **options: Any,
+) -> Config:
     """A tiny run on a text of which it can learn something in 20 steps."""
     text = folder / "text.py"
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
-    given = {"steps": STEPS, "batch": 8, "validation_sequences": 6, "sample_tokens": 5, "validate_every": 0,
-             "plot": False, "tensorboard": False, **options}  # fmt: skip
+    given = {
+        "steps": STEPS,
+        "batch": 8,
+        "validation_sequences": 6,
+        "sample_tokens": 5,
+        "validate_every": 0,
+        "plot": False,
+        "tensorboard": False,
+        **options,
+    }
     return Config(
         name=name,
         model=GPTConfig(sequence_length=16, num_layers=2, num_heads=2, dim=16, dropout=dropout),

@@ -1,4 +1,5 @@
-"""The model that ZeRO must get right, its data, and the one process that every layout is compared with."""
+"""The model that ZeRO must get right, its data, and the one process that every layout is compared
+with."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused and sometimes used parameters, a block called twice, two dtypes, a scalar, and a buffer."""
+    """Tied, frozen, unused and sometimes used parameters, a block called twice, two dtypes, a
+    scalar, and a buffer."""
 
     def __init__(self, seed: int = 0, *, mixed: bool = True) -> None:
         super().__init__()
@@ -51,12 +53,17 @@ class Net(nn.Module):
         for block in (self.blocks[0], self.blocks[1], self.blocks[2], self.blocks[1]):
             x = block(x)
         x = x + self.sometimes(x) if sometimes else x
-        return self.tied(self.last(x.to(self.last.weight.dtype)).to(self.tied.weight.dtype)) * self.gain
+        return (
+            self.tied(self.last(x.to(self.last.weight.dtype)).to(self.tied.weight.dtype))
+            * self.gain
+        )
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(
+        ROWS, WIDTH, generator=generator
+    )
 
 
 def part(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -77,9 +84,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def one_process(
-    make: Callable[[Iterable[Any]], torch.optim.Optimizer], *, steps: int, max_grad_norm: float | None = None,
-    mixed: bool = True, sometimes_every: int = 0, dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    make: Callable[[Iterable[Any]], torch.optim.Optimizer],
+    *,
+    steps: int,
+    max_grad_norm: float | None = None,
+    mixed: bool = True,
+    sometimes_every: int = 0,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
     """Parameters after `steps` steps on whole batches."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks
@@ -95,7 +107,9 @@ def one_process(
         used = not sometimes_every or step % sometimes_every == 0
         mean_loss(model, x, y, sometimes=used).backward()
         if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], max_grad_norm)
+            nn.utils.clip_grad_norm_(
+                [p for p in model.parameters() if p.requires_grad], max_grad_norm
+            )
         optimizer.step()
     torch.set_num_threads(threads)
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -14,7 +14,12 @@ def hooks_of(model):
     """How many there are on its modules and parameters."""
     found = 0
     for module in model.modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_backward_hooks"):
+        for kind in (
+            "_forward_pre_hooks",
+            "_forward_hooks",
+            "_state_dict_pre_hooks",
+            "_backward_hooks",
+        ):
             found += len(getattr(module, kind))
     return found + sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
 
@@ -22,7 +27,9 @@ def hooks_of(model):
 def body(rank, group, stage, options):
     """Train, close, train with plain torch, and with an optimizer of another stage."""
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2, bucket_bytes=1 << 10, **options)
+    zero = ZeroOptimizer(
+        model, AdamW, stage=stage, group=group, lr=1e-2, bucket_bytes=1 << 10, **options
+    )
     for step in range(2):
         mean_loss(model, *part(step, rank, 2)).backward()
         zero.step()
@@ -52,7 +59,13 @@ def body(rank, group, stage, options):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(0, {}), (1, {"overlap": "forward"}), (2, {"offload": "cpu", "delayed_update": True}), (3, {}), (3, {"offload": "cpu"})],
+    [
+        (0, {}),
+        (1, {"overlap": "forward"}),
+        (2, {"offload": "cpu", "delayed_update": True}),
+        (3, {}),
+        (3, {"offload": "cpu"}),
+    ],
 )
 def test_the_model_is_whole_and_free(world, stage, options):
     assert world(2).run(body, stage, options) == [(True, True, False)] * 2

@@ -1,4 +1,5 @@
-"""Copies of a model that ZeroOptimizer has: whole, free of hooks that do anything, and not changed by its steps."""
+"""Copies of a model that ZeroOptimizer has: whole, free of hooks that do anything, and not changed
+by its steps."""
 
 from __future__ import annotations
 

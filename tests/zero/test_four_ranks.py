@@ -1,4 +1,5 @@
-"""Four ranks: of small parameters some ranks own nothing, of the batch each has another share, and one alone may overflow."""
+"""Four ranks: of small parameters some ranks own nothing, of the batch each has another share, and
+one alone may overflow."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Parameters = dict[str, Tensor]
 
 
 class Uneven(nn.Module):
-    """Sizes beside the multiples of 64 that ranks and buckets are cut at, a scalar, and nothing at all."""
+    """Sizes beside the multiples of 64 that ranks and buckets are cut at, a scalar, and nothing at
+    all."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -52,13 +54,24 @@ def _limit(name: str) -> float | None:
     return None if name == "SGD" else 0.5
 
 
-def _train(rank: int, group: Any, stage: int, name: str, bucket_bytes: int) -> tuple[Parameters, int]:
+def _train(
+    rank: int, group: Any, stage: int, name: str, bucket_bytes: int
+) -> tuple[Parameters, int]:
     """(parameters after a few steps, how many pieces this rank has)"""
     model = Uneven(seed=rank)
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     zero = ZeroOptimizer(
-        model, cls, stage=stage, group=group, op="sum", bucket_bytes=bucket_bytes, max_grad_norm=_limit(name), **OPTIONS
-    )  # fmt: skip
+        model,
+        cls,
+        stage=stage,
+        group=group,
+        op="sum",
+        bucket_bytes=bucket_bytes,
+        max_grad_norm=_limit(name),
+        **OPTIONS,
+    )
     for step in range(STEPS):
         x, y = _mine(step, rank)
         ((model(x) - y).square().sum() / (ROWS * 10)).backward()
@@ -68,11 +81,15 @@ def _train(rank: int, group: Any, stage: int, name: str, bucket_bytes: int) -> t
         return {n: p.detach().clone() for n, p in model.named_parameters()}, len(pieces)
 
 
-@pytest.mark.parametrize(("name", "bucket_bytes"), [("SGD", 1), ("AdamW", 3000), ("LAMB", 1 << 20), ("Adafactor", 3000)])
+@pytest.mark.parametrize(
+    ("name", "bucket_bytes"), [("SGD", 1), ("AdamW", 3000), ("LAMB", 1 << 20), ("Adafactor", 3000)]
+)
 def test_uneven_sizes_and_shares_equal_one_process(world, name: str, bucket_bytes: int):
     model = Uneven()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     plain = cls([p for p in model.parameters() if p.numel()], **OPTIONS)
     for step in range(STEPS):
         x, y = rows(step)
@@ -87,26 +104,49 @@ def test_uneven_sizes_and_shares_equal_one_process(world, name: str, bucket_byte
         for rank, (parameters, _) in enumerate(found):
             for n, p in model.named_parameters():
                 assert torch.equal(parameters[n], found[0][0][n]), (stage, rank, n)
-                torch.testing.assert_close(parameters[n], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+                torch.testing.assert_close(
+                    parameters[n], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
+                )
                 assert not p.numel() or float((p.detach() - start[n]).abs().max()) > 1e-3
 
 
 OVERFLOWS = (1, 2, 5)  # steps in which rank 3 alone has an inf, in one element
 TRAINED = 9
-SCALES = [2.0**12, 2.0**12, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]  # before each step
+SCALES = [
+    2.0**12,
+    2.0**12,
+    2.0**11,
+    2.0**10,
+    2.0**10,
+    2.0**11,
+    2.0**10,
+    2.0**10,
+    2.0**11,
+]  # before each step
 
 
 def _part(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
     return tuple(t.chunk(size)[rank] for t in rows(step))  # type: ignore[return-value]
 
 
-def _scaled(rank: int, group: Any, stage: int, name: str, dtype: torch.dtype) -> tuple[list[float], list[bool], Any]:
+def _scaled(
+    rank: int, group: Any, stage: int, name: str, dtype: torch.dtype
+) -> tuple[list[float], list[bool], Any]:
     """(scales, whether steps were taken, parameters)"""
     size = dist.get_world_size(group)
     model = Net(seed=rank, mixed=False).to(dtype)
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     zero = ZeroOptimizer(
-        model, cls, stage=stage, group=group, params=groups(model), bucket_bytes=2000, max_grad_norm=1.0, **OPTIONS
+        model,
+        cls,
+        stage=stage,
+        group=group,
+        params=groups(model),
+        bucket_bytes=2000,
+        max_grad_norm=1.0,
+        **OPTIONS,
     )
     scaler = LossScaler(group=group, initial=2.0**12, window=2, hysteresis=1)
     scales, taken, hurt = [], [], [False]
@@ -151,10 +191,14 @@ def test_an_overflow_on_one_rank_lowers_the_scale_and_skips_the_step_on_all(worl
             assert scales == SCALES
             assert taken == [step not in OVERFLOWS for step in range(TRAINED)]
             for n, p in expected.items():
-                torch.testing.assert_close(parameters[n], p, rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
+                torch.testing.assert_close(
+                    parameters[n], p, rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
+                )
         found = world(4).run(_scaled, stage, name, torch.float16)
         assert all(scales == SCALES for scales, _, _ in found)
         halves += [parameters for _, _, parameters in found]
     for other in halves[1:]:
-        assert all(torch.equal(p, other[n]) for n, p in halves[0].items()), "the stages' 16-bit parameters differ"
+        assert all(torch.equal(p, other[n]) for n, p in halves[0].items()), (
+            "the stages' 16-bit parameters differ"
+        )
     assert all(bool(p.isfinite().all()) for p in halves[0].values())

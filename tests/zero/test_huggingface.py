@@ -1,4 +1,5 @@
-"""Programs of Hugging Face over ZeRO: PEFT beside one process, and a model that something else wraps."""
+"""Programs of Hugging Face over ZeRO: PEFT beside one process, and a model that something else
+wraps."""
 
 from __future__ import annotations
 
@@ -20,9 +21,17 @@ def _gpt2() -> Any:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -40,12 +49,14 @@ class _Within(nn.Module):
 
 
 def _loss(logits: Tensor, x: Tensor) -> Tensor:
-    """As transformers', which computes it in float32 whatever the model is: a mean of two such losses is rounded otherwise."""
+    """As transformers', which computes it in float32 whatever the model is: a mean of two such
+    losses is rounded otherwise."""
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), x[:, 1:].reshape(-1))
 
 
 def _wrapped(rank: int, group: Any, stage: int) -> list[str]:
-    """What DistributedDataParallel says to a model and to one that contains it; it takes the model after close()."""
+    """What DistributedDataParallel says to a model and to one that contains it; it takes the model
+    after close()."""
     model = nn.Linear(3, 3)
     zero, found = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1), []
     with zero.whole_parameters():
@@ -78,7 +89,9 @@ def _peft(rank: int, group: Any, dora: bool) -> list[list[float]]:
     for stage in (0, 1, 2, 3):
         model = _gpt2()
         torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], use_dora=dora, fan_in_fan_out=True)).double()
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["c_attn"], use_dora=dora, fan_in_fan_out=True)
+        ).double()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer: Any = torch.optim.AdamW(trained, lr=3e-2)
         if stage:

@@ -1,4 +1,5 @@
-"""ZeroOptimizer as a torch Optimizer: groups, schedulers, closures, scaled losses; and what it refuses, on every rank."""
+"""ZeroOptimizer as a torch Optimizer: groups, schedulers, closures, scaled losses; and what it
+refuses, on every rank."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ pytestmark = pytest.mark.on_device
 
 
 def _drive(rank: int, group: Any, stage: int) -> None:
-    """Against the inner optimizer's class on one process' worth of gradients: the same program line by line."""
+    """Against the inner optimizer's class on one process' worth of gradients: the same program line
+    by line."""
     size = dist.get_world_size(group)
     ours, theirs = Net(mixed=False), Net(mixed=False)
-    zero = ZeroOptimizer(ours, torch.optim.AdamW, stage=stage, group=group, params=groups(ours), lr=1e-2)
+    zero = ZeroOptimizer(
+        ours, torch.optim.AdamW, stage=stage, group=group, params=groups(ours), lr=1e-2
+    )
     plain = torch.optim.AdamW(groups(theirs), lr=1e-2)
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.02, 0.01], total_steps=9) for o in (zero, plain)]
-    assert [set(g) - {"params"} for g in zero.param_groups] == [set(g) - {"params"} for g in plain.param_groups]
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.02, 0.01], total_steps=9)
+        for o in (zero, plain)
+    ]
+    assert [set(g) - {"params"} for g in zero.param_groups] == [
+        set(g) - {"params"} for g in plain.param_groups
+    ]
     for step in range(6):
         x, y = part(step, rank, size)
         if step == 3:  # by a closure
@@ -42,7 +51,9 @@ def _drive(rank: int, group: Any, stage: int) -> None:
             assert zero.step(closure).requires_grad
         else:
             mean_loss(ours, x, y).backward()
-            assert all(isinstance(p.grad, ReducedGradient) for p in ours.parameters() if p.requires_grad)
+            assert all(
+                isinstance(p.grad, ReducedGradient) for p in ours.parameters() if p.requires_grad
+            )
             if step == 4:  # thrown away, and done again
                 zero.zero_grad()
                 mean_loss(ours, x, y).backward()
@@ -56,7 +67,9 @@ def _drive(rank: int, group: Any, stage: int) -> None:
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr() != [1e-2, 3e-3]
     with zero.whole_parameters():
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                p, q, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -65,8 +78,11 @@ def test_drives_as_torch_optimizers_do(world, stage: int):
 
 
 def _scaled(rank: int, group: Any, stage: int, name: str) -> tuple[float, float]:
-    """Scaled gradients give the norm and the step of unscaled ones; an inf on one rank skips the step on all."""
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    """Scaled gradients give the norm and the step of unscaled ones; an inf on one rank skips the
+    step on all."""
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     results = []
     for scale in (1.0, 1024.0):
         model = Net(mixed=False)
@@ -76,13 +92,20 @@ def _scaled(rank: int, group: Any, stage: int, name: str) -> tuple[float, float]
         zero.step()
         assert zero.grad_norm is not None
         with zero.whole_parameters():
-            results.append((float(zero.grad_norm), {n: p.detach().clone() for n, p in model.named_parameters()}))
+            results.append(
+                (
+                    float(zero.grad_norm),
+                    {n: p.detach().clone() for n, p in model.named_parameters()},
+                )
+            )
         before = {n: p.clone() for n, p in results[-1][1].items()}
         x, y = part(1, rank, dist.get_world_size(group))
         (mean_loss(model, x, y) * (float("inf") if rank == 1 else 1.0)).backward()
         zero.step()
         with zero.whole_parameters():
-            assert all(torch.equal(before[n], p) for n, p in model.named_parameters()), "a skipped step changed something"
+            assert all(torch.equal(before[n], p) for n, p in model.named_parameters()), (
+                "a skipped step changed something"
+            )
         assert not any(p.grad is not None for p in model.parameters())
     (norm, plain), (scaled_norm, scaled) = results
     for n, p in plain.items():
@@ -95,7 +118,9 @@ def test_scaled_losses_and_overflow(world, name: str):
     model = Net(mixed=False)
     x, y = (torch.cat(pair) for pair in zip(part(0, 0, 2), part(0, 1, 2), strict=True))
     mean_loss(model, x, y).backward()
-    expected = float(nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.2))
+    expected = float(
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.2)
+    )
     assert expected > 0.3, "nothing would be clipped"
     for stage in (0, 1, 2, 3):
         for norm, scaled in world(2).run(_scaled, stage, name):
@@ -104,7 +129,8 @@ def test_scaled_losses_and_overflow(world, name: str):
 
 
 def _found_inf(rank: int, group: Any, stage: int) -> list[bool]:
-    """Whether a step changed something: when rank 1 alone was told of an overflow, and when no rank was."""
+    """Whether a step changed something: when rank 1 alone was told of an overflow, and when no rank
+    was."""
     model, changed = Net(mixed=False), []
     zero = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2)
     for told in (float(rank == 1), 0.0):
@@ -114,7 +140,9 @@ def _found_inf(rank: int, group: Any, stage: int) -> list[bool]:
         zero.found_inf = torch.tensor([told])  # type: ignore[attr-defined]
         zero.step()
         with zero.whole_parameters():
-            changed.append(not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+            changed.append(
+                not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            )
     return changed
 
 
@@ -163,7 +191,11 @@ def _refused(rank: int, group: Any, case: str) -> tuple[str, bool]:
     try:
         ZeroOptimizer(model, cls, group=group, **arguments)
     except (TypeError, ValueError) as error:
-        same = all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in model.named_parameters() if before)
+        same = all(
+            p.data_ptr() == before[n][0] and torch.equal(p, before[n][1])
+            for n, p in model.named_parameters()
+            if before
+        )
         hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
         return str(error), same and not hooks
     return "", False

@@ -1,4 +1,5 @@
-"""States in host memory or in files: the same bits, less memory, and a checkpoint that does not know of it."""
+"""States in host memory or in files: the same bits, less memory, and a checkpoint that does not
+know of it."""
 
 from __future__ import annotations
 
@@ -20,17 +21,33 @@ pytestmark = pytest.mark.on_device
 
 
 def _run(
-    rank: int, group: Any, stage: int, name: str, dtype: torch.dtype, offload: str | None, folder: str | None
+    rank: int,
+    group: Any,
+    stage: int,
+    name: str,
+    dtype: torch.dtype,
+    offload: str | None,
+    folder: str | None,
 ) -> tuple[dict[str, Tensor], int]:
-    """Six steps with a checkpoint in the middle, taken up by another optimizer; the parameters, and the bytes of states."""
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    """Six steps with a checkpoint in the middle, taken up by another optimizer; the parameters, and
+    the bytes of states."""
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
 
     def make() -> tuple[Net, ZeroOptimizer]:
         model = Net(mixed=False).to(dtype)
         zero = ZeroOptimizer(
-            model, cls, stage=stage, group=group, params=groups(model), offload=offload, bucket_bytes=2000, lr=1e-2,
+            model,
+            cls,
+            stage=stage,
+            group=group,
+            params=groups(model),
+            offload=offload,
+            bucket_bytes=2000,
+            lr=1e-2,
             max_grad_norm=0.2,
-        )  # fmt: skip
+        )
         return model, zero
 
     model, zero = make()
@@ -39,7 +56,11 @@ def _run(
         mean_loss(model, x.to(dtype), y.to(dtype), sometimes=step % 2 == 1).backward()
         zero.step()
         if step == 2 and folder is not None:
-            checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group)
+            checkpoint.save(
+                folder,
+                {"model": zero.model_state_dict(), "optimizer": zero.state_dict()},
+                group=group,
+            )
             model, zero = make()
             state, _ = checkpoint.load(folder)
             zero.load_model_state_dict(state["model"])
@@ -52,7 +73,9 @@ def _run(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
 @pytest.mark.parametrize(("stage", "place"), [(2, "cpu"), (2, "disk"), (3, "disk")])
-def test_offloaded_states_give_the_same_bits(world, tmp_path: Path, name: str, dtype: torch.dtype, stage: int, place: str):
+def test_offloaded_states_give_the_same_bits(
+    world, tmp_path: Path, name: str, dtype: torch.dtype, stage: int, place: str
+):
     expected, plain_bytes = world(2).run(_run, stage, name, dtype, None, None)[0]
     assert plain_bytes > 0
     offload = "cpu" if place == "cpu" else str(tmp_path)
@@ -64,14 +87,22 @@ def test_offloaded_states_give_the_same_bits(world, tmp_path: Path, name: str, d
 
 def _refuse(rank: int, group: Any, offload: str) -> str:
     try:
-        ZeroOptimizer(Net(mixed=False), pyops.optim.LAMB if offload == "cpu" else pyops.optim.AdamW, stage=1, group=group,
-                      offload=offload, lr=1e-3)  # fmt: skip
+        ZeroOptimizer(
+            Net(mixed=False),
+            pyops.optim.LAMB if offload == "cpu" else pyops.optim.AdamW,
+            stage=1,
+            group=group,
+            offload=offload,
+            lr=1e-3,
+        )
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("offload", "words"), [("/no/such/folder", "a folder that exists"), ("cpu", "LAMB")])
+@pytest.mark.parametrize(
+    ("offload", "words"), [("/no/such/folder", "a folder that exists"), ("cpu", "LAMB")]
+)
 def test_refuses(world, offload: str, words: str):
     assert not os.path.exists("/no/such/folder")
     for said in world(2).run(_refuse, offload):

@@ -1,4 +1,5 @@
-"""ZeroOptimizer: n ranks at any stage take the steps that one process takes with the whole batch."""
+"""ZeroOptimizer: n ranks at any stage take the steps that one process takes with the whole
+batch."""
 
 from __future__ import annotations
 
@@ -21,15 +22,24 @@ OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def _train(
-    rank: int, group: Any, stage: int, name: str, options: dict[str, Any], zero: dict[str, Any], accumulate: int = 1,
-    mode: str = "", steps: int = STEPS,
-) -> dict[str, Tensor]:  # fmt: skip
+    rank: int,
+    group: Any,
+    stage: int,
+    name: str,
+    options: dict[str, Any],
+    zero: dict[str, Any],
+    accumulate: int = 1,
+    mode: str = "",
+    steps: int = STEPS,
+) -> dict[str, Tensor]:
     """mode of accumulation: "no_sync", or "sync" for a reduction after every backward."""
     size = dist.get_world_size(group)
     model = Net(seed=rank, mixed=name.startswith("torch."))
     module = torch.optim if name.startswith("torch.") else pyops.optim
     cls = getattr(module, name.removeprefix("torch."))
-    optimizer = ZeroOptimizer(model, cls, stage=stage, group=group, params=groups(model), **zero, **options)
+    optimizer = ZeroOptimizer(
+        model, cls, stage=stage, group=group, params=groups(model), **zero, **options
+    )
     for step in range(steps):
         optimizer.zero_grad()
         x, y = part(step, rank, size)
@@ -43,14 +53,24 @@ def _train(
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _compare(found: list[dict[str, Tensor]], expected: dict[str, Tensor], *, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+def _compare(
+    found: list[dict[str, Tensor]],
+    expected: dict[str, Tensor],
+    *,
+    rtol: float = 2e-5,
+    atol: float = 2e-6,
+) -> None:
     start = Net().state_dict()
     moved = sum(float((p - start[name]).abs().max()) > 1e-4 for name, p in expected.items())
     assert moved > 7, "parameters that don't move would prove nothing"
     for rank, parameters in enumerate(found):
         for name, p in parameters.items():
             torch.testing.assert_close(
-                p, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name, r=rank: f"{n} of {r}: {m}"
+                p,
+                expected[name],
+                rtol=rtol,
+                atol=atol,
+                msg=lambda m, n=name, r=rank: f"{n} of {r}: {m}",
             )
             assert torch.equal(p, found[0][name]), f"{name} differs between ranks"
 
@@ -60,19 +80,24 @@ def expected() -> dict[str, Tensor]:
     return one_process(lambda g: torch.optim.AdamW(g, **OPTIONS), steps=STEPS, sometimes_every=3)
 
 
-@pytest.mark.parametrize(("size", "bucket_bytes"), [(1, 3000), (2, 1), (2, 3000), (2, 1 << 20), (3, 3000)])
+@pytest.mark.parametrize(
+    ("size", "bucket_bytes"), [(1, 3000), (2, 1), (2, 3000), (2, 1 << 20), (3, 3000)]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int):
     for accumulate, mode, overlap in ((1, "", True), (2, "no_sync", False), (2, "sync", True)):
         zero = {"bucket_bytes": bucket_bytes, "overlap": overlap}
-        _compare(world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected)
+        _compare(
+            world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
     options = {"max_grad_norm": None}
     found = [
-        world(3).run(_train, stage, "torch.AdamW", OPTIONS, {"bucket_bytes": size, **options})[0] for size in (1, 2000, 1 << 20)
+        world(3).run(_train, stage, "torch.AdamW", OPTIONS, {"bucket_bytes": size, **options})[0]
+        for size in (1, 2000, 1 << 20)
     ]
     for other in found[1:]:
         for name, p in found[0].items():
@@ -80,7 +105,10 @@ def test_bucket_sizes_do_not_change_a_bit(world, stage: int):
 
 
 def test_stages_give_the_same_bits(world):
-    found = [world(3).run(_train, stage, "AdamW", OPTIONS, {"bucket_bytes": 2000})[0] for stage in (0, 1, 2, 3)]
+    found = [
+        world(3).run(_train, stage, "AdamW", OPTIONS, {"bucket_bytes": 2000})[0]
+        for stage in (0, 1, 2, 3)
+    ]
     for other in found[1:]:
         for name, p in found[0].items():
             assert torch.equal(p, other[name]), name
@@ -101,16 +129,31 @@ def test_any_optimizer(world, name: str, options: dict[str, Any], max_grad_norm:
     cls = getattr(module, name.removeprefix("torch."))
     mixed = name.startswith("torch.")
     expected = one_process(
-        lambda g: cls(g, **options), steps=6, sometimes_every=3, max_grad_norm=max_grad_norm, mixed=mixed
-    )  # fmt: skip
+        lambda g: cls(g, **options),
+        steps=6,
+        sometimes_every=3,
+        max_grad_norm=max_grad_norm,
+        mixed=mixed,
+    )
     for stage in (1, 2, 3):
-        found = world(3).run(_train, stage, name, options, {"bucket_bytes": 2000, "max_grad_norm": max_grad_norm}, 1, "", 6)
+        found = world(3).run(
+            _train,
+            stage,
+            name,
+            options,
+            {"bucket_bytes": 2000, "max_grad_norm": max_grad_norm},
+            1,
+            "",
+            6,
+        )
         _compare(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:
     model = Net(seed=rank, mixed=False).bfloat16()
-    zero = ZeroOptimizer(model, pyops.optim.AdamW, stage=stage, group=group, bucket_bytes=900, lr=1e-2, **options)
+    zero = ZeroOptimizer(
+        model, pyops.optim.AdamW, stage=stage, group=group, bucket_bytes=900, lr=1e-2, **options
+    )
     for step in range(6):
         x, y = part(step, rank, dist.get_world_size(group))
         mean_loss(model, x.bfloat16(), y.bfloat16(), sometimes=step % 2 == 0).backward()
@@ -120,7 +163,9 @@ def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}], ids=["masters", "stochastic rounding"]
+    "options",
+    [{}, {"stochastic_rounding": True, "state_dtype": torch.bfloat16}],
+    ids=["masters", "stochastic rounding"],
 )
 def test_16_bit_parameters_have_the_same_bits_at_every_stage(world, options: dict[str, Any]):
     expected = world(3).run(_rounded, 0, options)[0]
@@ -149,7 +194,9 @@ def _one_sided(rank: int, group: Any, stage: int) -> dict[str, Tensor]:
     """A layer that only the last rank uses."""
     size = dist.get_world_size(group)
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, group=group, bucket_bytes=2000, **OPTIONS)
+    zero = ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, group=group, bucket_bytes=2000, **OPTIONS
+    )
     for step in range(6):
         mean_loss(model, *part(step, rank, size), sometimes=rank == size - 1).backward()
         assert len(zero.reduced_gradients()) == len(zero.gradients.buckets)
@@ -167,4 +214,6 @@ def test_a_layer_that_one_rank_uses(world, stage: int):
         for rank in range(3):
             (mean_loss(model, *part(step, rank, 3), sometimes=rank == 2) / 3).backward()
         plain.step()
-    _compare(world(3).run(_one_sided, stage), {name: p.detach() for name, p in model.named_parameters()})
+    _compare(
+        world(3).run(_one_sided, stage), {name: p.detach() for name, p in model.named_parameters()}
+    )

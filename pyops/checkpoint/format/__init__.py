@@ -1,1 +1,2 @@
-"""What lies on the disk: safetensors files with checksums, the manifest, and how parts of tensors are named."""
+"""What lies on the disk: safetensors files with checksums, the manifest, and how parts of tensors
+are named."""

@@ -12,7 +12,8 @@ __all__ = ["views"]
 
 
 def views(target: Tensor | Shard | Shards, *, flat: bool) -> list[tuple[Box, Tensor]]:
-    """The target's boxes, each with the view of its memory. flat: of the flattened tensor, where all of it is ranges."""
+    """The target's boxes, each with the view of its memory. flat: of the flattened tensor, where
+    all of it is ranges."""
     if isinstance(target, Tensor):
         if flat:
             return [(((0,), (target.numel(),)), target.view(-1))]
@@ -23,7 +24,9 @@ def views(target: Tensor | Shard | Shards, *, flat: bool) -> list[tuple[Box, Ten
             found.append(((tuple(part.offset), tuple(part.tensor.shape)), part.tensor))
             continue
         at = 0
-        for box in boxes_of_range(part.global_shape, part.offset[0], part.offset[0] + len(part.tensor)):
+        for box in boxes_of_range(
+            part.global_shape, part.offset[0], part.offset[0] + len(part.tensor)
+        ):
             n = prod(box[1])
             found.append((box, part.tensor[at : at + n].view(box[1])))
             at += n

@@ -14,7 +14,8 @@ manifest.json:
     tensors: {file: {name: {dtype, shape}}}       what each holds
     crc32                                         of all the above
 
-Version 1 had no shards, 2 no ranges, and both one checksum for a file: they are read, and no longer written.
+Version 1 had no shards, 2 no ranges, and both one checksum for a file: they are read, and no longer
+written.
 """
 
 from __future__ import annotations
@@ -64,16 +65,21 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Sharded:
-    """In a state: a tensor whose parts lie in the files of several ranks; `node` is what the manifest says of it."""
+    """In a state: a tensor whose parts lie in the files of several ranks; `node` is what the
+    manifest says of it."""
 
     node: dict[str, Any]
 
 
-def take_apart(value: Any, tensors: dict[str, Content], *, name: str = "", what: str = "state", depth: int = 0) -> Any:
-    """The JSON tree of `value`; its tensors are added to `tensors` under the path that leads to them.
+def take_apart(
+    value: Any, tensors: dict[str, Content], *, name: str = "", what: str = "state", depth: int = 0
+) -> Any:
+    """The JSON tree of `value`; its tensors are added to `tensors` under the path that leads to
+    them.
 
-    Raises TypeError, naming the path in `what`, for anything else than dicts with string or integer keys, lists, tuples,
-    tensors, numbers, strings, booleans and None, and for a state that is nested too deep.
+    Raises TypeError, naming the path in `what`, for anything else than dicts with string or integer
+    keys, lists, tuples, tensors, numbers, strings, booleans and None, and for a state that is
+    nested too deep.
     """
     if isinstance(value, Tensor):
         unique = name or "tensor"
@@ -86,7 +92,10 @@ def take_apart(value: Any, tensors: dict[str, Content], *, name: str = "", what:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth > MAX_NESTING:
-        raise TypeError(f"{what}[{name!r}] is nested more than {MAX_NESTING} levels deep; a checkpoint holds flatter states")
+        raise TypeError(
+            f"{what}[{name!r}] is nested more than {MAX_NESTING} levels deep; a "
+            "checkpoint holds flatter states"
+        )
     prefix = f"{name}." if name else ""
 
     def part(key: object, value: Any) -> Any:
@@ -101,13 +110,15 @@ def take_apart(value: Any, tensors: dict[str, Content], *, name: str = "", what:
         items = [part(i, v) for i, v in enumerate(value)]
         return {TUPLE: items} if isinstance(value, tuple) else items
     raise TypeError(
-        f"{what}[{name!r}] is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, booleans, None, "
+        f"{what}[{name!r}] is a {type(value).__name__}; a checkpoint holds tensors, "
+        "numbers, strings, booleans, None, "
         "and dicts (keyed by strings or integers), lists and tuples of them: convert it"
     )
 
 
 def restore(tree: Any, find: Callable[[Mapping[str, Any], str], T], *, name: str = "") -> Any:
-    """The value that `take_apart` took apart. find: what to put where tensors were: (node that names a tensor, its path)."""
+    """The value that `take_apart` took apart. find: what to put where tensors were: (node that
+    names a tensor, its path)."""
     prefix = f"{name}." if name else ""
     if isinstance(tree, list):
         return [restore(item, find, name=f"{prefix}{i}") for i, item in enumerate(tree)]
@@ -122,28 +133,41 @@ def restore(tree: Any, find: Callable[[Mapping[str, Any], str], T], *, name: str
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises CheckpointError when there is none, or one of something else."""
+    """The manifest of a checkpoint folder. Raises CheckpointError when there is none, or one of
+    something else."""
     path, fix = folder / MANIFEST, f"delete {folder} and use an earlier checkpoint"
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_MANIFEST:
-            raise CheckpointError(f"{path} has {found.st_size} bytes, a manifest at most {MAX_MANIFEST}; {fix}")
+            raise CheckpointError(
+                f"{path} has {found.st_size} bytes, a manifest at most {MAX_MANIFEST}; {fix}"
+            )
         manifest = json.loads(path.read_text())
     except FileNotFoundError:
-        what = "has no manifest.json: it is no checkpoint of pyops" if folder.is_dir() else "does not exist"
+        what = (
+            "has no manifest.json: it is no checkpoint of pyops"
+            if folder.is_dir()
+            else "does not exist"
+        )
         raise CheckpointError(
-            f"checkpoint {folder} {what}; name a folder that pyops.checkpoint.save wrote{how_to_fetch(folder)}"
+            f"checkpoint {folder} {what}; name a folder that pyops.checkpoint.save "
+            f"wrote{how_to_fetch(folder)}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is damaged ({error}); {fix}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        which = f": its format is {manifest.get('format')!r:.80}" if isinstance(manifest, dict) else ""
-        raise CheckpointError(f"{path} is no manifest of pyops{which}; name a folder that pyops.checkpoint.save wrote")
+        which = (
+            f": its format is {manifest.get('format')!r:.80}" if isinstance(manifest, dict) else ""
+        )
+        raise CheckpointError(
+            f"{path} is no manifest of pyops{which}; name a folder that pyops.checkpoint.save wrote"
+        )
     if type(manifest.get("version")) is not int or manifest["version"] not in VERSIONS:
         raise CheckpointError(
-            f"{path} is of version {manifest.get('version')!r}, this pyops reads versions {VERSIONS[0]} to {VERSIONS[-1]}; "
+            f"{path} is of version {manifest.get('version')!r}, this pyops reads "
+            f"versions {VERSIONS[0]} to {VERSIONS[-1]}; "
             "read it with the pyops that wrote it"
         )
     if seal({key: value for key, value in manifest.items() if key != "crc32"}) != manifest:

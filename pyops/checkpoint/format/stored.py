@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint that are still on the disk: read whole, or the part that a rank wants, however they were stored.
+"""Tensors of a checkpoint that are still on the disk: read whole, or the part that a rank wants,
+however they were stored.
 
 stored     | range 0 (file of rank 0) | range 1 (file of rank 1) | range 2 (rank 0) |     or boxes, or one whole tensor
 wanted                         | a range, a box, or all of it |
@@ -28,9 +29,12 @@ Target = Tensor | Shard | Shards
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may share memory: no dimension's stride may be less than what the smaller ones take."""
+    """Whether two elements may share memory: no dimension's stride may be less than what the
+    smaller ones take."""
     taken = 1
-    for stride, size in sorted((st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+    for stride, size in sorted(
+        (st, n) for n, st in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+    ):
         if stride < taken:
             return tensor.numel() > 0
         taken = stride * (size - 1) + taken
@@ -39,8 +43,8 @@ def _overlaps(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """A stored piece of a tensor: `name` in a file that is opened when it is needed; a number of `offset` per dim, or one for
-    a range of the flattened tensor."""
+    """A stored piece of a tensor: `name` in a file that is opened when it is needed; a number of
+    `offset` per dim, or one for a range of the flattened tensor."""
 
     open: Callable[[], TensorFile]
     name: str
@@ -55,14 +59,22 @@ class Stored:
     """
 
     def __init__(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part],
-        *, explain: Callable[[TensorFile, Exception], CheckpointError],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[Part],
+        *,
+        explain: Callable[[TensorFile, Exception], CheckpointError],
+    ) -> None:
         self.name, self.shape, self.dtype, self.parts = name, tuple(shape), dtype, tuple(parts)
         self._explain = explain
 
     def __repr__(self) -> str:
-        return f"Stored({self.name!r}, shape={list(self.shape)}, dtype={self.dtype}, parts={len(self.parts)})"
+        return (
+            f"Stored({self.name!r}, shape={list(self.shape)}, dtype={self.dtype}, "
+            f"parts={len(self.parts)})"
+        )
 
     @property
     def numel(self) -> int:
@@ -76,7 +88,8 @@ class Stored:
         return whole
 
     def compare(self, target: Target | None = None) -> None:
-        """Compare the blocks that hold the target's elements (None: all) with their checksums. CheckpointError."""
+        """Compare the blocks that hold the target's elements (None: all) with their checksums.
+        CheckpointError."""
         if target is None:
             for part in self.parts:
                 file = part.open()
@@ -91,39 +104,55 @@ class Stored:
                 file.compare(place + low, place + high)
 
     def check(self, target: Target) -> None:
-        """CheckpointError unless the target is this tensor or a part of it, in memory, and of a dtype that it can become."""
+        """CheckpointError unless the target is this tensor or a part of it, in memory, and of a
+        dtype that it can become."""
         for part in target if isinstance(target, Shards) else (target,):
             if isinstance(part, ShardElsewhere):
                 raise CheckpointError(
-                    f"{self.name} is not in memory here and can't be filled; give what load(folder, lazy=True) "
+                    f"{self.name} is not in memory here and can't be filled; give what "
+                    "load(folder, lazy=True) "
                     "returns to load_state_dict"
                 )
             tensor = part.tensor if isinstance(part, Shard) else part
             shape = tuple(part.global_shape) if isinstance(part, Shard) else tuple(part.shape)
             if shape != self.shape:
                 raise CheckpointError(
-                    f"{self.name} has shape {list(self.shape)} in the checkpoint, {list(shape)} here; build the model that was "
+                    f"{self.name} has shape {list(self.shape)} in the checkpoint, "
+                    f"{list(shape)} here; build the model that was "
                     "saved"
                 )
-            if tensor.dtype != self.dtype and not (tensor.is_floating_point() and self.dtype.is_floating_point):
-                raise CheckpointError(f"{self.name} is {self.dtype} in the checkpoint, {tensor.dtype} here; convert it by hand")
+            if tensor.dtype != self.dtype and not (
+                tensor.is_floating_point() and self.dtype.is_floating_point
+            ):
+                raise CheckpointError(
+                    f"{self.name} is {self.dtype} in the checkpoint, {tensor.dtype} "
+                    "here; convert it by hand"
+                )
             if tensor.is_meta:
-                raise CheckpointError(f"{self.name} is on the meta device here; give it memory first (to_empty, empty_like)")
+                raise CheckpointError(
+                    f"{self.name} is on the meta device here; give it memory first "
+                    "(to_empty, empty_like)"
+                )
             if tensor.layout != torch.strided:
-                raise CheckpointError(f"{self.name} has layout {tensor.layout} here; give a dense tensor to fill")
+                raise CheckpointError(
+                    f"{self.name} has layout {tensor.layout} here; give a dense tensor to fill"
+                )
             if (problem := memory_problem(tensor)) is not None:
                 raise CheckpointError(f"{self.name} {problem}")
             if _overlaps(tensor):
                 raise CheckpointError(
-                    f"{self.name} has shape {list(tensor.shape)} and strides {list(tensor.stride())} here, so that elements "
+                    f"{self.name} has shape {list(tensor.shape)} and strides "
+                    f"{list(tensor.stride())} here, so that elements "
                     "share memory; give a tensor whose elements lie apart, such as clone() of it"
                 )
 
     @torch.no_grad()
     def read_into(self, target: Target) -> None:
-        """Fill the tensor, or the part of it that a shard is, on any device; floating dtypes are converted.
+        """Fill the tensor, or the part of it that a shard is, on any device; floating dtypes are
+        converted.
 
-        Blocks are compared before their bytes are taken, and `compare(target)` compares all before any is.
+        Blocks are compared before their bytes are taken, and `compare(target)` compares all before
+        any is.
         """
         self.check(target)
         for file, place, shape, box, tensor in self._meetings(target):
@@ -137,8 +166,11 @@ class Stored:
         except (OSError, ValueError) as error:
             raise self._explain(file, error) from None
 
-    def _meetings(self, target: Target) -> list[tuple[TensorFile, int, tuple[int, ...], Box, Tensor]]:
-        """Where the target meets stored boxes: (file, first byte of the stored box, its shape, box within it, view)."""
+    def _meetings(
+        self, target: Target
+    ) -> list[tuple[TensorFile, int, tuple[int, ...], Box, Tensor]]:
+        """Where the target meets stored boxes: (file, first byte of the stored box, its shape, box
+        within it, view)."""
         some = target.parts if isinstance(target, Shards) else (target,)
         flat = all(len(part.offset) == 1 for part in self.parts) and all(
             part.is_range if isinstance(part, Shard) else part.is_contiguous() for part in some
@@ -151,10 +183,17 @@ class Stored:
                     if (common := meeting(box, wanted_box)) is None:
                         continue
                     offset, size = common
-                    here = view[tuple(slice(o - w, o - w + n) for o, w, n in zip(offset, wanted_box[0], size, strict=True))]
+                    here = view[
+                        tuple(
+                            slice(o - w, o - w + n)
+                            for o, w, n in zip(offset, wanted_box[0], size, strict=True)
+                        )
+                    ]
                     inner = tuple(o - b for o, b in zip(offset, box[0], strict=True))
                     file = part.open()
-                    found.append((file, file.entries[part.name].start + ahead, box[1], (inner, size), here))
+                    found.append(
+                        (file, file.entries[part.name].start + ahead, box[1], (inner, size), here)
+                    )
         return found
 
     def _boxes_of(self, part: Part, *, flat: bool) -> list[tuple[Box, int]]:
@@ -176,11 +215,24 @@ def _span(shape: tuple[int, ...], box: Box, itemsize: int) -> tuple[int, int]:
     return first * itemsize, (last + 1) * itemsize
 
 
-def _read_box(file: TensorFile, place: int, shape: tuple[int, ...], box: Box, target: Tensor, dtype: torch.dtype) -> None:
-    """Read a box of the tensor of `shape` whose first byte is at `place`; a piece at a time where it can't be read in place."""
+def _read_box(
+    file: TensorFile,
+    place: int,
+    shape: tuple[int, ...],
+    box: Box,
+    target: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Read a box of the tensor of `shape` whose first byte is at `place`; a piece at a time where
+    it can't be read in place."""
     (low, high), itemsize = _span(shape, box, dtype.itemsize), dtype.itemsize
     in_one_piece = high - low == prod(box[1]) * itemsize
-    if in_one_piece and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+    if (
+        in_one_piece
+        and target.dtype == dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+    ):
         file.read(place + low, bytes_of(target))
         return
     if high - low <= PIECE:
@@ -193,6 +245,20 @@ def _read_box(file: TensorFile, place: int, shape: tuple[int, ...], box: Box, ta
     for i in range(0, box[1][0], step):
         n = min(step, box[1][0] - i)
         if n == 1:  # perhaps longer than a piece: go into it
-            _read_box(file, place + (box[0][0] + i) * row, shape[1:], (box[0][1:], box[1][1:]), target[i], dtype)
+            _read_box(
+                file,
+                place + (box[0][0] + i) * row,
+                shape[1:],
+                (box[0][1:], box[1][1:]),
+                target[i],
+                dtype,
+            )
         else:
-            _read_box(file, place, shape, ((box[0][0] + i, *box[0][1:]), (n, *box[1][1:])), target[i : i + n], dtype)
+            _read_box(
+                file,
+                place,
+                shape,
+                ((box[0][0] + i, *box[0][1:]), (n, *box[1][1:])),
+                target[i : i + n],
+                dtype,
+            )

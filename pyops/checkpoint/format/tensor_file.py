@@ -1,10 +1,12 @@
-"""Safetensors files with a checksum of every block: written in one pass, read in pieces that are compared first.
+"""Safetensors files with a checksum of every block: written in one pass, read in pieces that are
+compared first.
 
     | u64 | JSON header, padded | tensor | tensor | tensor ... |
     | block 0: crc32 | block 1: crc32 | block 2: crc32 | ...   |      a MiB each, more in files of more than 4 GiB
 
-A reader of a few rows reads and compares the blocks in which they lie, and nothing else of the file. CRC-32 finds every flip of
-up to 32 bits in a row; it is no signature, and cryptographic hashes would take three times as long as writing.
+A reader of a few rows reads and compares the blocks in which they lie, and nothing else of the
+file. CRC-32 finds every flip of up to 32 bits in a row; it is no signature, and cryptographic
+hashes would take three times as long as writing.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def check_dtypes(tensors: Mapping[str, Content], *, what: str = "state") -> None
         if isinstance(tensor, Tensor):
             kind = "meta" if tensor.is_meta else tensor.layout
         if tensor.dtype not in NAMES or kind not in (torch.strided, "unread"):
-            raise TypeError(f"{what}[{name!r}] is a {tensor.dtype}, {kind} tensor, which a checkpoint can't hold: convert it")
+            raise TypeError(
+                f"{what}[{name!r}] is a {tensor.dtype}, {kind} tensor, which a "
+                "checkpoint can't hold: convert it"
+            )
         if isinstance(tensor, Tensor) and (problem := memory_problem(tensor)) is not None:
             raise TypeError(f"{what}[{name!r}] {problem}")
 
@@ -77,7 +82,11 @@ class _Checksums:
         at = 0
         while at < len(piece):
             n = min(self.block - self._filled, len(piece) - at)
-            self._crc, self._filled, at = zlib.crc32(piece[at : at + n], self._crc), self._filled + n, at + n
+            self._crc, self._filled, at = (
+                zlib.crc32(piece[at : at + n], self._crc),
+                self._filled + n,
+                at + n,
+            )
             if self._filled == self.block:
                 self.end()
 
@@ -99,17 +108,24 @@ def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Content], *, in_order: bool = False) -> dict[str, Any]:
-    """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each block]}.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Content], *, in_order: bool = False
+) -> dict[str, Any]:
+    """Write and flush to the disk; {"bytes": size, "block": bytes of a block, "crc32": [of each
+    block]}.
 
-    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor that is made or read when its
-    turn comes. One at a time is copied where it is not contiguous memory already. in_order: they lie, and are read, in the
-    order given; otherwise by the size of their elements. TypeError for a dtype that a file can't hold, before the file is
-    made; OSError.
+    tensors: on any device, of any strides; or what has `shape`, `dtype` and `read()`, a tensor that
+    is made or read when its turn comes. One at a time is copied where it is not contiguous memory
+    already. in_order: they lie, and are read, in the order given; otherwise by the size of their
+    elements. TypeError for a dtype that a file can't hold, before the file is made; OSError.
     """
     check_dtypes(tensors)
     # Wide elements first, so that every tensor lies at a multiple of its element's size.
-    order = list(tensors) if in_order else sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = (
+        list(tensors)
+        if in_order
+        else sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    )
     header = _header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
     size = len(header) + sum(prod(t.shape) * t.dtype.itemsize for t in tensors.values())
     block = BLOCK
@@ -138,10 +154,12 @@ def _put(descriptor: int, data: memoryview, checksums: _Checksums) -> None:
 class TensorFile:
     """A file, read in pieces. Nothing stays open between two calls.
 
-    expected: {"bytes", "block", "crc32": [...]} as `write_tensors` gave it; {"bytes", "crc32": one number} for a file that is
-    one block; None for a file of which nothing is known, which is then compared with nothing.
+    expected: {"bytes", "block", "crc32": [...]} as `write_tensors` gave it; {"bytes", "crc32": one
+    number} for a file that is one block; None for a file of which nothing is known, which is then
+    compared with nothing.
 
-    entries: {name: Entry}. Raises OSError, and ValueError saying what is wrong, without the file's name.
+    entries: {name: Entry}. Raises OSError, and ValueError saying what is wrong, without the file's
+    name.
     """
 
     def __init__(self, path: Path, expected: Mapping[str, Any] | None = None) -> None:
@@ -182,10 +200,15 @@ class TensorFile:
         return descriptor
 
     def compare(self, start: int, stop: int) -> None:
-        """Compare the blocks of bytes [start, stop) with their checksums, each once. ValueError where they differ."""
+        """Compare the blocks of bytes [start, stop) with their checksums, each once. ValueError
+        where they differ."""
         if self._crcs is None or start >= stop:
             return
-        wanted = [b for b in range(start // self.block, (stop - 1) // self.block + 1) if b not in self._compared]
+        wanted = [
+            b
+            for b in range(start // self.block, (stop - 1) // self.block + 1)
+            if b not in self._compared
+        ]
         if not wanted:
             return
         scratch, descriptor = memoryview(bytearray(min(self.block, PIECE))), self._open()
@@ -197,7 +220,10 @@ class TensorFile:
                     _fill(descriptor, at, piece)
                     crc = zlib.crc32(piece, crc)
                 if crc != self._crcs[number]:
-                    raise ValueError(f"is damaged: the checksum of bytes {number * self.block} to {end} is not the manifest's")
+                    raise ValueError(
+                        f"is damaged: the checksum of bytes {number * self.block} to "
+                        f"{end} is not the manifest's"
+                    )
                 self._compared.add(number)
         finally:
             os.close(descriptor)
@@ -223,7 +249,8 @@ def _fill(descriptor: int, at: int, into: memoryview) -> None:
 
 
 def _entries(told: Any, *, first: int, size: int) -> dict[str, Entry]:
-    """The header's tensors; together they must be all of the file. Raises KeyError, TypeError, ValueError."""
+    """The header's tensors; together they must be all of the file. Raises KeyError, TypeError,
+    ValueError."""
     if not isinstance(told, dict):
         raise TypeError("it is no object")
     found = {}
@@ -234,7 +261,9 @@ def _entries(told: Any, *, first: int, size: int) -> dict[str, Entry]:
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in [*shape, start, stop]):
             raise ValueError(f"{name!r} has a shape or place that is not made of whole numbers")
         if stop - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} has {stop - start} bytes, which are not {shape} of {entry['dtype']}")
+            raise ValueError(
+                f"{name!r} has {stop - start} bytes, which are not {shape} of {entry['dtype']}"
+            )
         found[name] = Entry(dtype, tuple(shape), first + start, first + stop)
     end = first
     for entry in sorted(found.values(), key=lambda e: (e.start, e.stop)):

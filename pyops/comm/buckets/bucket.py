@@ -5,8 +5,8 @@
                                     ready first                                    ready last, and small:
                                                                                    nothing is left to hide it behind
 
-A bucket is a slice, so nothing is copied in or out. Buckets are reduced in the order of the list on every rank, whichever
-becomes ready first, so that the ranks' collectives always match.
+A bucket is a slice, so nothing is copied in or out. Buckets are reduced in the order of the list on
+every rank, whichever becomes ready first, so that the ranks' collectives always match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LAST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of buffer number `buffer`, which hold its parameters number `parameters` (and padding)."""
+    """Elements [start, stop) of buffer number `buffer`, which hold its parameters number
+    `parameters` (and padding)."""
 
     buffer: int
     start: int
@@ -32,12 +33,16 @@ class Bucket:
 
 
 def cut(sizes: Sequence[int], *, limit: int, last_limit: int) -> list[list[int]]:
-    """Group consecutive items so that a group's sizes add up to at most `limit`, the last group's to at most `last_limit`.
+    """Group consecutive items so that a group's sizes add up to at most `limit`, the last group's
+    to at most `last_limit`.
 
-    A single item over the limit is a group of its own. The items of the last group are as many as fit.
+    A single item over the limit is a group of its own. The items of the last group are as many as
+    fit.
     """
     first_of_last, total = len(sizes), 0
-    while first_of_last > 0 and (total + sizes[first_of_last - 1] <= last_limit or first_of_last == len(sizes)):
+    while first_of_last > 0 and (
+        total + sizes[first_of_last - 1] <= last_limit or first_of_last == len(sizes)
+    ):
         first_of_last -= 1
         total += sizes[first_of_last]
     groups: list[list[int]] = []
@@ -58,19 +63,28 @@ def plan_buckets(
     bucket_bytes: int,
     positions: Sequence[Sequence[int]] | None = None,
 ) -> list[Bucket]:
-    """Cut every buffer into buckets of at most `bucket_bytes`, sorted by when backward completes them.
+    """Cut every buffer into buckets of at most `bucket_bytes`, sorted by when backward completes
+    them.
 
-    item_sizes: bytes per element of each buffer. positions[b][i]: when the gradient of parameter i of buffer b is expected,
-    as a rank among all parameters; by default buffers come one after the other. A parameter is never cut; one larger
-    than `bucket_bytes` is a bucket of its own. The buckets of a buffer cover it without gap, padding included.
+    item_sizes: bytes per element of each buffer. positions[b][i]: when the gradient of parameter i
+    of buffer b is expected, as a rank among all parameters; by default buffers come one after the
+    other. A parameter is never cut; one larger
+    than `bucket_bytes` is a bucket of its own. The buckets of a buffer cover it without gap,
+    padding included.
     """
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; give the bytes of a bucket, such as 25 << 20")
+        raise ValueError(
+            f"bucket_bytes is {bucket_bytes}; give the bytes of a bucket, such as 25 << 20"
+        )
     found: list[tuple[int, Bucket]] = []
     for buffer, (layout, item_size) in enumerate(zip(layouts, item_sizes, strict=True)):
         edges = [*layout.offsets[1:], layout.numel]
-        sizes = [(edge - offset) * item_size for offset, edge in zip(layout.offsets, edges, strict=True)]
-        for members in cut(sizes, limit=bucket_bytes, last_limit=min(bucket_bytes, LAST_BUCKET_BYTES)):
+        sizes = [
+            (edge - offset) * item_size for offset, edge in zip(layout.offsets, edges, strict=True)
+        ]
+        for members in cut(
+            sizes, limit=bucket_bytes, last_limit=min(bucket_bytes, LAST_BUCKET_BYTES)
+        ):
             bucket = Bucket(buffer, layout.offsets[members[0]], edges[members[-1]], tuple(members))
             ready = max(positions[buffer][m] for m in members) if positions else len(found)
             found.append((ready, bucket))

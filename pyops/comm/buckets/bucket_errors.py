@@ -1,4 +1,5 @@
-"""What compression left out of each bucket, kept between steps and known by parameter: buckets may be cut otherwise next time.
+"""What compression left out of each bucket, kept between steps and known by parameter: buckets may
+be cut otherwise next time.
 
 bucket 0 | head.weight        |pad|     ErrorFeedback 0: worker [numel of the bucket], server [this rank's part of it]
 bucket 1 | block.0.bias |pad| block.0.weight |     ErrorFeedback 1
@@ -18,20 +19,32 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.flat import FlatLayout, Shard
 
-__all__ = ["BucketErrors", "check_codec", "fold", "join_states", "layout_of_bucket", "new_memory", "part_of_state", "take"]
+__all__ = [
+    "BucketErrors",
+    "check_codec",
+    "fold",
+    "join_states",
+    "layout_of_bucket",
+    "new_memory",
+    "part_of_state",
+    "take",
+]
 
 
 def layout_of_bucket(bucket: Bucket, layout: FlatLayout) -> FlatLayout:
     """Where the bucket's tensors lie within the bucket."""
     members = bucket.parameters
     return FlatLayout(
-        tuple(layout.names[m] for m in members), tuple(layout.shapes[m] for m in members),
-        tuple(layout.offsets[m] - bucket.start for m in members), bucket.stop - bucket.start,
-    )  # fmt: skip
+        tuple(layout.names[m] for m in members),
+        tuple(layout.shapes[m] for m in members),
+        tuple(layout.offsets[m] - bucket.start for m in members),
+        bucket.stop - bucket.start,
+    )
 
 
 def join_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state_dict of several memories, which hold different parameters: their mappings by name become one."""
+    """One state_dict of several memories, which hold different parameters: their mappings by name
+    become one."""
     joined: dict[str, Any] = {}
     for state in states:
         for key, value in state.items():
@@ -45,25 +58,30 @@ def join_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def part_of_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """What a joined state says of these parameters."""
     return {
-        key: {n: value[n] for n in names if n in value} if isinstance(value, Mapping) else value for key, value in state.items()
+        key: {n: value[n] for n in names if n in value} if isinstance(value, Mapping) else value
+        for key, value in state.items()
     }
 
 
-def new_memory(codec: Codec, layout: FlatLayout, *, rank: int, size: int, device: torch.device) -> Any:
+def new_memory(
+    codec: Codec, layout: FlatLayout, *, rank: int, size: int, device: torch.device
+) -> Any:
     """Errors of zero for a bucket of this layout: the codec's own kind, or an ErrorFeedback."""
     make = getattr(codec, "memory", ErrorFeedback)
     return make(layout, codec=codec, rank=rank, size=size, device=device)
 
 
 def fold(memory: Any) -> None:
-    """Move this rank's part of the shared errors to its own, where it adds as much to the mean over the ranks."""
+    """Move this rank's part of the shared errors to its own, where it adds as much to the mean over
+    the ranks."""
     begin, end = memory.starts[memory.rank], memory.starts[memory.rank + 1]
     memory.worker[begin:end].add_(memory.server, alpha=memory.size)
     memory.server.zero_()
 
 
 def take(memory: Any, name: str, other: Any) -> None:
-    """Copy a parameter's own errors, and directions where there are such, from another memory. `fold` that one first."""
+    """Copy a parameter's own errors, and directions where there are such, from another memory.
+    `fold` that one first."""
     memory.worker[memory.layout.slice(name)] = other.worker[other.layout.slice(name)]
     if hasattr(memory, "take_basis"):
         memory.take_basis(name, other)
@@ -84,21 +102,36 @@ class BucketErrors:
     """
 
     def __init__(
-        self, codec: Codec, buckets: Sequence[Bucket], *, layouts: Sequence[FlatLayout], rank: int, size: int,
+        self,
+        codec: Codec,
+        buckets: Sequence[Bucket],
+        *,
+        layouts: Sequence[FlatLayout],
+        rank: int,
+        size: int,
         devices: Sequence[torch.device],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.codec, self.buckets = codec, list(buckets)
-        self._place = {(b.buffer, p): (i, j) for i, b in enumerate(buckets) for j, p in enumerate(b.parameters)}
+        self._place = {
+            (b.buffer, p): (i, j) for i, b in enumerate(buckets) for j, p in enumerate(b.parameters)
+        }
         self._memories: list[Any] = []
         self._padding: list[Tensor] = []
-        self._own_padding: list[Tensor] = []  # of this rank's part: counted once, since counting waits for a GPU
+        self._own_padding: list[
+            Tensor
+        ] = []  # of this rank's part: counted once, since counting waits for a GPU
         for bucket in buckets:
-            layout, device = layout_of_bucket(bucket, layouts[bucket.buffer]), devices[bucket.buffer]
+            layout, device = (
+                layout_of_bucket(bucket, layouts[bucket.buffer]),
+                devices[bucket.buffer],
+            )
             memory = new_memory(codec, layout, rank=rank, size=size, device=device)
             self._memories.append(memory)
             places, (begin, end) = _padding(layout), memory.starts[rank : rank + 2]
             self._padding.append(places.to(device))
-            self._own_padding.append((places[(places >= begin) & (places < end)] - begin).to(device))
+            self._own_padding.append(
+                (places[(places >= begin) & (places < end)] - begin).to(device)
+            )
 
     def __getitem__(self, index: int) -> Any:
         return self._memories[index]
@@ -110,7 +143,10 @@ class BucketErrors:
         place = memory.layout.slice_at(member)
         begin, end = memory.starts[memory.rank], memory.starts[memory.rank + 1]
         low, high = max(begin, place.start), min(end, place.stop)
-        return [memory.worker[place], *([memory.server[low - begin : high - begin]] if low < high else [])]
+        return [
+            memory.worker[place],
+            *([memory.server[low - begin : high - begin]] if low < high else []),
+        ]
 
     def keep(self, buffer: int, parameter: int) -> list[Tensor]:
         """A copy of a parameter's errors, for `put_back`."""
@@ -135,22 +171,32 @@ class BucketErrors:
         return join_states([memory.state_dict() for memory in self._memories])
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError for a state of another codec, one that lacks a parameter, or one that does not fit. Nothing is changed."""
+        """ValueError for a state of another codec, one that lacks a parameter, or one that does not
+        fit. Nothing is changed."""
         check_codec(state, self.codec)
         for memory in self._memories:
             absent = [name for name in memory.layout.names if name not in state["worker"]]
             if absent:
                 raise ValueError(
-                    f"the communication state has no errors for {absent[0]!r}; it is of another model: build that model, or go "
+                    f"the communication state has no errors for {absent[0]!r}; it is of "
+                    "another model: build that model, or go "
                     "on without the state, which begins with errors of zero"
                 )
-            trial = new_memory(self.codec, memory.layout, rank=memory.rank, size=memory.size, device=torch.device("cpu"))
+            trial = new_memory(
+                self.codec,
+                memory.layout,
+                rank=memory.rank,
+                size=memory.size,
+                device=torch.device("cpu"),
+            )
             trial.load_state_dict(part_of_state(state, memory.layout.names))
 
     def load_state_dict(self, state: Mapping[str, Any], *, op: str = "mean") -> None:
-        """Take up the errors of another run, on any number of ranks and with any buckets. ValueError as `check`.
+        """Take up the errors of another run, on any number of ranks and with any buckets.
+        ValueError as `check`.
 
-        op: what is made of the ranks' gradients. On another number of ranks it is their mean, or sum, of errors that stays.
+        op: what is made of the ranks' gradients. On another number of ranks it is their mean, or
+        sum, of errors that stays.
         """
         self.check(state)
         for memory in self._memories:
@@ -167,10 +213,18 @@ def _ranks_of(rows: Tensor | Shard) -> int:
 
 def check_codec(state: Mapping[str, Any], codec: Codec) -> None:
     """ValueError when the state is none, or that of another codec."""
-    if not isinstance(state, Mapping) or "codec" not in state or not isinstance(state.get("worker"), Mapping):
-        raise ValueError("this is no communication state; pass what communication_state(), or a hook's state_dict(), gave")
+    if (
+        not isinstance(state, Mapping)
+        or "codec" not in state
+        or not isinstance(state.get("worker"), Mapping)
+    ):
+        raise ValueError(
+            "this is no communication state; pass what communication_state(), or a "
+            "hook's state_dict(), gave"
+        )
     if state["codec"] != codec.name:
         raise ValueError(
-            f"the communication state is of codec {state['codec']}, this run uses {codec.name}; use that codec, or go on "
+            f"the communication state is of codec {state['codec']}, this run uses "
+            f"{codec.name}; use that codec, or go on "
             "without the state, which begins with errors of zero"
         )

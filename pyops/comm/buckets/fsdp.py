@@ -8,7 +8,8 @@
                                                        |            |            encoded, sent, summed by the owner in fp32
     output of rank 0, 1                          |   mean     |   mean     |
 
-Each slice is written once and read once; what a rank could not say of its gradients it says the next time.
+Each slice is written once and read once; what a rank could not say of its gradients it says the
+next time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ __all__ = ["FSDPReduceScatter", "fsdp_reduce_scatter"]
 
 
 class FSDPReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes: `allocate`, and the call. `fsdp_reduce_scatter` makes it.
+    """What `FSDPModule.set_custom_reduce_scatter` takes: `allocate`, and the call.
+    `fsdp_reduce_scatter` makes it.
 
-    Serves one module: the errors belong to its gradients. When some of its parameters get no gradient, FSDP reduces the others
-    alone, in a shorter tensor; each length has errors of its own.
+    Serves one module: the errors belong to its gradients. When some of its parameters get no
+    gradient, FSDP reduces the others alone, in a shorter tensor; each length has errors of its own.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -49,11 +51,18 @@ class FSDPReduceScatter:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> Work | None:
-        """output_tensor [n] = this rank's part of the sum, or mean, of the ranks' input_tensor [ranks * n]; the input is kept.
+        """output_tensor [n] = this rank's part of the sum, or mean, of the ranks' input_tensor
+        [ranks * n]; the input is kept.
 
-        ValueError for an op other than SUM and AVG, or an output of another size, before anything is sent.
+        ValueError for an op other than SUM and AVG, or an output of another size, before anything
+        is sent.
         """
         communicator, label = Communicator.of(group), "FSDP's gradients"
         try:
@@ -61,14 +70,21 @@ class FSDPReduceScatter:
             error = self._memory(input_tensor, communicator)
             if output_tensor.numel() * communicator.size != input_tensor.numel():
                 raise ValueError(
-                    f"the output has {output_tensor.numel()} elements; of {input_tensor.numel()} for {communicator.size} ranks "
+                    f"the output has {output_tensor.numel()} elements; of "
+                    f"{input_tensor.numel()} for {communicator.size} ranks "
                     f"each gets {input_tensor.numel() / communicator.size:g}"
                 )
         except (TypeError, ValueError) as mistake:
             work = refuse(mistake, communicator, what=label, tensor=input_tensor, async_op=async_op)
         else:
             work = compressed_reduce_scatter(
-                input_tensor, codec=self.codec, error=error, op=name, communicator=communicator, async_op=async_op, label=label
+                input_tensor,
+                codec=self.codec,
+                error=error,
+                op=name,
+                communicator=communicator,
+                async_op=async_op,
+                label=label,
             )
         if async_op:
             return _Copied(work, output_tensor)
@@ -78,13 +94,16 @@ class FSDPReduceScatter:
     def _memory(self, tensor: Tensor, communicator: Communicator) -> ErrorFeedback:
         numel = tensor.numel()
         if numel not in self._memories:
-            memory = ErrorFeedback(numel, codec=self.codec, communicator=communicator, device=tensor.device)
+            memory = ErrorFeedback(
+                numel, codec=self.codec, communicator=communicator, device=tensor.device
+            )
             if (saved := self._loaded.get(str(numel))) is not None:
                 rows = saved["worker"]["tensor"]
                 ranks = (rows.global_shape if isinstance(rows, Shard) else rows.shape)[0]
                 if ranks != communicator.size:
                     raise ValueError(
-                        f"the errors are of {ranks} ranks and this run has {communicator.size}, for which FSDP cuts gradients "
+                        f"the errors are of {ranks} ranks and this run has "
+                        f"{communicator.size}, for which FSDP cuts gradients "
                         "otherwise; go on without this state, which begins with errors of zero"
                     )
                 memory.load_state_dict(saved)
@@ -92,16 +111,20 @@ class FSDPReduceScatter:
         return self._memories[numel]
 
     def state_dict(self) -> dict[str, Any]:
-        """{"codec", "errors": {length of the input: ...}}: `pyops.flat.Shard`s, which pyops.checkpoint takes in `state`."""
-        errors = {key: saved for key, saved in self._loaded.items() if int(key) not in self._memories}
+        """{"codec", "errors": {length of the input: ...}}: `pyops.flat.Shard`s, which
+        pyops.checkpoint takes in `state`."""
+        errors = {
+            key: saved for key, saved in self._loaded.items() if int(key) not in self._memories
+        }
         errors |= {str(numel): memory.state_dict() for numel, memory in self._memories.items()}
         return {"codec": self.codec.name, "worker": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the errors of a run on as many ranks; they replace those of this one.
 
-        ValueError for the state of another codec (naming both). On another number of ranks FSDP's input has another layout, of
-        which this object knows nothing: ValueError when such errors would be used.
+        ValueError for the state of another codec (naming both). On another number of ranks FSDP's
+        input has another layout, of which this object knows nothing: ValueError when such errors
+        would be used.
         """
         check_codec(state, self.codec)
         self._memories, self._loaded = {}, dict(state["worker"])
@@ -126,7 +149,8 @@ def _name_of(op: Any) -> str:
         if op == known:
             return name
     raise ValueError(
-        f"FSDP asked for {op}; a compressed reduce-scatter knows SUM and AVG: leave set_gradient_divide_factor alone, or set "
+        f"FSDP asked for {op}; a compressed reduce-scatter knows SUM and AVG: leave "
+        "set_gradient_divide_factor alone, or set "
         "set_force_sum_reduction_for_comms(True)"
     )
 
@@ -134,14 +158,16 @@ def _name_of(op: Any) -> str:
 def fsdp_reduce_scatter(codec: Codec) -> FSDPReduceScatter:
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`; make one for each module.
 
-    codec: any that is an elementwise one, the same on every rank, or DisagreementError in backward. reduce_dtype: float32,
-    bfloat16 or float16. `state_dict()` and `load_state_dict()` carry the errors. On CUDA not yet run. TypeError for what is no
-    codec, ValueError for PowerSGD, which needs whole matrices.
+    codec: any that is an elementwise one, the same on every rank, or DisagreementError in backward.
+    reduce_dtype: float32, bfloat16 or float16. `state_dict()` and `load_state_dict()` carry the
+    errors. On CUDA not yet run. TypeError for what is no codec, ValueError for PowerSGD, which
+    needs whole matrices.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.OneBit()")
     if hasattr(codec, "all_reduce"):
         raise ValueError(
-            f"{codec.name} needs whole matrices, and FSDP gives flat slices; use an elementwise codec, such as Int8()"
+            f"{codec.name} needs whole matrices, and FSDP gives flat slices; use an "
+            "elementwise codec, such as Int8()"
         )
     return FSDPReduceScatter(codec)

@@ -1,4 +1,5 @@
-"""The arithmetic of the collectives on flat tensors of any dtype: fp32 inside for 16-bit, one rounding.
+"""The arithmetic of the collectives on flat tensors of any dtype: fp32 inside for 16-bit, one
+rounding.
 
 fp32 bf16 fp16 fp64   the kernels of pyops.ops.reduce
 complex               as pairs of reals
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from pyops.ops.communication.reduce import accumulate_, scale_cast_, sum_rows_
 
-__all__ = ["accumulate", "check_reducible", "partial_dtype", "scale_in_place", "sum_rows", "summable_view"]
+__all__ = [
+    "accumulate",
+    "check_reducible",
+    "partial_dtype",
+    "scale_in_place",
+    "sum_rows",
+    "summable_view",
+]
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _KERNELS = (torch.float32, *_SIXTEEN_BITS, torch.float64)
@@ -28,10 +36,19 @@ def check_reducible(tensor: Tensor, *, op: str) -> None:
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}")
     dtype = tensor.dtype
-    if dtype not in _KERNELS and dtype not in _PLAIN and dtype not in _SIGNED and not dtype.is_complex:
-        raise TypeError(f"{dtype} tensors can't be summed over ranks; cast to float32 or bfloat16 first")
+    if (
+        dtype not in _KERNELS
+        and dtype not in _PLAIN
+        and dtype not in _SIGNED
+        and not dtype.is_complex
+    ):
+        raise TypeError(
+            f"{dtype} tensors can't be summed over ranks; cast to float32 or bfloat16 first"
+        )
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"the mean of {dtype} tensors is not of that dtype; use op='sum' and divide afterwards")
+        raise TypeError(
+            f"the mean of {dtype} tensors is not of that dtype; use op='sum' and divide afterwards"
+        )
 
 
 def summable_view(flat: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Everything a process group needs beside itself to run collectives: transport, shared memory, costs, one thread, one sequence.
+"""Everything a process group needs beside itself to run collectives: transport, shared memory,
+costs, one thread, one sequence.
 
 Communicator.of(group)     made at the first collective of the group, kept as long as the group itself
   .run(call, ...)          here and now, on the thread when the call is asynchronous or others are still waiting there,
@@ -22,7 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.collectives import probe
-from pyops.comm.collectives.shared_memory import AGREEMENT, SPINS_ALONE, SPINS_BESIDE_COMPUTE, SharedMemory, Unavailable
+from pyops.comm.collectives.shared_memory import (
+    AGREEMENT,
+    SPINS_ALONE,
+    SPINS_BESIDE_COMPUTE,
+    SharedMemory,
+    Unavailable,
+)
 from pyops.comm.collectives.transport import ProcessGroupTransport, exchange_bytes
 from pyops.comm.collectives.work import StreamWork, Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
@@ -38,14 +45,18 @@ _REFUSED = b"refused"  # in the place of a dtype's name
 _REFUSAL_WIDTH = 1024
 _TABLE_WIDTH = 512
 
-# The one cache at module level: what belongs to a group lives as long as the group and is found by it. Entries don't hold their
-# group, so a destroyed one is forgotten by itself; a group that is made anew is another object with an entry of its own.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+# The one cache at module level: what belongs to a group lives as long as the group and is found by
+# it. Entries don't hold their group, so a destroyed one is forgotten by itself; a group that is
+# made anew is another object with an entry of its own.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)
 os.register_at_fork(after_in_child=_communicators.clear)
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:
-    """Let go of what was kept for `group` (its thread, its shared memory) before the group itself goes."""
+    """Let go of what was kept for `group` (its thread, its shared memory) before the group itself
+    goes."""
     target = group if group is not None else dist.group.WORLD
     found = _communicators.pop(target, None) if target is not None else None
     if found is not None:
@@ -55,8 +66,8 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 class Communicator:
     """One rank's state for one group. `rank` and `size` are of the group. Use `Communicator.of`.
 
-    presumed_costs: what "auto" need not measure, by (device type, dtype); the same on every rank. A table counts where it
-    has every algorithm that can run.
+    presumed_costs: what "auto" need not measure, by (device type, dtype); the same on every rank. A
+    table counts where it has every algorithm that can run.
     """
 
     presumed_costs: ClassVar[Mapping[tuple[str, str], probe.Table]] = {}
@@ -69,19 +80,23 @@ class Communicator:
         self.sequence = 0  # collectives called so far; equal on all ranks
         self._current = 0  # the one that runs
         self._shared: SharedMemory | str | None = None  # a text says why there is none
-        self._uncounted = 0  # bytes that went another way than the transport, less those that were for measuring
+        self._uncounted = (
+            0  # bytes that went another way than the transport, less those that were for measuring
+        )
         self._costs: dict[tuple[str, str], probe.Table] = {}
         self._broken: CommunicationError | None = None
         self._streams: dict[torch.device, Any] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Communicator:
-        """The communicator of a group, by default of all ranks. ValueError where torch.distributed is not running."""
+        """The communicator of a group, by default of all ranks. ValueError where torch.distributed
+        is not running."""
         if group is None:
             check_initialized("a collective of the default group")
             if not dist.is_initialized():
                 raise ValueError(
-                    "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group"
+                    "torch.distributed is not initialised; start with torchrun and call "
+                    "torch.distributed.init_process_group"
                 )
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
@@ -95,7 +110,10 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise RuntimeError("this communicator's process group was destroyed; make it anew with Communicator.of(group)")
+            raise RuntimeError(
+                "this communicator's process group was destroyed; make it anew with "
+                "Communicator.of(group)"
+            )
         return group
 
     def backend(self, device: torch.device) -> str:
@@ -111,7 +129,8 @@ class Communicator:
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to others so far, or put into shared memory for them.
 
-        What a backend's own collective sends is not told: its tensors count as if it were two shots.
+        What a backend's own collective sends is not told: its tensors count as if it were two
+        shots.
         """
         return self.transport.bytes_sent + self._uncounted
 
@@ -123,9 +142,18 @@ class Communicator:
         self.worker.stop()
         self._shared = None
 
-    # --- running -----------------------------------------------------------------------------------------------------------
+    # --- running
+    # -----------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Callable[[int], Tensor], *, what: str, tensor: Tensor, async_op: bool, direct: bool) -> Any:
+    def run(
+        self,
+        call: Callable[[int], Tensor],
+        *,
+        what: str,
+        tensor: Tensor,
+        async_op: bool,
+        direct: bool,
+    ) -> Any:
         """Run `call(spins)` in the order of calls. Returns its tensor, or a Work when `async_op`.
 
         direct: the call only puts work on a CUDA stream, so it never goes to the thread.
@@ -141,9 +169,13 @@ class Communicator:
         work = self.worker.submit(lambda: self._guarded(there, SPINS_BESIDE_COMPUTE, what, number))
         return work if async_op else work.wait()
 
-    def _named(self, call: Callable[[int], Tensor], spins: int, *, what: str, number: int) -> Tensor:
+    def _named(
+        self, call: Callable[[int], Tensor], spins: int, *, what: str, number: int
+    ) -> Tensor:
         if self._broken is not None:
-            raise CommunicationError(f"{what} was not started, after: {self._broken}", ranks=self._broken.ranks)
+            raise CommunicationError(
+                f"{what} was not started, after: {self._broken}", ranks=self._broken.ranks
+            )
         try:
             return call(spins)
         except PeerError as error:
@@ -154,7 +186,9 @@ class Communicator:
         self._current = number
         try:
             return self._named(call, spins, what=what, number=number)
-        except DisagreementError as error:  # all ranks raise it, and the group is as good as before, unless one leaves
+        except (
+            DisagreementError
+        ) as error:  # all ranks raise it, and the group is as good as before, unless one leaves
             if (gone := self._gone()) is not None:
                 self._broken = CommunicationError(f"{what}: {gone[1]}", ranks=gone[0])
                 raise self._broken from None
@@ -166,14 +200,22 @@ class Communicator:
             raise
 
     def leave(self, error: Exception, *, device: torch.device) -> NoReturn:
-        """Raise `error`, for which this rank can take part in nothing any more. The others raise a CommunicationError with its
-        text in the collective that they come to next. Where all ranks leave, the group is as good as before.
+        """Raise `error`, for which this rank can take part in nothing any more. The others raise a
+        CommunicationError with its text in the collective that they come to next. Where all ranks
+        leave, the group is as good as before.
 
-        device: of the tensors in that collective. Over NCCL ranks don't compare what they call: the others then hear nothing.
+        device: of the tensors in that collective. Over NCCL ranks don't compare what they call: the
+        others then hear nothing.
         """
         if self.size > 1 and (device.type == "cpu" or self.backend(device) == "gloo"):
             with contextlib.suppress(Exception):
-                self.run(partial(self._leaving, error), what="leaving", tensor=torch.empty(0), async_op=False, direct=False)
+                self.run(
+                    partial(self._leaving, error),
+                    what="leaving",
+                    tensor=torch.empty(0),
+                    async_op=False,
+                    direct=False,
+                )
         raise error
 
     def _leaving(self, error: Exception, spins: int) -> Tensor:
@@ -195,11 +237,14 @@ class Communicator:
         return f"pyops/left/{self._current}/{rank}"
 
     def _gone(self) -> tuple[list[int], str] | None:
-        """Which ranks have left in the place of the present collective, and why, in words. None: none."""
+        """Which ranks have left in the place of the present collective, and why, in words. None:
+        none."""
         ranks = [rank for rank in range(self.size) if self._store.check([self._note(rank)])]
         if not ranks:
             return None
-        why = "; ".join(f"rank {rank} left: {self._store.get(self._note(rank)).decode()}" for rank in ranks)
+        why = "; ".join(
+            f"rank {rank} left: {self._store.get(self._note(rank)).decode()}" for rank in ranks
+        )
         return ranks, f"{why}; start the ranks anew, or make new groups"
 
     def _on_stream(self, call: Callable[[int], Tensor], tensor: Tensor) -> Work:
@@ -212,8 +257,9 @@ class Communicator:
             return StreamWork(result, stream.record_event())
 
     def _in_thread(self, call: Callable[[int], Tensor], tensor: Tensor) -> Callable[[int], Tensor]:
-        """The call for the thread, whose current stream is not the caller's: after what that one has so far, and to its end, so
-        that whoever waits for the thread may use the result on any stream."""
+        """The call for the thread, whose current stream is not the caller's: after what that one
+        has so far, and to its end, so that whoever waits for the thread may use the result on any
+        stream."""
         stream = self._stream(tensor.device)
         ready = torch.cuda.current_stream(tensor.device).record_event()
         tensor.record_stream(stream)
@@ -233,33 +279,46 @@ class Communicator:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    # --- choosing -----------------------------------------------------------------------------------------------------------
+    # --- choosing
+    # -----------------------------------------------------------------------------------------------------------
 
     def shared_memory(self) -> SharedMemory:
-        """Collective at the first call. ValueError, on every rank alike, when the ranks can't share memory."""
+        """Collective at the first call. ValueError, on every rank alike, when the ranks can't share
+        memory."""
         if self._shared is None:
             self.agree("shared memory for the first time")
             try:
-                self._shared = SharedMemory(self.transport, timeout=self.timeout(torch.device("cpu")))
+                self._shared = SharedMemory(
+                    self.transport, timeout=self.timeout(torch.device("cpu"))
+                )
             except Unavailable as reason:
                 self._shared = str(reason)
         if isinstance(self._shared, str):
-            raise ValueError(f"algorithm='shared_memory' does not work here: {self._shared}; use 'auto' or 'two_shot'")
+            raise ValueError(
+                f"algorithm='shared_memory' does not work here: {self._shared}; use "
+                "'auto' or 'two_shot'"
+            )
         return self._shared
 
-    def choose(self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]) -> str:
-        """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a group's first call.
+    def choose(
+        self, algorithm: str, flat: Tensor, *, runners: Callable[[str], Callable[[Tensor], None]]
+    ) -> str:
+        """The name of the algorithm to run. "auto": the fastest by measurement, a collective at a
+        group's first call.
 
-        "auto" weighs only algorithms that give the same bits, so a measurement never changes a result: on the CPU those that
-        sum in rank order, and others where the order does not matter (two ranks, integers). On CUDA the backend's own is
-        weighed against two_shot where the order does not matter, and taken elsewhere.
+        "auto" weighs only algorithms that give the same bits, so a measurement never changes a
+        result: on the CPU those that sum in rank order, and others where the order does not matter
+        (two ranks, integers). On CUDA the backend's own is weighed against two_shot where the order
+        does not matter, and taken elsewhere.
         """
         if algorithm != "auto" or self.size == 1:
             return algorithm
         any_order = self.size == 2 or flat.dtype in _ORDER_FREE
         if flat.is_cuda:
             names = ["native", "two_shot"] if any_order else ["native"]
-            names = ["two_shot"] if flat.dtype == torch.int16 else names  # of which NCCL knows no sums
+            names = (
+                ["two_shot"] if flat.dtype == torch.int16 else names
+            )  # of which NCCL knows no sums
         else:
             names = ["two_shot", "ring"] if any_order else ["two_shot"]
             try:
@@ -271,15 +330,22 @@ class Communicator:
                 pass
         if len(names) == 1:
             return names[0]
-        key = (flat.device.type, "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype))
+        key = (
+            flat.device.type,
+            "16 bit" if flat.dtype in (torch.bfloat16, torch.float16) else str(flat.dtype),
+        )
         presumed = self.presumed_costs.get(key, {})
         if key not in self._costs and presumed.keys() >= set(names):
             self._costs[key] = {name: presumed[name] for name in names}
         if key not in self._costs:
             if not flat.is_cuda:
-                self.agree("the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names))
+                self.agree(
+                    "the choice of an algorithm", dtype=flat.dtype, details=(algorithm, *names)
+                )
             before = self.bytes_sent
-            table = probe.measure({n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device)
+            table = probe.measure(
+                {n: runners(n) for n in names}, dtype=flat.dtype, device=flat.device
+            )
             self.count(before - self.bytes_sent)
             self._costs[key] = self._of_rank_0(table, flat.device)
         return probe.fastest(self._costs[key], nbytes=flat.numel() * flat.element_size())
@@ -287,29 +353,45 @@ class Communicator:
     def _of_rank_0(self, table: probe.Table, device: torch.device) -> probe.Table:
         padded = probe.to_json(table).encode().ljust(_TABLE_WIDTH, b"\0")
         if device.type == "cpu":
-            return probe.from_json(exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0"))
+            return probe.from_json(
+                exchange_bytes(self.transport, padded, width=_TABLE_WIDTH)[0].rstrip(b"\0")
+            )
         on_device = torch.tensor(list(padded), dtype=torch.uint8, device=device)
         with naming_lost_ranks("the choice of an algorithm", group=self.group):
             dist.broadcast(on_device, group_src=0, group=self.group)
         return probe.from_json(bytes(on_device.tolist()).rstrip(b"\0"))
 
     def agree(
-        self, kind: str, *, numel: int = 0, dtype: torch.dtype = torch.uint8, details: tuple[Any, ...] = (),
+        self,
+        kind: str,
+        *,
+        numel: int = 0,
+        dtype: torch.dtype = torch.uint8,
+        details: tuple[Any, ...] = (),
         refusal: Exception | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """DisagreementError, on every rank, unless all ranks are about to run this very collective.
 
-        Gloo ends the process when a message has another size than expected, so ranks compare first, by a small message to each.
-        refusal: why this rank can't take part. It is raised here, and told to the others, who raise a DisagreementError.
+        Gloo ends the process when a message has another size than expected, so ranks compare first,
+        by a small message to each. refusal: why this rank can't take part. It is raised here, and
+        told to the others, who raise a DisagreementError.
         """
         name = str(dtype).removeprefix("torch.").encode()[:16] if refusal is None else _REFUSED
         check = zlib.crc32(repr((kind, details)).encode())
         card = _CARD.pack(name, numel, self._current, check)
         try:
             cards = self._exchange(card, width=_CARD.size)
-            refused = [rank for rank, theirs in enumerate(cards) if _CARD.unpack(theirs)[0].rstrip(b"\0") == _REFUSED]
+            refused = [
+                rank
+                for rank, theirs in enumerate(cards)
+                if _CARD.unpack(theirs)[0].rstrip(b"\0") == _REFUSED
+            ]
             if refused:
-                text = b"" if refusal is None else f"{type(refusal).__name__}: {refusal}".encode()[:_REFUSAL_WIDTH]
+                text = (
+                    b""
+                    if refusal is None
+                    else f"{type(refusal).__name__}: {refusal}".encode()[:_REFUSAL_WIDTH]
+                )
                 texts = self._exchange(text, width=_REFUSAL_WIDTH)
         except DisagreementError:
             if refusal is None:
@@ -317,22 +399,29 @@ class Communicator:
         if refusal is not None:
             raise refusal
         if refused:
-            why = "; ".join(f"rank {r} refused: {texts[r].rstrip(bytes(1)).decode(errors='ignore')}" for r in refused)
+            why = "; ".join(
+                f"rank {r} refused: {texts[r].rstrip(bytes(1)).decode(errors='ignore')}"
+                for r in refused
+            )
             raise DisagreementError(f"{why}; no rank has changed anything", ranks=refused)
         for peer, theirs in enumerate(cards):
             if theirs != card:
                 their_dtype, their_numel, their_number, _ = _CARD.unpack(theirs)
                 raise DisagreementError(
-                    f"rank {self.rank} called its collective {self._current}, {kind} of {numel} elements of "
-                    f"{name.decode()} {details}; rank {peer} called its collective {their_number}, with {their_numel} elements "
-                    f"of {their_dtype.rstrip(bytes(1)).decode()} or other options; ranks must call the same collectives in the "
+                    f"rank {self.rank} called its collective {self._current}, {kind} of "
+                    f"{numel} elements of "
+                    f"{name.decode()} {details}; rank {peer} called its collective "
+                    f"{their_number}, with {their_numel} elements "
+                    f"of {their_dtype.rstrip(bytes(1)).decode()} or other options; ranks "
+                    "must call the same collectives in the "
                     "same order, with equal shapes, dtypes and options",
                     ranks=[peer],
                 )
 
     def _exchange(self, payload: bytes, *, width: int) -> list[bytes]:
-        """Every rank's payload, filled up to `width` bytes. Where there is shared memory it goes that way: there it also meets
-        the collectives of shared memory, which another rank may have called in the place of this one."""
+        """Every rank's payload, filled up to `width` bytes. Where there is shared memory it goes
+        that way: there it also meets the collectives of shared memory, which another rank may have
+        called in the place of this one."""
         if not isinstance(self._shared, SharedMemory):
             return exchange_bytes(self.transport, payload, width=width)
         mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)

@@ -2,7 +2,8 @@
 
     tensor -> flat contiguous view (or copy) of a summable dtype -> algorithm over a transport -> back
 
-What a call needs of its group is in its Communicator. These functions check what the caller passed, before anything is changed.
+What a call needs of its group is in its Communicator. These functions check what the caller passed,
+before anything is changed.
 """
 
 from __future__ import annotations
@@ -23,35 +24,58 @@ from pyops.ops.memory import require_memory
 
 __all__ = ["all_gather", "all_reduce", "gather_bytes", "reduce_scatter"]
 
-SEGMENT_BYTES = 1 << 20  # of a ring's piece or a slice: on TCP the time of a message is well above its latency from here on
+SEGMENT_BYTES = (
+    1 << 20
+    # of a ring's piece or a slice: on TCP the time of a message is well above its latency from here
+    # on
+)
 
 
 def all_reduce(
-    tensor: Tensor, *, group: dist.ProcessGroup | None = None, op: str = "sum", algorithm: str = "auto",
-    segment_bytes: int | None = None, async_op: bool = False, offset: int = 0, label: str = "",
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
+    async_op: bool = False,
+    offset: int = 0,
+    label: str = "",
     communicator: Communicator | None = None,
-) -> Any:  # fmt: skip
-    """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Returns it, or a Work when `async_op`.
+) -> Any:
+    """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Returns it, or a
+    Work when `async_op`.
 
-    16-bit floats are summed in fp32 and rounded once, at the end (except by "native"); a mean divides before that rounding.
-    Integers wrap, bool is a logical or. The result has the same bits on all ranks, and they don't depend on timing or run.
+    16-bit floats are summed in fp32 and rounded once, at the end (except by "native"); a mean
+    divides before that rounding. Integers wrap, bool is a logical or. The result has the same bits
+    on all ranks, and they don't depend on timing or run.
 
-    algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native" (the backend's own), or "auto",
+    algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native" (the
+    backend's own), or "auto",
         the fastest by measurement. "two_shot" and "shared_memory" sum in rank order; the ring in an order that depends on an
         element's position in the buffer of which the tensor is the part at `offset` (in elements) and on `segment_bytes`.
     segment_bytes: length of a piece, 1 MiB by default.
-    label: what this is, for error messages ("bucket 3 of 7"). communicator: saves looking up that of `group`.
+    label: what this is, for error messages ("bucket 3 of 7"). communicator: saves looking up that
+    of `group`.
 
-    ValueError: another op or algorithm, a sparse or overlapping tensor. TypeError: a dtype without a sum, a mean of integers.
-    CommunicationError: a rank died or stalled, by name. DisagreementError: ranks called different things.
+    ValueError: another op or algorithm, a sparse or overlapping tensor. TypeError: a dtype without
+    a sum, a mean of integers. CommunicationError: a rank died or stalled, by name.
+    DisagreementError: ranks called different things.
     """
     comm = communicator if communicator is not None else Communicator.of(group)
     check_reducible(tensor, op=op)
     segment = _check(tensor, algorithm, segment_bytes, written=True)
     if offset < 0:
-        raise ValueError(f"offset is {offset}; give the tensor's first position in its buffer, 0 or more")
+        raise ValueError(
+            f"offset is {offset}; give the tensor's first position in its buffer, 0 or more"
+        )
     scale = 1.0 / comm.size if op == "mean" else 1.0
-    staged = tensor.is_cuda and comm.size > 1 and algorithm != "native" and comm.backend(tensor.device) == "gloo"
+    staged = (
+        tensor.is_cuda
+        and comm.size > 1
+        and algorithm != "native"
+        and comm.backend(tensor.device) == "gloo"
+    )
     direct = tensor.is_cuda and not staged
     factor = 2 if tensor.dtype.is_complex else 1
 
@@ -62,12 +86,23 @@ def all_reduce(
             tensor.copy_(_like(flat, tensor).view(tensor.shape))
         return tensor
 
-    what = f"all_reduce{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    what = (
+        f"all_reduce{' of ' + label if label else ''} ({tensor.numel()} elements of "
+        f"{tensor.dtype}, {algorithm})"
+    )
     with torch.no_grad():
         return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=direct)
 
 
-def _reduce(comm: Communicator, flat: Tensor, scale: float, algorithm: str, segment: int, offset: int, spins: int) -> None:
+def _reduce(
+    comm: Communicator,
+    flat: Tensor,
+    scale: float,
+    algorithm: str,
+    segment: int,
+    offset: int,
+    spins: int,
+) -> None:
     """Sum a flat tensor in place by the named algorithm."""
     if comm.size == 1:
         scale_in_place(flat, scale=scale)
@@ -97,21 +132,32 @@ def _reduce(comm: Communicator, flat: Tensor, scale: float, algorithm: str, segm
 
 
 def reduce_scatter(
-    tensor: Tensor, *, group: dist.ProcessGroup | None = None, op: str = "sum", algorithm: str = "auto",
-    segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
+    async_op: bool = False,
+    label: str = "",
+    communicator: Communicator | None = None,
     out: Tensor | None = None,
-) -> Any:  # fmt: skip
-    """This rank's part of the sum, or mean, of `tensor` over the ranks; `tensor` is left as it is. A Work when `async_op`.
+) -> Any:
+    """This rank's part of the sum, or mean, of `tensor` over the ranks; `tensor` is left as it is.
+    A Work when `async_op`.
 
-    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does: the first N % n ranks get one row more. Numbers,
-    algorithms and errors are those of `all_reduce`.
-    out: where the result goes, contiguous; it may be this rank's own part of `tensor`, and nothing is allocated then.
+    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does: the first N % n ranks
+    get one row more. Numbers, algorithms and errors are those of `all_reduce`.
+    out: where the result goes, contiguous; it may be this rank's own part of `tensor`, and nothing
+    is allocated then.
     """
     comm = communicator if communicator is not None else Communicator.of(group)
     check_reducible(tensor, op=op)
     segment = _check(tensor, algorithm, segment_bytes, written=False)
     if tensor.dim() == 0:
-        raise ValueError("reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)")
+        raise ValueError(
+            "reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)"
+        )
     scale = 1.0 / comm.size if op == "mean" else 1.0
     rows = _row_starts(len(tensor), comm.size)
     staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
@@ -130,19 +176,35 @@ def reduce_scatter(
         result = _like(part, tensor).view(shape)
         return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
-    what = f"reduce_scatter{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    what = (
+        f"reduce_scatter{' of ' + label if label else ''} ({tensor.numel()} elements of "
+        f"{tensor.dtype}, {algorithm})"
+    )
     with torch.no_grad():
-        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged)
+        return comm.run(
+            call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged
+        )
 
 
 def _reduce_scatter(
-    comm: Communicator, flat: Tensor, out: Tensor, starts: list[int], scale: float, algorithm: str, segment: int, spins: int
+    comm: Communicator,
+    flat: Tensor,
+    out: Tensor,
+    starts: list[int],
+    scale: float,
+    algorithm: str,
+    segment: int,
+    spins: int,
 ) -> None:
     if comm.size == 1:
         out.copy_(flat)
         scale_in_place(out, scale=scale)
         return
-    chosen = comm.choose(algorithm, flat, runners=lambda name: lambda x: _reduce(comm, x, 1.0, name, segment, 0, spins))
+    chosen = comm.choose(
+        algorithm,
+        flat,
+        runners=lambda name: lambda x: _reduce(comm, x, 1.0, name, segment, 0, spins),
+    )
     if chosen == "shared_memory":
         comm.count(_others_share(comm, flat))
         comm.shared_memory().reduce_scatter(flat, out, starts=starts, scale=scale, spins=spins)
@@ -159,21 +221,35 @@ def _reduce_scatter(
         scale_in_place(out, scale=scale)
         return
     if not flat.is_cuda:
-        comm.agree("reduce_scatter", numel=flat.numel(), dtype=flat.dtype, details=(chosen, scale, segment, starts))
+        comm.agree(
+            "reduce_scatter",
+            numel=flat.numel(),
+            dtype=flat.dtype,
+            details=(chosen, scale, segment, starts),
+        )
     function = ring.reduce_scatter if chosen == "ring" else two_shot.reduce_scatter
     pieces = max(1, segment // flat.element_size())
     function(flat, out, starts=starts, transport=comm.transport, segment=pieces, scale=scale)
 
 
 def all_gather(
-    tensor: Tensor, *, group: dist.ProcessGroup | None = None, length: int | None = None, algorithm: str = "auto",
-    segment_bytes: int | None = None, async_op: bool = False, label: str = "", communicator: Communicator | None = None,
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    length: int | None = None,
+    algorithm: str = "auto",
+    segment_bytes: int | None = None,
+    async_op: bool = False,
+    label: str = "",
+    communicator: Communicator | None = None,
     out: Tensor | None = None,
-) -> Any:  # fmt: skip
-    """The ranks' tensors, one after the other along dim 0, on every rank. Any dtype. Returns a new tensor, or a Work.
+) -> Any:
+    """The ranks' tensors, one after the other along dim 0, on every rank. Any dtype. Returns a new
+    tensor, or a Work.
 
-    length: rows of the result when the ranks' parts are those of torch.tensor_split (as `reduce_scatter` makes them); by
-    default every rank gives equally many rows. A tensor without dims counts as one row.
+    length: rows of the result when the ranks' parts are those of torch.tensor_split (as
+    `reduce_scatter` makes them); by default every rank gives equally many rows. A tensor without
+    dims counts as one row.
     out: where the result goes, contiguous; `tensor` may be this rank's own part of it.
     """
     comm = communicator if communicator is not None else Communicator.of(group)
@@ -181,12 +257,14 @@ def all_gather(
     mine = tensor if tensor.dim() else tensor.reshape(1)
     if length is not None and length < 0:
         raise ValueError(
-            f"length is {length}; give the rows of the result, 0 or more, or None where all ranks have equally many"
+            f"length is {length}; give the rows of the result, 0 or more, or None where "
+            "all ranks have equally many"
         )
     rows = _row_starts(len(mine) * comm.size if length is None else length, comm.size)
     if len(mine) != rows[comm.rank + 1] - rows[comm.rank]:
         raise ValueError(
-            f"rank {comm.rank} gives {len(mine)} rows, but its part of length={length} over {comm.size} ranks is "
+            f"rank {comm.rank} gives {len(mine)} rows, but its part of length={length} "
+            f"over {comm.size} ranks is "
             f"{rows[comm.rank + 1] - rows[comm.rank]} rows"
         )
     staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
@@ -198,23 +276,40 @@ def all_gather(
         x = x.cpu() if staged else x
         width = mine[:1].numel() * mine.element_size() if len(mine) else _width_of_row(mine)
         starts = [row * width for row in rows]
-        whole = x.new_empty(starts[-1]) if out is None or staged else out.detach().view(-1).view(torch.uint8)
+        whole = (
+            x.new_empty(starts[-1])
+            if out is None or staged
+            else out.detach().view(-1).view(torch.uint8)
+        )
         _all_gather(comm, x, whole, starts, algorithm, segment, spins)
         result = whole.view(tensor.dtype).view(shape)
         return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
-    what = f"all_gather{' of ' + label if label else ''} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
+    what = (
+        f"all_gather{' of ' + label if label else ''} ({tensor.numel()} elements of "
+        f"{tensor.dtype}, {algorithm})"
+    )
     with torch.no_grad():
-        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged)
+        return comm.run(
+            call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not staged
+        )
 
 
 def _all_gather(
-    comm: Communicator, x: Tensor, out: Tensor, starts: list[int], algorithm: str, segment: int, spins: int
+    comm: Communicator,
+    x: Tensor,
+    out: Tensor,
+    starts: list[int],
+    algorithm: str,
+    segment: int,
+    spins: int,
 ) -> None:
     if comm.size == 1:
         out.copy_(x)
         return
-    chosen = comm.choose(algorithm, x, runners=lambda name: lambda y: _reduce(comm, y, 1.0, name, segment, 0, spins))
+    chosen = comm.choose(
+        algorithm, x, runners=lambda name: lambda y: _reduce(comm, y, 1.0, name, segment, 0, spins)
+    )
     if chosen in ("shared_memory", "native"):
         comm.count((comm.size - 1) * x.numel() * x.element_size())
     if chosen == "shared_memory":
@@ -230,7 +325,9 @@ def _all_gather(
             part.copy_(row[: len(part)])
     else:
         if not x.is_cuda:
-            comm.agree("all_gather", numel=starts[-1], dtype=x.dtype, details=(chosen, segment, starts))
+            comm.agree(
+                "all_gather", numel=starts[-1], dtype=x.dtype, details=(chosen, segment, starts)
+            )
         function = ring.all_gather if chosen == "ring" else two_shot.all_gather
         function(x, out, starts=starts, transport=comm.transport, segment=segment)
 
@@ -240,8 +337,11 @@ def _others_share(comm: Communicator, flat: Tensor) -> float:
     return flat.numel() * flat.element_size() * (comm.size - 1) / comm.size
 
 
-def gather_bytes(comm: Communicator, x: Tensor, out: Tensor, starts: list[int], *, spins: int) -> None:
-    """`all_gather` of flat uint8 tensors into `out`, cut at `starts`, for a call that `comm` is running already."""
+def gather_bytes(
+    comm: Communicator, x: Tensor, out: Tensor, starts: list[int], *, spins: int
+) -> None:
+    """`all_gather` of flat uint8 tensors into `out`, cut at `starts`, for a call that `comm` is
+    running already."""
     _all_gather(comm, x, out, starts, "auto", SEGMENT_BYTES, spins)
 
 
@@ -257,14 +357,26 @@ def _check(tensor: Tensor, algorithm: str, segment_bytes: int | None, *, written
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
     if tensor.layout != torch.strided:
-        raise ValueError(f"a tensor of layout {tensor.layout} can't be communicated; pass tensor.to_dense()")
+        raise ValueError(
+            f"a tensor of layout {tensor.layout} can't be communicated; pass tensor.to_dense()"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a tensor on {tensor.device} has no memory that ranks can exchange; pass one on the CPU or on CUDA")
+        raise ValueError(
+            f"a tensor on {tensor.device} has no memory that ranks can exchange; pass "
+            "one on the CPU or on CUDA"
+        )
     require_memory(tensor, "a tensor that")
-    if written and any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
+    if written and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            "an expanded tensor has several elements in one place and can't take a "
+            "result; pass tensor.clone()"
+        )
     if algorithm == "shared_memory" and tensor.is_cuda:
-        raise ValueError("algorithm='shared_memory' takes CPU tensors; use 'two_shot' or 'native' on CUDA")
+        raise ValueError(
+            "algorithm='shared_memory' takes CPU tensors; use 'two_shot' or 'native' on CUDA"
+        )
     if segment_bytes is None:
         return SEGMENT_BYTES
     if segment_bytes < 1024:
@@ -276,15 +388,21 @@ def _check_out(out: Tensor | None, tensor: Tensor, shape: tuple[int, ...]) -> No
     """ValueError for a place that the result does not fit into."""
     if out is None:
         return
-    if (out.dtype, out.device, tuple(out.shape)) != (tensor.dtype, tensor.device, shape) or not out.is_contiguous():
+    if (out.dtype, out.device, tuple(out.shape)) != (
+        tensor.dtype,
+        tensor.device,
+        shape,
+    ) or not out.is_contiguous():
         raise ValueError(
-            f"out is {tuple(out.shape)} of {out.dtype} on {out.device}{'' if out.is_contiguous() else ', not contiguous'}; the "
+            f"out is {tuple(out.shape)} of {out.dtype} on "
+            f"{out.device}{'' if out.is_contiguous() else ', not contiguous'}; the "
             f"result is {shape} of {tensor.dtype} on {tensor.device}"
         )
     require_memory(out, "out")
     if out.is_neg() or out.is_conj():
         raise ValueError(
-            "out is a view whose sign or conjugate is still to be taken; pass a plain tensor, as torch.empty makes it"
+            "out is a view whose sign or conjugate is still to be taken; pass a plain "
+            "tensor, as torch.empty makes it"
         )
 
 

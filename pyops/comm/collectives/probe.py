@@ -46,12 +46,18 @@ def _time(run: Callable[[Tensor], None], tensor: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def measure(candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.dtype, device: torch.device) -> Table:
-    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it with the same names.
+def measure(
+    candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.dtype, device: torch.device
+) -> Table:
+    """Time each candidate at both sizes. A collective when the candidates are: all ranks call it
+    with the same names.
 
-    In turn, and the least of a few runs, because what disturbs a run only makes it longer; the first turn warms up.
+    In turn, and the least of a few runs, because what disturbs a run only makes it longer; the
+    first turn warms up.
     """
-    tensors = [torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device) for nbytes in SIZES]
+    tensors = [
+        torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device) for nbytes in SIZES
+    ]
     seconds = {name: [float("inf")] * len(SIZES) for name in candidates}
     for turn in range(_REPEATS + 1):
         for name, run in candidates.items():
@@ -66,7 +72,8 @@ def measure(candidates: Mapping[str, Callable[[Tensor], None]], *, dtype: torch.
 
 
 def fastest(table: Table, *, nbytes: int) -> str:
-    """The candidate with the least cost at this size. The first one unless another is clearly better: timings are noisy."""
+    """The candidate with the least cost at this size. The first one unless another is clearly
+    better: timings are noisy."""
     first = next(iter(table))
     best = min(table, key=lambda name: table[name].seconds(nbytes))
     return best if table[best].seconds(nbytes) < CLEARLY * table[first].seconds(nbytes) else first

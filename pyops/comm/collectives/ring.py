@@ -1,15 +1,18 @@
-"""Ring collectives: each rank talks to its neighbours only, and every link carries 2 (n - 1) / n of the tensor.
+"""Ring collectives: each rank talks to its neighbours only, and every link carries 2 (n - 1) / n of
+the tensor.
 
     owner o of a piece, n = 4:    o+1 --raw--> o+2 --sum--> o+3 --sum--> o  (adds its own, scales, rounds once)
                                   then o --result--> o+1 --> o+2 --> o+3
 
-The order of summation of an element is o+1, o+2, ..., o, and o depends only on its absolute position: pieces are cut at
-multiples of the segment length in the buffer, of which the tensor is the part that begins at `offset`; piece j belongs to
-rank j % n. So the result does not depend on how a buffer is cut into buckets. 16-bit values are shipped raw on the first hop
-and as fp32 partial sums afterwards.
+The order of summation of an element is o+1, o+2, ..., o, and o depends only on its absolute
+position: pieces are cut at multiples of the segment length in the buffer, of which the tensor is
+the part that begins at `offset`; piece j belongs to rank j % n. So the result does not depend on
+how a buffer is cut into buckets. 16-bit values are shipped raw on the first hop and as fp32 partial
+sums afterwards.
 
-n consecutive pieces, one per owner, make a round; several rounds are on their way at once, so that one is summed while the next
-one travels. Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; as segmented in Gloo's allreduce_ring_chunked.
+n consecutive pieces, one per owner, make a round; several rounds are on their way at once, so that
+one is summed while the next one travels. Patarasu and Yuan, "Bandwidth optimal all-reduce
+algorithms", 2009; as segmented in Gloo's allreduce_ring_chunked.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ __all__ = ["all_gather", "all_reduce", "pieces_of", "reduce_scatter"]
 
 WINDOW = 6  # rounds on their way at once
 AHEAD = 32  # pieces that a ring of two receives ahead
-Round = list[tuple[int, int]]  # by owner: [start, stop) within the tensor; equal numbers where there is nothing
+Round = list[
+    tuple[int, int]
+]  # by owner: [start, stop) within the tensor; equal numbers where there is nothing
 
 
 def pieces_of(numel: int, *, size: int, segment: int, offset: int = 0) -> list[Round]:
-    """The rounds of a tensor that begins at `offset` of its buffer: cut at multiples of `segment` in the buffer."""
+    """The rounds of a tensor that begins at `offset` of its buffer: cut at multiples of `segment`
+    in the buffer."""
     rounds: dict[int, Round] = {}
     start = 0
     while start < numel:
@@ -47,12 +53,14 @@ def shards_of(starts: list[int], *, segment: int) -> list[Round]:
     """The rounds in which rank p owns [starts[p], starts[p + 1])."""
     longest = max(b - a for a, b in itertools.pairwise(starts))
     return [
-        [(min(a + k, b), min(a + k + segment, b)) for a, b in itertools.pairwise(starts)] for k in range(0, longest, segment)
+        [(min(a + k, b), min(a + k + segment, b)) for a, b in itertools.pairwise(starts)]
+        for k in range(0, longest, segment)
     ]
 
 
 class _Scratch:
-    """Receive buffers that are used again, because fresh ones of this size cost a page fault every 4 KiB."""
+    """Receive buffers that are used again, because fresh ones of this size cost a page fault every
+    4 KiB."""
 
     def __init__(self, x: Tensor, *, segment: int) -> None:
         self._device, self._segment = x.device, min(segment, x.numel())
@@ -67,9 +75,17 @@ class _Scratch:
 
 
 def _reduce(
-    x: Tensor, out: Tensor, pieces: Round, *, out_start: int, transport: Transport, scale: float, scratch: _Scratch
+    x: Tensor,
+    out: Tensor,
+    pieces: Round,
+    *,
+    out_start: int,
+    transport: Transport,
+    scale: float,
+    scratch: _Scratch,
 ) -> Iterator[Pending]:
-    """Sum the pieces; the one that this rank owns ends up in `out`, which begins at element `out_start` of x."""
+    """Sum the pieces; the one that this rank owns ends up in `out`, which begins at element
+    `out_start` of x."""
     rank, size = transport.rank, transport.size
     carried = x[slice(*pieces[(rank - 1) % size])]
     lent: Tensor | None = None  # the buffer of `carried`, once that is a partial sum
@@ -104,7 +120,9 @@ def _gather(x: Tensor, pieces: Round, *, transport: Transport) -> Iterator[Pendi
     rank, size = transport.rank, transport.size
     for hop in range(size - 1):
         ours, theirs = pieces[(rank - hop) % size], pieces[(rank - 1 - hop) % size]
-        yield transport.post([(x[slice(*ours)], (rank + 1) % size)], [(x[slice(*theirs)], (rank - 1) % size)])
+        yield transport.post(
+            [(x[slice(*ours)], (rank + 1) % size)], [(x[slice(*theirs)], (rank - 1) % size)]
+        )
 
 
 def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> None:
@@ -112,8 +130,8 @@ def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> Non
 
     As many bytes as by way of owners, and a + b has the same bits as b + a.
 
-    Receives are posted well ahead of the sends: Gloo sends when it hears that somebody waits, and it hears so through the
-    very stream in which the other's data are on their way.
+    Receives are posted well ahead of the sends: Gloo sends when it hears that somebody waits, and
+    it hears so through the very stream in which the other's data are on their way.
     """
     peer = 1 - transport.rank
     pieces = x.split(segment)
@@ -132,7 +150,9 @@ def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> Non
     for number, piece in enumerate(pieces):
         while posted < min(len(pieces), number + AHEAD):
             buffer = scratch.take(x.dtype)
-            receives.append((buffer, transport.post([], [(buffer[: pieces[posted].numel()], peer)])))
+            receives.append(
+                (buffer, transport.post([], [(buffer[: pieces[posted].numel()], peer)]))
+            )
             posted += 1
         waiting.append((piece, transport.post([(piece, peer)], [])))
         if len(waiting) == AHEAD:
@@ -141,8 +161,11 @@ def _swap(x: Tensor, *, transport: Transport, segment: int, scale: float) -> Non
         finish()
 
 
-def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0, offset: int = 0) -> None:
-    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size on all ranks. segment, offset: elements."""
+def all_reduce(
+    x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0, offset: int = 0
+) -> None:
+    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size on all ranks.
+    segment, offset: elements."""
     if transport.size == 1:
         scale_in_place(x, scale=scale)
         return
@@ -152,7 +175,9 @@ def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 
     scratch = _Scratch(x, segment=segment)
 
     def steps(pieces: Round) -> Iterator[Pending]:
-        yield from _reduce(x, x, pieces, out_start=0, transport=transport, scale=scale, scratch=scratch)
+        yield from _reduce(
+            x, x, pieces, out_start=0, transport=transport, scale=scale, scratch=scratch
+        )
         yield from _gather(x, pieces, transport=transport)
 
     rounds = pieces_of(x.numel(), size=transport.size, segment=segment, offset=offset)
@@ -160,9 +185,16 @@ def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 
 
 
 def reduce_scatter(
-    x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int, scale: float = 1.0
+    x: Tensor,
+    out: Tensor,
+    *,
+    starts: list[int],
+    transport: Transport,
+    segment: int,
+    scale: float = 1.0,
 ) -> None:
-    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous; x is left as it is."""
+    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous;
+    x is left as it is."""
     mine = starts[transport.rank]
     if transport.size == 1:
         out.copy_(x)
@@ -176,8 +208,12 @@ def reduce_scatter(
     run_staggered(steps, window=WINDOW)
 
 
-def all_gather(x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int) -> None:
+def all_gather(
+    x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int
+) -> None:
     """out[starts[p]:starts[p + 1]] = rank p's x, for every p. Any dtype: nothing is computed."""
     out[starts[transport.rank] : starts[transport.rank + 1]].copy_(x)
-    steps = (_gather(out, pieces, transport=transport) for pieces in shards_of(starts, segment=segment))
+    steps = (
+        _gather(out, pieces, transport=transport) for pieces in shards_of(starts, segment=segment)
+    )
     run_staggered(steps, window=WINDOW)

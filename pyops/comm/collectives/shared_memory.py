@@ -1,9 +1,10 @@
-"""Collectives among the ranks of one host through POSIX shared memory (csrc/native/shared_memory.cpp): CPU tensors only.
+"""Collectives among the ranks of one host through POSIX shared memory
+(csrc/native/shared_memory.cpp): CPU tensors only.
 
     rank 0 makes the region -- its name goes round -- the others map it -- all say so -- rank 0 removes the name
 
-From then on no file is left behind, whatever dies. Sums are in rank order, fp32 inside for 16-bit and rounded once: the same
-bits as two_shot.
+From then on no file is left behind, whatever dies. Sums are in rank order, fp32 inside for 16-bit
+and rounded once: the same bits as two_shot.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from pyops.ops.library import native
 __all__ = ["AGREEMENT", "SharedMemory", "Unavailable", "host"]
 
 SPINS_ALONE = 64  # the caller has nothing better to do than to wait
-SPINS_BESIDE_COMPUTE = 8  # spinning would take the processor from the computation that the collective hides behind
-AGREEMENT = 1  # tag of an all_gather by which ranks compare what they are about to do some other way
+SPINS_BESIDE_COMPUTE = (
+    8  # spinning would take the processor from the computation that the collective hides behind
+)
+AGREEMENT = (
+    1  # tag of an all_gather by which ranks compare what they are about to do some other way
+)
 _WIDTH = 512
 _CODES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 4,
@@ -50,13 +55,18 @@ def host() -> str:
 
 
 class SharedMemory:
-    """One rank's end. Every method is a collective: all ranks of the transport call it in the same order."""
+    """One rank's end. Every method is a collective: all ranks of the transport call it in the same
+    order."""
 
     def __init__(self, transport: Transport, *, timeout: float) -> None:
-        """Collective. Raises Unavailable, on every rank alike, when the ranks are on several hosts or something is missing."""
+        """Collective. Raises Unavailable, on every rank alike, when the ranks are on several hosts
+        or something is missing."""
         self.rank, self.size, self.timeout = transport.rank, transport.size, timeout
         module = native()
-        name, problem = f"/pyops-{secrets.token_hex(8)}", "" if module is not None else "pyops was built without kernels"
+        name, problem = (
+            f"/pyops-{secrets.token_hex(8)}",
+            "" if module is not None else "pyops was built without kernels",
+        )
         if not problem and self.rank == 0:
             problem = self._open(module, name, create=True)
         try:
@@ -75,7 +85,8 @@ class SharedMemory:
 
     def _open(self, module: Any, name: str, *, create: bool) -> str:
         try:
-            # Slots of at most 4 MiB a rank, 32 MiB in all up to 16 ranks: containers often have no more than 64 MiB.
+            # Slots of at most 4 MiB a rank, 32 MiB in all up to 16 ranks: containers often have no
+            # more than 64 MiB.
             chunk_bytes = max(256 << 10, (4 << 20) // max(4, self.size) // 4096 * 4096)
             self._ring = module.SharedMemoryRing(name, self.rank, self.size, create, chunk_bytes)
         except (RuntimeError, ValueError) as error:
@@ -85,16 +96,31 @@ class SharedMemory:
     @staticmethod
     def _tell(transport: Transport, card: dict[str, str]) -> list[dict[str, str]]:
         payload = json.dumps({key: value[:200] for key, value in card.items()}).encode()
-        return [json.loads(text.rstrip(b"\0")) for text in exchange_bytes(transport, payload, width=_WIDTH)]
+        return [
+            json.loads(text.rstrip(b"\0"))
+            for text in exchange_bytes(transport, payload, width=_WIDTH)
+        ]
 
-    def all_reduce(self, x: Tensor, *, scale: float = 1.0, tag: int = 0, spins: int = SPINS_ALONE) -> None:
-        """x = scale * (sum over ranks in rank order), in place. x: flat, contiguous, as `arithmetic.summable_view` gives it."""
-        status = self._ring.all_reduce(x.data_ptr(), x.numel(), _CODES[x.dtype], scale, tag, spins, self.timeout)
+    def all_reduce(
+        self, x: Tensor, *, scale: float = 1.0, tag: int = 0, spins: int = SPINS_ALONE
+    ) -> None:
+        """x = scale * (sum over ranks in rank order), in place. x: flat, contiguous, as
+        `arithmetic.summable_view` gives it."""
+        status = self._ring.all_reduce(
+            x.data_ptr(), x.numel(), _CODES[x.dtype], scale, tag, spins, self.timeout
+        )
         if status:
             self._raise(status, "all_reduce")
 
     def reduce_scatter(
-        self, x: Tensor, out: Tensor, *, starts: list[int], scale: float = 1.0, tag: int = 0, spins: int = SPINS_ALONE
+        self,
+        x: Tensor,
+        out: Tensor,
+        *,
+        starts: list[int],
+        scale: float = 1.0,
+        tag: int = 0,
+        spins: int = SPINS_ALONE,
     ) -> None:
         """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]])."""
         status = self._ring.reduce_scatter(
@@ -103,10 +129,14 @@ class SharedMemory:
         if status:
             self._raise(status, "reduce_scatter")
 
-    def all_gather(self, x: Tensor, out: Tensor, *, starts: list[int], tag: int = 0, spins: int = SPINS_ALONE) -> None:
+    def all_gather(
+        self, x: Tensor, out: Tensor, *, starts: list[int], tag: int = 0, spins: int = SPINS_ALONE
+    ) -> None:
         """out[starts[p]:starts[p + 1]] = rank p's x. Any dtype."""
         in_bytes = [start * x.element_size() for start in starts]
-        status = self._ring.all_gather(x.data_ptr(), out.data_ptr(), in_bytes, tag, spins, self.timeout)
+        status = self._ring.all_gather(
+            x.data_ptr(), out.data_ptr(), in_bytes, tag, spins, self.timeout
+        )
         if status:
             self._raise(status, "all_gather" if tag != AGREEMENT else "comparing what comes next")
 
@@ -116,12 +146,20 @@ class SharedMemory:
         if code == _DISAGREE:
             theirs, ours = self._describe(peer), self._describe(self.rank)
             raise DisagreementError(
-                f"{where}this rank called {ours}, rank {peer} called {theirs}; ranks must call the same collectives in the "
-                "same order, with equal shapes, dtypes and options", ranks=[peer],
-            )  # fmt: skip
+                f"{where}this rank called {ours}, rank {peer} called {theirs}; ranks "
+                "must call the same collectives in the "
+                "same order, with equal shapes, dtypes and options",
+                ranks=[peer],
+            )
         if peer == self.rank:
-            raise CommunicationError(f"{where}the others gave up, because this rank came too late", ranks=[peer])
-        reason = "died" if code == _DIED else f"stalled: no sign of it within the group's timeout of {self.timeout:g} s"
+            raise CommunicationError(
+                f"{where}the others gave up, because this rank came too late", ranks=[peer]
+            )
+        reason = (
+            "died"
+            if code == _DIED
+            else f"stalled: no sign of it within the group's timeout of {self.timeout:g} s"
+        )
         raise CommunicationError(f"{where}rank {peer} {reason}", ranks=[peer])
 
     def _describe(self, rank: int) -> str:
@@ -130,5 +168,7 @@ class SharedMemory:
         if kind == 3 and tag == AGREEMENT:
             return "a collective that does not go through shared memory"
         if kind == 1:
-            return f"{kind_name} of {count} elements of {_NAMES.get(dtype, '?')}" + (f" with tag {tag}" if tag else "")
+            return f"{kind_name} of {count} elements of {_NAMES.get(dtype, '?')}" + (
+                f" with tag {tag}" if tag else ""
+            )
         return f"{kind_name}" + (f" of {_NAMES.get(dtype, '?')}" if kind == 2 else "")

@@ -1,11 +1,13 @@
-"""How tensors go from rank to rank: the one primitive that every algorithm is written against, and two carriers.
+"""How tensors go from rank to rank: the one primitive that every algorithm is written against, and
+two carriers.
 
     post(sends, receives) -> Pending        start some sends and receives together; wait() until all are done
 
     ProcessGroupTransport   point-to-point messages of a torch process group (Gloo, NCCL)
     VirtualTransport        n threads of one process as ranks: tests without processes, n ranks on one GPU
 
-Messages between two ranks arrive in the order they were posted. Empty tensors are not sent; both sides know their sizes.
+Messages between two ranks arrive in the order they were posted. Empty tensors are not sent; both
+sides know their sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _TAG = 0x70796F  # keeps these messages apart from the user's own on the same gr
 
 class Pending(Protocol):
     def wait(self) -> None:
-        """Return when the sent tensors may be written and the received ones read. PeerError names a rank that failed."""
+        """Return when the sent tensors may be written and the received ones read. PeerError names a
+        rank that failed."""
 
 
 class Transport(Protocol):
@@ -68,10 +71,12 @@ class _Works:
 
 
 class ProcessGroupTransport:
-    """Messages over a process group. Tensors travel as bytes where the backend is choosy about dtypes.
+    """Messages over a process group. Tensors travel as bytes where the backend is choosy about
+    dtypes.
 
-    On Gloo the messages carry a tag of their own, so they never meet the user's collectives, whichever thread posts them. On
-    NCCL the sends and receives of a `post` form one batch, so that they can't deadlock, and they follow the current stream.
+    On Gloo the messages carry a tag of their own, so they never meet the user's collectives,
+    whichever thread posts them. On NCCL the sends and receives of a `post` form one batch, so that
+    they can't deadlock, and they follow the current stream.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -102,7 +107,9 @@ class ProcessGroupTransport:
             raise PeerError(peer, error) from error
 
     @staticmethod
-    def _batch(group: dist.ProcessGroup, sends: Messages, receives: Messages) -> list[tuple[Any, int]]:
+    def _batch(
+        group: dist.ProcessGroup, sends: Messages, receives: Messages
+    ) -> list[tuple[Any, int]]:
         if not sends and not receives:
             return []
         operations = [
@@ -118,7 +125,9 @@ class ProcessGroupTransport:
 
 
 class _Mail:
-    def __init__(self, receives: list[tuple[Tensor, int, queue.SimpleQueue[Any]]], timeout: float) -> None:
+    def __init__(
+        self, receives: list[tuple[Tensor, int, queue.SimpleQueue[Any]]], timeout: float
+    ) -> None:
         self._receives, self._timeout = receives, timeout
 
     def wait(self) -> None:
@@ -130,15 +139,20 @@ class _Mail:
             if found is None:
                 raise PeerError(peer, "it ended")
             if found.numel() != tensor.numel() or found.dtype != tensor.dtype:
-                sizes = f"{found.numel()} of {found.dtype} came for {tensor.numel()} of {tensor.dtype}"
+                sizes = (
+                    f"{found.numel()} of {found.dtype} came for {tensor.numel()} of {tensor.dtype}"
+                )
                 raise PeerError(peer, sizes)
             tensor.copy_(found)
 
 
 class VirtualTransport:
-    """One of n ranks that are threads of this process; `run_virtual` makes them. Messages are copied when they are posted."""
+    """One of n ranks that are threads of this process; `run_virtual` makes them. Messages are
+    copied when they are posted."""
 
-    def __init__(self, rank: int, boxes: list[list[queue.SimpleQueue[Any]]], *, timeout: float) -> None:
+    def __init__(
+        self, rank: int, boxes: list[list[queue.SimpleQueue[Any]]], *, timeout: float
+    ) -> None:
         self.rank, self.size = rank, len(boxes)
         self._boxes, self._timeout = boxes, timeout
 
@@ -156,8 +170,11 @@ class VirtualTransport:
 
 
 def run_virtual(size: int, body: Callable[[Transport], T], *, timeout: float = 60.0) -> list[T]:
-    """body(transport) on `size` threads, each a rank; the results in rank order. The first rank's exception is raised."""
-    boxes: list[list[queue.SimpleQueue[Any]]] = [[queue.SimpleQueue() for _ in range(size)] for _ in range(size)]
+    """body(transport) on `size` threads, each a rank; the results in rank order. The first rank's
+    exception is raised."""
+    boxes: list[list[queue.SimpleQueue[Any]]] = [
+        [queue.SimpleQueue() for _ in range(size)] for _ in range(size)
+    ]
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
@@ -175,15 +192,19 @@ def run_virtual(size: int, body: Callable[[Transport], T], *, timeout: float = 6
     for thread in threads:
         thread.join()
     # A rank that failed by itself tells more than one that waited for it.
-    for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, PeerError)):
+    for error in sorted(
+        (e for e in errors if e is not None), key=lambda e: isinstance(e, PeerError)
+    ):
         raise error
     return results
 
 
 def run_staggered(rounds: Iterable[Iterator[Pending]], *, window: int) -> None:
-    """Run generators that yield what they wait for, `window` of them at a time: while one waits, another computes.
+    """Run generators that yield what they wait for, `window` of them at a time: while one waits,
+    another computes.
 
-    Every rank must be given generators that yield equally often: the order of posts is then the same on all ranks.
+    Every rank must be given generators that yield equally often: the order of posts is then the
+    same on all ranks.
     """
     waiting: deque[tuple[Iterator[Pending], Pending]] = deque()
 
@@ -205,11 +226,15 @@ def run_staggered(rounds: Iterable[Iterator[Pending]], *, window: int) -> None:
 
 
 def exchange_bytes(transport: Transport, payload: bytes, *, width: int) -> list[bytes]:
-    """Every rank's payload, in rank order, filled up with zeros to `width` bytes (equal on all ranks); CPU only."""
+    """Every rank's payload, in rank order, filled up with zeros to `width` bytes (equal on all
+    ranks); CPU only."""
     if len(payload) > width:
         raise ValueError(f"payload of {len(payload)} bytes does not fit into width {width}")
     mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
-    rows = [mine if r == transport.rank else torch.empty(width, dtype=torch.uint8, device="cpu") for r in range(transport.size)]
+    rows = [
+        mine if r == transport.rank else torch.empty(width, dtype=torch.uint8, device="cpu")
+        for r in range(transport.size)
+    ]
     others = [r for r in range(transport.size) if r != transport.rank]
     transport.post([(mine, r) for r in others], [(rows[r], r) for r in others]).wait()
     return [bytes(row.tolist()) for row in rows]

@@ -1,11 +1,13 @@
-"""Two-shot collectives: slices to their owners, a local sum in rank order, and the results back to all.
+"""Two-shot collectives: slices to their owners, a local sum in rank order, and the results back to
+all.
 
     shot 1   rank r sends slice p of its tensor to rank p, for every p          (n - 1) / n of the tensor
              rank p sums the n slices in the order of the ranks, fp32 inside, rounds once
     shot 2   rank p sends its result to everyone                                (n - 1) / n of the tensor
 
-Each element is summed in rank order, so the result is that of one sum_rows over the ranks' tensors, bit for bit, wherever it is
-cut. Only two latencies whatever n. 16-bit values travel raw and yet are rounded once only.
+Each element is summed in rank order, so the result is that of one sum_rows over the ranks' tensors,
+bit for bit, wherever it is cut. Only two latencies whatever n. 16-bit values travel raw and yet are
+rounded once only.
 """
 
 from __future__ import annotations
@@ -39,13 +41,21 @@ def _others(transport: Transport) -> list[int]:
 
 
 def _reduce(
-    x: Tensor, out: Tensor, slices: list[tuple[int, int]], *, out_start: int, transport: Transport, scale: float
+    x: Tensor,
+    out: Tensor,
+    slices: list[tuple[int, int]],
+    *,
+    out_start: int,
+    transport: Transport,
+    scale: float,
 ) -> Iterator[Pending]:
     a, b = slices[transport.rank]
     others = _others(transport)
     block = torch.empty(transport.size, b - a, dtype=x.dtype, device=x.device)
     rows = [x[a:b] if p == transport.rank else block[p] for p in range(transport.size)]
-    yield transport.post([(x[slice(*slices[p])], p) for p in others], [(rows[p], p) for p in others])
+    yield transport.post(
+        [(x[slice(*slices[p])], p) for p in others], [(rows[p], p) for p in others]
+    )
     sum_rows(out[a - out_start : b - out_start], rows, scale=scale)
 
 
@@ -56,7 +66,8 @@ def _gather(x: Tensor, slices: list[tuple[int, int]], *, transport: Transport) -
 
 
 def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0) -> None:
-    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size everywhere. segment: elements per slice."""
+    """x = scale * (sum of x over ranks), in place. x: flat, contiguous, of one size everywhere.
+    segment: elements per slice."""
     if transport.size == 1:
         scale_in_place(x, scale=scale)
         return
@@ -72,7 +83,8 @@ def all_reduce(x: Tensor, *, transport: Transport, segment: int, scale: float = 
 
 
 def sum_of_whole(x: Tensor, *, transport: Transport, segment: int, scale: float = 1.0) -> None:
-    """`all_reduce` in one shot, with the same bits: each rank sends all it has to all others and adds in the order of ranks.
+    """`all_reduce` in one shot, with the same bits: each rank sends all it has to all others and
+    adds in the order of ranks.
 
     Two ranks send as many bytes as in two shots; for more it pays where the message is small.
     """
@@ -91,9 +103,16 @@ def sum_of_whole(x: Tensor, *, transport: Transport, segment: int, scale: float 
 
 
 def reduce_scatter(
-    x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int, scale: float = 1.0
+    x: Tensor,
+    out: Tensor,
+    *,
+    starts: list[int],
+    transport: Transport,
+    segment: int,
+    scale: float = 1.0,
 ) -> None:
-    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous; x is left as it is."""
+    """out = scale * (sum over ranks of x[starts[rank]:starts[rank + 1]]). x, out: flat, contiguous;
+    x is left as it is."""
     if transport.size == 1:
         out.copy_(x)
         scale_in_place(out, scale=scale)
@@ -105,8 +124,12 @@ def reduce_scatter(
     run_staggered(steps, window=WINDOW)
 
 
-def all_gather(x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int) -> None:
+def all_gather(
+    x: Tensor, out: Tensor, *, starts: list[int], transport: Transport, segment: int
+) -> None:
     """out[starts[p]:starts[p + 1]] = rank p's x, for every p. Any dtype: nothing is computed."""
     out[starts[transport.rank] : starts[transport.rank + 1]].copy_(x)
-    steps = (_gather(out, pieces, transport=transport) for pieces in shards_of(starts, segment=segment))
+    steps = (
+        _gather(out, pieces, transport=transport) for pieces in shards_of(starts, segment=segment)
+    )
     run_staggered(steps, window=WINDOW)

@@ -1,4 +1,5 @@
-"""What an asynchronous collective returns, and the thread on which CPU collectives run in the order of their calls.
+"""What an asynchronous collective returns, and the thread on which CPU collectives run in the order
+of their calls.
 
 caller        all_reduce(a, async_op=True)   all_reduce(b, async_op=True)   all_reduce(c)
 thread            |-- a --|-- b --|-- c --|                                  (c waits for its turn: one order on every rank)
@@ -26,7 +27,8 @@ class Work:
         self._result = result
 
     def wait(self) -> Tensor:
-        """The result, when it is there; raises what went wrong. On CUDA the current stream waits, not the host."""
+        """The result, when it is there; raises what went wrong. On CUDA the current stream waits,
+        not the host."""
         return self._result
 
     def is_completed(self) -> bool:
@@ -55,7 +57,9 @@ class ThreadWork(Work):
         self._done.wait()
         if self._error is not None:
             raise self._error
-        if self._result.is_cuda:  # its memory is of the thread's stream, and must not be used there again before this one's end
+        # its memory is of the thread's stream, and must not be used there again before this one's
+        # end
+        if self._result.is_cuda:
             self._result.record_stream(torch.cuda.current_stream(self._result.device))
         return self._result
 
@@ -86,7 +90,8 @@ def _serve(inbox: queue.SimpleQueue[ThreadWork | None]) -> None:
 
 
 class Worker:
-    """One thread that runs works in the order given, from the first work on until this object, or the program, ends."""
+    """One thread that runs works in the order given, from the first work on until this object, or
+    the program, ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -101,7 +106,9 @@ class Worker:
     def submit(self, function: Callable[[], Tensor]) -> ThreadWork:
         if self._thread is None:
             # The thread knows the inbox only, so it does not keep this object alive.
-            self._thread = threading.Thread(target=_serve, args=(self._inbox,), name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._inbox,), name=self._name, daemon=True
+            )
             self._thread.start()
             stop = weakref.finalize(self, self._inbox.put, None)
             stop.atexit = False
@@ -112,7 +119,8 @@ class Worker:
         return work
 
     def stop(self, *, patience: float = 1.0) -> None:
-        """End the thread when its works are done; a stuck one is left to the end of the process. A later work starts anew."""
+        """End the thread when its works are done; a stuck one is left to the end of the process. A
+        later work starts anew."""
         if self._thread is None:
             return
         self._inbox.put(None)
@@ -121,6 +129,7 @@ class Worker:
 
 
 def _stop_at_exit(worker: weakref.ref[Worker]) -> None:
-    # A thread that comes back from native code while the interpreter is being taken down ends the process with an abort.
+    # A thread that comes back from native code while the interpreter is being taken down ends the
+    # process with an abort.
     if (alive := worker()) is not None:
         alive.stop()

@@ -1,4 +1,5 @@
-"""How numbers are written for the wire: a codec turns n numbers into a payload of a known number of bytes, and back.
+"""How numbers are written for the wire: a codec turns n numbers into a payload of a known number of
+bytes, and back.
 
     codec         bytes per number      error feedback   what it keeps
     Identity      4                     nothing is lost  fp32
@@ -9,8 +10,9 @@
     u = x + error --> encode --> payload --> (wire) --> decode --> what all ranks see
           error <--- u - decoded ---'
 
-A number that is not finite makes its block nan (its element, for Identity and BF16), so that every rank that decodes it sees
-nan; the error of that block stays as it was, and `flag` becomes 1. Payloads are written and read with the same bits on any CPU.
+A number that is not finite makes its block nan (its element, for Identity and BF16), so that every
+rank that decodes it sees nan; the error of that block stays as it was, and `flag` becomes 1.
+Payloads are written and read with the same bits on any CPU.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ LINE = 64  # numbers: pieces of a tensor begin at multiples of it, whatever the 
 
 
 class Codec(ABC):
-    """What every codec can do. Tensors of numbers are flat and contiguous, payloads uint8 [payload_bytes(n)] of n numbers.
+    """What every codec can do. Tensors of numbers are flat and contiguous, payloads uint8
+    [payload_bytes(n)] of n numbers.
 
-    feedback: whether what is left out should be added the next time (`error`). multiple: a tensor is cut into pieces at
-    multiples of so many numbers. streams: whether pieces can be encoded before the whole tensor has been seen.
+    feedback: whether what is left out should be added the next time (`error`). multiple: a tensor
+    is cut into pieces at multiples of so many numbers. streams: whether pieces can be encoded
+    before the whole tensor has been seen.
     """
 
     feedback: bool = True
@@ -39,7 +43,8 @@ class Codec(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The codec with all its options: what ranks compare, and what a saved state is known by."""
+        """The codec with all its options: what ranks compare, and what a saved state is known
+        by."""
 
     @property
     def multiple(self) -> int:
@@ -50,18 +55,27 @@ class Codec(ABC):
         """Bytes of the payload of n numbers."""
 
     def scale_of(self, x: Tensor, error: Tensor | None = None) -> Tensor | None:
-        """The one scale of a whole tensor, fp32 [1], for codecs that do not stream; pieces are encoded with it."""
+        """The one scale of a whole tensor, fp32 [1], for codecs that do not stream; pieces are
+        encoded with it."""
         return None
 
     @abstractmethod
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         """payload <- x + error; error <- x + error - what was written.
 
-        x: fp32, bf16 or fp16. error: fp32, of x's size. flag: fp32 [1], set to 1 where a number is not finite. scale: that of
-        `scale_of`. seed, offset: for rounding at random, the key of this call and x's first position in its tensor.
+        x: fp32, bf16 or fp16. error: fp32, of x's size. flag: fp32 [1], set to 1 where a number is
+        not finite. scale: that of `scale_of`. seed, offset: for rounding at random, the key of this
+        call and x's first position in its tensor.
         """
 
     @abstractmethod
@@ -73,10 +87,19 @@ class Codec(ABC):
         """out = scale * ((d0 + d1) + d2 ...), fp32, in the order of the list."""
 
     def reencode(
-        self, payload: Tensor, payloads: Sequence[Tensor], *, n: int, scale: float = 1.0, error: Tensor | None = None,
-        flag: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
-        """payload <- the sum of n numbers of each of `payloads`, times scale, plus error; error as for `encode`."""
+        self,
+        payload: Tensor,
+        payloads: Sequence[Tensor],
+        *,
+        n: int,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """payload <- the sum of n numbers of each of `payloads`, times scale, plus error; error as
+        for `encode`."""
         total = torch.empty(n, dtype=torch.float32, device=payload.device)
         self.sum_rows(total, payloads, scale=scale)
         measure = self.scale_of(total, error)

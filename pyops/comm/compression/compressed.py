@@ -4,8 +4,9 @@
     error = ErrorFeedback(gradient.numel(), codec=OneBit(), communicator=Communicator.of(group))
     compressed_all_reduce(gradient, codec=OneBit(), error=error, group=group)        # in place: the mean, nearly
 
-Two exchanges, each once per segment, whatever the number of tensors and ranks; see compressed_shots.py. All ranks decode the
-same bytes, so the result has the same bits everywhere. What a payload leaves out is kept in `error` and added the next time.
+Two exchanges, each once per segment, whatever the number of tensors and ranks; see
+compressed_shots.py. All ranks decode the same bytes, so the result has the same bits everywhere.
+What a payload leaves out is kept in `error` and added the next time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from pyops.comm.compression import compressed_shots as shots
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed_shots import Alone, Memory
 from pyops.comm.compression.error_feedback import ErrorFeedback
-from pyops.comm.compression.refusal import check_error, check_length, check_tensor, compares, mistake_of, refuse, refusing
+from pyops.comm.compression.refusal import (
+    check_error,
+    check_length,
+    check_tensor,
+    compares,
+    mistake_of,
+    refuse,
+    refusing,
+)
 from pyops.comm.failure import DisagreementError
 from pyops.mesh import check_initialized
 
@@ -35,38 +44,60 @@ SEGMENT_BYTES = 4 << 20  # of the numbers behind one message
 
 
 def compressed_all_reduce(
-    tensor: Tensor, *, codec: Codec, error: ErrorFeedback | None = None, group: dist.ProcessGroup | None = None,
-    op: str = "mean", within: dist.ProcessGroup | None = None, async_op: bool = False, label: str = "",
-    segment_bytes: int | None = None, communicator: Communicator | None = None,
-) -> Any:  # fmt: skip
-    """Replace `tensor` by its mean, or sum, over the ranks, as `codec` can say it, in place. Returns it, or a Work.
+    tensor: Tensor,
+    *,
+    codec: Codec,
+    error: ErrorFeedback | None = None,
+    group: dist.ProcessGroup | None = None,
+    op: str = "mean",
+    within: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    label: str = "",
+    segment_bytes: int | None = None,
+    communicator: Communicator | None = None,
+) -> Any:
+    """Replace `tensor` by its mean, or sum, over the ranks, as `codec` can say it, in place.
+    Returns it, or a Work.
 
-    tensor: fp32, bf16 or fp16, of any shape, of one size on all ranks. error: what earlier calls left out, for a tensor of this
-    size (with `within`, for this rank's part of it); None: nothing is remembered, and what is left out is lost. One rank alone:
-    its tensor is written and read, twice. No process group: one rank alone.
+    tensor: fp32, bf16 or fp16, of any shape, of one size on all ranks. error: what earlier calls
+    left out, for a tensor of this size (with `within`, for this rank's part of it); None: nothing
+    is remembered, and what is left out is lost. One rank alone: its tensor is written and read,
+    twice. No process group: one rank alone.
 
-    within: the process group of this node. The sum within a node is exact; compressed numbers go only between nodes, in
-    `group`, which holds the ranks that have this rank's place in their nodes. Nodes must have equally many ranks.
-    segment_bytes: the numbers behind one message, 4 MiB of them by default. label, communicator: as for `all_reduce`.
+    within: the process group of this node. The sum within a node is exact; compressed numbers go
+    only between nodes, in `group`, which holds the ranks that have this rank's place in their
+    nodes. Nodes must have equally many ranks. segment_bytes: the numbers behind one message, 4 MiB
+    of them by default. label, communicator: as for `all_reduce`.
 
-    A number that is not finite on any rank makes its block nan on every rank and sets `error.overflowed` where it was met: on
-    the rank that had it and on the one that owns the block. The errors of the block stay there as they were.
+    A number that is not finite on any rank makes its block nan on every rank and sets
+    `error.overflowed` where it was met: on the rank that had it and on the one that owns the block.
+    The errors of the block stay there as they were.
 
-    TypeError: a tensor of integers, or of another dtype; what is no tensor, codec or ErrorFeedback. ValueError: an `error` of
-    another size, codec or rank. DisagreementError: another codec, size, dtype, op, segment or collective on some rank; or, on
-    the ranks that made no mistake, what another rank raises. So on the CPU all ranks raise, nothing is changed, and the group
-    is as good as before. With async_op these come from wait(). On CUDA without Gloo each rank raises for itself.
+    TypeError: a tensor of integers, or of another dtype; what is no tensor, codec or ErrorFeedback.
+    ValueError: an `error` of another size, codec or rank. DisagreementError: another codec, size,
+    dtype, op, segment or collective on some rank; or, on the ranks that made no mistake, what
+    another rank raises. So on the CPU all ranks raise, nothing is changed, and the group is as good
+    as before. With async_op these come from wait(). On CUDA without Gloo each rank raises for
+    itself.
     """
     comm = _communicator(group, communicator)
     if within is not None:
-        return _hierarchical(tensor, codec, error, comm, Communicator.of(within), op, async_op, label, segment_bytes)
+        return _hierarchical(
+            tensor, codec, error, comm, Communicator.of(within), op, async_op, label, segment_bytes
+        )
 
     def check() -> None:
         check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes)
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
     if mistake := mistake_of(check):
-        return refuse(mistake, comm, what=f"compressed_all_reduce{_of(label)}", tensor=tensor, async_op=async_op)
+        return refuse(
+            mistake,
+            comm,
+            what=f"compressed_all_reduce{_of(label)}",
+            tensor=tensor,
+            async_op=async_op,
+        )
     scale = 1.0 / (comm.size if comm is not None else 1) if op == "mean" else 1.0
     segment = _segment(segment_bytes)
 
@@ -78,7 +109,9 @@ def compressed_all_reduce(
         if own is not None:
             own(flat, error=error, transport=transport, scale=scale)
         else:
-            shots.all_reduce(flat, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale)
+            shots.all_reduce(
+                flat, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale
+            )
         if copied:
             tensor.copy_(flat.view(tensor.shape))
         return tensor
@@ -87,15 +120,24 @@ def compressed_all_reduce(
 
 
 def compressed_reduce_scatter(
-    tensor: Tensor, *, codec: Codec, error: ErrorFeedback | None = None, group: dist.ProcessGroup | None = None,
-    op: str = "mean", async_op: bool = False, label: str = "", segment_bytes: int | None = None,
+    tensor: Tensor,
+    *,
+    codec: Codec,
+    error: ErrorFeedback | None = None,
+    group: dist.ProcessGroup | None = None,
+    op: str = "mean",
+    async_op: bool = False,
+    label: str = "",
+    segment_bytes: int | None = None,
     communicator: Communicator | None = None,
-) -> Any:  # fmt: skip
-    """This rank's part of the mean, or sum, over the ranks of what they wrote of `tensor`, which is left as it is. Or a Work.
+) -> Any:
+    """This rank's part of the mean, or sum, over the ranks of what they wrote of `tensor`, which is
+    left as it is. Or a Work.
 
-    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does. Written once: the parts are summed in fp32 by
-    their owner and rounded to tensor.dtype. error: for a tensor of this size; only `error.worker` is used. The rest as for
-    `compressed_all_reduce`; ValueError for a tensor without dims.
+    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does. Written once: the
+    parts are summed in fp32 by their owner and rounded to tensor.dtype. error: for a tensor of this
+    size; only `error.worker` is used. The rest as for `compressed_all_reduce`; ValueError for a
+    tensor without dims.
     """
     comm = _communicator(group, communicator)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
@@ -103,11 +145,20 @@ def compressed_reduce_scatter(
     def check() -> None:
         check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes, in_pieces=True)
         if tensor.dim() == 0:
-            raise ValueError("compressed_reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)")
+            raise ValueError(
+                "compressed_reduce_scatter cuts dim 0, but the tensor has no dims; use "
+                "tensor.reshape(1)"
+            )
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
     if mistake := mistake_of(check):
-        return refuse(mistake, comm, what=f"compressed_reduce_scatter{_of(label)}", tensor=tensor, async_op=async_op)
+        return refuse(
+            mistake,
+            comm,
+            what=f"compressed_reduce_scatter{_of(label)}",
+            tensor=tensor,
+            async_op=async_op,
+        )
     rows = _row_starts(len(tensor), size)
     scale = 1.0 / size if op == "mean" else 1.0
     segment = _segment(segment_bytes)
@@ -119,24 +170,39 @@ def compressed_reduce_scatter(
         out = flat.new_empty(starts[rank + 1] - starts[rank])
         _agree(comm, "compressed_reduce_scatter", flat, (codec.name, scale, segment, starts))
         shots.reduce_scatter(
-            flat, out, starts=starts, codec=codec, transport=_transport(comm, tensor), segment=segment,
-            memory=_memory(error, codec, comm), scale=scale,
-        )  # fmt: skip
+            flat,
+            out,
+            starts=starts,
+            codec=codec,
+            transport=_transport(comm, tensor),
+            segment=segment,
+            memory=_memory(error, codec, comm),
+            scale=scale,
+        )
         return out.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
 
     return _run(comm, call, f"compressed_reduce_scatter{_of(label)}", tensor, codec, async_op)
 
 
 def compressed_all_gather(
-    tensor: Tensor, *, codec: Codec, length: int | None = None, error: ErrorFeedback | None = None,
-    group: dist.ProcessGroup | None = None, async_op: bool = False, label: str = "", segment_bytes: int | None = None,
+    tensor: Tensor,
+    *,
+    codec: Codec,
+    length: int | None = None,
+    error: ErrorFeedback | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    label: str = "",
+    segment_bytes: int | None = None,
     communicator: Communicator | None = None,
-) -> Any:  # fmt: skip
-    """The ranks' tensors as their payloads say them, one after the other along dim 0, with the same bits on every rank.
+) -> Any:
+    """The ranks' tensors as their payloads say them, one after the other along dim 0, with the same
+    bits on every rank.
 
-    length: rows of the result when the ranks' parts are those of torch.tensor_split; by default every rank gives equally many.
-    error: for a tensor of this rank's size; only `error.worker` is used. A new tensor, or a Work. The rest as for
-    `compressed_all_reduce`; ValueError also where a rank's part is not that of `length`.
+    length: rows of the result when the ranks' parts are those of torch.tensor_split; by default
+    every rank gives equally many. error: for a tensor of this rank's size; only `error.worker` is
+    used. A new tensor, or a Work. The rest as for `compressed_all_reduce`; ValueError also where a
+    rank's part is not that of `length`.
     """
     comm = _communicator(group, communicator)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
@@ -147,7 +213,13 @@ def compressed_all_gather(
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
     if mistake := mistake_of(check):
-        return refuse(mistake, comm, what=f"compressed_all_gather{_of(label)}", tensor=tensor, async_op=async_op)
+        return refuse(
+            mistake,
+            comm,
+            what=f"compressed_all_gather{_of(label)}",
+            tensor=tensor,
+            async_op=async_op,
+        )
     mine = tensor if tensor.dim() else tensor.reshape(1)
     rows = _row_starts(len(mine) * size if length is None else length, size)
     segment = _segment(segment_bytes)
@@ -159,22 +231,36 @@ def compressed_all_gather(
         out = flat.new_empty(starts[-1])
         _agree(comm, "compressed_all_gather", out, (codec.name, segment, starts))
         shots.all_gather(
-            flat, out, starts=starts, codec=codec, transport=_transport(comm, tensor), segment=segment,
+            flat,
+            out,
+            starts=starts,
+            codec=codec,
+            transport=_transport(comm, tensor),
+            segment=segment,
             memory=_memory(error, codec, comm),
-        )  # fmt: skip
+        )
         return out.view(rows[-1], *mine.shape[1:])
 
     return _run(comm, call, f"compressed_all_gather{_of(label)}", tensor, codec, async_op)
 
 
 def _hierarchical(
-    tensor: Tensor, codec: Codec, error: ErrorFeedback | None, across: Communicator | None, node: Communicator, op: str,
-    async_op: bool, label: str, segment_bytes: int | None,
-) -> Any:  # fmt: skip
-    """Sum exactly within the node, each rank a part; compress that part's way between the nodes; bring the parts together.
+    tensor: Tensor,
+    codec: Codec,
+    error: ErrorFeedback | None,
+    across: Communicator | None,
+    node: Communicator,
+    op: str,
+    async_op: bool,
+    label: str,
+    segment_bytes: int | None,
+) -> Any:
+    """Sum exactly within the node, each rank a part; compress that part's way between the nodes;
+    bring the parts together.
 
-    Every call joins its group's queue here, on the caller's thread, so that the order is the same on all ranks; each waits
-    for the one before on its own group's thread. What goes wrong within a node is told to the other nodes.
+    Every call joins its group's queue here, on the caller's thread, so that the order is the same
+    on all ranks; each waits for the one before on its own group's thread. What goes wrong within a
+    node is told to the other nodes.
     """
     if across is None:
         raise ValueError("within= needs torch.distributed: initialise it, or call without within")
@@ -199,7 +285,9 @@ def _hierarchical(
         if own is not None:
             own(part, error=error, transport=transport, scale=scale)
         else:
-            shots.all_reduce(part, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale)
+            shots.all_reduce(
+                part, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale
+            )
         return part
 
     second = _run(across, between, what, tensor, codec, True)
@@ -213,18 +301,27 @@ def _hierarchical(
         return tensor
 
     direct = tensor.is_cuda and not _staged(node, tensor)
-    return node.run(together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=direct)
+    return node.run(
+        together, what=f"{what}, all_gather within", tensor=tensor, async_op=async_op, direct=direct
+    )
 
 
 def _refuse_in_node(
-    mistake: Exception, across: Communicator, node: Communicator, what: str, tensor: object, async_op: bool
+    mistake: Exception,
+    across: Communicator,
+    node: Communicator,
+    what: str,
+    tensor: object,
+    async_op: bool,
 ) -> Any:
     """As `refuse`, in the place of the three calls of `_hierarchical`."""
     if not (compares(node, tensor) and compares(across, tensor)):
         raise mistake
 
     def run(comm: Communicator, call: Any, async_op: bool) -> Any:
-        return comm.run(call, what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False)
+        return comm.run(
+            call, what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False
+        )
 
     first = run(node, refusing(mistake, node, what=what), True)
     second = run(across, lambda spins: _or_tell(first, across, what), True)
@@ -232,7 +329,8 @@ def _refuse_in_node(
 
 
 def _or_tell(before: Work, comm: Communicator, what: str) -> Tensor:
-    """What `before` gives; where it gives an error instead, the ranks of `comm`, which will wait for this one, are told."""
+    """What `before` gives; where it gives an error instead, the ranks of `comm`, which will wait
+    for this one, are told."""
     try:
         return before.wait()
     except (DisagreementError, TypeError, ValueError) as error:
@@ -248,9 +346,13 @@ class _OverHost:
         self._inner, self.rank, self.size = inner, inner.rank, inner.size
 
     def post(self, sends: Any, receives: Any) -> Pending:
-        arriving = [(torch.empty(t.shape, dtype=t.dtype, device="cpu"), peer) for t, peer in receives]
+        arriving = [
+            (torch.empty(t.shape, dtype=t.dtype, device="cpu"), peer) for t, peer in receives
+        ]
         pending = self._inner.post([(t.cpu(), peer) for t, peer in sends], arriving)
-        return _Arriving(pending, [(t, host) for (t, _), (host, _) in zip(receives, arriving, strict=True)])
+        return _Arriving(
+            pending, [(t, host) for (t, _), (host, _) in zip(receives, arriving, strict=True)]
+        )
 
 
 class _Arriving:
@@ -273,19 +375,29 @@ def _transport(comm: Communicator | None, tensor: Tensor) -> Transport:
     return _OverHost(comm.transport) if _staged(comm, tensor) else comm.transport
 
 
-def _communicator(group: dist.ProcessGroup | None, communicator: Communicator | None) -> Communicator | None:
+def _communicator(
+    group: dist.ProcessGroup | None, communicator: Communicator | None
+) -> Communicator | None:
     if communicator is not None:
         return communicator
     check_initialized("a compressed collective", group)
     return None if group is None and not dist.is_initialized() else Communicator.of(group)
 
 
-def _run(comm: Communicator | None, call: Any, what: str, tensor: Tensor, codec: Codec, async_op: bool) -> Any:
+def _run(
+    comm: Communicator | None, call: Any, what: str, tensor: Tensor, codec: Codec, async_op: bool
+) -> Any:
     what = f"{what} ({tensor.numel()} elements of {tensor.dtype}, {codec.name})"
     with torch.no_grad():
         if comm is None:
             return Work(call(0)) if async_op else call(0)
-        return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=tensor.is_cuda and not _staged(comm, tensor))
+        return comm.run(
+            call,
+            what=what,
+            tensor=tensor,
+            async_op=async_op,
+            direct=tensor.is_cuda and not _staged(comm, tensor),
+        )
 
 
 def _agree(comm: Communicator | None, kind: str, flat: Tensor, details: tuple[Any, ...]) -> None:

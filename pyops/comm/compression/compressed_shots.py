@@ -26,7 +26,9 @@ from pyops.comm.compression.error_feedback import chunk_starts
 
 __all__ = ["Alone", "Memory", "all_gather", "all_reduce", "reduce_scatter"]
 
-DEPTH = 2  # segments between the sending of a message and the first look whether the others' are there
+DEPTH = (
+    2  # segments between the sending of a message and the first look whether the others' are there
+)
 AHEAD = 8  # messages whose receives are posted before their turn
 LINE = 64  # bytes: payloads begin at multiples of it
 
@@ -35,7 +37,8 @@ Slices = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a collective may write beside its result. seed: keys rounding at random, another one for each call."""
+    """What a collective may write beside its result. seed: keys rounding at random, another one for
+    each call."""
 
     worker: Tensor | None = None
     server: Tensor | None = None
@@ -64,7 +67,8 @@ class Alone:
 
 
 class _Slabs:
-    """Memory for payloads, used again from segment to segment: fresh pages cost more than encoding."""
+    """Memory for payloads, used again from segment to segment: fresh pages cost more than
+    encoding."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +77,11 @@ class _Slabs:
     def take(self, sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """(a slab to give back, parts of it of these sizes)"""
         ends = list(itertools.accumulate(-(-size // LINE) * LINE for size in sizes))
-        slab = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8, device=self._device)
+        slab = (
+            self._free.pop()
+            if self._free
+            else torch.empty(0, dtype=torch.uint8, device=self._device)
+        )
         if slab.numel() < ends[-1]:
             slab = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
         starts = [0, *ends[:-1]]
@@ -95,10 +103,12 @@ class _Exchange:
 
 
 class _Mail:
-    """The messages of one collective: `order` is that in which every rank sends them, sizes(message) the bytes from each rank.
+    """The messages of one collective: `order` is that in which every rank sends them,
+    sizes(message) the bytes from each rank.
 
-    On the CPU, receives are posted AHEAD of their turn: Gloo sends when it hears that somebody waits, and it hears so through
-    the very stream in which other data are on their way. On CUDA a message's sends and receives are one batch.
+    On the CPU, receives are posted AHEAD of their turn: Gloo sends when it hears that somebody
+    waits, and it hears so through the very stream in which other data are on their way. On CUDA a
+    message's sends and receives are one batch.
     """
 
     def __init__(
@@ -124,19 +134,24 @@ class _Mail:
         if message is not None:
             slab, parts = self.slabs.take(self._sizes(*message))
             receives = [(parts[p], p) for p in self.others] if self._separate else []
-            self._posted[message] = _Exchange(parts, slab, [self._transport.post([], receives)] if receives else [])
+            self._posted[message] = _Exchange(
+                parts, slab, [self._transport.post([], receives)] if receives else []
+            )
 
     def send(self, message: tuple[int, int], payloads: Sequence[Tensor]) -> _Exchange:
         """Send payloads[p] to every other rank p; they must be left alone until the wait."""
         self._receive_next()
         exchange = self._posted.pop(message)
         receives = [] if self._separate else [(exchange.parts[p], p) for p in self.others]
-        exchange.pending.append(self._transport.post([(payloads[p], p) for p in self.others], receives))
+        exchange.pending.append(
+            self._transport.post([(payloads[p], p) for p in self.others], receives)
+        )
         return exchange
 
 
 def _order(segments: int, shots: int) -> Iterator[tuple[int, int]]:
-    """(stage, segment) in the order of execution: stage j of a segment comes DEPTH segments after stage j - 1."""
+    """(stage, segment) in the order of execution: stage j of a segment comes DEPTH segments after
+    stage j - 1."""
     for time in range(segments + DEPTH * shots):
         for stage in range(shots):
             if 0 <= time - DEPTH * stage < segments:
@@ -165,16 +180,21 @@ class _Shots:
         self._gathers = gathers
         rank, size = self.rank, self.size
 
-        def message_sizes(shot: int, segment: int) -> list[int]:  # no method: its object would keep itself and all slabs alive
+        def message_sizes(
+            shot: int, segment: int
+        ) -> list[int]:  # no method: its object would keep itself and all slabs alive
             sizes = _sizes(codec, rounds[segment])
             return sizes if gathers[shot] else [sizes[rank]] * size
 
-        self.mail = _Mail(transport, list(_order(len(rounds), len(gathers))), message_sizes, device=whole.device)
+        self.mail = _Mail(
+            transport, list(_order(len(rounds), len(gathers))), message_sizes, device=whole.device
+        )
         self.scale = codec.scale_of(whole, memory.worker)
         self._seed = (memory.seed * self.size + self.rank) * 2
 
     def run(self, steps: Callable[[int], Iterator[_Exchange]]) -> None:
-        """Advance the segments' generators, which yield a message at each stage but the last, in their turn."""
+        """Advance the segments' generators, which yield a message at each stage but the last, in
+        their turn."""
         waiting: dict[int, tuple[Iterator[_Exchange], _Exchange]] = {}
         for stage, segment in _order(len(self.rounds), len(self._gathers) + 1):
             if stage == 0:
@@ -190,16 +210,27 @@ class _Shots:
         a, b = at
         if a < b:
             worker, flag = self.memory.worker_part(a, b), self.memory.flag
-            self.codec.encode(x[a:b], payload, error=worker, flag=flag, scale=self.scale, seed=self._seed, offset=a)
+            self.codec.encode(
+                x[a:b],
+                payload,
+                error=worker,
+                flag=flag,
+                scale=self.scale,
+                seed=self._seed,
+                offset=a,
+            )
 
     def scatter(self, x: Tensor, segment: int) -> Iterator[_Exchange]:
-        """Shot 1. After the wait, the message's parts are every rank's payload of this rank's slice, this rank's included."""
+        """Shot 1. After the wait, the message's parts are every rank's payload of this rank's
+        slice, this rank's included."""
         slices = self.rounds[segment]
         slab, out = self.mail.slabs.take(_sizes(self.codec, slices))
         for p in self.mail.others:
             self.encode(x, slices[p], out[p])
         exchange = self.mail.send((0, segment), out)
-        self.encode(x, slices[self.rank], exchange.parts[self.rank])  # while the others' are on their way
+        self.encode(
+            x, slices[self.rank], exchange.parts[self.rank]
+        )  # while the others' are on their way
         yield exchange
         self.mail.slabs.give(slab)
 
@@ -218,19 +249,33 @@ class _Shots:
         if a < b:
             self.codec.decode(payload, out[a:b])
 
-    def reencode(self, payload: Tensor, rows: list[Tensor], at: tuple[int, int], *, start: int, scale: float) -> None:
+    def reencode(
+        self, payload: Tensor, rows: list[Tensor], at: tuple[int, int], *, start: int, scale: float
+    ) -> None:
         a, b = at
         if a < b:
             server = self.memory.server_part(a - start, b - start)
             self.codec.reencode(
-                payload, rows, n=b - a, scale=scale, error=server, flag=self.memory.flag, seed=self._seed + 1, offset=a
+                payload,
+                rows,
+                n=b - a,
+                scale=scale,
+                error=server,
+                flag=self.memory.flag,
+                seed=self._seed + 1,
+                offset=a,
             )
 
 
 def _rounds(starts: list[int], *, codec: Codec, segment: int) -> list[Slices]:
-    """For each round, the piece of every rank's chunk: `segment` elements, or the rest, or nothing."""
+    """For each round, the piece of every rank's chunk: `segment` elements, or the rest, or
+    nothing."""
     longest = max(b - a for a, b in itertools.pairwise(starts))
-    step = max(codec.multiple, segment // codec.multiple * codec.multiple) if codec.streams else max(1, longest)
+    step = (
+        max(codec.multiple, segment // codec.multiple * codec.multiple)
+        if codec.streams
+        else max(1, longest)
+    )
     return [
         [(min(b, a + begin), min(b, a + begin + step)) for a, b in itertools.pairwise(starts)]
         for begin in range(0, longest, step)
@@ -238,9 +283,16 @@ def _rounds(starts: list[int], *, codec: Codec, segment: int) -> list[Slices]:
 
 
 def all_reduce(
-    x: Tensor, *, codec: Codec, transport: Transport, segment: int, memory: Memory | None = None, scale: float = 1.0
+    x: Tensor,
+    *,
+    codec: Codec,
+    transport: Transport,
+    segment: int,
+    memory: Memory | None = None,
+    scale: float = 1.0,
 ) -> None:
-    """x = scale * (sum of x over ranks), as the codec says it, in place. x: flat, contiguous. segment: elements of a piece."""
+    """x = scale * (sum of x over ranks), as the codec says it, in place. x: flat, contiguous.
+    segment: elements of a piece."""
     starts = chunk_starts(x.numel(), size=transport.size, multiple=codec.multiple)
     rounds = _rounds(starts, codec=codec, segment=segment)
     shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(False, True))
@@ -262,10 +314,18 @@ def all_reduce(
 
 
 def reduce_scatter(
-    x: Tensor, out: Tensor, *, starts: list[int], codec: Codec, transport: Transport, segment: int,
-    memory: Memory | None = None, scale: float = 1.0,
-) -> None:  # fmt: skip
-    """out = scale * (sum over ranks of what each wrote of x[starts[rank]:starts[rank + 1]]), fp32 inside; x stays as it is."""
+    x: Tensor,
+    out: Tensor,
+    *,
+    starts: list[int],
+    codec: Codec,
+    transport: Transport,
+    segment: int,
+    memory: Memory | None = None,
+    scale: float = 1.0,
+) -> None:
+    """out = scale * (sum over ranks of what each wrote of x[starts[rank]:starts[rank + 1]]), fp32
+    inside; x stays as it is."""
     rounds = _rounds(starts, codec=codec, segment=segment)
     shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(False,))
 
@@ -286,9 +346,17 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: Tensor, out: Tensor, *, starts: list[int], codec: Codec, transport: Transport, segment: int, memory: Memory | None = None
+    x: Tensor,
+    out: Tensor,
+    *,
+    starts: list[int],
+    codec: Codec,
+    transport: Transport,
+    segment: int,
+    memory: Memory | None = None,
 ) -> None:
-    """out[starts[p]:starts[p + 1]] = rank p's x as its payload says it, for every p, this rank too."""
+    """out[starts[p]:starts[p + 1]] = rank p's x as its payload says it, for every p, this rank
+    too."""
     rounds = _rounds(starts, codec=codec, segment=segment)
     shots = _Shots(codec, transport, memory or Memory(), rounds, whole=x, gathers=(True,))
     start = starts[transport.rank]

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from pyops.comm.compression.codec import LINE, Codec, check_whole
 from pyops.ops.communication.quantize import payload_bytes as quantize_bytes
-from pyops.ops.communication.quantize import quantize_decode_, quantize_encode_, quantize_reencode_, quantize_sum_rows_
+from pyops.ops.communication.quantize import (
+    quantize_decode_,
+    quantize_encode_,
+    quantize_reencode_,
+    quantize_sum_rows_,
+)
 
 __all__ = ["FP8", "Int8"]
 
@@ -24,7 +29,9 @@ class _EightBits(Codec):
         if self.block < LINE or self.block % LINE:
             raise ValueError(f"block is {self.block}; give a multiple of {LINE}, such as 256")
         if not isinstance(self.stochastic_rounding, bool):
-            raise TypeError(f"stochastic_rounding is {self.stochastic_rounding!r}; give True or False")
+            raise TypeError(
+                f"stochastic_rounding is {self.stochastic_rounding!r}; give True or False"
+            )
 
     @property
     def multiple(self) -> int:
@@ -36,19 +43,35 @@ class _EightBits(Codec):
 
     @property
     def _options(self) -> str:
-        return f"block={self.block}" + (", stochastic_rounding=True" if self.stochastic_rounding else "")
+        return f"block={self.block}" + (
+            ", stochastic_rounding=True" if self.stochastic_rounding else ""
+        )
 
     def payload_bytes(self, n: int) -> int:
         return quantize_bytes(n, block=self.block)
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         quantize_encode_(
-            payload, x, error, flag, block=self.block, format=self._format, stochastic_rounding=self.stochastic_rounding,
-            seed=seed, offset=offset,
-        )  # fmt: skip
+            payload,
+            x,
+            error,
+            flag,
+            block=self.block,
+            format=self._format,
+            stochastic_rounding=self.stochastic_rounding,
+            seed=seed,
+            offset=offset,
+        )
 
     def decode(self, payload: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
         quantize_decode_(out, payload, block=self.block, format=self._format, scale=scale)
@@ -57,18 +80,36 @@ class _EightBits(Codec):
         quantize_sum_rows_(out, payloads, block=self.block, format=self._format, scale=scale)
 
     def reencode(
-        self, payload: Tensor, payloads: Sequence[Tensor], *, n: int, scale: float = 1.0, error: Tensor | None = None,
-        flag: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        payload: Tensor,
+        payloads: Sequence[Tensor],
+        *,
+        n: int,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         quantize_reencode_(
-            payload, payloads, error, flag, n=n, block=self.block, format=self._format, scale=scale,
-            stochastic_rounding=self.stochastic_rounding, seed=seed, offset=offset,
-        )  # fmt: skip
+            payload,
+            payloads,
+            error,
+            flag,
+            n=n,
+            block=self.block,
+            format=self._format,
+            scale=scale,
+            stochastic_rounding=self.stochastic_rounding,
+            seed=seed,
+            offset=offset,
+        )
 
 
 @dataclass(frozen=True)
 class Int8(_EightBits):
-    """Whole numbers -127 .. 127 times a scale per block of `block`: the block's largest number / 127."""
+    """Whole numbers -127 .. 127 times a scale per block of `block`: the block's largest number /
+    127."""
 
     @property
     def name(self) -> str:
@@ -77,7 +118,8 @@ class Int8(_EightBits):
 
 @dataclass(frozen=True)
 class FP8(_EightBits):
-    """8-bit floats times a scale per block. format: "e4m3" (4 bits of exponent, 3 of fraction) or "e5m2"."""
+    """8-bit floats times a scale per block. format: "e4m3" (4 bits of exponent, 3 of fraction) or
+    "e5m2"."""
 
     format: str = "e4m3"
 

@@ -4,8 +4,8 @@
     rank 1   worker [numel]
              server | rank 0's chunk | rank 1's chunk |     what the owner of a chunk left out of the ranks' sum
 
-The mean over ranks of the workers, plus the servers, is what the ranks have not seen yet: that is what stays the same when the
-number of ranks changes.
+The mean over ranks of the workers, plus the servers, is what the ranks have not seen yet: that is
+what stays the same when the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -26,45 +26,70 @@ WHOLE = "tensor"  # the name in a state of a tensor without a layout
 
 
 def chunk_starts(numel: int, *, size: int, multiple: int) -> list[int]:
-    """Where each rank's chunk begins, and the end: `size` contiguous ranges, cut at multiples of `multiple`."""
+    """Where each rank's chunk begins, and the end: `size` contiguous ranges, cut at multiples of
+    `multiple`."""
     each = -(-numel // (size * multiple)) * multiple
     return [min(numel, each * rank) for rank in range(size + 1)]
 
 
 def check_state(state: Any, *, merged: bool = True) -> None:
-    """ValueError for what is no state of errors. merged: whether whole tensors will do in place of shards."""
+    """ValueError for what is no state of errors. merged: whether whole tensors will do in place of
+    shards."""
     if not isinstance(state, Mapping) or "codec" not in state:
-        raise ValueError(f"this is no state of errors but a {type(state).__name__}; pass what state_dict() gave")
+        raise ValueError(
+            f"this is no state of errors but a {type(state).__name__}; pass what state_dict() gave"
+        )
     for kind in ("worker", "server"):
         if not isinstance(state.get(kind), Mapping):
-            raise ValueError(f"the state has no {kind!r} errors by name; pass what state_dict() gave, whole")
+            raise ValueError(
+                f"the state has no {kind!r} errors by name; pass what state_dict() gave, whole"
+            )
         for name, value in state[kind].items():
             if not isinstance(value, (Tensor, Shard) if merged else Shard):
-                expected = "a tensor or a pyops.flat.Shard" if merged else "a pyops.flat.Shard, as state_dict() gives"
-                raise ValueError(f"the state's {kind} error of {name!r} is a {type(value).__name__}; expected {expected}")
+                expected = (
+                    "a tensor or a pyops.flat.Shard"
+                    if merged
+                    else "a pyops.flat.Shard, as state_dict() gives"
+                )
+                raise ValueError(
+                    f"the state's {kind} error of {name!r} is a {type(value).__name__}; "
+                    f"expected {expected}"
+                )
     if type(state.get("rounds", 0)) is not int:
         raise ValueError(f"the state's rounds are {state['rounds']!r}; expected a whole number")
 
 
 class ErrorFeedback:
-    """The errors of one rank of `size` for one tensor, or for the tensors of a layout in one flat tensor.
+    """The errors of one rank of `size` for one tensor, or for the tensors of a layout in one flat
+    tensor.
 
     tensors: a FlatLayout, or the number of elements. communicator: gives rank and size.
 
-    worker: fp32 [numel]. server: fp32, of this rank's chunk [starts[rank], starts[rank + 1]). overflowed: fp32 [1], 1 once a
-    number that was not finite came by; the caller clears it. rounds: collectives so far, which keys rounding at random.
+    worker: fp32 [numel]. server: fp32, of this rank's chunk [starts[rank], starts[rank + 1]).
+    overflowed: fp32 [1], 1 once a number that was not finite came by; the caller clears it. rounds:
+    collectives so far, which keys rounding at random.
     """
 
     def __init__(
-        self, tensors: FlatLayout | int, *, codec: Codec, rank: int = 0, size: int = 1,
-        communicator: Communicator | None = None, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        tensors: FlatLayout | int,
+        *,
+        codec: Codec,
+        rank: int = 0,
+        size: int = 1,
+        communicator: Communicator | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         if not isinstance(codec, Codec):
-            raise TypeError(f"codec is {codec!r}; expected a codec's object, such as pyops.comm.OneBit()")
+            raise TypeError(
+                f"codec is {codec!r}; expected a codec's object, such as pyops.comm.OneBit()"
+            )
         if not isinstance(tensors, FlatLayout):
             check_whole(tensors, name="tensors", example="the number of elements")
             if tensors < 0:
-                raise ValueError(f"tensors is {tensors}; give the number of elements, 0 or more, or a FlatLayout")
+                raise ValueError(
+                    f"tensors is {tensors}; give the number of elements, 0 or more, or a FlatLayout"
+                )
         if communicator is not None:
             rank, size = communicator.rank, communicator.size
         check_whole(rank, name="rank", example="0")
@@ -72,7 +97,11 @@ class ErrorFeedback:
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank} of size {size}; give a rank from 0 to size - 1")
         named = isinstance(tensors, FlatLayout)
-        self.layout = tensors if isinstance(tensors, FlatLayout) else FlatLayout((WHOLE,), ((tensors,),), (0,), tensors)
+        self.layout = (
+            tensors
+            if isinstance(tensors, FlatLayout)
+            else FlatLayout((WHOLE,), ((tensors,),), (0,), tensors)
+        )
         self.named = named
         self.numel, self.codec, self.rank, self.size = self.layout.numel, codec, rank, size
         self.starts = chunk_starts(self.numel, size=size, multiple=codec.multiple)
@@ -89,21 +118,32 @@ class ErrorFeedback:
         self.overflowed.zero_()
 
     def _mine(self) -> list[tuple[str, slice, slice]]:
-        """The tensors' parts in this rank's chunk: (name, slice of the flattened tensor, slice of `server`)."""
+        """The tensors' parts in this rank's chunk: (name, slice of the flattened tensor, slice of
+        `server`)."""
         a, b = self.starts[self.rank], self.starts[self.rank + 1]
-        return [(name, part, slice(at.start - a, at.stop - a)) for name, part, at in self.layout.shards(a, b)]
+        return [
+            (name, part, slice(at.start - a, at.stop - a))
+            for name, part, at in self.layout.shards(a, b)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        """{"codec", "rounds", "worker": {name: Shard}, "server": {name: Shard}}, this rank's part, without copying.
+        """{"codec", "rounds", "worker": {name: Shard}, "server": {name: Shard}}, this rank's part,
+        without copying.
 
-        A worker error is row `rank` of a tensor [size, *shape], a server error a part of the flattened tensor. Between
-        the tensors of a layout nothing is kept: whoever wants to go on bit for bit keeps the numbers and errors there zero.
+        A worker error is row `rank` of a tensor [size, *shape], a server error a part of the
+        flattened tensor. Between the tensors of a layout nothing is kept: whoever wants to go on
+        bit for bit keeps the numbers and errors there zero.
         """
         worker, server = {}, {}
-        for index, (name, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
+        for index, (name, shape) in enumerate(
+            zip(self.layout.names, self.layout.shapes, strict=True)
+        ):
             row = self.worker[self.layout.slice_at(index)].view(1, *shape)
             worker[name] = Shard((self.size, *shape), (self.rank, *(0 for _ in shape)), row)
-        numel = {name: at.stop - at.start for name, at in zip(self.layout.names, self._slices(), strict=True)}
+        numel = {
+            name: at.stop - at.start
+            for name, at in zip(self.layout.names, self._slices(), strict=True)
+        }
         for name, part, at in self._mine():
             server[name] = Shard((numel[name],), (part.start,), self.server[at])
         return {"codec": self.codec.name, "rounds": self.rounds, "worker": worker, "server": server}
@@ -112,27 +152,39 @@ class ErrorFeedback:
         return [self.layout.slice_at(index) for index in range(len(self.layout.names))]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the errors of `state`: of this rank as `state_dict` gave it, or of all ranks as `merge` does.
+        """Take over the errors of `state`: of this rank as `state_dict` gave it, or of all ranks as
+        `merge` does.
 
-        From another number of ranks: every worker gets the mean of the old ones, and the servers are cut anew, so that
-        mean(workers) + servers stays. ValueError, before anything is changed, for another codec, other tensors, or a state that
-        lacks some ranks' errors.
+        From another number of ranks: every worker gets the mean of the old ones, and the servers
+        are cut anew, so that mean(workers) + servers stays. ValueError, before anything is changed,
+        for another codec, other tensors, or a state that lacks some ranks' errors.
         """
         check_state(state)
         if state["codec"] != self.codec.name:
             raise ValueError(
-                f"these errors were left by codec {state['codec']!r}, and this one is {self.codec.name!r}; use the same "
+                f"these errors were left by codec {state['codec']!r}, and this one is "
+                f"{self.codec.name!r}; use the same "
                 "codec, or begin with zero errors"
             )
         worker, server = torch.zeros_like(self.worker), torch.zeros_like(self.server)
-        for index, (name, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
+        for index, (name, shape) in enumerate(
+            zip(self.layout.names, self.layout.shapes, strict=True)
+        ):
             if name not in state["worker"]:
-                raise ValueError(f"the state has no errors of {name!r}; it has those of {sorted(state['worker'])}")
-            worker[self.layout.slice_at(index)] = self._row(name, state["worker"][name], shape).reshape(-1)
+                raise ValueError(
+                    f"the state has no errors of {name!r}; it has those of "
+                    f"{sorted(state['worker'])}"
+                )
+            worker[self.layout.slice_at(index)] = self._row(
+                name, state["worker"][name], shape
+            ).reshape(-1)
         for name, part, at in self._mine():
             server[at] = self._part(name, state["server"].get(name), part)
         if not bool(worker.isfinite().all() and server.isfinite().all()):
-            raise ValueError("the state has errors that are not finite, which no call leaves behind; begin with errors of zero")
+            raise ValueError(
+                "the state has errors that are not finite, which no call leaves behind; "
+                "begin with errors of zero"
+            )
         self.worker.copy_(worker)
         self.server.copy_(server)
         self.rounds = int(state.get("rounds", 0))
@@ -140,15 +192,20 @@ class ErrorFeedback:
     def _row(self, name: str, value: Tensor | Shard, shape: Sequence[int]) -> Tensor:
         whole = tuple(value.global_shape if isinstance(value, Shard) else value.shape)
         if whole[1:] != tuple(shape) or not whole or whole[0] < 1:
-            raise ValueError(f"the state's errors of {name!r} have shape {whole}; expected (ranks, *{tuple(shape)})")
+            raise ValueError(
+                f"the state's errors of {name!r} have shape {whole}; expected (ranks, "
+                f"*{tuple(shape)})"
+            )
         rows = value.tensor if isinstance(value, Shard) else value
         first = value.offset[0] if isinstance(value, Shard) else 0
         if whole[0] == self.size and first <= self.rank < first + len(rows):
             return rows[self.rank - first].float()
         if len(rows) < whole[0]:
             raise ValueError(
-                f"the state has the errors of {len(rows)} of {whole[0]} ranks for {name!r}, and this run has {self.size}; "
-                "join those of all with pyops.comm.compression.error_feedback.merge, or save and load with pyops.checkpoint"
+                f"the state has the errors of {len(rows)} of {whole[0]} ranks for "
+                f"{name!r}, and this run has {self.size}; "
+                "join those of all with pyops.comm.compression.error_feedback.merge, or "
+                "save and load with pyops.checkpoint"
             )
         return (rows.double().sum(0) / whole[0]).float()
 
@@ -158,7 +215,8 @@ class ErrorFeedback:
         there = torch.empty(0, device="cpu") if there is None else there.reshape(-1)
         if not start <= part.start <= part.stop <= start + len(there):
             raise ValueError(
-                f"the state has elements [{start}, {start + len(there)}) of the server's errors of {name!r}, and this rank "
+                f"the state has elements [{start}, {start + len(there)}) of the server's "
+                f"errors of {name!r}, and this rank "
                 f"needs [{part.start}, {part.stop}); join the states of all ranks with "
                 "pyops.comm.compression.error_feedback.merge"
             )
@@ -166,7 +224,8 @@ class ErrorFeedback:
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all ranks' states: worker tensors [ranks, *shape], server tensors whole. ValueError when a part lacks."""
+    """One state of all ranks' states: worker tensors [ranks, *shape], server tensors whole.
+    ValueError when a part lacks."""
     if isinstance(states, Mapping):
         raise TypeError("states is one state; pass a list of those of all ranks")
     if not states:
@@ -191,7 +250,8 @@ def merge(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _joined(name: str, shards: Sequence[Shard]) -> Tensor:
     if len(shapes := {tuple(shard.global_shape) for shard in shards}) > 1:
         raise ValueError(
-            f"the states' errors of {name!r} are parts of different tensors, of shapes {sorted(shapes)}; merge those of the "
+            f"the states' errors of {name!r} are parts of different tensors, of shapes "
+            f"{sorted(shapes)}; merge those of the "
             "ranks of one run"
         )
     whole = torch.zeros(shards[0].global_shape, dtype=torch.float32, device="cpu")
@@ -200,5 +260,8 @@ def _joined(name: str, shards: Sequence[Shard]) -> Tensor:
         at = slice(shard.offset[0], shard.offset[0] + len(shard.tensor))
         whole[at], seen[at] = shard.tensor.cpu(), True
     if not bool(seen.all()):
-        raise ValueError(f"the states lack a part of the errors of {name!r}; merge those of all {len(shards)} ranks or more")
+        raise ValueError(
+            f"the states lack a part of the errors of {name!r}; merge those of all "
+            f"{len(shards)} ranks or more"
+        )
     return whole

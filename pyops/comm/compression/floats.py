@@ -23,13 +23,22 @@ class _Floats(Codec):
         """The payload as numbers of the codec's dtype."""
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         numbers = self._numbers(payload)
         u = x.float() if error is None else torch.add(x, error)
         numbers.copy_(u)
-        left = torch.sub(u, numbers, out=u) if u is not x else u - numbers  # nan where a number is not finite
+        left = (
+            torch.sub(u, numbers, out=u) if u is not x else u - numbers
+        )  # nan where a number is not finite
         fine = left.isfinite()
         if x.is_cuda or not bool(fine.all()):
             numbers.copy_(torch.where(fine, numbers, torch.nan))

@@ -1,10 +1,12 @@
-"""Matrices as products of two thin ones: what PowerSGD computes between its two collectives, the same bits on every rank.
+"""Matrices as products of two thin ones: what PowerSGD computes between its two collectives, the
+same bits on every rank.
 
     U [n, m]   ~   P [n, r] Q^T [r, m]         r (n + m) numbers in place of n m
 
-A matrix product is computed on its own rank and summed over the ranks afterwards, so its bits need not be the same everywhere.
-What every rank computes for itself from equal sums (`orthonormal`, `product`, `unit_columns`) is written in element-by-element
-operations, whose bits don't depend on the number of threads, on a rank's memory or on a library's choice.
+A matrix product is computed on its own rank and summed over the ranks afterwards, so its bits need
+not be the same everywhere. What every rank computes for itself from equal sums (`orthonormal`,
+`product`, `unit_columns`) is written in element-by-element operations, whose bits don't depend on
+the number of threads, on a rank's memory or on a library's choice.
 """
 
 from __future__ import annotations
@@ -25,13 +27,21 @@ __all__ = [
 ]  # fmt: skip
 
 GAIN = 2.0  # a matrix must shrink at least by this factor; else it travels as it is
-BAND = 1 << 16  # elements that are worked on at a time, so that they stay in the cache from one operation to the next
-DEAD = 1e-6  # of its length is what a column keeps of rounding errors when the columns before it have taken all it had
+BAND = (
+    1 << 16
+    # elements that are worked on at a time, so that they stay in the cache from one operation to
+    # the
+    # next
+)
+# of its length is what a column keeps of rounding errors when the columns before it have taken all
+# it had
+DEAD = 1e-6
 
 
 @dataclass(frozen=True)
 class Family:
-    """Matrices of one shape [rows, columns], worked on as one batch: tensors number `members` of a layout. rank: of P and Q."""
+    """Matrices of one shape [rows, columns], worked on as one batch: tensors number `members` of a
+    layout. rank: of P and Q."""
 
     rows: int
     columns: int
@@ -53,15 +63,19 @@ def families(layout: FlatLayout, *, rank: int) -> tuple[list[Family], list[int]]
             sorted_into.setdefault((rows, columns), []).append(index)
         else:
             whole.append(index)
-    return [Family(n, m, min(rank, n, m), tuple(members)) for (n, m), members in sorted_into.items()], whole
+    return [
+        Family(n, m, min(rank, n, m), tuple(members)) for (n, m), members in sorted_into.items()
+    ], whole
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `row` to `row + rows` of `count` matrices of a family, from its member number `first` on.
+    """Rows `row` to `row + rows` of `count` matrices of a family, from its member number `first`
+    on.
 
-    In a flat tensor they begin at `start` and lie `distance` elements apart, so that one strided view holds them all, and one
-    operation takes them as a batch: no copy, and no call for each matrix.
+    In a flat tensor they begin at `start` and lie `distance` elements apart, so that one strided
+    view holds them all, and one operation takes them as a batch: no copy, and no call for each
+    matrix.
     """
 
     family: Family
@@ -94,7 +108,8 @@ class Piece:
 
 
 def whole_batches(layout: FlatLayout, family: Family) -> list[Piece]:
-    """The family's matrices in as few batches as there are stretches of even distances between them."""
+    """The family's matrices in as few batches as there are stretches of even distances between
+    them."""
     starts = [layout.slice_at(i).start for i in family.members]
     found: list[Piece] = []
     first = 0
@@ -109,26 +124,37 @@ def whole_batches(layout: FlatLayout, family: Family) -> list[Piece]:
 
 
 def pieces(batch: Piece) -> list[Piece]:
-    """A batch of whole matrices, cut into parts of about BAND elements: some matrices, or some rows of one."""
+    """A batch of whole matrices, cut into parts of about BAND elements: some matrices, or some rows
+    of one."""
     n, m = batch.family.rows, batch.family.columns
     some, many = max(1, BAND // (n * m)), max(1, BAND // m)
     found: list[Piece] = []
     for i in range(0, batch.count, some):
-        first, start, count = batch.first + i, batch.start + i * batch.distance, min(some, batch.count - i)
+        first, start, count = (
+            batch.first + i,
+            batch.start + i * batch.distance,
+            min(some, batch.count - i),
+        )
         bands = range(0, n, many if count == 1 else n)
-        found += [Piece(batch.family, first, count, row, min(bands.step, n - row), start, batch.distance) for row in bands]
+        found += [
+            Piece(batch.family, first, count, row, min(bands.step, n - row), start, batch.distance)
+            for row in bands
+        ]
     return found
 
 
 def fresh_basis(family: Family, names: Sequence[str], *, seed: int) -> Tensor:
-    """A first Q for each matrix, transposed [members, rank, columns]: normal numbers keyed by the tensor's name."""
-    drawn = [normal(seed, f"PowerSGD/{names[i]}", (family.rank, family.columns)) for i in family.members]
+    """A first Q for each matrix, transposed [members, rank, columns]: normal numbers keyed by the
+    tensor's name."""
+    drawn = [
+        normal(seed, f"PowerSGD/{names[i]}", (family.rank, family.columns)) for i in family.members
+    ]
     return torch.stack(drawn)
 
 
 def sum_last(x: Tensor) -> Tensor:
-    """The sum over the last dimension, in an order that nothing but the length decides: one after the other on a CPU, where
-    running sums are one operation; by halving elsewhere."""
+    """The sum over the last dimension, in an order that nothing but the length decides: one after
+    the other on a CPU, where running sums are one operation; by halving elsewhere."""
     if x.device.type == "cpu":
         return x.cumsum(-1)[..., -1]
     while (length := x.shape[-1]) > 1:
@@ -141,19 +167,22 @@ def sum_last(x: Tensor) -> Tensor:
 
 
 def squared_lengths(columns: Tensor) -> Tensor:
-    """[K, r] in float64, of columns [K, r, n]: no number in fp32 is too large or too small for its square."""
+    """[K, r] in float64, of columns [K, r, n]: no number in fp32 is too large or too small for its
+    square."""
     return sum_last(columns.double().square())
 
 
 def scale_of(squares: Tensor, *, least: Tensor | float = 0.0) -> Tensor:
-    """What gives a column of this squared length the length 1; zero where the square is not above `least`."""
+    """What gives a column of this squared length the length 1; zero where the square is not above
+    `least`."""
     return torch.where(squares > least, squares.rsqrt(), 0.0)
 
 
 def orthonormal(columns: Tensor) -> Tensor:
     """Gram-Schmidt, modified, in float64: [K, r, n], the matrices' columns as rows; fp32.
 
-    A column that depends on those before it becomes zero. One that is not finite, and those after it, become nan.
+    A column that depends on those before it becomes zero. One that is not finite, and those after
+    it, become nan.
     """
     before = squared_lengths(columns)
     left = columns.to(torch.float64, copy=True)
@@ -167,7 +196,8 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def product(p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """P Q^T, [..., n, m], of the columns [..., r, n] and [..., r, m]; the sum over r in its order. out: where to put it."""
+    """P Q^T, [..., n, m], of the columns [..., r, n] and [..., r, m]; the sum over r in its order.
+    out: where to put it."""
     out = torch.mul(p[..., 0, :, None], q[..., 0, None, :], out=out)
     for k in range(1, p.shape[-2]):
         out.addcmul_(p[..., k, :, None], q[..., k, None, :])
@@ -175,7 +205,8 @@ def product(p: Tensor, q: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def unit_columns(q: Tensor, *, fresh: Tensor, squares: Tensor | None = None) -> Tensor:
-    """q [K, r, m] with columns of length 1; one of length zero is taken from `fresh`, or it would stay zero for ever.
+    """q [K, r, m] with columns of length 1; one of length zero is taken from `fresh`, or it would
+    stay zero for ever.
 
     squares: q's `squared_lengths`, where they are known.
     """

@@ -17,10 +17,17 @@ __all__ = ["parse"]
 def parse(text: str) -> Codec:
     """The codec of a name as a configuration gives it. ValueError lists the names."""
     known: dict[str, Callable[[], Codec]] = {
-        "none": Identity, "identity": Identity, "bf16": BF16, "int8": Int8, "fp8": FP8, "onebit": OneBit,
-        "fp8_e5m2": lambda: FP8(format="e5m2"), "onebit_tensor": lambda: OneBit(block=None),
-        "topk": TopK, "power_sgd": PowerSGD,
-    }  # fmt: skip
+        "none": Identity,
+        "identity": Identity,
+        "bf16": BF16,
+        "int8": Int8,
+        "fp8": FP8,
+        "onebit": OneBit,
+        "fp8_e5m2": lambda: FP8(format="e5m2"),
+        "onebit_tensor": lambda: OneBit(block=None),
+        "topk": TopK,
+        "power_sgd": PowerSGD,
+    }
     if not isinstance(text, str) or text not in known:
         raise ValueError(f"there is no codec {text!r}; choose one of {', '.join(known)}")
     return known[text]()

@@ -25,10 +25,12 @@ __all__ = ["OneBit"]
 
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """The signs, and one scale per block. rule: "l1", the mean of |u|, loses least; "rms" is DeepSpeed's.
+    """The signs, and one scale per block. rule: "l1", the mean of |u|, loses least; "rms" is
+    DeepSpeed's.
 
-    block: a multiple of 64; None: one scale for a rank's whole tensor, and one for what each rank sums, as DeepSpeed has it.
-    That needs a pass over the tensor before the first bit can leave, so nothing overlaps.
+    block: a multiple of 64; None: one scale for a rank's whole tensor, and one for what each rank
+    sums, as DeepSpeed has it. That needs a pass over the tensor before the first bit can leave, so
+    nothing overlaps.
     """
 
     block: int | None = 2048
@@ -38,7 +40,10 @@ class OneBit(Codec):
         if self.block is not None:
             check_whole(self.block, name="block", example="2048, or None for one scale per tensor")
         if self.block is not None and (self.block < LINE or self.block % LINE):
-            raise ValueError(f"block is {self.block}; give a multiple of {LINE}, or None for one scale per tensor")
+            raise ValueError(
+                f"block is {self.block}; give a multiple of {LINE}, or None for one "
+                "scale per tensor"
+            )
         if self.rule not in RULES:
             raise ValueError(f"rule is {self.rule!r}; choose one of {RULES}")
 
@@ -55,7 +60,11 @@ class OneBit(Codec):
         return self.block is not None
 
     def payload_bytes(self, n: int) -> int:
-        return onebit_bytes(n, block=self.block) if self.block is not None else (4 + onebit_bytes(n, block=None) if n else 0)
+        return (
+            onebit_bytes(n, block=self.block)
+            if self.block is not None
+            else (4 + onebit_bytes(n, block=None) if n else 0)
+        )
 
     def scale_of(self, x: Tensor, error: Tensor | None = None) -> Tensor | None:
         if self.block is not None:
@@ -66,9 +75,16 @@ class OneBit(Codec):
         return torch.where(wrong > 0, torch.nan, mean).float().view(1)
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         if self.block is not None:
             onebit_encode_(payload, x, error, flag, block=self.block, rule=self.rule)
             return
@@ -93,10 +109,20 @@ class OneBit(Codec):
             onebit_sum_rows_(out, [p[4:] for p in payloads], scales, scale=scale)
 
     def reencode(
-        self, payload: Tensor, payloads: Sequence[Tensor], *, n: int, scale: float = 1.0, error: Tensor | None = None,
-        flag: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        payload: Tensor,
+        payloads: Sequence[Tensor],
+        *,
+        n: int,
+        scale: float = 1.0,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         if self.block is None:
             super().reencode(payload, payloads, n=n, scale=scale, error=error, flag=flag)
         else:
-            onebit_reencode_(payload, payloads, error, flag, n=n, block=self.block, scale=scale, rule=self.rule)
+            onebit_reencode_(
+                payload, payloads, error, flag, n=n, block=self.block, scale=scale, rule=self.rule
+            )

@@ -1,4 +1,5 @@
-"""PowerSGD: each gradient matrix as a product of two thin ones that all ranks share, by two exact collectives.
+"""PowerSGD: each gradient matrix as a product of two thin ones that all ranks share, by two exact
+collectives.
 
     U = gradient + error                      [n, m], each rank's own; M is the mean of U over the ranks
     P = mean of U Q                           [n, r]     collective 1, with the tensors too small to gain
@@ -6,8 +7,9 @@
     Q = mean of U^T P                         [m, r]     collective 2
     out = P Q^T,  error = U - out             out is M projected onto the columns of P
 
-The Q of one step, its columns scaled to length 1, is where the next begins: one power iteration a step, so P turns to the
-strongest directions of the gradients. Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019, algorithms 1 and 2.
+The Q of one step, its columns scaled to length 1, is where the next begins: one power iteration a
+step, so P turns to the strongest directions of the gradients. Vogels, Karimireddy, Jaggi, PowerSGD,
+NeurIPS 2019, algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -45,11 +47,13 @@ SMALL = 1 << 12  # elements up to which everyone sends all of them to everyone
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """Matrices as products of rank `rank`; a tensor [n, ...] is the matrix [n, numel / n]. seed: of the first directions.
+    """Matrices as products of rank `rank`; a tensor [n, ...] is the matrix [n, numel / n]. seed: of
+    the first directions.
 
-    Vectors, and matrices that would not shrink by half, travel in fp32, exactly. A matrix costs rank * (n + m) numbers in
-    place of n * m. It needs the shapes of the tensors, so `compressed_all_reduce` takes it with error=PowerSGDMemory(layout,
-    ...) only, as DataParallel and ddp_hook do; there is no payload of a piece, nor a compressed reduce-scatter or all-gather.
+    Vectors, and matrices that would not shrink by half, travel in fp32, exactly. A matrix costs
+    rank * (n + m) numbers in place of n * m. It needs the shapes of the tensors, so
+    `compressed_all_reduce` takes it with error=PowerSGDMemory(layout, ...) only, as DataParallel
+    and ddp_hook do; there is no payload of a piece, nor a compressed reduce-scatter or all-gather.
     """
 
     rank: int = 4
@@ -70,14 +74,21 @@ class PowerSGD(Codec):
         return PowerSGDMemory
 
     def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:
-        """flat = scale * (sum over ranks of flat + error) at low rank, in place. ValueError without a memory that fits."""
+        """flat = scale * (sum over ranks of flat + error) at low rank, in place. ValueError without
+        a memory that fits."""
         self.check_memory(error, numel=flat.numel(), rank=transport.rank, size=transport.size)
 
         def exchange(x: Tensor) -> None:
-            if transport.size == 2 or x.numel() <= SMALL:  # as many bytes, or so few that the messages decide
-                two_shot.sum_of_whole(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
+            if (
+                transport.size == 2 or x.numel() <= SMALL
+            ):  # as many bytes, or so few that the messages decide
+                two_shot.sum_of_whole(
+                    x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size
+                )
             else:
-                two_shot.all_reduce(x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size)
+                two_shot.all_reduce(
+                    x, transport=transport, segment=SEGMENT, scale=1.0 / transport.size
+                )
 
         low_rank_mean(flat, error, exchange=exchange, factor=scale * transport.size)
 
@@ -85,26 +96,36 @@ class PowerSGD(Codec):
         """ValueError unless `error` is a memory of this codec and rank for so many numbers."""
         if not isinstance(error, PowerSGDMemory):
             raise ValueError(
-                f"{self.name} needs the shapes of the tensors; pass error=PowerSGDMemory(layout, codec=codec, ...)"
+                f"{self.name} needs the shapes of the tensors; pass "
+                "error=PowerSGDMemory(layout, codec=codec, ...)"
             )
         if (error.codec, error.rank, error.size, error.numel) != (self, rank, size, numel):
             raise ValueError(
-                f"error is for {error.numel} elements with {error.codec.name} on rank {error.rank} of {error.size}; this call "
+                f"error is for {error.numel} elements with {error.codec.name} on rank "
+                f"{error.rank} of {error.size}; this call "
                 f"has {numel} with {self.name} on rank {rank} of {size}"
             )
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
-            f"{self.name} writes whole matrices, not pieces; use it with compressed_all_reduce and a PowerSGDMemory"
+            f"{self.name} writes whole matrices, not pieces; use it with "
+            "compressed_all_reduce and a PowerSGDMemory"
         )
 
     def payload_bytes(self, n: int) -> int:
         self._refuse()
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         self._refuse()
 
     def decode(self, payload: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
@@ -115,26 +136,46 @@ class PowerSGD(Codec):
 
 
 class PowerSGDMemory:
-    """What PowerSGD keeps from one step to the next for the tensors of `layout`, one rank of `size`.
+    """What PowerSGD keeps from one step to the next for the tensors of `layout`, one rank of
+    `size`.
 
-    worker: this rank's error, fp32 [layout.numel]; zero where tensors travel exactly. bases: Q of each family of matrices,
-    [members, r, m], the same bits on all ranks. overflowed: fp32 [1], 1 once a sum was not finite.
+    worker: this rank's error, fp32 [layout.numel]; zero where tensors travel exactly. bases: Q of
+    each family of matrices, [members, r, m], the same bits on all ranks. overflowed: fp32 [1], 1
+    once a sum was not finite.
     """
 
     def __init__(
-        self, layout: FlatLayout, *, codec: PowerSGD, rank: int, size: int, device: torch.device | str = "cpu"
+        self,
+        layout: FlatLayout,
+        *,
+        codec: PowerSGD,
+        rank: int,
+        size: int,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.layout, self.numel, self.codec, self.rank, self.size = layout, layout.numel, codec, rank, size
+        self.layout, self.numel, self.codec, self.rank, self.size = (
+            layout,
+            layout.numel,
+            codec,
+            rank,
+            size,
+        )
         self.families, self.whole = families(layout, rank=codec.rank)
         self.batches = [whole_batches(layout, family) for family in self.families]
-        self.pieces = [[piece for batch in batches for piece in pieces(batch)] for batches in self.batches]
-        self.scratch = max((p.numel for cut in self.pieces for p in cut if p.family.rank > 1), default=0)
+        self.pieces = [
+            [piece for batch in batches for piece in pieces(batch)] for batches in self.batches
+        ]
+        self.scratch = max(
+            (p.numel for cut in self.pieces for p in cut if p.family.rank > 1), default=0
+        )
         self._cuts, self._exact = _cuts([layout.slice_at(i) for i in self.whole], layout.numel)
         self.worker = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self.overflowed = torch.zeros(1, dtype=torch.float32, device=device)
         self.bases = [self._fresh(family) for family in self.families]
         self.rounds = 0
-        self.starts = [0] * (size + 1)  # no rank keeps errors for all, as the owners of an elementwise codec's chunks do
+        self.starts = [0] * (
+            size + 1
+        )  # no rank keeps errors for all, as the owners of an elementwise codec's chunks do
         self.server = self.worker[:0]
 
     def _fresh(self, family: Family) -> Tensor:
@@ -146,10 +187,15 @@ class PowerSGDMemory:
         self.bases = [self._fresh(family) for family in self.families]
 
     def state_dict(self) -> dict[str, Any]:
-        """{"codec", "rounds", "worker": {name: Shard of [size, *shape]}, "basis": {name: Q [r, m]}}."""
+        """{"codec", "rounds", "worker": {name: Shard of [size, *shape]}, "basis": {name: Q [r,
+        m]}}."""
         worker = {
-            name: Shard((self.size, *shape), (self.rank, *(0 for _ in shape)), self._part(i).view(1, *shape))
-            for i, (name, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True))
+            name: Shard(
+                (self.size, *shape), (self.rank, *(0 for _ in shape)), self._part(i).view(1, *shape)
+            )
+            for i, (name, shape) in enumerate(
+                zip(self.layout.names, self.layout.shapes, strict=True)
+            )
         }
         basis = {
             self.layout.names[i]: q
@@ -159,26 +205,44 @@ class PowerSGDMemory:
         return {"codec": self.codec.name, "rounds": self.rounds, "worker": worker, "basis": basis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, or the whole tensors that a checkpoint has in place of shards.
+        """Take over what `state_dict` gave, or the whole tensors that a checkpoint has in place of
+        shards.
 
-        From another number of ranks every rank gets the mean of the errors. ValueError, before anything is changed, for
-        another codec, other tensors, or rows of another number of ranks of which some are missing.
+        From another number of ranks every rank gets the mean of the errors. ValueError, before
+        anything is changed, for another codec, other tensors, or rows of another number of ranks of
+        which some are missing.
         """
-        errors = ErrorFeedback(self.layout, codec=self.codec, rank=self.rank, size=self.size, device=self.worker.device)
-        errors.load_state_dict({**state, "server": {name: self.worker.new_zeros(numel) for name, numel in self._sizes()}})
-        bases = [torch.stack([self._basis(state, i, family) for i in family.members]) for family in self.families]
+        errors = ErrorFeedback(
+            self.layout, codec=self.codec, rank=self.rank, size=self.size, device=self.worker.device
+        )
+        errors.load_state_dict(
+            {
+                **state,
+                "server": {name: self.worker.new_zeros(numel) for name, numel in self._sizes()},
+            }
+        )
+        bases = [
+            torch.stack([self._basis(state, i, family) for i in family.members])
+            for family in self.families
+        ]
         self.worker.copy_(errors.worker)
         self.bases, self.rounds = [b.to(self.worker.device) for b in bases], errors.rounds
 
     def _sizes(self) -> list[tuple[str, int]]:
-        return [(name, prod(shape)) for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)]
+        return [
+            (name, prod(shape))
+            for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
+        ]
 
     def _basis(self, state: Mapping[str, Any], index: int, family: Family) -> Tensor:
         name = self.layout.names[index]
         found = state.get("basis", {}).get(name)
         if not isinstance(found, Tensor) or found.shape != (family.rank, family.columns):
             has = tuple(found.shape) if isinstance(found, Tensor) else "none"
-            raise ValueError(f"the state's directions for {name!r} are {has}; expected ({family.rank}, {family.columns})")
+            raise ValueError(
+                f"the state's directions for {name!r} are {has}; expected "
+                f"({family.rank}, {family.columns})"
+            )
         return found
 
     def take_basis(self, name: str, other: PowerSGDMemory) -> None:
@@ -189,7 +253,14 @@ class PowerSGDMemory:
 
     def _place(self, name: str) -> tuple[int, int] | None:
         index = self.layout.names.index(name)
-        return next(((i, f.members.index(index)) for i, f in enumerate(self.families) if index in f.members), None)
+        return next(
+            (
+                (i, f.members.index(index))
+                for i, f in enumerate(self.families)
+                if index in f.members
+            ),
+            None,
+        )
 
     def _part(self, index: int) -> Tensor:
         return self.worker[self.layout.slice_at(index)]
@@ -201,7 +272,8 @@ class PowerSGDMemory:
 
 
 def _cuts(places: Sequence[slice], numel: int) -> tuple[list[int], list[int]]:
-    """(lengths that cut `numel` elements at the ends of the places, numbers of the cuts that are places)"""
+    """(lengths that cut `numel` elements at the ends of the places, numbers of the cuts that are
+    places)"""
     spans: list[list[int]] = []
     for place in sorted((p.start, p.stop) for p in places if p.stop > p.start):
         if spans and spans[-1][1] == place[0]:
@@ -218,11 +290,15 @@ def _cuts(places: Sequence[slice], numel: int) -> tuple[list[int], list[int]]:
     return [*lengths, *([numel - at] if numel > at else [])], wanted
 
 
-def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[Tensor], None], factor: float = 1.0) -> None:
-    """flat = factor * (mean over ranks of flat + error, at low rank), in place; the error becomes what was left out.
+def low_rank_mean(
+    flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[Tensor], None], factor: float = 1.0
+) -> None:
+    """flat = factor * (mean over ranks of flat + error, at low rank), in place; the error becomes
+    what was left out.
 
-    flat: laid out as memory.layout; padding stays as it is. exchange(x): x = mean of x over the ranks, fp32, the same bits
-    everywhere. A matrix whose P or Q is not finite on any rank becomes nan, and its error and directions stay as they were.
+    flat: laid out as memory.layout; padding stays as it is. exchange(x): x = mean of x over the
+    ranks, fp32, the same bits everywhere. A matrix whose P or Q is not finite on any rank becomes
+    nan, and its error and directions stay as they were.
     """
     if flat.dtype != torch.float32:
         wide = flat.float()
@@ -231,12 +307,16 @@ def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[T
         return
     families, exact = memory.families, memory.exact_parts(flat)
     lengths = [part.numel() for part in exact]
-    message, (mean, *ps) = _message(flat, [(sum(lengths),), *((len(f.members), f.rank, f.rows) for f in families)])
+    message, (mean, *ps) = _message(
+        flat, [(sum(lengths),), *((len(f.members), f.rank, f.rows) for f in families)]
+    )
     if exact:
         torch.cat(exact, out=mean)
     for q, p, cut in zip(memory.bases, ps, memory.pieces, strict=True):
         for piece in cut:
-            u = piece.matrices(flat).add_(piece.matrices(memory.worker))  # the gradients' own memory, in place
+            u = piece.matrices(flat).add_(
+                piece.matrices(memory.worker)
+            )  # the gradients' own memory, in place
             torch.bmm(piece.right(q), u.transpose(1, 2), out=piece.left(p))
     if message.numel():
         exchange(message)
@@ -269,15 +349,23 @@ def low_rank_mean(flat: Tensor, memory: PowerSGDMemory, *, exchange: Callable[[T
         memory.bases[i] = basis
 
 
-def _not_finite(flat: Tensor, memory: PowerSGDMemory, number: int, squares: Tensor) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    """Of each matrix of a family whose P or Q is not finite: its number there, U, error, and a copy of the error."""
+def _not_finite(
+    flat: Tensor, memory: PowerSGDMemory, number: int, squares: Tensor
+) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """Of each matrix of a family whose P or Q is not finite: its number there, U, error, and a copy
+    of the error."""
     ruined = (~squares.isfinite()).any(dim=1).nonzero().flatten().tolist()
     places = [(i, memory.layout.slice_at(memory.families[number].members[i])) for i in ruined]
-    return [(i, flat[place], memory.worker[place], memory.worker[place].clone()) for i, place in places]
+    return [
+        (i, flat[place], memory.worker[place], memory.worker[place].clone()) for i, place in places
+    ]
 
 
-def _put_product(u: Tensor, error: Tensor, p: Tensor, q: Tensor, *, scratch: Tensor, factor: float) -> None:
-    """error = U - P Q^T and U = factor * P Q^T, of a piece: U [k, n, m], P [k, r, n], Q [k, r, m]."""
+def _put_product(
+    u: Tensor, error: Tensor, p: Tensor, q: Tensor, *, scratch: Tensor, factor: float
+) -> None:
+    """error = U - P Q^T and U = factor * P Q^T, of a piece: U [k, n, m], P [k, r, n], Q [k, r,
+    m]."""
     if p.shape[1] == 1:  # the product is as fast made twice as kept
         column = p.transpose(1, 2)
         torch.addcmul(u, column, q, value=-1.0, out=error)
@@ -292,4 +380,6 @@ def _message(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, l
     """One fp32 tensor for an exchange, and its parts of these shapes as views."""
     sizes = [prod(shape) for shape in shapes]
     message = torch.empty(sum(sizes), dtype=torch.float32, device=like.device)
-    return message, [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)] if sizes else []
+    return message, [
+        part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)
+    ] if sizes else []

@@ -4,7 +4,8 @@ rank 0   arguments fine    -- card: what I call ---.            DisagreementErro
 rank 1   a wrong dtype     -- card: refused -------+-- texts --  TypeError
 rank 2   arguments fine    -- card: what I call ---'            DisagreementError("rank 1 refused: TypeError: ...")
 
-Each rank waits for the others anyway, to compare what they call; so this costs nothing as long as nobody is wrong.
+Each rank waits for the others anyway, to compare what they call; so this costs nothing as long as
+nobody is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.ops.memory import require_memory
 
-__all__ = ["check_error", "check_length", "check_tensor", "compares", "mistake_of", "refuse", "refusing"]
+__all__ = [
+    "check_error",
+    "check_length",
+    "check_tensor",
+    "compares",
+    "mistake_of",
+    "refuse",
+    "refusing",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,18 +43,27 @@ def mistake_of(check: Callable[[], None]) -> TypeError | ValueError | None:
     return None
 
 
-def refuse(mistake: Exception, comm: Communicator | None, *, what: str, tensor: object, async_op: bool) -> Any:
-    """Raise `mistake`, from wait() when `async_op`, in the place of a collective in which the other ranks wait for this one."""
+def refuse(
+    mistake: Exception, comm: Communicator | None, *, what: str, tensor: object, async_op: bool
+) -> Any:
+    """Raise `mistake`, from wait() when `async_op`, in the place of a collective in which the other
+    ranks wait for this one."""
     if comm is None or comm.size == 1 or not compares(comm, tensor):
         raise mistake
     return comm.run(
-        refusing(mistake, comm, what=what), what=what, tensor=torch.empty(0, device="cpu"), async_op=async_op, direct=False
+        refusing(mistake, comm, what=what),
+        what=what,
+        tensor=torch.empty(0, device="cpu"),
+        async_op=async_op,
+        direct=False,
     )
 
 
 def compares(comm: Communicator, tensor: object) -> bool:
     """Whether ranks compare what they call before they run it on such a tensor."""
-    return not (isinstance(tensor, Tensor) and tensor.is_cuda) or comm.backend(tensor.device) == "gloo"
+    return (
+        not (isinstance(tensor, Tensor) and tensor.is_cuda) or comm.backend(tensor.device) == "gloo"
+    )
 
 
 def refusing(mistake: Exception, comm: Communicator, *, what: str) -> Callable[[int], Tensor]:
@@ -59,37 +77,66 @@ def refusing(mistake: Exception, comm: Communicator, *, what: str) -> Callable[[
     return call
 
 
-def check_tensor(tensor: Any, codec: Any, *, op: Any, segment_bytes: Any, in_pieces: bool = False) -> None:
-    """TypeError or ValueError for arguments that no rank can use. in_pieces: the codec must write any part of a tensor."""
+def check_tensor(
+    tensor: Any, codec: Any, *, op: Any, segment_bytes: Any, in_pieces: bool = False
+) -> None:
+    """TypeError or ValueError for arguments that no rank can use. in_pieces: the codec must write
+    any part of a tensor."""
     if isinstance(codec, type) and issubclass(codec, Codec):
-        raise TypeError(f"codec is the class {codec.__name__}; pass an object of it: {codec.__name__}()")
+        raise TypeError(
+            f"codec is the class {codec.__name__}; pass an object of it: {codec.__name__}()"
+        )
     if not isinstance(codec, Codec):
         raise TypeError(f"codec must be a Codec, such as pyops.comm.OneBit(), got {codec!r}")
     if in_pieces and hasattr(codec, "all_reduce"):
-        raise ValueError(f"{codec.name} writes whole matrices, not pieces; use it with compressed_all_reduce")
+        raise ValueError(
+            f"{codec.name} writes whole matrices, not pieces; use it with compressed_all_reduce"
+        )
     if op not in ("mean", "sum"):
         raise ValueError(f"op must be 'mean' or 'sum', got {op!r}")
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"tensor is a {type(tensor).__name__}; pass one torch.Tensor, for several a pyops.flat.FlatBuffer's data or grad"
+            f"tensor is a {type(tensor).__name__}; pass one torch.Tensor, for several a "
+            "pyops.flat.FlatBuffer's data or grad"
         )
     if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{codec.name} compresses float32, bfloat16 and float16, got {tensor.dtype}; use pyops.comm.all_reduce")
+        raise TypeError(
+            f"{codec.name} compresses float32, bfloat16 and float16, got {tensor.dtype}; "
+            "use pyops.comm.all_reduce"
+        )
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be compressed; pass a dense one")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("an expanded tensor has several elements in one place and can't take a result; pass tensor.clone()")
+        raise ValueError(
+            f"a tensor of layout {tensor.layout} on {tensor.device} can't be compressed; "
+            "pass a dense one"
+        )
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            "an expanded tensor has several elements in one place and can't take a "
+            "result; pass tensor.clone()"
+        )
     require_memory(tensor, "tensor")
     if tensor.is_neg():
-        raise ValueError("tensor is a view whose sign is still to be taken (torch._neg_view); pass tensor.resolve_neg()")
-    if segment_bytes is not None and (isinstance(segment_bytes, bool) or not isinstance(segment_bytes, int)):
-        raise TypeError(f"segment_bytes is {segment_bytes!r}; give a whole number of bytes, or None")
+        raise ValueError(
+            "tensor is a view whose sign is still to be taken (torch._neg_view); pass "
+            "tensor.resolve_neg()"
+        )
+    if segment_bytes is not None and (
+        isinstance(segment_bytes, bool) or not isinstance(segment_bytes, int)
+    ):
+        raise TypeError(
+            f"segment_bytes is {segment_bytes!r}; give a whole number of bytes, or None"
+        )
     if segment_bytes is not None and segment_bytes < 1024:
         raise ValueError(f"segment_bytes is {segment_bytes}; give at least 1024")
 
 
-def check_error(error: Any, codec: Codec, *, x: Tensor, numel: int, comm: Communicator | None) -> None:
-    """TypeError or ValueError unless `error` is None or a memory of this codec, rank and size for `numel` elements like x."""
+def check_error(
+    error: Any, codec: Codec, *, x: Tensor, numel: int, comm: Communicator | None
+) -> None:
+    """TypeError or ValueError unless `error` is None or a memory of this codec, rank and size for
+    `numel` elements like x."""
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     if hasattr(codec, "check_memory"):
         codec.check_memory(error, numel=numel, rank=rank, size=size)
@@ -98,31 +145,49 @@ def check_error(error: Any, codec: Codec, *, x: Tensor, numel: int, comm: Commun
         return
     if not isinstance(error, ErrorFeedback):
         raise TypeError(
-            f"error is a {type(error).__name__}; pass an ErrorFeedback, made once: ErrorFeedback({numel}, codec=codec, "
+            f"error is a {type(error).__name__}; pass an ErrorFeedback, made once: "
+            f"ErrorFeedback({numel}, codec=codec, "
             "communicator=Communicator.of(group))"
         )
     if error.codec != codec:
-        raise ValueError(f"error is for codec {error.codec.name}, and this call is with {codec.name}; use one for both")
+        raise ValueError(
+            f"error is for codec {error.codec.name}, and this call is with {codec.name}; "
+            "use one for both"
+        )
     if error.numel != numel:
-        raise ValueError(f"error is for {error.numel} elements, and this rank compresses {numel}; make it for {numel}")
+        raise ValueError(
+            f"error is for {error.numel} elements, and this rank compresses {numel}; "
+            f"make it for {numel}"
+        )
     if (error.rank, error.size) != (rank, size):
         raise ValueError(
-            f"error is that of rank {error.rank} of {error.size}, and this is rank {rank} of {size}; make one for this group"
+            f"error is that of rank {error.rank} of {error.size}, and this is rank "
+            f"{rank} of {size}; make one for this group"
         )
     if error.worker.device != x.device:
-        raise ValueError(f"error is on {error.worker.device}, the tensor on {x.device}; make it with device={str(x.device)!r}")
+        raise ValueError(
+            f"error is on {error.worker.device}, the tensor on {x.device}; make it with "
+            f"device={str(x.device)!r}"
+        )
 
 
 def check_length(rows: int, length: Any, *, rank: int, size: int) -> None:
-    """TypeError or ValueError unless `rows` is this rank's part, as torch.tensor_split cuts, of `length` rows or of None."""
+    """TypeError or ValueError unless `rows` is this rank's part, as torch.tensor_split cuts, of
+    `length` rows or of None."""
     if length is None:
         return
     if isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"length is {length!r}; give the rows of the result, a whole number, or None")
+        raise TypeError(
+            f"length is {length!r}; give the rows of the result, a whole number, or None"
+        )
     if length < 0:
         raise ValueError(
-            f"length is {length}; give the rows of the result, 0 or more, or None where all ranks have equally many"
+            f"length is {length}; give the rows of the result, 0 or more, or None where "
+            "all ranks have equally many"
         )
     part = length // size + (rank < length % size)
     if rows != part:
-        raise ValueError(f"rank {rank} gives {rows} rows, but its part of length={length} over {size} ranks is {part} rows")
+        raise ValueError(
+            f"rank {rank} gives {rows} rows, but its part of length={length} over {size} "
+            f"ranks is {part} rows"
+        )

@@ -1,11 +1,12 @@
-"""The largest few numbers of each piece, with their places: what is left out waits in the error for its turn.
+"""The largest few numbers of each piece, with their places: what is left out waits in the error for
+its turn.
 
     u = x + error   | .1 -3. .2  0. |  2. .1 -.1 .3 |      ratio 1/4, two pieces of 4 numbers
     payload         | 1 | -3. |        | 0 | 2. |          int32 places, fp32 numbers
     error           | .1  0. .2  0. |  0. .1 -.1 .3 |      what is sent is sent exactly
 
-Aji and Heafield, Sparse communication for distributed gradient descent, EMNLP 2017; with error feedback: Stich, Cordonnier,
-Jaggi, Sparsified SGD with memory, NeurIPS 2018.
+Aji and Heafield, Sparse communication for distributed gradient descent, EMNLP 2017; with error
+feedback: Stich, Cordonnier, Jaggi, Sparsified SGD with memory, NeurIPS 2018.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ __all__ = ["TopK"]
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The `ratio` of a piece's numbers that are largest in magnitude, rounded up, in fp32: 8 bytes for each that is sent.
+    """The `ratio` of a piece's numbers that are largest in magnitude, rounded up, in fp32: 8 bytes
+    for each that is sent.
 
-    ratio: above 0, at most 1. A piece is what one message carries, not the whole tensor; an owner keeps the same ratio of the
-    sum. Where a number of a piece is not finite, the largest ones arrive as nan and the piece's error stays as it was.
+    ratio: above 0, at most 1. A piece is what one message carries, not the whole tensor; an owner
+    keeps the same ratio of the sum. Where a number of a piece is not finite, the largest ones
+    arrive as nan and the piece's error stays as it was.
     """
 
     ratio: float = 0.01
@@ -36,7 +39,10 @@ class TopK(Codec):
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
             raise TypeError(f"ratio is {self.ratio!r}; give a number, such as 0.01")
         if not 0.0 < self.ratio <= 1.0:
-            raise ValueError(f"ratio is {self.ratio}; give the part of the numbers to send, above 0 and at most 1")
+            raise ValueError(
+                f"ratio is {self.ratio}; give the part of the numbers to send, above 0 "
+                "and at most 1"
+            )
 
     @property
     def name(self) -> str:
@@ -50,11 +56,20 @@ class TopK(Codec):
         return 8 * self.kept(n)
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, error: Tensor | None = None, flag: Tensor | None = None,
-        scale: Tensor | None = None, seed: int = 0, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        error: Tensor | None = None,
+        flag: Tensor | None = None,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
         u = x.float() if error is None else x.float() + error
-        places = u.abs().topk(self.kept(len(u)), sorted=False).indices.sort().values  # nan counts as largest
+        places = (
+            u.abs().topk(self.kept(len(u)), sorted=False).indices.sort().values
+        )  # nan counts as largest
         numbers, fine = u[places], u.isfinite().all()
         at, values = _parts(payload)
         at.copy_(places)

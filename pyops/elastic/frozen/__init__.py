@@ -1,1 +1,2 @@
-"""The outputs of frozen layers: computed, or kept in memory and on disk and read, whichever is faster."""
+"""The outputs of frozen layers: computed, or kept in memory and on disk and read, whichever is
+faster."""

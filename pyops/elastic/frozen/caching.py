@@ -1,4 +1,5 @@
-"""Caching: one cache of a host for all layouts of a run, and whether the frozen layers of this one are read from it.
+"""Caching: one cache of a host for all layouts of a run, and whether the frozen layers of this one
+are read from it.
 
 first freeze    first stages compute one example -> its shape goes to all ranks -> the cache, shared by the ranks of a host
 every freeze    first stages measure computing, keeping and reading -> all ranks decide alike; what pays once does so later on,
@@ -25,16 +26,19 @@ from pyops.elastic.layout.groups import make_group
 
 __all__ = ["CacheOptions", "Caching", "Example"]
 
-Example = Callable[[Tensor], tuple[Any, Mapping[str, Any]]]  # samples [n] -> inputs of the first layer, named arguments
+Example = Callable[
+    [Tensor], tuple[Any, Mapping[str, Any]]
+]  # samples [n] -> inputs of the first layer, named arguments
 MEASURED = 16  # samples
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Whether and where the frozen layers' output is kept. mode: "auto" where that is measured to pay, "on", or "off". example:
-    samples [n] -> (inputs, named arguments) of these rows, as in a step: what is measured. budget: bytes of memory on each
-    host; None: half of what is free. stored: a dtype to round to. disk: a folder for what is beyond the budget, up to
-    disk_budget bytes. ValueError for another mode, and for "auto" or "on" without an example."""
+    """Whether and where the frozen layers' output is kept. mode: "auto" where that is measured to
+    pay, "on", or "off". example: samples [n] -> (inputs, named arguments) of these rows, as in a
+    step: what is measured. budget: bytes of memory on each host; None: half of what is free.
+    stored: a dtype to round to. disk: a folder for what is beyond the budget, up to disk_budget
+    bytes. ValueError for another mode, and for "auto" or "on" without an example."""
 
     mode: str = "off"
     example: Example | None = None
@@ -48,33 +52,51 @@ class CacheOptions:
             raise ValueError(f"cache mode is {self.mode!r}; choose one of {', '.join(MODES)}")
         if self.mode != "off" and self.example is None:
             raise ValueError(
-                f"cache mode is {self.mode!r}, which needs an example: a function of samples that gives their rows"
+                f"cache mode is {self.mode!r}, which needs an example: a function of "
+                "samples that gives their rows"
             )
 
 
 class Caching:
-    """options: the same on all ranks. samples: to train on; held-out ones are numbered behind them. message: a group
+    """options: the same on all ranks. samples: to train on; held-out ones are numbered behind them.
+    message: a group
     of all ranks; None: one process alone."""
 
     def __init__(
-        self, options: CacheOptions, *, samples: int, held_out: int, message: dist.ProcessGroup | None
-    ) -> None:  # fmt: skip
-        self.options, self._samples, self._held_out, self._message = options, samples, held_out, message
+        self,
+        options: CacheOptions,
+        *,
+        samples: int,
+        held_out: int,
+        message: dist.ProcessGroup | None,
+    ) -> None:
+        self.options, self._samples, self._held_out, self._message = (
+            options,
+            samples,
+            held_out,
+            message,
+        )
         self.cache: ActivationCache | None = None
         self._host: dist.ProcessGroup | None = None
         self._wanted, self._pays = options.mode != "off", options.mode == "on"
 
     def attach(self, prefix: Prefix | None, *, replica: int) -> bool:
-        """Let these frozen layers be read and kept, if that pays; the same answer on all ranks, which all call it.
+        """Let these frozen layers be read and kept, if that pays; the same answer on all ranks,
+        which all call it.
 
-        prefix: of this rank, None where it has none. replica: this rank's, so that no two measure with the same samples.
+        prefix: of this rank, None where it has none. replica: this rank's, so that no two measure
+        with the same samples.
         """
         if not self._wanted:
             return False
         inputs, named, numbers, shape = None, {}, None, None
         error: Exception | None = None
         try:
-            if prefix is not None and self.options.example is not None and not (self._pays and self.cache is not None):
+            if (
+                prefix is not None
+                and self.options.example is not None
+                and not (self._pays and self.cache is not None)
+            ):
                 count = min(MEASURED, self._samples)
                 spread = torch.linspace(0, self._samples - 1, count, device="cpu").long()
                 numbers = (spread + replica) % self._samples
@@ -87,10 +109,14 @@ class Caching:
             error = caught
         agree(error, group=self._message)
         if self.cache is None:
-            self._open(next(each for each in gather(shape, group=self._message) if each is not None))
+            self._open(
+                next(each for each in gather(shape, group=self._message) if each is not None)
+            )
         if not self.is_open():
             return False
-        if prefix is not None and self.cache is not None and self.cache.room:  # none: it was lost in this process
+        if (
+            prefix is not None and self.cache is not None and self.cache.room
+        ):  # none: it was lost in this process
             prefix.cache = self.cache
         if self._pays:
             return True
@@ -98,7 +124,12 @@ class Caching:
         try:
             if prefix is not None and prefix.cache is not None:
                 assert numbers is not None
-                times = measure(prefix, *(inputs if isinstance(inputs, tuple) else (inputs,)), samples=numbers, **named)
+                times = measure(
+                    prefix,
+                    *(inputs if isinstance(inputs, tuple) else (inputs,)),
+                    samples=numbers,
+                    **named,
+                )
         except Exception as caught:
             error = caught
         agree(error, group=self._message)
@@ -117,15 +148,24 @@ class Caching:
         if self._message is not None and self._host is None:
             hosts = gather(host(), group=self._message)
             for name in dict.fromkeys(hosts):  # all ranks make all groups, in one order
-                made = make_group([rank for rank, each in enumerate(hosts) if each == name], backend="gloo")
+                made = make_group(
+                    [rank for rank, each in enumerate(hosts) if each == name], backend="gloo"
+                )
                 self._host = made if name == host() else self._host
         self.cache = open_cache(
-            self._samples + self._held_out, shape=shape[0], dtype=shape[1], stored=self.options.stored,
-            budget=self.options.budget, disk=self.options.disk, disk_budget=self.options.disk_budget, group=self._host,
-        )  # fmt: skip
+            self._samples + self._held_out,
+            shape=shape[0],
+            dtype=shape[1],
+            stored=self.options.stored,
+            budget=self.options.budget,
+            disk=self.options.disk,
+            disk_budget=self.options.disk_budget,
+            group=self._host,
+        )
 
     def forget(self) -> None:
-        """Nothing that is kept is of the layers as they are from now on: they were given other values."""
+        """Nothing that is kept is of the layers as they are from now on: they were given other
+        values."""
         self._pays = self.options.mode == "on"
         if self.cache is not None:
             self.cache.clear()

@@ -1,10 +1,12 @@
-"""DiskTier: records of one size in a file without a name, which the processes of a host share; read ahead of their use.
+"""DiskTier: records of one size in a file without a name, which the processes of a host share; read
+ahead of their use.
 
     put     record 7, record 2       written, side by side; back when all are
     ahead   record 4, record 9       begun to be read, back at once
     get     record 9, record 3       9 is there already or soon, 3 is read now
 
-The file loses its name before it has a byte, the others open it through /proc: whatever ends the processes, its space is free.
+The file loses its name before it has a byte, the others open it through /proc: whatever ends the
+processes, its space is free.
 """
 
 from __future__ import annotations
@@ -41,12 +43,19 @@ class Reading(NamedTuple):
 class DiskTier:
     """`records` tensors of `shape` and `dtype` in a file in `folder`, each from a page's start on.
 
-    group: the processes of one host that share it; each makes it. None: this process alone. OSError, on every rank alike, when
-    there is no room. A record's `version` is whatever changes when others write it: what was read ahead of another is dropped.
+    group: the processes of one host that share it; each makes it. None: this process alone.
+    OSError, on every rank alike, when there is no room. A record's `version` is whatever changes
+    when others write it: what was read ahead of another is dropped.
     """
 
     def __init__(
-        self, folder: str, *, records: int, shape: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None = None
+        self,
+        folder: str,
+        *,
+        records: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.records, self.shape, self.dtype = records, tuple(shape), dtype
         self._used = math.prod(self.shape) * dtype.itemsize
@@ -56,28 +65,36 @@ class DiskTier:
         self._ahead: deque[dict[int, Reading]] = deque()
 
     def put(self, places: Tensor, values: Tensor) -> None:
-        """Write values [n, *shape] to the records [n]; back when they are there. OSError when the disk does not take them."""
+        """Write values [n, *shape] to the records [n]; back when they are there. OSError when the
+        disk does not take them."""
         for batch in self._ahead:  # what is read of them is old
             _wait([batch.pop(place).transfer for place in places.tolist() if place in batch])
         buffer = self._buffer(len(places))
         self._typed(buffer).copy_(values)
-        going = [self._file.write(row, offset=self._size * place) for row, place in zip(buffer, places.tolist(), strict=True)]
+        going = [
+            self._file.write(row, offset=self._size * place)
+            for row, place in zip(buffer, places.tolist(), strict=True)
+        ]
         _wait(going)
 
     def ahead(self, places: Tensor, versions: Sequence[Hashable]) -> None:
-        """Begin to read these records. Those of the call before the last that nobody took are dropped."""
+        """Begin to read these records. Those of the call before the last that nobody took are
+        dropped."""
         while len(self._ahead) >= AHEAD:
             with contextlib.suppress(OSError):
                 _wait([reading.transfer for reading in self._ahead.popleft().values()])
         wanted = [
-            (place, version) for place, version in zip(places.tolist(), versions, strict=True)
+            (place, version)
+            for place, version in zip(places.tolist(), versions, strict=True)
             if all(place not in batch or batch[place].version != version for batch in self._ahead)
-        ]  # fmt: skip
+        ]
         buffer = self._buffer(len(wanted))
         typed = self._typed(buffer)
         self._ahead.append(
             {
-                place: Reading(version, typed[i], self._file.read(buffer[i], offset=self._size * place))
+                place: Reading(
+                    version, typed[i], self._file.read(buffer[i], offset=self._size * place)
+                )
                 for i, (place, version) in enumerate(wanted)
             }
         )
@@ -90,7 +107,9 @@ class DiskTier:
         for i, (place, version) in enumerate(zip(places.tolist(), versions, strict=True)):
             reading = next((batch[place] for batch in self._ahead if place in batch), None)
             if reading is None or reading.version != version:
-                reading = Reading(version, typed[i], self._file.read(buffer[i], offset=self._size * place))
+                reading = Reading(
+                    version, typed[i], self._file.read(buffer[i], offset=self._size * place)
+                )
             readings.append(reading)
         _wait([reading.transfer for reading in readings])
         return torch.stack([reading.values for reading in readings]) if readings else typed
@@ -128,7 +147,9 @@ def _nameless(folder: str) -> int:
     """A new file in the folder that nobody can name."""
     with contextlib.suppress(OSError):
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    path = os.path.join(folder, f"pyops-activations-{secrets.token_hex(8)}")  # a file system without such files
+    path = os.path.join(
+        folder, f"pyops-activations-{secrets.token_hex(8)}"
+    )  # a file system without such files
     number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     os.unlink(path)
     return number
@@ -142,7 +163,9 @@ def _opened(folder: str, nbytes: int, group: dist.ProcessGroup | None) -> AsyncF
     if group is None or dist.get_rank(group) == 0:
         try:
             room = os.statvfs(folder)
-            if nbytes > room.f_bavail * room.f_frsize:  # before the disk is filled to its last byte to find that out
+            if (
+                nbytes > room.f_bavail * room.f_frsize
+            ):  # before the disk is filled to its last byte to find that out
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             number = _nameless(folder)
             os.posix_fallocate(number, 0, nbytes)

@@ -1,4 +1,5 @@
-"""Prefix: the frozen layers as one layer of a pipeline, its first; computed alike whatever the batch, or read from the cache.
+"""Prefix: the frozen layers as one layer of a pipeline, its first; computed alike whatever the
+batch, or read from the cache.
 
     samples     7  2  9  4  0           a micro-batch
     cache       .  2  1  .  2           the depth at which each is there; this prefix has 2 layers
@@ -7,8 +8,9 @@
     layers      x        x              ... all of them in chunks of one fixed number of rows, the last one filled up
     kept        x     x  x              for the next epoch
 
-A matrix product of more rows may add in another order, so a sample's bits would depend on the batch that it comes in. Chunks of
-one size prevent that: a run that reads has the bits of a run that computes, however either cuts its batches.
+A matrix product of more rows may add in another order, so a sample's bits would depend on the batch
+that it comes in. Chunks of one size prevent that: a run that reads has the bits of a run that
+computes, however either cuts its batches.
 """
 
 from __future__ import annotations
@@ -33,35 +35,48 @@ logger = logging.getLogger("pyops")
 
 
 class Prefix(nn.Module):
-    """`layers`, frozen: in evaluation, without gradients. The output is one tensor [n, ...], the same number of values for all
-    samples.
+    """`layers`, frozen: in evaluation, without gradients. The output is one tensor [n, ...], the
+    same number of values for all samples.
 
-    layers: from the model's first; their parameters want no gradients from now on, shared ones too (a head that is tied to the
+    layers: from the model's first; their parameters want no gradients from now on, shared ones too
+    (a head that is tied to the
         embedding). What one returns the next takes, a tuple as several arguments.
-    cache: what they say to samples that are numbered is read from there, and kept there; `prefix.cache = None` ends that. When
+    cache: what they say to samples that are numbered is read from there, and kept there;
+    `prefix.cache = None` ends that. When
         reading or keeping fails for want of memory or disk, or of a disk, it ends by itself, said once.
-    chunk: rows that are computed at a time. At the first forward it is halved until a sample's bits are found to depend neither
+    chunk: rows that are computed at a time. At the first forward it is halved until a sample's bits
+    are found to depend neither
         on its place nor on the others, at the latest at 1.
-    stored: a dtype to which the output of each layer is rounded, and back; that of the cache by default. A cache of 16 bits is
+    stored: a dtype to which the output of each layer is rounded, and back; that of the cache by
+    default. A cache of 16 bits is
         then of a run whose frozen layers are rounded: the bits are no longer those without it, but still the same whether they
         are read, gone on from or computed, now or after a restart.
 
-    seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0 where there is none.
-    ValueError for no layers, a chunk below 1 and a cache that rounds otherwise than `stored`.
+    seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0
+    where there is none. ValueError for no layers, a chunk below 1 and a cache that rounds otherwise
+    than `stored`.
     """
 
     def __init__(
-        self, layers: Iterable[nn.Module], *, cache: ActivationCache | None = None, chunk: int = 8,
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        cache: ActivationCache | None = None,
+        chunk: int = 8,
         stored: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         if not len(self.layers):
-            raise ValueError("a prefix of no layers computes nothing; leave it out where nothing is frozen")
+            raise ValueError(
+                "a prefix of no layers computes nothing; leave it out where nothing is frozen"
+            )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"chunk is {chunk!r}; it must be a whole number, 1 or more")
         if cache is not None and stored not in (None, cache.stored):
-            raise ValueError(f"stored is {stored}, but the cache keeps {cache.stored}; give one of them")
+            raise ValueError(
+                f"stored is {stored}, but the cache keeps {cache.stored}; give one of them"
+            )
         self.cache, self.chunk, self.seed = cache, chunk, 0
         self.stored = cache.stored if cache is not None else stored
         self._names = [named_arguments(layer) for layer in self.layers]
@@ -81,22 +96,30 @@ class Prefix(nn.Module):
 
     @property
     def key(self) -> int:
-        """The cache's seed for the augmentation's, and for the chunk: what was computed in others may have other bits."""
+        """The cache's seed for the augmentation's, and for the chunk: what was computed in others
+        may have other bits."""
         return random.key_of(self.seed, f"chunks of {self.chunk}") - (1 << 63)
 
     @torch.no_grad()
     def forward(self, *inputs: Any, samples: Tensor | None = None, **named: Any) -> Tensor:
         """The last layer's output for each row, [n, ...].
 
-        inputs: of the first layer, tensors [n, ...]. named: arguments that layers name: tensors [n, ...] go by rows, others
+        inputs: of the first layer, tensors [n, ...]. named: arguments that layers name: tensors [n,
+        ...] go by rows, others
             whole, and `shape` (rows, ...) with the rows of a chunk.
-        samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None: nothing is read or kept.
+        samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None: nothing
+        is read or kept.
         """
         rows = rows_of(inputs)
         if not rows:
-            raise ValueError("the frozen layers were given no rows; give tensors [n, ...] with n of 1 or more")
+            raise ValueError(
+                "the frozen layers were given no rows; give tensors [n, ...] with n of 1 or more"
+            )
         if samples is not None and tuple(samples.shape) != (rows,):
-            raise ValueError(f"samples are {tuple(samples.shape)}, but the batch has {rows} rows; give the number of each row")
+            raise ValueError(
+                f"samples are {tuple(samples.shape)}, but the batch has {rows} rows; "
+                "give the number of each row"
+            )
         batch = Batch(inputs, named, rows)
         self._verify(batch)
         out: Tensor | None = None
@@ -105,17 +128,21 @@ class Prefix(nn.Module):
             out = values.new_zeros(rows, *values.shape[1:]) if out is None else out
             out[places.to(out.device)] = values
         if out is None:  # padding alone: computed for its shape
-            out = torch.zeros_like(self._computed(batch, torch.zeros(rows, dtype=torch.int64, device="cpu")))
+            out = torch.zeros_like(
+                self._computed(batch, torch.zeros(rows, dtype=torch.int64, device="cpu"))
+            )
         return out
 
     def prefetch(self, samples: Tensor) -> None:
-        """Begin to read what is on disk of samples [n] int64, those of the next batch, while this one is computed."""
+        """Begin to read what is on disk of samples [n] int64, those of the next batch, while this
+        one is computed."""
         if self.cache is not None:
             samples = samples.to("cpu", torch.int64)
             self.cache.prefetch(samples[samples != PADDING], seed=self.key)
 
     def _found(self, samples: Tensor | None, rows: int) -> list[tuple[int, Tensor]]:
-        """(depth, which rows) of those that begin with what is there at that depth, 0: with the inputs; none of padding."""
+        """(depth, which rows) of those that begin with what is there at that depth, 0: with the
+        inputs; none of padding."""
         if samples is None:
             return [(0, torch.arange(rows, device="cpu"))]
         samples = samples.to("cpu", torch.int64)
@@ -125,7 +152,11 @@ class Prefix(nn.Module):
             there = self.cache.depths(samples[~padding], seed=self.key)
             usable = (there > 0) & (there <= self.depth)
             depths[~padding] = torch.where(usable, there, 0)
-        return [(depth, (depths == depth).nonzero().flatten()) for depth in depths.unique().tolist() if depth >= 0]
+        return [
+            (depth, (depths == depth).nonzero().flatten())
+            for depth in depths.unique().tolist()
+            if depth >= 0
+        ]
 
     def _values(self, batch: Batch, samples: Tensor | None, places: Tensor, depth: int) -> Tensor:
         """Of those rows, which are there at that depth."""
@@ -143,7 +174,9 @@ class Prefix(nn.Module):
         if samples is None or self.cache is None:
             return None
         try:
-            values, found = self.cache.get(samples.to("cpu", torch.int64)[places], depth=depth, seed=self.key)
+            values, found = self.cache.get(
+                samples.to("cpu", torch.int64)[places], depth=depth, seed=self.key
+            )
         except (OSError, MemoryError) as error:
             self.give_up(error)
             return None
@@ -153,7 +186,9 @@ class Prefix(nn.Module):
         if samples is None or self.cache is None:
             return
         try:
-            self.cache.put(samples.to("cpu", torch.int64)[places], values, depth=self.depth, seed=self.key)
+            self.cache.put(
+                samples.to("cpu", torch.int64)[places], values, depth=self.depth, seed=self.key
+            )
         except (OSError, MemoryError) as error:
             self.give_up(error)
 
@@ -162,13 +197,20 @@ class Prefix(nn.Module):
         if self.cache is not None:
             self.cache.close()  # no other prefix has to find out
         self.cache = None
-        logger.warning("the cache of frozen layers is off, and training goes on without it: %s", error)
+        logger.warning(
+            "the cache of frozen layers is off, and training goes on without it: %s", error
+        )
 
-    def _computed(self, batch: Batch, places: Tensor, x: Tensor | None = None, depth: int = 0) -> Tensor:
-        """layers[depth:] of those rows of the batch, or of x, which has a row for each: in chunks, the last one filled up."""
+    def _computed(
+        self, batch: Batch, places: Tensor, x: Tensor | None = None, depth: int = 0
+    ) -> Tensor:
+        """layers[depth:] of those rows of the batch, or of x, which has a row for each: in chunks,
+        the last one filled up."""
         parts: list[Tensor] = []
         for begin in range(0, len(places), self.chunk):
-            chosen = torch.arange(begin, begin + self.chunk, device="cpu").clamp_(max=len(places) - 1)
+            chosen = torch.arange(begin, begin + self.chunk, device="cpu").clamp_(
+                max=len(places) - 1
+            )
             inputs, named = batch.chunk(places[chosen])
             y = self._called(inputs if x is None else (x[chosen.to(x.device)],), named, depth)
             parts.append(y[: len(places) - begin])
@@ -181,19 +223,27 @@ class Prefix(nn.Module):
             if self.stored is not None:
                 x = tree_map(self._rounded, x)
         if not isinstance(x, Tensor):
-            raise TypeError(f"the last frozen layer returned a {type(x).__name__}; freeze up to one that returns one tensor")
+            raise TypeError(
+                f"the last frozen layer returned a {type(x).__name__}; freeze up to one "
+                "that returns one tensor"
+            )
         return x
 
     def _rounded(self, x: Any) -> Any:
-        return x.to(self.stored).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        return (
+            x.to(self.stored).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        )
 
     def _verify(self, batch: Batch) -> None:
-        """Smaller chunks, until one sample's bits are the same at every place, and every sample's whoever the others are."""
+        """Smaller chunks, until one sample's bits are the same at every place, and every sample's
+        whoever the others are."""
         while not self._verified:
             rows = torch.arange(self.chunk, device="cpu") % batch.rows
             straight, turned = (self._computed(batch, each) for each in (rows, rows.flip(0)))
             same = self._computed(batch, torch.zeros_like(rows))
-            if torch.equal(straight, turned.flip(0)) and torch.equal(same, straight[:1].expand_as(same)):
+            if torch.equal(straight, turned.flip(0)) and torch.equal(
+                same, straight[:1].expand_as(same)
+            ):
                 self._verified = True
                 break
             self.chunk //= 2
@@ -209,7 +259,9 @@ class Batch(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        return next(leaf.device for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor))
+        return next(
+            leaf.device for leaf in tree_flatten(self.inputs)[0] if isinstance(leaf, Tensor)
+        )
 
     def chunk(self, places: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs and named arguments of those rows alone, in memory of their own."""

@@ -1,14 +1,17 @@
-"""When reading what frozen layers say pays: the seconds of computing, keeping and reading a sample, one rule on all ranks.
+"""When reading what frozen layers say pays: the seconds of computing, keeping and reading a sample,
+one rule on all ranks.
 
     rank 0   compute 900 us   put 20 us   get 10 us  --.                                    .-- read
     rank 1   (its stage has no frozen layers)        --+-- add up: 1700 > 45 + 25 ?         --+-- read
     rank 2   compute 800 us   put 25 us   get 15 us  --'                                    '-- read
 
-The rule: compute > put + get. An entry that is put in one epoch saves all of compute in the next, in which it is read; that is
-all that is sure, since by then more may be frozen. If so, what is read is gone on from and put again, at the new depth: of that
-epoch, too, reading saves the layers that were frozen before, and the new ones are computed either way. Where nothing is frozen
-meanwhile, an entry is read more often, and each time saves more than this. compute grows with the depth and the others do not,
-so what pays goes on to pay; of the last epoch alone, whose entries nobody reads, the put is lost.
+The rule: compute > put + get. An entry that is put in one epoch saves all of compute in the next,
+in which it is read; that is all that is sure, since by then more may be frozen. If so, what is read
+is gone on from and put again, at the new depth: of that epoch, too, reading saves the layers that
+were frozen before, and the new ones are computed either way. Where nothing is frozen meanwhile, an
+entry is read more often, and each time saves more than this. compute grows with the depth and the
+others do not, so what pays goes on to pay; of the last epoch alone, whose entries nobody reads, the
+put is lost.
 """
 
 from __future__ import annotations
@@ -47,10 +50,14 @@ class Times:
         return self.compute - self.put - self.get
 
 
-def measure(prefix: Prefix, *inputs: Any, samples: Tensor, rounds: int = 3, **named: Any) -> Times | None:
-    """The shortest of `rounds`, of a batch like those of training: inputs, samples and named arguments as in a forward.
+def measure(
+    prefix: Prefix, *inputs: Any, samples: Tensor, rounds: int = 3, **named: Any
+) -> Times | None:
+    """The shortest of `rounds`, of a batch like those of training: inputs, samples and named
+    arguments as in a forward.
 
-    samples: the true numbers of these rows, as their values are put; spread over all samples, so that each tier has its part.
+    samples: the true numbers of these rows, as their values are put; spread over all samples, so
+    that each tier has its part.
         Those that the budget leaves out count for nothing. None where the prefix has no cache, or loses it now, and where
         nothing of these was kept.
     """
@@ -69,21 +76,32 @@ def measure(prefix: Prefix, *inputs: Any, samples: Tensor, rounds: int = 3, **na
         cache.get(mine, depth=prefix.depth, seed=prefix.key)[0].to(values.device)
 
     try:
-        compute, write, read = (_shortest(each, rounds, values.device) for each in (lambda: prefix(*inputs, **named), put, get))
+        compute, write, read = (
+            _shortest(each, rounds, values.device)
+            for each in (lambda: prefix(*inputs, **named), put, get)
+        )
     except (OSError, MemoryError) as error:
         prefix.give_up(error)
         return None
     return Times(compute / len(samples), write / kept, read / kept) if kept else None
 
 
-def reading_pays(times: Times | None, *, mode: str = "auto", group: dist.ProcessGroup | None = None) -> bool:
-    """Whether to read, the same on all ranks of the group. All call it; None: of one that has nothing to read.
+def reading_pays(
+    times: Times | None, *, mode: str = "auto", group: dist.ProcessGroup | None = None
+) -> bool:
+    """Whether to read, the same on all ranks of the group. All call it; None: of one that has
+    nothing to read.
 
-    mode: "on" and "off" decide by themselves; "auto": if compute > put + get, added up over the ranks.
+    mode: "on" and "off" decide by themselves; "auto": if compute > put + get, added up over the
+    ranks.
     ValueError, on every rank, for another mode.
     """
     check_initialized("reading_pays", group)
-    error = None if mode in MODES else ValueError(f"cache is {mode!r}; choose one of {', '.join(MODES)}")
+    error = (
+        None
+        if mode in MODES
+        else ValueError(f"cache is {mode!r}; choose one of {', '.join(MODES)}")
+    )
     if group is not None:
         agree(error, group=group)
     if error is not None:

@@ -1,1 +1,2 @@
-"""Which rank holds which layers and takes which samples, its process groups, and the way to the next layout."""
+"""Which rank holds which layers and takes which samples, its process groups, and the way to the
+next layout."""

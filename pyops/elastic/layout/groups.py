@@ -1,12 +1,14 @@
-"""Groups: the process groups that train in a layout, made when it begins and destroyed when it ends.
+"""Groups: the process groups that train in a layout, made when it begins and destroyed when it
+ends.
 
     meeting     0 1 2 3 4        all ranks: where idle ones wait for the others, asleep, for hours if need be
     message     0 1 2 3 4        all ranks: whatever follows once they have met
     pipeline    0 1 | 2 3        the stages of a replica
     line        0 2 | 1 3        the ranks that hold the same stage
 
-The first two are made once, and outlive every layout. Who waits learns at once when a rank dies; that one only hangs, after the
-default group's timeout: in the meeting group, where an idle rank's own is longer, those that have work notice, and tell it.
+The first two are made once, and outlive every layout. Who waits learns at once when a rank dies;
+that one only hangs, after the default group's timeout: in the meeting group, where an idle rank's
+own is longer, those that have work notice, and tell it.
 """
 
 from __future__ import annotations
@@ -28,15 +30,20 @@ from pyops.mesh import check_initialized
 
 __all__ = ["Active", "Everyone", "agree_within", "giving_up", "make_group", "message_group"]
 
-GRACE = 2 * PATIENCE + 1  # seconds; those who lost a rank look for signs of life in their own groups first, then come to all
+GRACE = (
+    2 * PATIENCE + 1
+    # seconds; those who lost a rank look for signs of life in their own groups first, then come to
+    # all
+)
 
 
 def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | None:
-    """A new Gloo group of all ranks, for carrying states and for waiting; None where torch.distributed is not running.
+    """A new Gloo group of all ranks, for carrying states and for waiting; None where
+    torch.distributed is not running.
 
-    patience: seconds that a rank waits in it for one that comes late: for waiting, longer than from one decision to the next;
-    None: as long as in the default group. A rank that dies is noticed at once. A collective; destroy it with
-    torch.distributed.destroy_process_group.
+    patience: seconds that a rank waits in it for one that comes late: for waiting, longer than from
+    one decision to the next; None: as long as in the default group. A rank that dies is noticed at
+    once. A collective; destroy it with torch.distributed.destroy_process_group.
     """
     check_initialized("message_group")
     if not dist.is_initialized():
@@ -46,9 +53,10 @@ def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | No
 
 def make_group(
     members: Sequence[int] | None, *, patience: float | None = None, backend: str | None = None
-) -> dist.ProcessGroup:  # fmt: skip
-    """A new group of these ranks, or of all. A collective of all ranks, which wait for one another as long as in the default
-    group, however long the group's own patience is; CommunicationError, which names it, for a rank that is lost meanwhile."""
+) -> dist.ProcessGroup:
+    """A new group of these ranks, or of all. A collective of all ranks, which wait for one another
+    as long as in the default group, however long the group's own patience is; CommunicationError,
+    which names it, for a rank that is lost meanwhile."""
     usual = _limit(None)
     with naming_lost_ranks("the making of a process group"):
         made: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=usual)
@@ -59,12 +67,15 @@ def make_group(
 
 def _limit(seconds: float | None) -> timedelta:
     """None: that of the default group."""
-    return timedelta(seconds=Communicator.of(None).timeout(torch.device("cpu")) if seconds is None else seconds)
+    return timedelta(
+        seconds=Communicator.of(None).timeout(torch.device("cpu")) if seconds is None else seconds
+    )
 
 
 @contextmanager
 def giving_up(meeting: dist.ProcessGroup | None) -> Iterator[None]:
-    """Around what ranks do in their own groups: if one is lost, whoever waits in this group of all hears of it too."""
+    """Around what ranks do in their own groups: if one is lost, whoever waits in this group of all
+    hears of it too."""
     try:
         yield
     except CommunicationError:
@@ -83,31 +94,38 @@ def agree_within(error: Exception | None, *, group: dist.ProcessGroup | None) ->
 
 
 class Everyone:
-    """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not running. A collective.
+    """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not
+    running. A collective.
 
-    patience: seconds that a rank waits in `meeting`; in `message` it is as long as in the default group.
+    patience: seconds that a rank waits in `meeting`; in `message` it is as long as in the default
+    group.
     """
 
     def __init__(self, *, patience: float) -> None:
         self.meeting, self.message = message_group(patience=patience), message_group(patience=None)
 
     def meet(self, what: str, error: Exception | None = None, *, is_idle: bool = False) -> None:
-        """Wait for all ranks, and raise on all what went wrong on one. A collective, for `what`: RuntimeError, on every rank,
-        where that differs.
+        """Wait for all ranks, and raise on all what went wrong on one. A collective, for `what`:
+        RuntimeError, on every rank, where that differs.
 
-        Idle ranks come long before the others, and wait so long nowhere else; active ones come together, and wait only as long
-        as in the default group. Whoever notices first that one is missing calls off the others' waits.
+        Idle ranks come long before the others, and wait so long nowhere else; active ones come
+        together, and wait only as long as in the default group. Whoever notices first that one is
+        missing calls off the others' waits.
         """
         if self.meeting is None:
             agree(error)
             return
-        with giving_up(self.meeting), watched(self.meeting, seconds=None if is_idle else _limit(None).total_seconds()):
+        with (
+            giving_up(self.meeting),
+            watched(self.meeting, seconds=None if is_idle else _limit(None).total_seconds()),
+        ):
             calls = gather(what, group=self.meeting, grace=GRACE)
         agree(error, group=self.message)
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise RuntimeError(
-                    f"rank 0 called {calls[0]}, but rank {rank} {other}; call the same on all ranks, and end the run after an "
+                    f"rank 0 called {calls[0]}, but rank {rank} {other}; call the same "
+                    "on all ranks, and end the run after an "
                     "error that idle ranks have not heard of"
                 )
 
@@ -121,36 +139,50 @@ class Everyone:
 
 
 class Active:
-    """This rank's groups in `layout`. A collective: every rank of `message`, those that are idle too.
+    """This rank's groups in `layout`. A collective: every rank of `message`, those that are idle
+    too.
 
-    message: of all ranks, in their order; None: one process alone. timeout: of the groups' collectives in seconds, by default
-    that of the default group.
+    message: of all ranks, in their order; None: one process alone. timeout: of the groups'
+    collectives in seconds, by default that of the default group.
 
-    pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of the ranks that hold this
-    rank's stage, by replica; None with one replica, and on an idle rank.
+    pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of
+    the ranks that hold this rank's stage, by replica; None with one replica, and on an idle rank.
 
-    Of each group an address for each member stays in the store by which they found one another, for as long as that lives.
+    Of each group an address for each member stays in the store by which they found one another, for
+    as long as that lives.
 
-    ValueError, on every rank alike, for another number of ranks, and for layouts that differ between ranks.
+    ValueError, on every rank alike, for another number of ranks, and for layouts that differ
+    between ranks.
     """
 
     pipeline: dist.ProcessGroup | None = None
     line: dist.ProcessGroup | None = None
 
-    def __init__(self, layout: Layout, *, message: dist.ProcessGroup | None, timeout: float | None = None) -> None:
+    def __init__(
+        self, layout: Layout, *, message: dist.ProcessGroup | None, timeout: float | None = None
+    ) -> None:
         size = 1 if message is None else dist.get_world_size(message)
         if size != layout.ranks or (message is not None and size != dist.get_world_size()):
-            raise ValueError(f"the layout is of {layout.ranks} ranks, but the message group has {size}; it must have all ranks")
+            raise ValueError(
+                f"the layout is of {layout.ranks} ranks, but the message group has "
+                f"{size}; it must have all ranks"
+            )
         if message is None:
             return
         layouts = gather(layout, group=message)
-        if (other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)) is not None:
-            raise ValueError(f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all ranks the same")
+        if (
+            other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)
+        ) is not None:
+            raise ValueError(
+                f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all "
+                "ranks the same"
+            )
         limit, rank = _limit(timeout), dist.get_rank(message)
         error: Exception | None = None
         try:
-            # Every rank makes all of them in one order: torch numbers them, and a group that only its members make has a name
-            # that may have been another one's before, with addresses that are out of date.
+            # Every rank makes all of them in one order: torch numbers them, and a group that only
+            # its members make has a name that may have been another one's before, with addresses
+            # that are out of date.
             for replica in range(layout.replicas if layout.stages > 1 else 0):
                 self.pipeline = self._made(layout.members(replica), rank, limit) or self.pipeline
             for stage in range(layout.stages if layout.replicas > 1 else 0):
@@ -165,8 +197,9 @@ class Active:
         return made if rank in members else None
 
     def close(self) -> None:
-        """Destroy the groups, and let go of the threads and the shared memory that collectives made for them. What else uses
-        them (Pipeline, ZeroOptimizer) is to be closed before. Not a collective; a second time it does nothing."""
+        """Destroy the groups, and let go of the threads and the shared memory that collectives made
+        for them. What else uses them (Pipeline, ZeroOptimizer) is to be closed before. Not a
+        collective; a second time it does nothing."""
         for group in (self.pipeline, self.line):
             if group is not None:
                 release(group)

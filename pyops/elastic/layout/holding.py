@@ -1,4 +1,5 @@
-"""Which layers have memory on this rank: those of its stage; the others are on the meta device, shapes without values.
+"""Which layers have memory on this rank: those of its stage; the others are on the meta device,
+shapes without values.
 
 layout        embedding block 0 block 1 | block 2 block 3 head        rank 0 of 2: three layers held, three without memory
 next layout   embedding block 0 block 1   block 2 block 3 head        take(): three get memory, and the values that came
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 __all__ = ["Initialise", "freeze", "is_held", "lacks_tables", "let_go", "take", "values_of"]
 
-Initialise = Callable[[str, nn.Module], None]  # (name of the layer in the model, layer): fills it with its first values
+Initialise = Callable[
+    [str, nn.Module], None
+]  # (name of the layer in the model, layer): fills it with its first values
 
 
 def values_of(layer: nn.Module) -> dict[str, Tensor]:
-    """Parameters and the buffers that a state_dict has, by their names in the layer: what differs from rank to rank. Others, a
-    table of positions, say, which layers may share, are on every rank."""
+    """Parameters and the buffers that a state_dict has, by their names in the layer: what differs
+    from rank to rank. Others, a table of positions, say, which layers may share, are on every
+    rank."""
     return {name: tensor.detach() for name, tensor in layer.state_dict(keep_vars=True).items()}
 
 
@@ -35,17 +39,24 @@ def lacks_tables(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def take(
-    layer: nn.Module, values: Mapping[str, Tensor] | None, *, device: torch.device,
+    layer: nn.Module,
+    values: Mapping[str, Tensor] | None,
+    *,
+    device: torch.device,
     initialise: Callable[[nn.Module], None] | None = None,
-) -> None:  # fmt: skip
-    """Give a layer memory on `device`, and these values by its own names of them; None: those that it has, or its first ones.
+) -> None:
+    """Give a layer memory on `device`, and these values by its own names of them; None: those that
+    it has, or its first ones.
 
     initialise: fills a layer that has none, and tables, which nobody can send.
     """
     if values is None and is_held(layer):
         values = {name: tensor.clone() for name, tensor in values_of(layer).items()}
     first = values is None or lacks_tables(layer)
-    _replace(layer, lambda tensor, lasting: torch.empty_like(tensor, device=device) if tensor.is_meta else None)
+    _replace(
+        layer,
+        lambda tensor, lasting: torch.empty_like(tensor, device=device) if tensor.is_meta else None,
+    )
     if first and initialise is not None:
         initialise(layer)
     if values is not None:
@@ -55,13 +66,17 @@ def take(
 
 def let_go(layer: nn.Module) -> None:
     """Free a layer's memory."""
-    _replace(layer, lambda tensor, lasting: tensor.to("meta") if lasting and not tensor.is_meta else None)
+    _replace(
+        layer, lambda tensor, lasting: tensor.to("meta") if lasting and not tensor.is_meta else None
+    )
 
 
 def _replace(layer: nn.Module, change: Callable[[Tensor, bool], Tensor | None]) -> None:
-    """Put what `change` makes of each tensor, None for nothing, in its place; one that is there twice stays one. It is told
-    whether the tensor is in a state_dict. Gradients go."""
-    made: dict[int, tuple[Tensor, Tensor | None]] = {}  # with the old one, whose id is not to be another's meanwhile
+    """Put what `change` makes of each tensor, None for nothing, in its place; one that is there
+    twice stays one. It is told whether the tensor is in a state_dict. Gradients go."""
+    made: dict[
+        int, tuple[Tensor, Tensor | None]
+    ] = {}  # with the old one, whose id is not to be another's meanwhile
 
     def new(tensor: Tensor, lasting: bool) -> Tensor | None:
         if id(tensor) not in made:
@@ -78,13 +93,18 @@ def _replace(layer: nn.Module, change: Callable[[Tensor, bool], Tensor | None]) 
                 assert isinstance(found, nn.Parameter)
                 module._parameters[name] = found
         for name, buffer in module._buffers.items():
-            if buffer is not None and (found := new(buffer, name not in module._non_persistent_buffers_set)) is not None:
+            if (
+                buffer is not None
+                and (found := new(buffer, name not in module._non_persistent_buffers_set))
+                is not None
+            ):
                 module._buffers[name] = found
 
 
 @torch.no_grad()
 def freeze(layer: nn.Module) -> None:
-    """No gradients and no dropout from now on, and memory of its own: a view would keep what it was a part of."""
+    """No gradients and no dropout from now on, and memory of its own: a view would keep what it was
+    a part of."""
     layer.eval()
     for parameter in layer.parameters():
         parameter.grad = None

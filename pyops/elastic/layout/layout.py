@@ -5,7 +5,8 @@
     stage        0 1 2 3 | 0 1 2 3 |
     layers      [boundaries[stage], boundaries[stage + 1])       the frozen ones are the first, all of them on stage 0
 
-Plain data: nothing here talks to another rank. `pyops.elastic.transition` goes from one layout to the next.
+Plain data: nothing here talks to another rank. `pyops.elastic.transition` goes from one layout to
+the next.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ __all__ = ["Layout"]
 class Layout:
     """Rank r is stage r % stages of replica r // stages; ranks from stages * replicas on are idle.
 
-    ranks: how many there are, idle ones too. boundaries: the first layer of each stage, and the number of layers. frozen: how
-    many layers, not blocks, are frozen. micro_batches: of a step of each pipeline.
+    ranks: how many there are, idle ones too. boundaries: the first layer of each stage, and the
+    number of layers. frozen: how many layers, not blocks, are frozen. micro_batches: of a step of
+    each pipeline.
 
-    ValueError, which names it, for what makes no sense. The last layer, the head, is never frozen; stage 0 may be the frozen
-    prefix alone.
+    ValueError, which names it, for what makes no sense. The last layer, the head, is never frozen;
+    stage 0 may be the frozen prefix alone.
     """
 
     ranks: int
@@ -42,24 +44,34 @@ class Layout:
                 raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")
         if self.active > self.ranks:
             raise ValueError(
-                f"{self.replicas} replicas of {self.stages} stages need {self.active} ranks, but there are {self.ranks}; take "
+                f"{self.replicas} replicas of {self.stages} stages need {self.active} "
+                f"ranks, but there are {self.ranks}; take "
                 "fewer of either"
             )
         cut = self.boundaries
-        rising = all(isinstance(b, int) for b in cut) and all(a < b for a, b in itertools.pairwise(cut))
+        rising = all(isinstance(b, int) for b in cut) and all(
+            a < b for a, b in itertools.pairwise(cut)
+        )
         if len(cut) != self.stages + 1 or cut[0] != 0 or not rising:
             raise ValueError(
-                f"boundaries is {cut}; expected {self.stages + 1} rising whole numbers from 0 to the number of layers: the "
+                f"boundaries is {cut}; expected {self.stages + 1} rising whole numbers "
+                "from 0 to the number of layers: the "
                 f"first layer of each of the {self.stages} stages, and the number of layers"
             )
-        if isinstance(self.frozen, bool) or not isinstance(self.frozen, int) or not 0 <= self.frozen < cut[-1]:
+        if (
+            isinstance(self.frozen, bool)
+            or not isinstance(self.frozen, int)
+            or not 0 <= self.frozen < cut[-1]
+        ):
             raise ValueError(
-                f"frozen is {self.frozen!r}; it must be a whole number from 0 to {cut[-1] - 1}: of {cut[-1]} layers the last "
+                f"frozen is {self.frozen!r}; it must be a whole number from 0 to "
+                f"{cut[-1] - 1}: of {cut[-1]} layers the last "
                 "is never frozen"
             )
         if self.frozen > cut[1]:
             raise ValueError(
-                f"{self.frozen} layers are frozen, but stage 0 ends with layer {cut[1] - 1}; the frozen prefix is not cut: "
+                f"{self.frozen} layers are frozen, but stage 0 ends with layer "
+                f"{cut[1] - 1}; the frozen prefix is not cut: "
                 f"boundaries[1] must be {self.frozen} or more"
             )
 
@@ -95,29 +107,38 @@ class Layout:
     def members(self, replica: int) -> tuple[int, ...]:
         """The ranks of a replica's pipeline, by stage."""
         if not 0 <= replica < self.replicas:
-            raise ValueError(f"there is no replica {replica!r}; they are numbered from 0 to {self.replicas - 1}")
+            raise ValueError(
+                f"there is no replica {replica!r}; they are numbered from 0 to {self.replicas - 1}"
+            )
         return tuple(range(replica * self.stages, (replica + 1) * self.stages))
 
     def line(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold the same stage, by replica."""
         if not 0 <= stage < self.stages:
-            raise ValueError(f"there is no stage {stage!r}; they are numbered from 0 to {self.stages - 1}")
+            raise ValueError(
+                f"there is no stage {stage!r}; they are numbered from 0 to {self.stages - 1}"
+            )
         return tuple(range(stage, self.active, self.stages))
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold a layer, by replica."""
         if not 0 <= layer < self.layer_count:
-            raise ValueError(f"there is no layer {layer!r}; they are numbered from 0 to {self.layer_count - 1}")
+            raise ValueError(
+                f"there is no layer {layer!r}; they are numbered from 0 to {self.layer_count - 1}"
+            )
         return self.line(next(s for s in range(self.stages) if layer < self.boundaries[s + 1]))
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"there is no rank {rank!r}; they are numbered from 0 to {self.ranks - 1}")
+            raise ValueError(
+                f"there is no rank {rank!r}; they are numbered from 0 to {self.ranks - 1}"
+            )
         return rank
 
     def _active(self, rank: int) -> int:
         if not self.is_active(rank):
             raise ValueError(
-                f"rank {rank} is idle: {self.replicas} replicas of {self.stages} stages are ranks 0 to {self.active - 1}"
+                f"rank {rank} is idle: {self.replicas} replicas of {self.stages} stages "
+                f"are ranks 0 to {self.active - 1}"
             )
         return rank

@@ -1,8 +1,10 @@
-"""Portion: a replica's part of a batch, filled up so that each step has as many rows, in micro-batches of one size; and Step.
+"""Portion: a replica's part of a batch, filled up so that each step has as many rows, in
+micro-batches of one size; and Step.
 
 share of 5 samples, 4 micro-batches      7 2 | 9 0 | 4 - | - -        -: sample PADDING, a row that counts nothing
 
-PADDING is no index of anything: a list, an array or a tensor of rows raises IndexError for it, where -1 would be its last row.
+PADDING is no index of anything: a list, an array or a tensor of rows raises IndexError for it,
+where -1 would be its last row.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ PADDING = 999_999_999_999
 
 @dataclass(frozen=True)
 class Portion:
-    """samples: int64 [n], PADDING where it is filled up: see `indices_of`. first_row: its first row in the batch. batch: rows
-    of all replicas. step: how many batches there were before. micro_rows: rows of each micro-batch."""
+    """samples: int64 [n], PADDING where it is filled up: see `indices_of`. first_row: its first row
+    in the batch. batch: rows of all replicas. step: how many batches there were before. micro_rows:
+    rows of each micro-batch."""
 
     samples: Tensor
     first_row: int
@@ -33,8 +36,8 @@ class Portion:
 
 @dataclass(frozen=True)
 class Step:
-    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan where it was not finite, and
-    nothing changed. flagged: some rank had set its flag."""
+    """loss: the mean over the terms of the batch of all replicas. grad_norm: before clipping; nan
+    where it was not finite, and nothing changed. flagged: some rank had set its flag."""
 
     loss: float
     grad_norm: float
@@ -42,24 +45,33 @@ class Step:
 
 
 def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, padding) of samples int64 [n], as a Portion has them: `rows[indices]` has a row for each, and padding bool [n]
-    says which of them count nothing: there the index is 0, and the target has to be one that the loss leaves out, such as
-    `labels[indices].masked_fill(padding, -100)`.
+    """(indices, padding) of samples int64 [n], as a Portion has them: `rows[indices]` has a row for
+    each, and padding bool [n] says which of them count nothing: there the index is 0, and the
+    target has to be one that the loss leaves out, such as `labels[indices].masked_fill(padding,
+    -100)`.
 
     ValueError for a number below 0, which no sample has.
     """
     padding = samples == PADDING
     if len(samples) and int(samples.min()) < 0:
         raise ValueError(
-            f"a sample is numbered {int(samples.min())}; samples are numbered from 0, and rows that only fill up a batch "
+            f"a sample is numbered {int(samples.min())}; samples are numbered from 0, "
+            "and rows that only fill up a batch "
             "pyops.elastic.PADDING"
         )
     return samples.masked_fill(padding, 0), padding
 
 
 def portion_of(
-    samples: Tensor, *, most: int, micro_batches: int, first_row: int, batch: int, epoch: int, step: int
-) -> Portion:  # fmt: skip
+    samples: Tensor,
+    *,
+    most: int,
+    micro_batches: int,
+    first_row: int,
+    batch: int,
+    epoch: int,
+    step: int,
+) -> Portion:
     """The portion of these samples. most: how many a replica may have."""
     rows = -(-most // micro_batches)
     padded = torch.full((rows * micro_batches,), PADDING, dtype=torch.int64, device="cpu")

@@ -1,4 +1,5 @@
-"""Transition: from one layout to the next, each layer's state goes to the ranks that hold it then and had it not.
+"""Transition: from one layout to the next, each layer's state goes to the ranks that hold it then
+and had it not.
 
     old   rank 0: layers 0 1 2   rank 1: layers 3 4 5       2 stages, 1 replica
     new   rank 0: layers 0 ... 5 rank 1: layers 0 ... 5     1 stage, 2 replicas
@@ -7,9 +8,10 @@
     transition(states, old, new)       of all ranks' states: a pure function
     carry(state, old, new, group=...)  the same over a group, of this rank's state
 
-The state of a layer: {"parameters": {name: tensor}, "slots": {name: {key: tensor or number}}}, or any dicts, lists and tuples
-of tensors, numbers, strings and None that have "slots", what the optimizer keeps, at their top. A frozen layer has none. What
-differs from rank to rank is in no layer's state, and what all have alike (learning rate, epoch, cursor) need not go anywhere.
+The state of a layer: {"parameters": {name: tensor}, "slots": {name: {key: tensor or number}}}, or
+any dicts, lists and tuples of tensors, numbers, strings and None that have "slots", what the
+optimizer keeps, at their top. A frozen layer has none. What differs from rank to rank is in no
+layer's state, and what all have alike (learning rate, epoch, cursor) need not go anywhere.
 """
 
 from __future__ import annotations
@@ -47,20 +49,24 @@ class Move:
 
 
 def moves(old: Layout, new: Layout) -> tuple[Move, ...]:
-    """What has to go where, by layer: to each rank that holds a layer in `new` and did not in `old`, once.
+    """What has to go where, by layer: to each rank that holds a layer in `new` and did not in
+    `old`, once.
 
-    The ranks that held a layer share in sending it, and each layer goes on from rank to rank, so that none sends a layer twice
-    while another could. ValueError where there is no way from one to the other: other ranks or layers, or fewer frozen ones.
+    The ranks that held a layer share in sending it, and each layer goes on from rank to rank, so
+    that none sends a layer twice while another could. ValueError where there is no way from one to
+    the other: other ranks or layers, or fewer frozen ones.
     """
     for what in ("ranks", "layer_count"):
         if getattr(old, what) != getattr(new, what):
             raise ValueError(
-                f"the old layout has {what} {getattr(old, what)}, the new one {getattr(new, what)}; only stages, replicas, "
+                f"the old layout has {what} {getattr(old, what)}, the new one "
+                f"{getattr(new, what)}; only stages, replicas, "
                 "boundaries, frozen layers and micro-batches may change"
             )
     if new.frozen < old.frozen:
         raise ValueError(
-            f"{old.frozen} layers are frozen, and the new layout has {new.frozen}; what is frozen stays so: its slots are gone"
+            f"{old.frozen} layers are frozen, and the new layout has {new.frozen}; what "
+            "is frozen stays so: its slots are gone"
         )
     found: list[Move] = []
     sent: Counter[int] = Counter()
@@ -75,10 +81,14 @@ def moves(old: Layout, new: Layout) -> tuple[Move, ...]:
     return tuple(found)
 
 
-def transition(states: Sequence[Mapping[int, State]], old: Layout, new: Layout) -> list[dict[int, State]]:
-    """states[rank] = {layer: state} of every rank in `old` -> the same in `new`; slots of frozen layers are dropped.
+def transition(
+    states: Sequence[Mapping[int, State]], old: Layout, new: Layout
+) -> list[dict[int, State]]:
+    """states[rank] = {layer: state} of every rank in `old` -> the same in `new`; slots of frozen
+    layers are dropped.
 
-    What stays where it is is not copied, what moves is. ValueError for states of other layers than `old` says.
+    What stays where it is is not copied, what moves is. ValueError for states of other layers than
+    `old` says.
     """
     for rank, state in enumerate(states):
         _check(state, rank, old)
@@ -88,22 +98,31 @@ def transition(states: Sequence[Mapping[int, State]], old: Layout, new: Layout) 
     for move in moves(old, new):
         given = _needed(states[move.source][move.layer], move.layer, new)
         for target in move.targets:
-            after[target][move.layer] = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+            after[target][move.layer] = tree_map(
+                lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given
+            )
     return [dict(sorted(state.items())) for state in after]
 
 
 def carry(
-    state: Mapping[int, State], old: Layout, new: Layout, *, group: dist.ProcessGroup | None = None,
+    state: Mapping[int, State],
+    old: Layout,
+    new: Layout,
+    *,
+    group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> dict[int, State]:  # fmt: skip
-    """This rank's {layer: state} in `new`, with the bits of `transition`. A collective: every rank of the layouts calls it.
+) -> dict[int, State]:
+    """This rank's {layer: state} in `new`, with the bits of `transition`. A collective: every rank
+    of the layouts calls it.
 
-    state: of this rank in `old`; empty where it is idle. group: of all ranks, in their order, that carries CPU tensors. device:
-    where what comes shall be; what stays is not touched. Layers go one at a time, each as one run of bytes; the tensors of a
-    layer that came are views of one piece of memory.
+    state: of this rank in `old`; empty where it is idle. group: of all ranks, in their order, that
+    carries CPU tensors. device: where what comes shall be; what stays is not touched. Layers go one
+    at a time, each as one run of bytes; the tensors of a layer that came are views of one piece of
+    memory.
 
-    Before anything is sent, ValueError or TypeError on every rank for a state of other layers, for what can't be sent, for
-    ranks that differ in the layouts. CommunicationError, which names it, on every rank, for a rank that is lost.
+    Before anything is sent, ValueError or TypeError on every rank for a state of other layers, for
+    what can't be sent, for ranks that differ in the layouts. CommunicationError, which names it, on
+    every rank, for a rank that is lost.
     """
     check_initialized("carry", group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -117,16 +136,22 @@ def carry(
         _check(state, rank, old)
         plan = moves(old, new)
         described = {
-            move.layer: describe(_needed(state[move.layer], move.layer, new), what=f"the state of layer {move.layer}")
-            for move in plan if move.source == rank
-        }  # fmt: skip
+            move.layer: describe(
+                _needed(state[move.layer], move.layer, new), what=f"the state of layer {move.layer}"
+            )
+            for move in plan
+            if move.source == rank
+        }
     except (ValueError, TypeError) as caught:
         error = caught
     agree(error, group=group)
     cards = gather((old, new, {layer: each.end for layer, each in described.items()}), group=group)
-    if (other := next((r for r, card in enumerate(cards) if card[:2] != cards[0][:2]), None)) is not None:
+    if (
+        other := next((r for r, card in enumerate(cards) if card[:2] != cards[0][:2]), None)
+    ) is not None:
         raise ValueError(
-            f"rank 0 goes from {cards[0][0]} to {cards[0][1]}, but rank {other} from {cards[other][0]} to {cards[other][1]}; "
+            f"rank 0 goes from {cards[0][0]} to {cards[0][1]}, but rank {other} from "
+            f"{cards[other][0]} to {cards[other][1]}; "
             "give all ranks the same"
         )
     after = _kept(state, rank, new)
@@ -134,15 +159,23 @@ def carry(
         parcels = [(move, cards[move.source][2][move.layer]) for move in plan]
         for layer, message in _passed_on(parcels, described, rank, group).items():
             view = message.numpy().data
-            after[layer] = moved(unpack(message, view, HEADER.unpack_from(view)), torch.device(device))
-        gather(None, group=group)  # nobody goes on before all have theirs: a rank that is lost is lost to all
+            after[layer] = moved(
+                unpack(message, view, HEADER.unpack_from(view)), torch.device(device)
+            )
+        gather(
+            None, group=group
+        )  # nobody goes on before all have theirs: a rank that is lost is lost to all
     return dict(sorted(after.items()))
 
 
 def _passed_on(
-    parcels: Sequence[tuple[Move, int]], described: Mapping[int, Described], rank: int, group: dist.ProcessGroup | None
+    parcels: Sequence[tuple[Move, int]],
+    described: Mapping[int, Described],
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, Tensor]:
-    """{layer: message} of what came to this rank. parcels: the moves, in the same order on all ranks, and the bytes of each."""
+    """{layer: message} of what came to this rank. parcels: the moves, in the same order on all
+    ranks, and the bytes of each."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     transport = ProcessGroupTransport(group)
@@ -166,18 +199,27 @@ def _passed_on(
         while sending:
             sending.popleft().wait()
     except PeerError as error:
-        raise lost_peer("handing layers to other ranks", group=group, cause=error, sequence=0) from error
+        raise lost_peer(
+            "handing layers to other ranks", group=group, cause=error, sequence=0
+        ) from error
     return came
 
 
 def _check(state: Mapping[int, State], rank: int, layout: Layout) -> None:
     expected = list(layout.layers(rank))
     if sorted(state) != expected:
-        raise ValueError(f"rank {rank} gives states of layers {sorted(state)}, but holds {expected}; give those, each once")
+        raise ValueError(
+            f"rank {rank} gives states of layers {sorted(state)}, but holds {expected}; "
+            "give those, each once"
+        )
 
 
 def _kept(state: Mapping[int, State], rank: int, new: Layout) -> dict[int, State]:
-    return {layer: _needed(each, layer, new) for layer, each in state.items() if layer in new.layers(rank)}
+    return {
+        layer: _needed(each, layer, new)
+        for layer, each in state.items()
+        if layer in new.layers(rank)
+    }
 
 
 def _needed(state: State, layer: int, new: Layout) -> State:

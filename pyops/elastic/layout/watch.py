@@ -1,4 +1,5 @@
-"""Watch: ends a wait in a group of all ranks when some rank gave up elsewhere, though none of its neighbours has.
+"""Watch: ends a wait in a group of all ranks when some rank gave up elsewhere, though none of its
+neighbours has.
 
 rank 3  waits for rank 0's connection  --.
 rank 2  waits for rank 1's               |     a ring, in which rank 0 hangs: who waits for it hears of nothing else
@@ -23,19 +24,25 @@ EVERY = 0.5  # seconds between two looks
 
 
 def call_off(group: dist.ProcessGroup) -> None:
-    """End the waits of the other ranks within `watched`, now and from now on: the group is of no use any more."""
-    with contextlib.suppress(RuntimeError):  # the store went with the rank that held it, and their watches see that
+    """End the waits of the other ranks within `watched`, now and from now on: the group is of no
+    use any more."""
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the store went with the rank that held it, and their watches see that
         dist.distributed_c10d._get_process_group_store(group).set(KEY, "")
 
 
 @contextlib.contextmanager
 def watched(group: dist.ProcessGroup | None, *, seconds: float | None = None) -> Iterator[None]:
-    """Around a collective of `group`, which fails soon after a rank called it off, or after `seconds` on this one."""
+    """Around a collective of `group`, which fails soon after a rank called it off, or after
+    `seconds` on this one."""
     if group is None:
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(group, over, seconds), name="pyops watch", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(group, over, seconds), name="pyops watch", daemon=True
+    )
     thread.start()
     try:
         yield

@@ -1,1 +1,2 @@
-"""Stages and micro-batches for the layers that are not frozen: the solver, its costs, and short trials that confirm it."""
+"""Stages and micro-batches for the layers that are not frozen: the solver, its costs, and short
+trials that confirm it."""

@@ -1,4 +1,5 @@
-"""What a micro-batch costs besides its rows: with it `pack` weighs many small micro-batches against few large ones.
+"""What a micro-batch costs besides its rows: with it `pack` weighs many small micro-batches against
+few large ones.
 
 rows of a micro-batch     4      16
 milliseconds             26      50        2 for each row, and 18, as much as 9 rows, however few there are
@@ -22,15 +23,21 @@ MOST = 1024.0  # rows; also where rows cost nothing that can be measured
 
 
 def rows_besides(
-    layers: Callable[[], Sequence[nn.Module]], rows_of: Callable[[int], tuple[Any, Any, Mapping[str, Any]]], *,
-    loss: Callable[[Any, Any], Tensor], rows: int, rounds: int = 5, group: dist.ProcessGroup | None = None,
-) -> float:  # fmt: skip
-    """How many rows take as long as what a micro-batch costs the whole model besides its rows, in forward and backward.
+    layers: Callable[[], Sequence[nn.Module]],
+    rows_of: Callable[[int], tuple[Any, Any, Mapping[str, Any]]],
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    rows: int,
+    rounds: int = 5,
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """How many rows take as long as what a micro-batch costs the whole model besides its rows, in
+    forward and backward.
 
-    Measured with `rows` and a quarter of that, on the group's first rank, while the others wait; every rank gets the
-    number, or the error.
-    layers: makes all of the model, with memory; called on the first rank alone. rows_of: a number of rows -> (inputs,
-    target, named arguments), as for `Pipeline.step`, shape included.
+    Measured with `rows` and a quarter of that, on the group's first rank, while the others wait;
+    every rank gets the number, or the error.
+    layers: makes all of the model, with memory; called on the first rank alone. rows_of: a number
+    of rows -> (inputs, target, named arguments), as for `Pipeline.step`, shape included.
     """
     few, many = max(1, rows // 4), max(2, rows)
 
@@ -38,15 +45,20 @@ def rows_besides(
         times, whole = [], layers()
         for count in (few, many):
             inputs, target, named = rows_of(count)
-            times.append(_seconds(profile(whole, inputs, target=target, named=named, loss=loss, rounds=rounds)))
+            times.append(
+                _seconds(
+                    profile(whole, inputs, target=target, named=named, loss=loss, rounds=rounds)
+                )
+            )
         return _crossing(few, times[0], many, times[1])
 
     return on_first_rank(found, group=group)
 
 
 def machine_of(layers: Iterable[nn.Module], *, besides: float, stages: int) -> Machine:
-    """The machine of all ranks for `pack`, to which the layers' parameters are given as costs: a row takes as many seconds as
-    there are parameters. The stages share out what a micro-batch costs."""
+    """The machine of all ranks for `pack`, to which the layers' parameters are given as costs: a
+    row takes as many seconds as there are parameters. The stages share out what a micro-batch
+    costs."""
     parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return Machine(devices=ranks, overhead=besides * parameters / 2 / stages)

@@ -1,11 +1,13 @@
-"""pack: on how few stages the layers fit once the lower ones are frozen, how to cut them, and into how many micro-batches.
+"""pack: on how few stages the layers fit once the lower ones are frozen, how to cut them, and into
+how many micro-batches.
 
     frozen 0    | 0 1 2 | 3 4 5 | 6 7 8 | 9 10 11 |      4 stages,  2 replicas on 8 devices
     frozen 8    |(0 1 2 3 4 5 6 7) 8 | 9 10 11 |         2 stages,  4 replicas: no stage holds more than the fullest did
     frozen 11   |(0 1 2 3 4 5 6 7 8 9 10) 11 |           1 stage,   8 replicas: the head alone learns
 
-PipeTransformer's AutoPipe (He et al., 2021) with an exact partition in place of a greedy one. What is frozen is one module
-on the first stage. A pure function: whoever calls it with the same numbers, on whatever rank, is answered the same.
+PipeTransformer's AutoPipe (He et al., 2021) with an exact partition in place of a greedy one. What
+is frozen is one module on the first stage. A pure function: whoever calls it with the same numbers,
+on whatever rank, is answered the same.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ __all__ = ["Machine", "Packing", "frozen_share", "pack"]
 
 POLICIES = ("global", "replica")
 MEASURES = ("parameters", "memory")
-MULTIPLES = (1, 2, 3, 4, 6, 8)  # of the number of stages, that are tried as numbers of micro-batches
+MULTIPLES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+)  # of the number of stages, that are tried as numbers of micro-batches
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What `pack` found. boundaries: stage s holds layers [boundaries[s], boundaries[s + 1]). fullest: what the fullest stage
-    holds, in the unit of the costs. time: of a step, simulated. reason: why not fewer stages, in words. simulated: (number of
-    micro-batches, time) of all numbers that these boundaries were tried with, the fastest first."""
+    """What `pack` found. boundaries: stage s holds layers [boundaries[s], boundaries[s + 1]).
+    fullest: what the fullest stage holds, in the unit of the costs. time: of a step, simulated.
+    reason: why not fewer stages, in words. simulated: (number of micro-batches, time) of all
+    numbers that these boundaries were tried with, the fastest first."""
 
     frozen: int
     stages: int
@@ -45,9 +55,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs besides the layers. devices: of all replicas together. overhead: seconds that a micro-batch costs a
-    stage in forward, and again in backward, however small it is. latency, bandwidth (bytes a second): from a stage to the next.
-    reduce_bandwidth: of a ring over the replicas, for gradients."""
+    """What a step costs besides the layers. devices: of all replicas together. overhead: seconds
+    that a micro-batch costs a stage in forward, and again in backward, however small it is.
+    latency, bandwidth (bytes a second): from a stage to the next. reduce_bandwidth: of a ring over
+    the replicas, for gradients."""
 
     devices: int
     overhead: float = 0.0
@@ -69,7 +80,8 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Layers with `frozen` of them frozen, and all that does not change with the number of stages."""
+    """Layers with `frozen` of them frozen, and all that does not change with the number of
+    stages."""
 
     profile: Profile
     by: str
@@ -103,20 +115,29 @@ class _Problem:
             fullest = max(math.fsum(self.held[a:b]) for _, a, b in _stages(bounds))
             if fullest <= most:
                 yield from (
-                    _Candidate(stages, count, batch / count / self.profiled, tuple(bounds), fullest) for count in counts
+                    _Candidate(stages, count, batch / count / self.profiled, tuple(bounds), fullest)
+                    for count in counts
                 )
             return
         for count in counts:
-            made, scale = schedule(self.name, num_stages=stages, num_microbatches=count), batch / count / self.profiled
+            made, scale = (
+                schedule(self.name, num_stages=stages, num_microbatches=count),
+                batch / count / self.profiled,
+            )
             flights = [made.peak(rank) * scale for rank in range(stages)]
-            limit: dict[str, Any] = {} if math.isinf(most) else {"in_flight": flights, "most_bytes": most}
+            limit: dict[str, Any] = (
+                {} if math.isinf(most) else {"in_flight": flights, "most_bytes": most}
+            )
             try:
                 bounds = balance(self.profile, num_stages=stages, by="time", **limit, **self.tied)
             except ValueError:
                 if not limit:
                     raise
                 continue
-            fullest = max(self.profile.weights(a, b) + flights[s] * self.profile.kept(a, b) for s, a, b in _stages(bounds))
+            fullest = max(
+                self.profile.weights(a, b) + flights[s] * self.profile.kept(a, b)
+                for s, a, b in _stages(bounds)
+            )
             yield _Candidate(stages, count, scale, tuple(bounds), fullest)
 
     def fits(self, stages: int, most: float = math.inf) -> bool:
@@ -124,12 +145,19 @@ class _Problem:
         return stages <= self.places and next(self.candidates(stages, most), None) is not None
 
     def best(self, stages: int, most: float = math.inf) -> list[tuple[float, _Candidate]]:
-        """With the time of a step, from the fastest on those of its boundaries; of equally fast ones, the fewest micro-batches
-        come first."""
+        """With the time of a step, from the fastest on those of its boundaries; of equally fast
+        ones, the fewest micro-batches come first."""
         timed = [(self._time(each), each) for each in self.candidates(stages, most)]
         least = min(time for time, _ in timed)
-        first = min((pair for pair in timed if pair[0] <= least * (1 + 1e-9)), key=lambda pair: pair[1].count)
-        others = [pair for pair in timed if pair[1].boundaries == first[1].boundaries and pair[1] is not first[1]]
+        first = min(
+            (pair for pair in timed if pair[0] <= least * (1 + 1e-9)),
+            key=lambda pair: pair[1].count,
+        )
+        others = [
+            pair
+            for pair in timed
+            if pair[1].boundaries == first[1].boundaries and pair[1] is not first[1]
+        ]
         return [first, *sorted(others, key=lambda pair: (pair[0], pair[1].count))]
 
     def least(self, stages: int) -> float:
@@ -137,18 +165,25 @@ class _Problem:
         return min(found.fullest for found in self.candidates(stages, math.inf))
 
     def _time(self, found: _Candidate) -> float:
-        """Seconds of a step: the pipeline's, and the reduction of each stage's gradients behind its last backward."""
+        """Seconds of a step: the pipeline's, and the reduction of each stage's gradients behind its
+        last backward."""
         machine, scale, ranks = self.machine, found.scale, range(found.stages)
         made = schedule(self.name, num_stages=found.stages, num_microbatches=found.count)
         once = self.profile.costs(found.boundaries, split=made.splits_backward)
-        learns = [any(layer.backward for layer in self.profile.layers[a:b]) for _, a, b in _stages(found.boundaries)]
+        learns = [
+            any(layer.backward for layer in self.profile.layers[a:b])
+            for _, a, b in _stages(found.boundaries)
+        ]
         costs = Costs(
             forward=[machine.overhead + scale * once.of("forward", s) for s in ranks],
-            input_gradient=[machine.overhead * learns[s] + scale * once.of("input_gradient", s) for s in ranks],
+            input_gradient=[
+                machine.overhead * learns[s] + scale * once.of("input_gradient", s) for s in ranks
+            ],
             weight_gradient=[scale * once.of("weight_gradient", s) for s in ranks],
             activation=[scale * once.of("activation", s) for s in ranks],
-            latency=machine.latency, bandwidth=machine.bandwidth,
-        )  # fmt: skip
+            latency=machine.latency,
+            bandwidth=machine.bandwidth,
+        )
         ends = [0.0] * found.stages
         for action, (_, end) in simulate(made, costs).actions.items():
             ends[action.stage] = max(ends[action.stage], end)
@@ -158,60 +193,104 @@ class _Problem:
 
     def _gradients(self, first: int, end: int) -> int:
         """Bytes."""
-        return sum(dict(pair for layer in self.profile.layers[first:end] if layer.backward for pair in layer.weights).values())
+        return sum(
+            dict(
+                pair
+                for layer in self.profile.layers[first:end]
+                if layer.backward
+                for pair in layer.weights
+            ).values()
+        )
 
 
 def pack(
-    costs: Profile | Sequence[float], *, frozen: int, stages: int, machine: Machine | None = None, by: str = "parameters",
-    lambda_frozen: float | None = 1 / 6, ceiling: float | None = None, batch: int | None = None, profiled: float = 1.0,
-    batch_policy: str = "global", schedule: str = "1f1b", together: Iterable[tuple[int, int]] = (),
-    same_stage: Iterable[Sequence[int]] = (), cached: bool = False, fewest: int = 1, replicate: bool = True, head: int = 1,
-) -> Packing:  # fmt: skip
-    """Halve the number of stages as often as the fullest stage then holds no more than the fullest did at the start.
+    costs: Profile | Sequence[float],
+    *,
+    frozen: int,
+    stages: int,
+    machine: Machine | None = None,
+    by: str = "parameters",
+    lambda_frozen: float | None = 1 / 6,
+    ceiling: float | None = None,
+    batch: int | None = None,
+    profiled: float = 1.0,
+    batch_policy: str = "global",
+    schedule: str = "1f1b",
+    together: Iterable[tuple[int, int]] = (),
+    same_stage: Iterable[Sequence[int]] = (),
+    cached: bool = False,
+    fewest: int = 1,
+    replicate: bool = True,
+    head: int = 1,
+) -> Packing:
+    """Halve the number of stages as often as the fullest stage then holds no more than the fullest
+    did at the start.
 
-    costs: of the pipeline's layers, embedding and head included: a Profile, or numbers, which say both what a layer holds and
+    costs: of the pipeline's layers, embedding and head included: a Profile, or numbers, which say
+    both what a layer holds and
         what it takes, a third of it in forward. A cut never goes through a layer, so give a residual's layers as one.
-    frozen: how many of the first layers; no cut goes between these, stage 0 has them all. stages: at the start, with nothing
+    frozen: how many of the first layers; no cut goes between these, stage 0 has them all. stages:
+    at the start, with nothing
         frozen. machine: default: `stages` devices.
-    by: "parameters": a stage holds its parameters (for numbers: these), and layers are cut so that the fullest holds the least,
+    by: "parameters": a stage holds its parameters (for numbers: these), and layers are cut so that
+    the fullest holds the least,
         as in the paper. "memory", of a Profile: weights, gradients, Adam's moments, and activations of the micro-batches that
         the schedule keeps; layers are cut so that the slowest stage is the fastest of those that fit.
-    lambda_frozen: what a frozen layer holds, of what it holds when active. None, of a Profile: with by="memory" each layer's
+    lambda_frozen: what a frozen layer holds, of what it holds when active. None, of a Profile: with
+    by="memory" each layer's
         weights, no gradients, no activations; with by="parameters" `frozen_share(costs)`. Its time is that of its forward,
         whatever lambda_frozen is; with `cached` none.
-    ceiling: what a stage may hold at most. Default: what the fullest holds at the start; or, where no number of stages fits
+    ceiling: what a stage may hold at most. Default: what the fullest holds at the start; or, where
+    no number of stages fits
         that, as what is frozen is not cut, the least that the fullest then holds.
-    batch: samples a step of one pipeline at the start (default: 8 for each stage), of which `profiled` were in the micro-batch
+    batch: samples a step of one pipeline at the start (default: 8 for each stage), of which
+    `profiled` were in the micro-batch
         that the costs are of. The number of micro-batches is a multiple K ... 8K of the stages, up to the batch: that with the
         shortest simulated step of the batch, so that smaller micro-batches are shorter, but for machine.overhead.
-    batch_policy: "global": the batch of all replicas together stays; "replica": that of each stays, and the whole grows.
-    schedule: of pyops.pipeline. together, same_stage: as for `balance`. fewest: not fewer stages than this. replicate: False:
+    batch_policy: "global": the batch of all replicas together stays; "replica": that of each stays,
+    and the whole grows. schedule: of pyops.pipeline. together, same_stage: as for `balance`.
+    fewest: not fewer stages than this. replicate: False:
         devices that are set free are no new replicas. head: how many of the last layers are never frozen.
 
-    An odd number of stages goes to one in place of its half. Where freezing leaves fewer layers than stages there are fewer of
-    these, whatever `fewest` says. With everything but the head frozen there is one, if no ceiling that is given forbids it.
-    ValueError: all layers frozen, fewer layers than stages at the start, devices that the stages do not divide, a ceiling that
-    no number of stages fits.
+    An odd number of stages goes to one in place of its half. Where freezing leaves fewer layers
+    than stages there are fewer of these, whatever `fewest` says. With everything but the head
+    frozen there is one, if no ceiling that is given forbids it. ValueError: all layers frozen,
+    fewer layers than stages at the start, devices that the stages do not divide, a ceiling that no
+    number of stages fits.
     """
     machine = machine or Machine(devices=stages)
     batch = 8 * stages if batch is None else batch
     numbers = not isinstance(costs, Profile)
     profile = costs if isinstance(costs, Profile) else _as_profile(costs)
-    _check(profile, frozen, stages, machine, by, lambda_frozen, batch, profiled, batch_policy, numbers)
+    _check(
+        profile, frozen, stages, machine, by, lambda_frozen, batch, profiled, batch_policy, numbers
+    )
     tied = {"together": tuple(together), "same_stage": tuple(tuple(group) for group in same_stage)}
-    held = tuple(map(float, costs)) if not isinstance(costs, Profile) else tuple(float(x.parameters) for x in costs.layers)
-    start = _Problem(profile, by, held, machine, batch, profiled, stages, batch_policy, replicate, schedule, tied)
+    held = (
+        tuple(map(float, costs))
+        if not isinstance(costs, Profile)
+        else tuple(float(x.parameters) for x in costs.layers)
+    )
+    start = _Problem(
+        profile, by, held, machine, batch, profiled, stages, batch_policy, replicate, schedule, tied
+    )
     if lambda_frozen is None and by == "parameters":
         lambda_frozen = frozen_share(profile)
     share = 1.0 if lambda_frozen is None else lambda_frozen
     problem = replace(
-        start, profile=_frozen(profile, frozen, lambda_frozen, cached),
+        start,
+        profile=_frozen(profile, frozen, lambda_frozen, cached),
         held=tuple(x * share if i < frozen else x for i, x in enumerate(held)),
         tied={**tied, "together": (*tied["together"], (0, max(0, frozen - 1)))},
-    )  # fmt: skip
+    )
     several = _numbers_of_stages(stages)
-    enough = [n for n in several if fewest <= n <= problem.places] or [n for n in several if n <= problem.places][:1]
-    most, last = math.inf if ceiling is None else ceiling, frozen + head >= len(profile)  # last: the head alone learns
+    enough = [n for n in several if fewest <= n <= problem.places] or [
+        n for n in several if n <= problem.places
+    ][:1]
+    most, last = (
+        math.inf if ceiling is None else ceiling,
+        frozen + head >= len(profile),
+    )  # last: the head alone learns
     if last and ceiling is None and fewest == 1:
         enough = [1]
     elif ceiling is None:
@@ -220,21 +299,29 @@ def pack(
     fitting = [n for n in enough if problem.fits(n, most)]
     if not fitting:
         raise ValueError(
-            f"{' or '.join(map(str, enough))} stage{'s' * (enough != [1])} don't fit the ceiling of {most:.4g}, with {frozen} "
+            f"{' or '.join(map(str, enough))} stage{'s' * (enough != [1])} don't fit the "
+            f"ceiling of {most:.4g}, with {frozen} "
             "frozen layers on the first; take more stages, or a higher ceiling"
         )
     timed = problem.best(fitting[-1], most)
     time, found = timed[0]
     return Packing(
-        frozen, found.stages, found.boundaries, found.count, problem.replicas(found.stages),
-        _reason(problem, found, frozen, most, fewest, last), found.fullest, time,
+        frozen,
+        found.stages,
+        found.boundaries,
+        found.count,
+        problem.replicas(found.stages),
+        _reason(problem, found, frozen, most, fewest, last),
+        found.fullest,
+        time,
         tuple((each.count, seconds) for seconds, each in timed),
-    )  # fmt: skip
+    )
 
 
 def frozen_share(profile: Profile, *, in_flight: float = 1.0) -> float:
-    """lambda_frozen as it was measured: bytes of all layers when frozen, which are weights, of those when active: weights,
-    gradients, Adam's moments, and what they keep of so many micro-batches for backward."""
+    """lambda_frozen as it was measured: bytes of all layers when frozen, which are weights, of
+    those when active: weights, gradients, Adam's moments, and what they keep of so many
+    micro-batches for backward."""
     active = profile.weights(0, len(profile)) + in_flight * profile.kept(0, len(profile))
     frozen = _frozen(profile, len(profile), None, cached=False)
     return frozen.weights(0, len(profile)) / active if active else 0.0
@@ -248,7 +335,9 @@ def _numbers_of_stages(starting: int) -> list[int]:
     return found
 
 
-def _reason(problem: _Problem, found: _Candidate, frozen: int, most: float, fewest: int, last: bool) -> str:
+def _reason(
+    problem: _Problem, found: _Candidate, frozen: int, most: float, fewest: int, last: bool
+) -> str:
     """Why not fewer stages, in words."""
     stages, following = found.stages, [*_numbers_of_stages(found.stages), 1][1]
     if last and stages == 1:
@@ -256,12 +345,22 @@ def _reason(problem: _Problem, found: _Candidate, frozen: int, most: float, fewe
     elif stages == 1:
         reason = f"all fits on one stage, which holds {found.fullest:.4g} of at most {most:.4g}"
     elif stages < fewest:
-        reason = f"{fewest} stages or more are asked for, but there are {problem.places} parts, what is frozen being one"
+        reason = (
+            f"{fewest} stages or more are asked for, but there are {problem.places} parts, "
+            "what is frozen being one"
+        )
     elif following < fewest:
         reason = f"{fewest} stages or more are asked for"
     else:
-        reason = f"on {following} stage{'s' if following > 1 else ''} one would hold more than {most:.4g}"
-    return f"{reason}; the first stage has frozen layers alone" if found.boundaries[1] <= frozen else reason
+        reason = (
+            f"on {following} stage{'s' if following > 1 else ''} one would hold more than "
+            f"{most:.4g}"
+        )
+    return (
+        f"{reason}; the first stage has frozen layers alone"
+        if found.boundaries[1] <= frozen
+        else reason
+    )
 
 
 def _stages(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -270,18 +369,35 @@ def _stages(bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _as_profile(costs: Sequence[float]) -> Profile:
     third = [float(cost) / 3 for cost in costs]
-    return Profile(tuple(
-        LayerCosts(forward=t, backward=2 * t, forward_apart=t, input_gradient=t, weight_gradient=t) for t in third
-    ))  # fmt: skip
+    return Profile(
+        tuple(
+            LayerCosts(
+                forward=t, backward=2 * t, forward_apart=t, input_gradient=t, weight_gradient=t
+            )
+            for t in third
+        )
+    )
 
 
 def _frozen(profile: Profile, frozen: int, share: float | None, cached: bool) -> Profile:
-    """With the first layers frozen: no backward, and held as `share` says. The others as they are."""
+    """With the first layers frozen: no backward, and held as `share` says. The others as they
+    are."""
     layers = list(profile.layers)
     for i, layer in enumerate(layers[:frozen]):
-        none: dict[str, Any] = {"backward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0, "put_off": 0}
-        if share is None:  # Profile.weights counts a gradient for each weight, and moments for each parameter
-            holds: dict[str, Any] = {"kept": (), "parameters": 0, "weights": tuple((n, size // 2) for n, size in layer.weights)}
+        none: dict[str, Any] = {
+            "backward": 0.0,
+            "input_gradient": 0.0,
+            "weight_gradient": 0.0,
+            "put_off": 0,
+        }
+        if (
+            share is None
+        ):  # Profile.weights counts a gradient for each weight, and moments for each parameter
+            holds: dict[str, Any] = {
+                "kept": (),
+                "parameters": 0,
+                "weights": tuple((n, size // 2) for n, size in layer.weights),
+            }
         else:
             holds = {
                 "parameters": round(share * layer.parameters),
@@ -294,29 +410,51 @@ def _frozen(profile: Profile, frozen: int, share: float | None, cached: bool) ->
 
 
 def _check(
-    profile: Profile, frozen: int, stages: int, machine: Machine, by: str, share: float | None, batch: int, profiled: float,
-    policy: str, numbers: bool,
-) -> None:  # fmt: skip
+    profile: Profile,
+    frozen: int,
+    stages: int,
+    machine: Machine,
+    by: str,
+    share: float | None,
+    batch: int,
+    profiled: float,
+    policy: str,
+    numbers: bool,
+) -> None:
     for what, value in (("stages", stages), ("machine.devices", machine.devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")
     if machine.devices % stages:
         raise ValueError(
-            f"{machine.devices} devices can't be shared out to pipelines of {stages} stages; make one divide the other"
+            f"{machine.devices} devices can't be shared out to pipelines of {stages} "
+            "stages; make one divide the other"
         )
     if isinstance(frozen, bool) or not isinstance(frozen, int) or not 0 <= frozen < len(profile):
         raise ValueError(
-            f"frozen is {frozen!r} of {len(profile)} layers; it must be a whole number from 0 to {len(profile) - 1}: with all "
+            f"frozen is {frozen!r} of {len(profile)} layers; it must be a whole number "
+            f"from 0 to {len(profile) - 1}: with all "
             "frozen there is nothing to train"
         )
     for name, chosen, known in (("by", by, MEASURES), ("batch_policy", policy, POLICIES)):
         if chosen not in known:
             raise ValueError(f"{name} is {chosen!r}; choose one of {', '.join(known)}")
     if by == "memory" and numbers:
-        raise ValueError('by="memory" needs to know what layers keep; give a Profile: profile(layers, inputs)')
+        raise ValueError(
+            'by="memory" needs to know what layers keep; give a Profile: profile(layers, inputs)'
+        )
     if share is None and numbers:
-        raise ValueError("lambda_frozen=None is what a profile measured, but the costs are numbers; give one, such as 1 / 6")
+        raise ValueError(
+            "lambda_frozen=None is what a profile measured, but the costs are numbers; "
+            "give one, such as 1 / 6"
+        )
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"lambda_frozen is {share!r}; expected a number from 0 to 1")
-    if not profiled > 0 or not min(machine.overhead, machine.latency) >= 0 or not machine.reduce_bandwidth > 0:
-        raise ValueError(f"profiled is {profiled!r}, and the machine {machine}; seconds are 0 or more, the others more than 0")
+    if (
+        not profiled > 0
+        or not min(machine.overhead, machine.latency) >= 0
+        or not machine.reduce_bandwidth > 0
+    ):
+        raise ValueError(
+            f"profiled is {profiled!r}, and the machine {machine}; seconds are 0 or "
+            "more, the others more than 0"
+        )

@@ -1,4 +1,5 @@
-"""Trial: how long a batch takes in so many micro-batches, by forward and backward of real rows whose gradients are dropped."""
+"""Trial: how long a batch takes in so many micro-batches, by forward and backward of real rows
+whose gradients are dropped."""
 
 from __future__ import annotations
 
@@ -14,20 +15,31 @@ from pyops.pipeline import Pipeline
 
 __all__ = ["RowsOf", "Trial"]
 
-RowsOf = Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]]  # -> inputs, target, named arguments of a step
+RowsOf = Callable[
+    [Portion], tuple[Any, Any, Mapping[str, Any]]
+]  # -> inputs, target, named arguments of a step
 
 
 class Trial:
-    """trial(count) -> seconds; all ranks of a pipeline call it. The same pipeline is used for each trial of a number.
+    """trial(count) -> seconds; all ranks of a pipeline call it. The same pipeline is used for each
+    trial of a number.
 
-    make: (count) -> a pipeline of this rank's stage in so many micro-batches, over layers without gradients. rows: of a
-    replica's batch. first: the number of its first sample, so that no two replicas keep the same ones; of so many samples.
-    numbered: the pipeline's first layer takes the samples' numbers.
+    make: (count) -> a pipeline of this rank's stage in so many micro-batches, over layers without
+    gradients. rows: of a replica's batch. first: the number of its first sample, so that no two
+    replicas keep the same ones; of so many samples. numbered: the pipeline's first layer takes the
+    samples' numbers.
     """
 
     def __init__(
-        self, make: Callable[[int], Pipeline], rows_of: RowsOf, *, rows: int, first: int, samples: int, numbered: bool
-    ) -> None:  # fmt: skip
+        self,
+        make: Callable[[int], Pipeline],
+        rows_of: RowsOf,
+        *,
+        rows: int,
+        first: int,
+        samples: int,
+        numbered: bool,
+    ) -> None:
         self._make, self._rows_of, self._rows, self._numbered = make, rows_of, rows, numbered
         self._numbers = (first + torch.arange(min(rows, samples), device="cpu")) % samples
         self._pipelines: dict[int, Pipeline] = {}
@@ -42,8 +54,14 @@ class Trial:
         """Seconds. What rows_of raises on one rank is raised on all of the pipeline."""
         pipeline = self._pipelines[count]
         portion = portion_of(
-            self._numbers, most=self._rows, micro_batches=count, first_row=0, batch=self._rows, epoch=0, step=0
-        )  # fmt: skip
+            self._numbers,
+            most=self._rows,
+            micro_batches=count,
+            first_row=0,
+            batch=self._rows,
+            epoch=0,
+            step=0,
+        )
         error: Exception | None = None
         try:
             inputs, target, given = self._rows_of(portion)

@@ -1,12 +1,14 @@
-"""Freeze policies: how many of a model's layers, from the bottom, have converged and need no more gradients.
+"""Freeze policies: how many of a model's layers, from the bottom, have converged and need no more
+gradients.
 
     gradient norms   0.1  0.3  0.2 | 0.7  0.9  0.8        frozen: 0, then 3; always a prefix, never fewer than before
     layer             0    1    2     3    4    5
 
-A policy knows neither model nor trainer: it is given numbers and answers with a number, when asked: once an epoch, or every so
-many steps. Layers are those that may be frozen, the blocks of a transformer; what stands before them (the embedding) is frozen
-with the first of them, what stands behind (the head) never. `frozen` counts layers: with 3, layers 0, 1 and 2 are frozen, and 3
-is the first that is not. Meter measures the norms, agree_on makes sure that all ranks decided alike.
+A policy knows neither model nor trainer: it is given numbers and answers with a number, when asked:
+once an epoch, or every so many steps. Layers are those that may be frozen, the blocks of a
+transformer; what stands before them (the embedding) is frozen with the first of them, what stands
+behind (the head) never. `frozen` counts layers: with 3, layers 0, 1 and 2 are frozen, and 3 is the
+first that is not. Meter measures the norms, agree_on makes sure that all ranks decided alike.
 """
 
 from __future__ import annotations
@@ -30,17 +32,22 @@ class Policy(ABC):
     def decide(self, norms: Sequence[float], frozen: int) -> int:
         """How many layers to freeze from now on: frozen ... len(norms).
 
-        norms: the gradient norm of each layer since the last decision; those of frozen layers are not looked at. frozen: how
-        many are frozen now. Called once for each decision: policies count. ValueError, and no change, for a number of frozen
-        layers that there can't be, or a norm of an active layer that is no number, 0 or more.
+        norms: the gradient norm of each layer since the last decision; those of frozen layers are
+        not looked at. frozen: how many are frozen now. Called once for each decision: policies
+        count. ValueError, and no change, for a number of frozen layers that there can't be, or a
+        norm of an active layer that is no number, 0 or more.
         """
         norms = tuple(float(norm) for norm in norms)
         if isinstance(frozen, bool) or not isinstance(frozen, int) or not 0 <= frozen <= len(norms):
-            raise ValueError(f"frozen is {frozen!r}; it must be a whole number from 0 to {len(norms)}, the number of layers")
+            raise ValueError(
+                f"frozen is {frozen!r}; it must be a whole number from 0 to "
+                f"{len(norms)}, the number of layers"
+            )
         for i, norm in enumerate(norms[frozen:], start=frozen):
             if not (math.isfinite(norm) and norm >= 0):
                 raise ValueError(
-                    f"the gradient norm of layer {i} is {norm}; it must be a number, 0 or more: leave out steps that overflowed"
+                    f"the gradient norm of layer {i} is {norm}; it must be a number, 0 "
+                    "or more: leave out steps that overflowed"
                 )
         if frozen == len(norms):
             return frozen
@@ -64,26 +71,32 @@ class Policy(ABC):
         """Go on where another stood. ValueError for the state of another class of policies."""
         if state.get("policy") != type(self).__name__:
             raise ValueError(
-                f"the state is of the policy {state.get('policy')!r}, but this is a {type(self).__name__}; go on with the "
+                f"the state is of the policy {state.get('policy')!r}, but this is a "
+                f"{type(self).__name__}; go on with the "
                 "policy that was saved, or begin without its state"
             )
         self._load(state)
 
 
 class Bound(Policy):
-    """Freeze the fraction alpha of what is still active, each time: ceil(L (1 - (1 - alpha)^T)) of L layers at decision T.
+    """Freeze the fraction alpha of what is still active, each time: ceil(L (1 - (1 - alpha)^T)) of
+    L layers at decision T.
 
-    The first term of PipeTransformer's rule alone (He et al., 2021), which needs no gradients. The value is carried on
-    unrounded and rounded up when it is told, so that the closed form holds; where it is less than 1 below L, all are frozen.
-    alpha is taken as the nearest fraction with a denominator up to 10^6 and reckoned with exactly: 1 / 3 of 12 layers are 4,
-    not 5. If the caller's `frozen` is not what the bound was, the rule goes on from there.
+    The first term of PipeTransformer's rule alone (He et al., 2021), which needs no gradients. The
+    value is carried on unrounded and rounded up when it is told, so that the closed form holds;
+    where it is less than 1 below L, all are frozen. alpha is taken as the nearest fraction with a
+    denominator up to 10^6 and reckoned with exactly: 1 / 3 of 12 layers are 4, not 5. If the
+    caller's `frozen` is not what the bound was, the rule goes on from there.
 
     alpha: more than 0, less than 1; ValueError otherwise.
     """
 
     def __init__(self, alpha: float) -> None:
         if isinstance(alpha, bool) or not 0 < alpha < 1:
-            raise ValueError(f"alpha is {alpha!r}; it is the part of the active layers to freeze: more than 0, less than 1")
+            raise ValueError(
+                f"alpha is {alpha!r}; it is the part of the active layers to freeze: "
+                "more than 0, less than 1"
+            )
         self.alpha = Fraction(alpha).limit_denominator(10**6)
         if not 0 < self.alpha < 1:
             raise ValueError(f"alpha is {alpha!r}; take a fraction with a denominator up to 10^6")
@@ -114,11 +127,13 @@ class Bound(Policy):
 
 
 class GradientNorm(Bound):
-    """PipeTransformer's rule: min(f + alpha (L - f), the layer with the least gradient norm), f of L layers being frozen.
+    """PipeTransformer's rule: min(f + alpha (L - f), the layer with the least gradient norm), f of
+    L layers being frozen.
 
-    (He et al., 2021.) The second term is how many layers there are up to the active layer with the least norm, that one
-    included: it is taken to have converged, with all below it; of equal norms, the lowest layer counts. The first term is
-    Bound's, rounded as there, so that a decision may freeze no more than are frozen already.
+    (He et al., 2021.) The second term is how many layers there are up to the active layer with the
+    least norm, that one included: it is taken to have converged, with all below it; of equal norms,
+    the lowest layer counts. The first term is Bound's, rounded as there, so that a decision may
+    freeze no more than are frozen already.
     """
 
     def _decide(self, norms: tuple[float, ...], frozen: int) -> int:
@@ -128,14 +143,17 @@ class GradientNorm(Bound):
 
 
 class PercentileOfChange(Policy):
-    """Freeze the lowest active layers whose gradient norm changed by less than that percentile of all active layers' changes.
+    """Freeze the lowest active layers whose gradient norm changed by less than that percentile of
+    all active layers' changes.
 
-    The change is |norm - norm before| / norm before, between two decisions, as in AutoFreeze (Liu et al., 2021); percentiles
-    are interpolated linearly. A layer is frozen only if all below it are: nothing happens where the lowest active layer is
-    among those that change most. The first decision has nothing to compare with and freezes none; the largest change is never
-    less than a percentile, so the last active layer stays active.
+    The change is |norm - norm before| / norm before, between two decisions, as in AutoFreeze (Liu
+    et al., 2021); percentiles are interpolated linearly. A layer is frozen only if all below it
+    are: nothing happens where the lowest active layer is among those that change most. The first
+    decision has nothing to compare with and freezes none; the largest change is never less than a
+    percentile, so the last active layer stays active.
 
-    percent: 0 (freezes nothing) to 100; ValueError otherwise, and when the number of layers changes.
+    percent: 0 (freezes nothing) to 100; ValueError otherwise, and when the number of layers
+    changes.
     """
 
     def __init__(self, percent: float = 50.0) -> None:
@@ -147,13 +165,20 @@ class PercentileOfChange(Policy):
     def _decide(self, norms: tuple[float, ...], frozen: int) -> int:
         before = self._before
         if before is not None and len(before) != len(norms):
-            raise ValueError(f"there are {len(norms)} norms, but {len(before)} at the last decision; give those of all layers")
+            raise ValueError(
+                f"there are {len(norms)} norms, but {len(before)} at the last decision; "
+                "give those of all layers"
+            )
         self._before = norms
         if before is None:
             return frozen
-        changes = [_change(old, new) for old, new in zip(before[frozen:], norms[frozen:], strict=True)]
+        changes = [
+            _change(old, new) for old, new in zip(before[frozen:], norms[frozen:], strict=True)
+        ]
         limit = _percentile(changes, self.percent)
-        return frozen + next((i for i, change in enumerate(changes) if not change < limit), len(changes))
+        return frozen + next(
+            (i for i, change in enumerate(changes) if not change < limit), len(changes)
+        )
 
     def _state(self) -> dict[str, Any]:
         return {"before": None if self._before is None else list(self._before)}
@@ -174,25 +199,36 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Callback(Policy):
-    """function(norms, frozen) -> the number of frozen layers. Its state is the function's, if it has state_dict and
-    load_state_dict. ValueError for an answer that is no whole number from `frozen` to the number of layers."""
+    """function(norms, frozen) -> the number of frozen layers. Its state is the function's, if it
+    has state_dict and load_state_dict. ValueError for an answer that is no whole number from
+    `frozen` to the number of layers."""
 
     def __init__(self, function: Callable[[tuple[float, ...], int], int]) -> None:
         if not callable(function):
-            raise TypeError(f"function is {function!r}; give one of (norms, frozen) that returns the number of frozen layers")
+            raise TypeError(
+                f"function is {function!r}; give one of (norms, frozen) that returns the "
+                "number of frozen layers"
+            )
         self.function = function
 
     def _decide(self, norms: tuple[float, ...], frozen: int) -> int:
         found = self.function(norms, frozen)
-        if isinstance(found, bool) or not isinstance(found, int) or not frozen <= found <= len(norms):
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, int)
+            or not frozen <= found <= len(norms)
+        ):
             raise ValueError(
-                f"the callback would freeze {found!r} layers; it must return a whole number from {frozen}, which are frozen "
+                f"the callback would freeze {found!r} layers; it must return a whole "
+                f"number from {frozen}, which are frozen "
                 f"already, to {len(norms)}, which there are"
             )
         return found
 
     def _state(self) -> dict[str, Any]:
-        return {"function": self.function.state_dict()} if hasattr(self.function, "state_dict") else {}
+        return (
+            {"function": self.function.state_dict()} if hasattr(self.function, "state_dict") else {}
+        )
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if hasattr(self.function, "load_state_dict") and "function" in state:
@@ -200,21 +236,29 @@ class Callback(Policy):
 
 
 def agree_on(decision: int, group: dist.ProcessGroup | None = None) -> int:
-    """The decision, if all ranks of the group made the same; else ValueError on every rank alike, with two of them by name.
+    """The decision, if all ranks of the group made the same; else ValueError on every rank alike,
+    with two of them by name.
 
     Every rank of the group must call it.
     """
     decisions = gather(decision, group=group)
-    if (other := next((rank for rank, each in enumerate(decisions) if each != decisions[0]), None)) is not None:
+    if (
+        other := next((rank for rank, each in enumerate(decisions) if each != decisions[0]), None)
+    ) is not None:
         raise ValueError(
-            f"rank 0 would freeze {decisions[0]} layers, but rank {other} {decisions[other]}; policies must be given the same "
-            "norms and have the same state on all ranks: sum the Meter over the group, and make callbacks depend on norms alone"
+            f"rank 0 would freeze {decisions[0]} layers, but rank {other} "
+            f"{decisions[other]}; policies must be given the same "
+            "norms and have the same state on all ranks: sum the Meter over the group, "
+            "and make callbacks depend on norms alone"
         )
     return decision
 
 
-def decide_together(policy: Policy, norms: Sequence[float], frozen: int, *, group: dist.ProcessGroup | None = None) -> int:
-    """policy.decide(norms, frozen) and `agree_on`: what goes wrong on one rank, in a callback say, is raised on all."""
+def decide_together(
+    policy: Policy, norms: Sequence[float], frozen: int, *, group: dist.ProcessGroup | None = None
+) -> int:
+    """policy.decide(norms, frozen) and `agree_on`: what goes wrong on one rank, in a callback say,
+    is raised on all."""
     error: Exception | None = None
     decision = frozen
     try:

@@ -1,1 +1,2 @@
-"""Elastic: the training loop's object, what one rank holds and does, and what is saved and scored."""
+"""Elastic: the training loop's object, what one rank holds and does, and what is saved and
+scored."""

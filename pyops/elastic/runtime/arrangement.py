@@ -1,4 +1,5 @@
-"""Arrangement: what this rank holds and computes in the present layout, and how it goes over to the next one.
+"""Arrangement: what this rank holds and computes in the present layout, and how it goes over to the
+next one.
 
 enter(packing, states)    memory and values for its layers -> groups -> the frozen ones as one, read or not -> Worker
 states()                  what has to last, by layer
@@ -21,7 +22,15 @@ from pyops.comm.broadcast import broadcast
 from pyops.elastic.frozen.caching import CacheOptions, Caching
 from pyops.elastic.frozen.prefix import Prefix
 from pyops.elastic.layout.groups import Active, Everyone, giving_up
-from pyops.elastic.layout.holding import Initialise, freeze, is_held, lacks_tables, let_go, take, values_of
+from pyops.elastic.layout.holding import (
+    Initialise,
+    freeze,
+    is_held,
+    lacks_tables,
+    let_go,
+    take,
+    values_of,
+)
 from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.sampler import Sampler
 from pyops.elastic.layout.transition import State
@@ -37,7 +46,8 @@ __all__ = ["Arrangement", "Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same in all layouts; see `Elastic`. key: (names, layers, micro-batch) before each forward."""
+    """What is the same in all layouts; see `Elastic`. key: (names, layers, micro-batch) before each
+    forward."""
 
     loss: Callable[[Any, Any], Tensor]
     make_optimizer: MakeOptimizer
@@ -50,8 +60,9 @@ class Options:
 
 
 class Arrangement:
-    """layers: of the whole model, by name, in order. everyone: the groups of all ranks. sampler: is told which replica this
-    rank is. worker is None on a rank that is idle; is_cached: what frozen layers say is read, as was decided."""
+    """layers: of the whole model, by name, in order. everyone: the groups of all ranks. sampler: is
+    told which replica this rank is. worker is None on a rank that is idle; is_cached: what frozen
+    layers say is read, as was decided."""
 
     layout: Layout
     worker: Worker | None = None
@@ -60,12 +71,25 @@ class Arrangement:
     _groups: Active
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], options: Options, *, sampler: Sampler, cache: CacheOptions, held_out: int,
+        self,
+        layers: Mapping[str, nn.Module],
+        options: Options,
+        *,
+        sampler: Sampler,
+        cache: CacheOptions,
+        held_out: int,
         everyone: Everyone,
-    ) -> None:  # fmt: skip
-        self.layers, self._options, self._sampler, self._everyone = dict(layers), options, sampler, everyone
+    ) -> None:
+        self.layers, self._options, self._sampler, self._everyone = (
+            dict(layers),
+            options,
+            sampler,
+            everyone,
+        )
         self.rank = 0 if everyone.message is None else dist.get_rank(everyone.message)
-        self.caching = Caching(cache, samples=sampler.samples, held_out=held_out, message=everyone.message)
+        self.caching = Caching(
+            cache, samples=sampler.samples, held_out=held_out, message=everyone.message
+        )
 
     @property
     def message(self) -> dist.ProcessGroup | None:
@@ -78,7 +102,8 @@ class Arrangement:
         return None if self.worker is None else self.worker.failure
 
     def meet(self, what: str, error: Exception | None = None) -> None:
-        """Wait for all ranks, idle ones too, to call `what`, and raise on all what went wrong on one."""
+        """Wait for all ranks, idle ones too, to call `what`, and raise on all what went wrong on
+        one."""
         self._everyone.meet(what, error, is_idle=not self.is_active)
 
     @property
@@ -96,9 +121,11 @@ class Arrangement:
         """Of each block, whether this rank has it."""
         return [is_held(layer) for layer in list(self.layers.values())[1:-1]]
 
-    def enter(self, packing: Packing, layout: Layout, states: Mapping[int, State], *, first: bool = False) -> str:
-        """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go on; none at the start, the
-        first time."""
+    def enter(
+        self, packing: Packing, layout: Layout, states: Mapping[int, State], *, first: bool = False
+    ) -> str:
+        """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go
+        on; none at the start, the first time."""
         self.layout = layout
         error: Exception | None = None
         try:
@@ -111,7 +138,9 @@ class Arrangement:
             self._align()
         prefix = self._prefix()
         has_prefix = prefix is not None and self.is_active and layout.stage(self.rank) == 0
-        self.is_cached = bool(layout.frozen) and self.caching.attach(prefix if has_prefix else None, replica=self.replica)
+        self.is_cached = bool(layout.frozen) and self.caching.attach(
+            prefix if has_prefix else None, replica=self.replica
+        )
         self._sampler.resize(rank=self.replica, replicas=layout.replicas)
         if self._options.trial is not None and layout.stages > 1:
             packing = self._tried(packing, prefix, self._options.trial)
@@ -120,9 +149,15 @@ class Arrangement:
         try:
             if self.is_active:
                 worker = Worker(
-                    layout, self.rank, layers=self.layers, prefix=prefix, groups=self._groups, states=states,
-                    make_optimizer=options.make_optimizer, before=options.key,
-                )  # fmt: skip
+                    layout,
+                    self.rank,
+                    layers=self.layers,
+                    prefix=prefix,
+                    groups=self._groups,
+                    states=states,
+                    make_optimizer=options.make_optimizer,
+                    before=options.key,
+                )
         except Exception as caught:
             error = caught
         agree(error, group=self.message)
@@ -131,7 +166,9 @@ class Arrangement:
                 worker.connect(loss=options.loss, schedule_name=options.schedule)
             self.worker = worker
             blocks = list(self.layers.values())[1:-1]
-            self.meter = Meter([list(layer.parameters()) if is_held(layer) else [] for layer in blocks])
+            self.meter = Meter(
+                [list(layer.parameters()) if is_held(layer) else [] for layer in blocks]
+            )
         return packing.reason
 
     def _tried(self, packing: Packing, prefix: Prefix | None, rows_of: RowsOf) -> Packing:
@@ -140,19 +177,29 @@ class Arrangement:
             return confirm(packing, lambda count: 0.0, group=self.message)
         layout = self.layout
         for number in layout.layers(self.rank):
-            self.layers[list(self.layers)[number]].requires_grad_(number >= layout.frozen).eval()  # dropout has no key here
+            self.layers[list(self.layers)[number]].requires_grad_(
+                number >= layout.frozen
+            ).eval()  # dropout has no key here
 
         def make(count: int) -> Pipeline:
             return make_pipeline(
-                replace(layout, micro_batches=count), layers=list(self.layers.values()), prefix=prefix, groups=self._groups,
-                loss=self._options.loss, schedule_name=self._options.schedule,
-            )  # fmt: skip
+                replace(layout, micro_batches=count),
+                layers=list(self.layers.values()),
+                prefix=prefix,
+                groups=self._groups,
+                loss=self._options.loss,
+                schedule_name=self._options.schedule,
+            )
 
         rows = -(-self._sampler.global_batch // layout.replicas)
         trial = Trial(
-            make, rows_of, rows=rows, first=self.replica * rows, samples=self._sampler.samples,
+            make,
+            rows_of,
+            rows=rows,
+            first=self.replica * rows,
+            samples=self._sampler.samples,
             numbered=bool(layout.frozen),
-        )  # fmt: skip
+        )
         try:
             return confirm(packing, trial, group=self.message)
         finally:
@@ -167,8 +214,16 @@ class Arrangement:
             elif not is_held(layer) or lacks_tables(layer):
                 coming = states.get(number)
                 cut = len(name) + 1
-                values = None if coming is None else {key[cut:]: value for key, value in coming["parameters"].items()}
-                initialise = None if self._options.initialise is None else partial(self._options.initialise, name)
+                values = (
+                    None
+                    if coming is None
+                    else {key[cut:]: value for key, value in coming["parameters"].items()}
+                )
+                initialise = (
+                    None
+                    if self._options.initialise is None
+                    else partial(self._options.initialise, name)
+                )
                 take(layer, values, device=self._options.device, initialise=initialise)
             if number in own and number < self.layout.frozen:
                 freeze(layer)
@@ -178,38 +233,48 @@ class Arrangement:
         if (line := self._groups.line) is None:
             return
         layers = list(self.layers.values())
-        values = (tensor for number in self.layout.layers(self.rank) for tensor in values_of(layers[number]).values())
+        values = (
+            tensor
+            for number in self.layout.layers(self.rank)
+            for tensor in values_of(layers[number]).values()
+        )
         with giving_up(self._everyone.meeting):
             broadcast(values, group=line)
 
     def _prefix(self) -> Prefix | None:
-        """The frozen layers as one; on ranks that have them not, to say which arguments they take."""
+        """The frozen layers as one; on ranks that have them not, to say which arguments they
+        take."""
         if not self.layout.frozen:
             return None
         frozen = list(self.layers.values())[: self.layout.frozen]
         return Prefix(frozen, chunk=self._options.chunk, stored=self.caching.options.stored)
 
     def states(self) -> dict[int, State]:
-        """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's layers: those in use. A
-        frozen layer has no slots."""
+        """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's
+        layers: those in use. A frozen layer has no slots."""
         if self.worker is None:
             return {}
         found: dict[int, State] = {}
         own = self.layout.layers(self.rank)
         for number, (name, layer) in enumerate(self.layers.items()):
-            if number < self.layout.frozen and number in own:  # one without tensors is held by every rank
+            if (
+                number < self.layout.frozen and number in own
+            ):  # one without tensors is held by every rank
                 values = {f"{name}.{key}": tensor for key, tensor in values_of(layer).items()}
                 found[number] = {"parameters": values, "slots": {}}
         return found | self.worker.states()
 
     def gradient_norms(self) -> list[float] | None:
-        """Of each block since the last call, the same on all ranks of this rank's pipeline; None on an idle rank.
+        """Of each block since the last call, the same on all ranks of this rank's pipeline; None on
+        an idle rank.
 
         ValueError, on all of these, where no step was measured.
         """
         if self.worker is None:
             return None
-        return self.meter.take(group=self._groups.pipeline, shared=self._groups.pipeline is not None)
+        return self.meter.take(
+            group=self._groups.pipeline, shared=self._groups.pipeline is not None
+        )
 
     def forget(self) -> None:
         """What frozen layers said: other weights come."""
@@ -219,7 +284,9 @@ class Arrangement:
         """Let go of the layout."""
         if self.worker is not None:
             self.worker.close()
-            self.meter = Meter([[] for _ in self.held])  # the other one knows the parameters, and with them their memory
+            self.meter = Meter(
+                [[] for _ in self.held]
+            )  # the other one knows the parameters, and with them their memory
         self.worker = None
         self._groups.close()
 

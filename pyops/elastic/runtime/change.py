@@ -11,8 +11,8 @@ __all__ = ["Change"]
 
 @dataclass(frozen=True)
 class Change:
-    """What a decision changed. seconds: from the decision until training can go on, the slowest rank's. reason: why not fewer
-    stages."""
+    """What a decision changed. seconds: from the decision until training can go on, the slowest
+    rank's. reason: why not fewer stages."""
 
     frozen: int  # blocks
     before: Layout

@@ -8,8 +8,9 @@
     blocks frozen    0               5                     9
     4 ranks          | 0 | 1 | 2 | 3 |  0 1 | 0 1 |        0 | 0 | 0 | 0       stages of a rank; replicas begin with 0
 
-After PipeTransformer (He et al., 2021). Nothing is lost in a change: weights, the optimizer's states of active layers, the
-place in the data and all counters are those of a run whose layout does not change.
+After PipeTransformer (He et al., 2021). Nothing is lost in a change: weights, the optimizer's
+states of active layers, the place in the data and all counters are those of a run whose layout does
+not change.
 """
 
 from __future__ import annotations
@@ -50,47 +51,86 @@ Before = Callable[[Sequence[str], Sequence[nn.Module], Portion, int], None]
 
 
 class Elastic:
-    """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process where it does not.
+    """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process
+    where it does not.
 
-    layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on all ranks. Those on the meta
+    layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on all
+    ranks. Those on the meta
         device get memory where they are needed, and their first values, and buffers that no state_dict has, from
         `initialise(name, layer)`; others bring theirs. A parameter of two layers (a tied head) is an error: a frozen one can't
         learn.
-    optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each change; it then gets the states
+    optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each
+    change; it then gets the states
         of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
-    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of `evaluate(cached=True)`.
-    stages: of each replica at the start; the ranks must be a multiple. policy: what decides; None: nothing is ever frozen.
+    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of
+    `evaluate(cached=True)`. stages: of each replica at the start; the ranks must be a multiple.
+    policy: what decides; None: nothing is ever frozen.
         every: steps between decisions; 0: an epoch.
     device: of the layers that come with memory, and where the others get it.
-    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing: further options of `pack`; by
+    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing:
+    further options of `pack`; by
         default a micro-batch costs a stage as much as one sample more.
     terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
     compress, replicate: False: the stages stay as they are; ranks set free stay idle.
-    before: (names, layers, portion, micro-batch) called before each forward of a stage's active layers: keys their dropout.
-    cache: whether, and where, what frozen layers say to each sample is kept (default: not). chunk: rows that these compute at a
+    before: (names, layers, portion, micro-batch) called before each forward of a stage's active
+    layers: keys their dropout. cache: whether, and where, what frozen layers say to each sample is
+    kept (default: not). chunk: rows that these compute at a
         time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`; by default those of
         a micro-batch at the start.
-    trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of micro-batches is then chosen by
+    trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of
+    micro-batches is then chosen by
         trying; what the layout is, and with it last bits, then depends on the clock.
-    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed at once, and one that only
+    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed
+    at once, and one that only
         hangs after the default group's timeout by those that have work.
 
     ValueError, on every rank alike, for what does not fit.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], *, optimizer: MakeOptimizer, loss: Callable[[Any, Any], Tensor], samples: int,
-        batch: int, seed: int, held_out: int = 0, terms: int = 1, stages: int = 1, policy: Policy | None = None, every: int = 0,
-        device: torch.device | str = "cpu", schedule: str = "1f1b", costs: Any = None,
-        packing: Mapping[str, Any] | None = None, compress: bool = True, replicate: bool = True,
-        batch_policy: str = "global", lr_rule: str = "linear", max_grad_norm: float | None = None,
-        initialise: Initialise | None = None, before: Before | None = None, cache: CacheOptions | None = None,
-        chunk: int | None = None, trial: RowsOf | None = None, idle_timeout: float = 86400.0,
-    ) -> None:  # fmt: skip
-        self.layers, self.device, self.policy, self.every = dict(layers), torch.device(device), policy, every
+        self,
+        layers: Mapping[str, nn.Module],
+        *,
+        optimizer: MakeOptimizer,
+        loss: Callable[[Any, Any], Tensor],
+        samples: int,
+        batch: int,
+        seed: int,
+        held_out: int = 0,
+        terms: int = 1,
+        stages: int = 1,
+        policy: Policy | None = None,
+        every: int = 0,
+        device: torch.device | str = "cpu",
+        schedule: str = "1f1b",
+        costs: Any = None,
+        packing: Mapping[str, Any] | None = None,
+        compress: bool = True,
+        replicate: bool = True,
+        batch_policy: str = "global",
+        lr_rule: str = "linear",
+        max_grad_norm: float | None = None,
+        initialise: Initialise | None = None,
+        before: Before | None = None,
+        cache: CacheOptions | None = None,
+        chunk: int | None = None,
+        trial: RowsOf | None = None,
+        idle_timeout: float = 86400.0,
+    ) -> None:
+        self.layers, self.device, self.policy, self.every = (
+            dict(layers),
+            torch.device(device),
+            policy,
+            every,
+        )
         alone = not dist.is_initialized()
         self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-        self._before, self._schedule, self._compress, self._replicate = before, schedule, compress, replicate
+        self._before, self._schedule, self._compress, self._replicate = (
+            before,
+            schedule,
+            compress,
+            replicate,
+        )
         self.max_grad_norm, self.batch_policy, self._terms = max_grad_norm, batch_policy, terms
         self.stages, self._batch = stages, batch
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
@@ -99,41 +139,88 @@ class Elastic:
         error: Exception | None = None
         try:
             check_run(
-                self.layers, ranks=self.ranks, stages=stages, batch=batch, every=every, schedule=schedule,
-                has_initialise=initialise is not None, batch_policy=batch_policy, terms=terms, chunk=chunk, held_out=held_out,
-                max_grad_norm=max_grad_norm, idle_timeout=idle_timeout, device=self.device,
-            )  # fmt: skip
+                self.layers,
+                ranks=self.ranks,
+                stages=stages,
+                batch=batch,
+                every=every,
+                schedule=schedule,
+                has_initialise=initialise is not None,
+                batch_policy=batch_policy,
+                terms=terms,
+                chunk=chunk,
+                held_out=held_out,
+                max_grad_norm=max_grad_norm,
+                idle_timeout=idle_timeout,
+                device=self.device,
+            )
             self._replicas = self.ranks // stages
-            sizes = [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()]
+            sizes = [
+                float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()
+            ]
             self._costs = sizes if costs is None else costs
             self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
             first = self._pack(0)
             each = batch if batch_policy == "global" else batch // self._replicas
             self.sampler = Sampler(
-                samples, batch=each, seed=seed, replicas=self._replicas, batch_policy=batch_policy, lr_rule=lr_rule
-            )  # fmt: skip
+                samples,
+                batch=each,
+                seed=seed,
+                replicas=self._replicas,
+                batch_policy=batch_policy,
+                lr_rule=lr_rule,
+            )
         except (TypeError, ValueError) as caught:
             error = caught
         agree(error)
         cache = cache or CacheOptions()
         check_agreed(
-            {"samples": samples, "batch": batch, "seed": seed, "every": every, "terms": terms, "schedule": schedule,
-             "batch_policy": batch_policy, "lr_rule": lr_rule, "max_grad_norm": max_grad_norm, "compress": compress,
-             "replicate": replicate, "policy": type(policy).__name__, "the policy": plain(policy), "packing": first,
-             "cache": {**plain(cache), "disk": cache.disk is not None}, "chunk": chunk, "held_out": held_out,
-             "trial": "given" if trial else "None", "the order of layers": list(self.layers)}, layers=self.layers,
-        )  # fmt: skip
+            {
+                "samples": samples,
+                "batch": batch,
+                "seed": seed,
+                "every": every,
+                "terms": terms,
+                "schedule": schedule,
+                "batch_policy": batch_policy,
+                "lr_rule": lr_rule,
+                "max_grad_norm": max_grad_norm,
+                "compress": compress,
+                "replicate": replicate,
+                "policy": type(policy).__name__,
+                "the policy": plain(policy),
+                "packing": first,
+                "cache": {**plain(cache), "disk": cache.disk is not None},
+                "chunk": chunk,
+                "held_out": held_out,
+                "trial": "given" if trial else "None",
+                "the order of layers": list(self.layers),
+            },
+            layers=self.layers,
+        )
         self._all = Everyone(patience=idle_timeout)
         options = Options(
-            loss=loss, make_optimizer=optimizer, schedule=schedule, device=self.device, key=self._key,
-            chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk, initialise=initialise, trial=trial,
-        )  # fmt: skip
+            loss=loss,
+            make_optimizer=optimizer,
+            schedule=schedule,
+            device=self.device,
+            key=self._key,
+            chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk,
+            initialise=initialise,
+            trial=trial,
+        )
         self._here = Arrangement(
-            self.layers, options, sampler=self.sampler, cache=cache, held_out=held_out, everyone=self._all
-        )  # fmt: skip
+            self.layers,
+            options,
+            sampler=self.sampler,
+            cache=cache,
+            held_out=held_out,
+            everyone=self._all,
+        )
         self._here.enter(first, self._layout(first), {}, first=True)
 
-    # ------------------------------------------------------------------------------------------------ layouts
+    # ------------------------------------------------------------------------------------------------
+    # layouts
 
     @property
     def blocks(self) -> int:
@@ -152,11 +239,15 @@ class Elastic:
 
     @property
     def is_cached(self) -> bool:
-        """Whether what the frozen layers say is read from the cache, unless that was lost on this rank."""
-        return self._here.is_cached and not (self._here.worker is not None and self._here.worker.computes_frozen)
+        """Whether what the frozen layers say is read from the cache, unless that was lost on this
+        rank."""
+        return self._here.is_cached and not (
+            self._here.worker is not None and self._here.worker.computes_frozen
+        )
 
     def _machine(self) -> Machine:
-        """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's seconds say what that is."""
+        """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's
+        seconds say what that is."""
         if isinstance(self._costs, Profile):
             return Machine(devices=self.ranks)
         return Machine(devices=self.ranks, overhead=sum(self._costs) / 3 / self.stages)
@@ -165,16 +256,27 @@ class Elastic:
         fewest = 1 if self._compress and layers else self.stages
         batch = -(-self._batch // self._replicas)
         return pack(
-            self._costs, frozen=layers, stages=self.stages, batch=batch, batch_policy=self.batch_policy, fewest=fewest,
-            schedule=self._schedule, replicate=self._replicate, **self._options,
-        )  # fmt: skip
+            self._costs,
+            frozen=layers,
+            stages=self.stages,
+            batch=batch,
+            batch_policy=self.batch_policy,
+            fewest=fewest,
+            schedule=self._schedule,
+            replicate=self._replicate,
+            **self._options,
+        )
 
     def _layout(self, packing: Packing) -> Layout:
         replicas = self.ranks // packing.stages if self._replicate else self._replicas
         return Layout(
-            ranks=self.ranks, stages=packing.stages, replicas=replicas, boundaries=packing.boundaries, frozen=packing.frozen,
+            ranks=self.ranks,
+            stages=packing.stages,
+            replicas=replicas,
+            boundaries=packing.boundaries,
+            frozen=packing.frozen,
             micro_batches=packing.micro_batches,
-        )  # fmt: skip
+        )
 
     def _micro_rows(self, layout: Layout) -> int:
         """Rows of a micro-batch, as `portion_of` fills it up."""
@@ -184,12 +286,14 @@ class Elastic:
         if self._before is not None and self._portion is not None:
             self._before(names, layers, self._portion, number)
 
-    # ------------------------------------------------------------------------------------------------ training
+    # ------------------------------------------------------------------------------------------------
+    # training
 
     def shares(self, *, most: int | None = None) -> Iterator[Portion]:
-        """This replica's part of each batch until the next decision or the epoch's end, or of `most` batches, the same number
-        on all ranks: `is_due` then says whether the decision comes next. An idle rank's are skipped: it is at the end at once,
-        and where the others are after `decide` or `state_dict`."""
+        """This replica's part of each batch until the next decision or the epoch's end, or of
+        `most` batches, the same number on all ranks: `is_due` then says whether the decision comes
+        next. An idle rank's are skipped: it is at the end at once, and where the others are after
+        `decide` or `state_dict`."""
         batches = self._until_decision()
         for _ in range(batches if most is None else min(batches, most)):
             share = self.sampler.next()
@@ -204,11 +308,19 @@ class Elastic:
     @property
     def is_due(self) -> bool:
         """Whether a decision comes next, as this rank has no more shares before it."""
-        return self._since >= self.every if self.every else self.sampler.position == self.sampler.samples
+        return (
+            self._since >= self.every
+            if self.every
+            else self.sampler.position == self.sampler.samples
+        )
 
     def _until_decision(self) -> int:
         sampler = self.sampler
-        left = sampler.samples - sampler.position if sampler.position < sampler.samples else sampler.samples
+        left = (
+            sampler.samples - sampler.position
+            if sampler.position < sampler.samples
+            else sampler.samples
+        )
         batches = -(-left // sampler.global_batch)
         return min(batches, self.every - self._since) if self.every else batches
 
@@ -216,27 +328,44 @@ class Elastic:
         layout, replica = self.layout, self._here.replica
         most = -(-self.sampler.global_batch // layout.replicas)
         return portion_of(
-            samples, most=most, micro_batches=layout.micro_batches, first_row=batch * replica // layout.replicas, batch=batch,
-            epoch=epoch, step=self.steps,
-        )  # fmt: skip
+            samples,
+            most=most,
+            micro_batches=layout.micro_batches,
+            first_row=batch * replica // layout.replicas,
+            batch=batch,
+            epoch=epoch,
+            step=self.steps,
+        )
 
     def step(
-        self, inputs: Any, target: Any, *, share: Portion, lr: float, flag: bool = False, augmentation: int = 0, **named: Any
-    ) -> Step:  # fmt: skip
+        self,
+        inputs: Any,
+        target: Any,
+        *,
+        share: Portion,
+        lr: float,
+        flag: bool = False,
+        augmentation: int = 0,
+        **named: Any,
+    ) -> Step:
         """One step with this rank's part of a batch; every active rank calls it.
 
-        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. lr: takes the place of the optimizer's
-        default; parameter groups that were given another keep its ratio to that. flag: of this rank; the Step says whether
-        any set it, such as one that was asked to stop. augmentation: a number that tells apart the inputs that a sample has
-        at different times, 0 where they are always the same: what is kept of one is not read for another.
+        inputs, target, named: as for `Pipeline.step`, of the rows `share.samples`. lr: takes the
+        place of the optimizer's default; parameter groups that were given another keep its ratio to
+        that. flag: of this rank; the Step says whether any set it, such as one that was asked to
+        stop. augmentation: a number that tells apart the inputs that a sample has at different
+        times, 0 where they are always the same: what is kept of one is not read for another.
 
-        What goes wrong in the forward or backward of one rank is raised on all active ones; the next step may come. What
-        goes wrong in its optimizer, while others take the step, is raised on all at whatever they call next, and again at
-        what comes then: go on from a checkpoint.
+        What goes wrong in the forward or backward of one rank is raised on all active ones; the
+        next step may come. What goes wrong in its optimizer, while others take the step, is raised
+        on all at whatever they call next, and again at what comes then: go on from a checkpoint.
         """
         worker = self._here.worker
         if worker is None:
-            raise RuntimeError(f"rank {self.rank} is idle, and has no step to take; call step() for what shares() gives")
+            raise RuntimeError(
+                f"rank {self.rank} is idle, and has no step to take; call step() for "
+                "what shares() gives"
+            )
         self._portion = share
         if self.layout.frozen:
             named["samples"] = share.samples
@@ -253,19 +382,25 @@ class Elastic:
         return Step(loss / count, norm, worker.flagged)
 
     def evaluate(
-        self, count: int, rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
-        *, score: Callable[[Any, Any], Tensor], cached: bool = False,
-    ) -> float:  # fmt: skip
-        """The sum of score(what the last layer returns, target) over `count` held-out samples, shared out over the replicas; on
-        every rank, which all call it.
+        self,
+        count: int,
+        rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
+        *,
+        score: Callable[[Any, Any], Tensor],
+        cached: bool = False,
+    ) -> float:
+        """The sum of score(what the last layer returns, target) over `count` held-out samples,
+        shared out over the replicas; on every rank, which all call it.
 
-        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named arguments. cached: these are
-        the run's `held_out` samples, the same rows in each call with it, so that what frozen layers say of them is kept and
-        read. ValueError for another count of these. What rows_of or score raises on one rank is raised on all.
+        rows_of: a portion, whose samples are numbers of held-out samples, -> inputs, target, named
+        arguments. cached: these are the run's `held_out` samples, the same rows in each call with
+        it, so that what frozen layers say of them is kept and read. ValueError for another count of
+        these. What rows_of or score raises on one rank is raised on all.
         """
         if cached and count != self._held_out:
             raise ValueError(
-                f"count is {count}, but cached=True is of the {self._held_out} samples of held_out=; give that count, or leave "
+                f"count is {count}, but cached=True is of the {self._held_out} samples "
+                "of held_out=; give that count, or leave "
                 "cached out"
             )
         total = 0.0
@@ -273,9 +408,13 @@ class Elastic:
         try:
             if self._here.worker is not None:
                 total = scored(
-                    self._here.worker.pipeline, self._portions(count), rows_of, score, meeting=self._all.meeting,
+                    self._here.worker.pipeline,
+                    self._portions(count),
+                    rows_of,
+                    score,
+                    meeting=self._all.meeting,
                     first=self.sampler.samples if cached and self._here.is_cached else None,
-                )  # fmt: skip
+                )
         except CommunicationError:
             raise
         except Exception as caught:
@@ -286,22 +425,29 @@ class Elastic:
     def _portions(self, count: int) -> list[Portion]:
         """This replica's part of `count` held-out samples."""
         replica, replicas = self._here.replica, self.layout.replicas
-        mine = torch.arange(count * replica // replicas, count * (replica + 1) // replicas, device="cpu")
+        mine = torch.arange(
+            count * replica // replicas, count * (replica + 1) // replicas, device="cpu"
+        )
         size = len(self._portion_of(mine[:0], batch=count, epoch=0).samples)
-        return [self._portion_of(some, batch=count, epoch=0) for some in (mine.split(size) if len(mine) else ())]
+        return [
+            self._portion_of(some, batch=count, epoch=0)
+            for some in (mine.split(size) if len(mine) else ())
+        ]
 
     def any_of(self, flag: bool) -> bool:
         """Whether it is set on any rank, idle ones too; all call it."""
         self._here.meet("any_of", self._here.failure)
         return any(gather(flag, group=self._all.message))
 
-    # ------------------------------------------------------------------------------------------------ decisions
+    # ------------------------------------------------------------------------------------------------
+    # decisions
 
     def decide(self) -> Change | None:
-        """Ask the policy, and go over to the layout that follows. A collective of all ranks, idle ones too.
+        """Ask the policy, and go over to the layout that follows. A collective of all ranks, idle
+        ones too.
 
-        Where no step was taken since the last decision, the policy is asked at the next one. ValueError on every rank for
-        policies that disagree.
+        Where no step was taken since the last decision, the policy is asked at the next one.
+        ValueError on every rank for policies that disagree.
         """
         self._catch_up("decide")
         self._since = 0
@@ -321,17 +467,21 @@ class Elastic:
         return Change(frozen, before, self.layout, seconds, reason)
 
     def _catch_up(self, what: str) -> None:
-        """Idle ranks come to where the others stopped, which may be short of the decision. A collective."""
+        """Idle ranks come to where the others stopped, which may be short of the decision. A
+        collective."""
         self._here.meet(what, self._here.failure)
         if self.layout.active == self.ranks:
             return
-        place = gather((self.steps, self._since, self.sampler.state_dict()), group=self._all.message)[0]  # rank 0 is never idle
+        place = gather(
+            (self.steps, self._since, self.sampler.state_dict()), group=self._all.message
+        )[0]  # rank 0 is never idle
         if not self.is_active:
             self.steps, self._since, cursor = place
             self.sampler.load_state_dict(cursor)
 
     def _norms(self) -> list[float] | None:
-        """Of each block's gradients since the last decision, on every rank, idle ones too; None where no step was taken."""
+        """Of each block's gradients since the last decision, on every rank, idle ones too; None
+        where no step was taken."""
         measured = None if self._here.worker is None else self._here.meter.steps
         if 0 in gather(measured, group=self._all.message):
             return None
@@ -339,33 +489,41 @@ class Elastic:
         return next(each for each in gather(norms, group=self._all.message) if each is not None)
 
     def states(self) -> dict[int, State]:
-        """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's layers: those in use. A
-        frozen layer has no slots."""
+        """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's
+        layers: those in use. A frozen layer has no slots."""
         return self._here.states()
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any number of ranks goes on from
-        it. A collective."""
+        """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any
+        number of ranks goes on from it. A collective."""
         self._catch_up("state_dict")
         writes = self.is_active and self.layout.replica(self.rank) == 0
         run = {
-            "frozen": self.frozen, "steps": self.steps, "since": self._since, "sampler": self.sampler.state_dict(),
+            "frozen": self.frozen,
+            "steps": self.steps,
+            "since": self._since,
+            "sampler": self.sampler.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
-            "meter": self._told(self._here.meter.state_dict() if self._here.worker is not None else None),
-        }  # fmt: skip
+            "meter": self._told(
+                self._here.meter.state_dict() if self._here.worker is not None else None
+            ),
+        }
         return {**saved(self.states(), writes=writes), "elastic": run}
 
     def _told(self, meter: dict[str, Any] | None) -> dict[str, Any]:
         """Of all stages together."""
-        several = [each for each in gather(meter, group=self._all.message) if each is not None][: self.layout.stages]
+        several = [each for each in gather(meter, group=self._all.message) if each is not None][
+            : self.layout.stages
+        ]
         squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
         return {"squares": squares, "steps": several[0]["steps"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A collective.
+        """Go on from `state_dict`, of any number of ranks; tensors may be on disk still. A
+        collective.
 
-        ValueError, on every rank alike and before anything is changed, for the state of another model, other data, another
-        policy, or of a run that is not elastic.
+        ValueError, on every rank alike and before anything is changed, for the state of another
+        model, other data, another policy, or of a run that is not elastic.
         """
         self._here.meet("load_state_dict")
         packing, layout, states = on_all_ranks(lambda: self._read(state), group=self._all.message)
@@ -385,7 +543,8 @@ class Elastic:
             self._here.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
 
     def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, State]]:
-        """How the run of this state goes on, and the states of this rank's layers then. ValueError for that of another run."""
+        """How the run of this state goes on, and the states of this rank's layers then. ValueError
+        for that of another run."""
         run = run_of(state, blocks=self.blocks, has_policy=self.policy is not None)
         copy(self.sampler).load_state_dict(run["sampler"])  # which says whether it can
         packing = self._pack(run["frozen"] + 1 if run["frozen"] else 0)

@@ -1,4 +1,5 @@
-"""What a checkpoint has of an elastic run: tensors by name, whoever held them, so that any number of ranks can go on from it.
+"""What a checkpoint has of an elastic run: tensors by name, whoever held them, so that any number
+of ranks can go on from it.
 
 rank 0  {0: embedding, 1: block 0}  --.                              .--  {0: embedding, 1: block 0, 2: head}
 rank 1  {2: head}                   --+--  "model", "optimizer"  ----+--  on one rank
@@ -21,13 +22,22 @@ __all__ = ["run_of", "saved", "states_of"]
 
 
 def saved(states: Mapping[int, State], *, writes: bool) -> dict[str, Any]:
-    """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers. writes: False where another rank writes
-    the same ones."""
-    model = {name: _shard(tensor, writes) for each in states.values() for name, tensor in each["parameters"].items()}
+    """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers. writes: False
+    where another rank writes the same ones."""
+    model = {
+        name: _shard(tensor, writes)
+        for each in states.values()
+        for name, tensor in each["parameters"].items()
+    }
     slots = {
-        name: {key: _shard(torch.as_tensor(value), writes) for key, value in own.items() if value is not None}
-        for each in states.values() for name, own in each["slots"].items()
-    }  # fmt: skip
+        name: {
+            key: _shard(torch.as_tensor(value), writes)
+            for key, value in own.items()
+            if value is not None
+        }
+        for each in states.values()
+        for name, own in each["slots"].items()
+    }
     return {"model": model, "optimizer": slots}
 
 
@@ -37,49 +47,79 @@ def _shard(tensor: Tensor, writes: bool) -> Shard:
 
 
 def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mapping[str, Any]:
-    """What is in a state besides tensors. ValueError for that of another kind of run, of as many blocks and with a policy."""
+    """What is in a state besides tensors. ValueError for that of another kind of run, of as many
+    blocks and with a policy."""
     if "elastic" not in state:
-        raise ValueError("the state has no 'elastic': it is of a run that was not elastic; give what Elastic.state_dict told")
+        raise ValueError(
+            "the state has no 'elastic': it is of a run that was not elastic; give what "
+            "Elastic.state_dict told"
+        )
     run: Mapping[str, Any] = state["elastic"]
     if (others := len(run["meter"]["squares"])) != blocks:
-        raise ValueError(f"the state is of a model with {others} blocks, but there are {blocks}; give the model that was saved")
+        raise ValueError(
+            f"the state is of a model with {others} blocks, but there are {blocks}; give "
+            "the model that was saved"
+        )
     if (run["policy"] is None) == has_policy:
-        raise ValueError("one of the state and this run has a policy, and the other none; give the policy that was saved")
+        raise ValueError(
+            "one of the state and this run has a policy, and the other none; give the "
+            "policy that was saved"
+        )
     return run
 
 
-def states_of(state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]) -> dict[int, State]:
-    """The states of these layers, read from what `saved` gave all together. layers: all of them, by name.
+def states_of(
+    state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]
+) -> dict[int, State]:
+    """The states of these layers, read from what `saved` gave all together. layers: all of them, by
+    name.
 
-    ValueError, before anything is read, for a tensor of these layers that is not there or is another one, and for one that no
-    layer has.
+    ValueError, before anything is read, for a tensor of these layers that is not there or is
+    another one, and for one that no layer has.
     """
     found: dict[int, State] = {}
     names = list(layers)
     _check(state["model"], layers, [names[number] for number in numbers])
     for number in numbers:
         begin = f"{names[number]}."
-        parameters = {name: _whole(value) for name, value in state["model"].items() if name.startswith(begin)}
+        parameters = {
+            name: _whole(value) for name, value in state["model"].items() if name.startswith(begin)
+        }
         slots = {
             name: {key: _whole(value) for key, value in own.items()}
-            for name, own in state["optimizer"].items() if name.startswith(begin)
-        }  # fmt: skip
+            for name, own in state["optimizer"].items()
+            if name.startswith(begin)
+        }
         found[number] = {"parameters": parameters, "slots": slots}
     return found
 
 
-def _check(saved: Mapping[str, Any], layers: Mapping[str, nn.Module], wanted: Sequence[str]) -> None:
-    here = {f"{name}.{own}": tensor for name, layer in layers.items() for own, tensor in values_of(layer).items()}
+def _check(
+    saved: Mapping[str, Any], layers: Mapping[str, nn.Module], wanted: Sequence[str]
+) -> None:
+    here = {
+        f"{name}.{own}": tensor
+        for name, layer in layers.items()
+        for own, tensor in values_of(layer).items()
+    }
     if (extra := next((name for name in saved if name not in here), None)) is not None:
-        raise ValueError(f"the state has {extra}, which this model has not; give the model that was saved")
+        raise ValueError(
+            f"the state has {extra}, which this model has not; give the model that was saved"
+        )
     for name in (f"{layer}.{own}" for layer in wanted for own in values_of(layers[layer])):
         if name not in saved:
-            raise ValueError(f"the state has no {name}; it is of another model; give the one that was saved")
+            raise ValueError(
+                f"the state has no {name}; it is of another model; give the one that was saved"
+            )
         there, tensor = saved[name], here[name]
         shape = there.global_shape if isinstance(there, Shard) else there.shape
-        if tuple(shape) != tuple(tensor.shape) or there.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        if (
+            tuple(shape) != tuple(tensor.shape)
+            or there.dtype.is_floating_point != tensor.dtype.is_floating_point
+        ):
             raise ValueError(
-                f"{name} is {[*shape]} {there.dtype} in the state, but {[*tensor.shape]} {tensor.dtype} here; give the model "
+                f"{name} is {[*shape]} {there.dtype} in the state, but {[*tensor.shape]} "
+                f"{tensor.dtype} here; give the model "
                 "that was saved"
             )
 

@@ -18,14 +18,20 @@ __all__ = ["scored"]
 
 
 def scored(
-    pipeline: Pipeline, portions: Sequence[Portion], rows_of: RowsOf, score: Callable[[Any, Any], Tensor], *,
-    first: int | None, meeting: dist.ProcessGroup | None,
-) -> float:  # fmt: skip
-    """The sum of score(what the last layer returns, target) over these portions, on the rank of the last stage; 0 on others.
+    pipeline: Pipeline,
+    portions: Sequence[Portion],
+    rows_of: RowsOf,
+    score: Callable[[Any, Any], Tensor],
+    *,
+    first: int | None,
+    meeting: dist.ProcessGroup | None,
+) -> float:
+    """The sum of score(what the last layer returns, target) over these portions, on the rank of the
+    last stage; 0 on others.
 
-    first: the number of the first held-out sample in the cache; None: nothing is read there. What goes wrong on one rank is
-    raised there, and on all of its pipeline before the next portion. meeting: where idle ranks wait, and hear of one that is
-    lost.
+    first: the number of the first held-out sample in the cache; None: nothing is read there. What
+    goes wrong on one rank is raised there, and on all of its pipeline before the next portion.
+    meeting: where idle ranks wait, and hear of one that is lost.
     """
     total = 0.0
     error: Exception | None = None
@@ -40,7 +46,10 @@ def scored(
                 agree_within(error, group=pipeline.group)
             if first is not None:
                 numbers = portion.samples
-                named = {**named, "samples": torch.where(numbers == PADDING, numbers, numbers + first)}
+                named = {
+                    **named,
+                    "samples": torch.where(numbers == PADDING, numbers, numbers + first),
+                }
             with giving_up(meeting):
                 output = pipeline(inputs, **named)
             if pipeline.has_last:

@@ -1,9 +1,11 @@
-"""Worker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over the replicas, its optimizer.
+"""Worker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over
+the replicas, its optimizer.
 
     replica 0   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        pipeline: along the row
     replica 1   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        line: down the column
 
-It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by layer and name.
+It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by
+layer and name.
 """
 
 from __future__ import annotations
@@ -38,17 +40,26 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 class Worker:
     """This rank's part in `layout`.
 
-    layers: all of the model, by name, in order; those of this rank have memory and values. prefix: the frozen ones as one
+    layers: all of the model, by name, in order; those of this rank have memory and values. prefix:
+    the frozen ones as one
         module, None where none is frozen. states: what `states` of an earlier worker gave, or empty.
-    before: (names of a stage's layers, layers, micro-batch) before each forward of active layers. loss, of `connect`: (what the
+    before: (names of a stage's layers, layers, micro-batch) before each forward of active layers.
+    loss, of `connect`: (what the
         last layer returns, target) -> the sum over rows.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, *, layers: Mapping[str, nn.Module], prefix: Prefix | None, groups: Active,
-        states: Mapping[int, State], make_optimizer: MakeOptimizer,
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        layers: Mapping[str, nn.Module],
+        prefix: Prefix | None,
+        groups: Active,
+        states: Mapping[int, State],
+        make_optimizer: MakeOptimizer,
         before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.layout, self.groups, self._names = layout, groups, list(layers)
         self._layers, self._before, self.flagged = list(layers.values()), before, False
         self.failure: Exception | None = None  # of this rank's optimizer in a step that others took
@@ -66,11 +77,17 @@ class Worker:
             self._load_slots(states)
 
     def connect(self, *, loss: Callable[[Any, Any], Tensor], schedule_name: str) -> None:
-        """Make the pipeline. A collective of its ranks, once it is known that all have their buffers and optimizers."""
+        """Make the pipeline. A collective of its ranks, once it is known that all have their
+        buffers and optimizers."""
         self.pipeline = make_pipeline(
-            self.layout, layers=self._layers, prefix=self._prefix, groups=self.groups, loss=loss, schedule_name=schedule_name,
+            self.layout,
+            layers=self._layers,
+            prefix=self._prefix,
+            groups=self.groups,
+            loss=loss,
+            schedule_name=schedule_name,
             before=self._key,
-        )  # fmt: skip
+        )
 
     def _flat(self) -> list[FlatBuffer]:
         """Parameters and gradients of this rank's active layers, one buffer for each dtype."""
@@ -78,10 +95,16 @@ class Worker:
         for number in self.own:
             for name, parameter in self._layers[number].named_parameters():
                 parameter.grad = None
-                by_dtype.setdefault(parameter.dtype, []).append((f"{self._names[number]}.{name}", parameter))
+                by_dtype.setdefault(parameter.dtype, []).append(
+                    (f"{self._names[number]}.{name}", parameter)
+                )
         check_free((each for some in by_dtype.values() for each in some), who="Elastic")
         buffers = [FlatBuffer(some) for some in by_dtype.values()]
-        claim((parameter for buffer in buffers for parameter in buffer.parameters), self, who="Elastic")
+        claim(
+            (parameter for buffer in buffers for parameter in buffer.parameters),
+            self,
+            who="Elastic",
+        )
         return buffers
 
     @property
@@ -94,7 +117,9 @@ class Worker:
             raise self.failure
         first = 1 if stage.first == 0 and self.layout.frozen else 0  # the prefix drops nothing
         begin = stage.first + first + self._shift
-        self._before(self._names[begin : begin + len(stage.layers) - first], stage.layers[first:], number)
+        self._before(
+            self._names[begin : begin + len(stage.layers) - first], stage.layers[first:], number
+        )
 
     def augment(self, seed: int) -> None:
         """Which of a sample's inputs come next: what is kept of others is not read."""
@@ -106,13 +131,17 @@ class Worker:
         if self._prefix is not None:
             self._prefix.prefetch(samples)
 
-    # ------------------------------------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------------------------------------
+    # a step
 
-    def differentiate(self, inputs: Any, target: Any, *, scale: float, flag: bool = False, **named: Any) -> float:
-        """The loss, summed over the batch of all replicas, on each rank; gradients are summed over them, times `scale`.
+    def differentiate(
+        self, inputs: Any, target: Any, *, scale: float, flag: bool = False, **named: Any
+    ) -> float:
+        """The loss, summed over the batch of all replicas, on each rank; gradients are summed over
+        them, times `scale`.
 
-        flag: of this rank; `flagged` says after `step` whether it was set on any. What the pipeline of one replica raises is
-        raised in all.
+        flag: of this rank; `flagged` says after `step` whether it was set on any. What the pipeline
+        of one replica raises is raised in all.
         """
         for buffer in self.buffers:
             buffer.zero_grad()
@@ -124,7 +153,9 @@ class Worker:
             raise
         except Exception as caught:
             error = caught
-        told = torch.tensor([loss, float(flag), float(error is not None)], dtype=torch.float64, device="cpu")
+        told = torch.tensor(
+            [loss, float(flag), float(error is not None)], dtype=torch.float64, device="cpu"
+        )
         if self.groups.line is not None:
             all_reduce(told, group=self.groups.line, label="the loss over the replicas")
         loss, flags, errors = told.tolist()
@@ -132,7 +163,11 @@ class Worker:
             agree_within(error, group=self.groups.line)
         if self.groups.line is not None:
             for buffer in self.buffers:
-                all_reduce(buffer.grad, group=self.groups.line, label="gradients of a stage over the replicas")
+                all_reduce(
+                    buffer.grad,
+                    group=self.groups.line,
+                    label="gradients of a stage over the replicas",
+                )
         self.flagged = bool(flags)
         return loss
 
@@ -150,8 +185,9 @@ class Worker:
     def update(self, norm: float, *, lr: float, max_grad_norm: float | None) -> None:
         """One optimizer step with these gradients, of that norm; nothing where it is not finite.
 
-        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to that. What the optimizer
-        raises while other ranks take the step is kept as `failure`: they would wait for a rank that leaves now.
+        lr: in place of the optimizer's default; parameter groups with another one keep its ratio to
+        that. What the optimizer raises while other ranks take the step is kept as `failure`: they
+        would wait for a rank that leaves now.
         """
         if self.optimizer is None or not math.isfinite(norm):
             return
@@ -167,19 +203,30 @@ class Worker:
         except Exception as error:
             if self.layout.ranks == 1:
                 raise
-            logger.exception("this rank's optimizer failed in a step that other ranks take; all hear of it at their next call")
+            logger.exception(
+                "this rank's optimizer failed in a step that other ranks take; all hear "
+                "of it at their next call"
+            )
             self.failure = error.with_traceback(None)  # which would keep the optimizer
 
-    # ------------------------------------------------------------------------------------------------ states
+    # ------------------------------------------------------------------------------------------------
+    # states
 
     def states(self) -> dict[int, State]:
-        """{layer: {"parameters", "slots"}} of this rank's active layers, by names in the model: the tensors in use."""
+        """{layer: {"parameters", "slots"}} of this rank's active layers, by names in the model: the
+        tensors in use."""
         slots = self._slots()
         found: dict[int, State] = {}
         for number in self.own:
             prefix = self._names[number]
-            parameters = {f"{prefix}.{name}": tensor for name, tensor in values_of(self._layers[number]).items()}
-            found[number] = {"parameters": parameters, "slots": {name: slots[name] for name in parameters if name in slots}}
+            parameters = {
+                f"{prefix}.{name}": tensor
+                for name, tensor in values_of(self._layers[number]).items()
+            }
+            found[number] = {
+                "parameters": parameters,
+                "slots": {name: slots[name] for name in parameters if name in slots},
+            }
         return found
 
     def _slots(self) -> dict[str, dict[str, Any]]:
@@ -190,19 +237,30 @@ class Worker:
         return {names[index]: dict(slots) for index, slots in saved["state"].items()}
 
     def _load_slots(self, states: Mapping[int, State]) -> None:
-        slots = {name: each for number in self.own if number in states for name, each in states[number]["slots"].items()}
+        slots = {
+            name: each
+            for number in self.own
+            if number in states
+            for name, each in states[number]["slots"].items()
+        }
         if not slots:
             return
         assert self.optimizer is not None
         names = self._names_by_index()
         state = {index: slots[name] for index, name in names.items() if name in slots}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.optimizer.load_state_dict(
+            {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
+        )
 
     def _names_by_index(self) -> dict[int, str]:
         """By the numbers that torch.optim gives parameters in a state_dict."""
         assert self.optimizer is not None
-        known = {id(parameter): name for buffer in self.buffers for name, parameter in _named(buffer)}
-        everyone = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        known = {
+            id(parameter): name for buffer in self.buffers for name, parameter in _named(buffer)
+        }
+        everyone = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         return {index: known[id(parameter)] for index, parameter in enumerate(everyone)}
 
     def close(self) -> None:
@@ -212,23 +270,37 @@ class Worker:
                 parameter.grad = None
         release((parameter for buffer in self.buffers for parameter in buffer.parameters), self)
         self.pipeline.close()
-        # The pipeline calls this worker: a circle, in which all of its memory would wait for Python to look for circles.
+        # The pipeline calls this worker: a circle, in which all of its memory would wait for Python
+        # to look for circles.
         self.pipeline.before = None
         self.buffers, self.optimizer, self._prefix, self.failure = [], None, None, None
 
 
 def make_pipeline(
-    layout: Layout, *, layers: Sequence[nn.Module], prefix: Prefix | None, groups: Active,
-    loss: Callable[[Any, Any], Tensor], schedule_name: str, before: Callable[[Stage, int], None] | None = None,
-) -> Pipeline:  # fmt: skip
+    layout: Layout,
+    *,
+    layers: Sequence[nn.Module],
+    prefix: Prefix | None,
+    groups: Active,
+    loss: Callable[[Any, Any], Tensor],
+    schedule_name: str,
+    before: Callable[[Stage, int], None] | None = None,
+) -> Pipeline:
     """The pipeline of this rank's replica, in which the frozen layers are one."""
     whole = list(layers) if prefix is None else [prefix, *layers[layout.frozen :]]
     shift = max(0, layout.frozen - 1)
     return Pipeline(
-        whole, schedule=schedule(schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches),
-        group=groups.pipeline, loss=loss, reduction="sum", tied=None, before=before,
+        whole,
+        schedule=schedule(
+            schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches
+        ),
+        group=groups.pipeline,
+        loss=loss,
+        reduction="sum",
+        tied=None,
+        before=before,
         boundaries=[0, *(bound - shift for bound in layout.boundaries[1:])],
-    )  # fmt: skip
+    )
 
 
 def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
@@ -237,12 +309,14 @@ def _named(buffer: FlatBuffer) -> list[tuple[str, nn.Parameter]]:
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of each group as a multiple of the optimizer's default, which is the same on ranks that have not all
-    groups. ValueError where that is 0 and a group has another."""
+    """The learning rate of each group as a multiple of the optimizer's default, which is the same
+    on ranks that have not all groups. ValueError where that is 0 and a group has another."""
     default: Any = optimizer.defaults.get("lr")
     own: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not default:
         if any(own):
-            raise ValueError(f"the optimizer's default lr is {default}, but its groups have {own}; give it one")
+            raise ValueError(
+                f"the optimizer's default lr is {default}, but its groups have {own}; give it one"
+            )
         return [1.0] * len(own)
     return [float(group["lr"]) / float(default) for group in optimizer.param_groups]

@@ -3,7 +3,8 @@
     config.json  --read-->  GPTConfig  --write-->  config.json
     "blocks.{i}.attention.qkv.weight": Grouped("h.{i}.attn.c_attn.weight", joined=True, transposed=True)
 
-Each file of this room beside it describes one architecture, as data: names, packings, and the fields of config.json.
+Each file of this room beside it describes one architecture, as data: names, packings, and the
+fields of config.json.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ __all__ = ["Architecture", "Entry"]
 class Architecture:
     """One architecture of Hugging Face, and the model of ours that computes it.
 
-    kind: model_type of config.json. classes: what "architectures" may say there; the first unless `write` says otherwise.
-    names: of a configuration, our parameters' names to packings, with {i} for a layer's number. read: config.json, and the
-    names in the files, to our configuration, HubError for what we lack; write: the other way round. heads: of an attention.
-    prefix: that of the names, which a file may lack. copies: tensors that a file may hold besides, equal to another one.
-    ignored: patterns of names that are no parameters. renamed: (new, old) parts of names. computed: of a configuration, tensors
-    that the files may hold and that we compute: what they hold must be that.
+    kind: model_type of config.json. classes: what "architectures" may say there; the first unless
+    `write` says otherwise. names: of a configuration, our parameters' names to packings, with {i}
+    for a layer's number. read: config.json, and the names in the files, to our configuration,
+    HubError for what we lack; write: the other way round. heads: of an attention. prefix: that of
+    the names, which a file may lack. copies: tensors that a file may hold besides, equal to another
+    one. ignored: patterns of names that are no parameters. renamed: (new, old) parts of names.
+    computed: of a configuration, tensors that the files may hold and that we compute: what they
+    hold must be that.
     """
 
     kind: str
@@ -49,8 +52,13 @@ class Architecture:
     computed: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
 
     def entries(self, model: nn.Module) -> list[Entry]:
-        """Every parameter of the model with what it is made of, in the model's order; a shared one once."""
-        placements, heads, names = Placement.of(model), self.heads(model.config), self.names(model.config)
+        """Every parameter of the model with what it is made of, in the model's order; a shared one
+        once."""
+        placements, heads, names = (
+            Placement.of(model),
+            self.heads(model.config),
+            self.names(model.config),
+        )
         found = []
         for name, parameter in model.named_parameters():
             placement = placements.get(name)
@@ -73,7 +81,8 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of ours: the rank's tensor, its place in the whole (None: it is all of it), and what the whole is made of."""
+    """A parameter of ours: the rank's tensor, its place in the whole (None: it is all of it), and
+    what the whole is made of."""
 
     name: str
     parameter: Tensor
@@ -83,4 +92,6 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(self.parameter.shape) if self.placement is None else self.placement.global_shape
+        return (
+            tuple(self.parameter.shape) if self.placement is None else self.placement.global_shape
+        )

@@ -1,6 +1,8 @@
-"""BERT (BertForPreTraining, BertForMaskedLM): token types, norms behind the residuals, masked-token head, pooled head.
+"""BERT (BertForPreTraining, BertForMaskedLM): token types, norms behind the residuals, masked-token
+head, pooled head.
 
-RoFormer (RoFormerForMaskedLM) is the same with rotary positions in place of learned ones, and without the pooled head.
+RoFormer (RoFormerForMaskedLM) is the same with rotary positions in place of learned ones, and
+without the pooled head.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from pyops.models.rotary import Rotary
 
 __all__ = ["BERT_MODEL", "ROFORMER"]
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 PRETRAINING, MASKED = "BertForPreTraining", "BertForMaskedLM"
 
 
@@ -34,8 +41,12 @@ def names_under(base: str) -> dict[str, Packing]:
         "embedding.kind.weight": Same(base + ".embeddings.token_type_embeddings.weight"),
         "embedding.norm.weight": Same(base + ".embeddings.LayerNorm.weight"),
         "embedding.norm.bias": Same(base + ".embeddings.LayerNorm.bias"),
-        "blocks.{i}.attention.qkv.weight": Grouped(self_ + "query.weight", self_ + "key.weight", self_ + "value.weight"),
-        "blocks.{i}.attention.qkv.bias": Grouped(self_ + "query.bias", self_ + "key.bias", self_ + "value.bias"),
+        "blocks.{i}.attention.qkv.weight": Grouped(
+            self_ + "query.weight", self_ + "key.weight", self_ + "value.weight"
+        ),
+        "blocks.{i}.attention.qkv.bias": Grouped(
+            self_ + "query.bias", self_ + "key.bias", self_ + "value.bias"
+        ),
         "blocks.{i}.attention.output.weight": Same(layer + "attention.output.dense.weight"),
         "blocks.{i}.attention.output.bias": Same(layer + "attention.output.dense.bias"),
         "blocks.{i}.norm1.weight": Same(layer + "attention.output.LayerNorm.weight"),
@@ -67,38 +78,53 @@ def copies_under(base: str) -> dict[str, str]:
 
 
 def names_of(base: str) -> Callable[[BERTConfig], Mapping[str, Packing]]:
-    """Of a configuration. A head that is not tied has its own bias; otherwise it is cls.predictions.bias, or its copy."""
+    """Of a configuration. A head that is not tied has its own bias; otherwise it is
+    cls.predictions.bias, or its copy."""
     tied = names_under(base)
     untied = {**tied, "head.output.bias": Same("cls.predictions.decoder.bias")}
     return lambda config: tied if config.tied_head else untied
 
 
-def read(told: Fields, names: frozenset[str], *, pooled_head: bool | None = None, rotary: bool = False) -> BERTConfig:
+def read(
+    told: Fields, names: frozenset[str], *, pooled_head: bool | None = None, rotary: bool = False
+) -> BERTConfig:
     told.fixed(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     length = told.positions if rotary else told.whole
     classes = told.raw("architectures") or [PRETRAINING]
     return BERTConfig(
-        vocab_size=told.whole("vocab_size"), sequence_length=length("max_position_embeddings"),
-        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=told.whole("num_attention_heads"),
-        dim=told.whole("hidden_size"), hidden=told.whole("intermediate_size"),
-        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"), num_types=told.whole("type_vocab_size", 2),
-        norm_eps=told.number("layer_norm_eps", 1e-12), tied_head=told.flag("tie_word_embeddings", True),
+        vocab_size=told.whole("vocab_size"),
+        sequence_length=length("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"),
+        num_heads=told.whole("num_attention_heads"),
+        dim=told.whole("hidden_size"),
+        hidden=told.whole("intermediate_size"),
+        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"),
+        num_types=told.whole("type_vocab_size", 2),
+        norm_eps=told.number("layer_norm_eps", 1e-12),
+        tied_head=told.flag("tie_word_embeddings", True),
         positions="rotary" if rotary else "learned",
         pooled_head=classes[0] == PRETRAINING if pooled_head is None else pooled_head,
         dropout=told.probability("hidden_dropout_prob", 0.1),
         attention_dropout=told.probability("attention_probs_dropout_prob", 0.1),
-    )  # fmt: skip
+    )
 
 
 def write(config: BERTConfig) -> dict[str, Any]:
     return {
-        "architectures": [PRETRAINING if config.pooled_head else MASKED], "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_length, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "hidden_size": config.dim, "intermediate_size": config.mlp_width,
+        "architectures": [PRETRAINING if config.pooled_head else MASKED],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_length,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_width,
         "hidden_act": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
-        "type_vocab_size": config.num_types, "layer_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_head,
-        "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.attention_dropout,
-    }  # fmt: skip
+        "type_vocab_size": config.num_types,
+        "layer_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+    }
 
 
 BERT_MODEL = Architecture(
@@ -132,14 +158,24 @@ def read_roformer(told: Fields, names: frozenset[str]) -> BERTConfig:
 
 
 def angles(config: BERTConfig) -> dict[str, Tensor]:
-    """Sines and cosines of all positions as files hold them, which transformers computes with whatever they are."""
-    rotary = Rotary(config.sequence_length, config.dim // config.num_heads, theta=config.rotary_theta, device="cpu")
+    """Sines and cosines of all positions as files hold them, which transformers computes with
+    whatever they are."""
+    rotary = Rotary(
+        config.sequence_length,
+        config.dim // config.num_heads,
+        theta=config.rotary_theta,
+        device="cpu",
+    )
     cos, sin = rotary.table_2TK
     return {"roformer.encoder.embed_positions.weight": torch.cat([sin, cos], dim=1)}
 
 
 def write_roformer(config: BERTConfig) -> dict[str, Any]:
-    return write(config) | {"architectures": [ROFORMER_MASKED], "embedding_size": config.dim, "rotary_value": False}
+    return write(config) | {
+        "architectures": [ROFORMER_MASKED],
+        "embedding_size": config.dim,
+        "rotary_value": False,
+    }
 
 
 ROFORMER = replace(

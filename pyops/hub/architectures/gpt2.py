@@ -1,4 +1,5 @@
-"""GPT-2 (GPT2LMHeadModel): learned positions, LayerNorm, gelu_new, and matrices that are stored as [in, out]."""
+"""GPT-2 (GPT2LMHeadModel): learned positions, LayerNorm, gelu_new, and matrices that are stored as
+[in, out]."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ NAMES = {
     "embedding.position.weight": Same("transformer.wpe.weight"),
     "blocks.{i}.norm1.weight": Same("transformer.h.{i}.ln_1.weight"),
     "blocks.{i}.norm1.bias": Same("transformer.h.{i}.ln_1.bias"),
-    "blocks.{i}.attention.qkv.weight": Grouped("transformer.h.{i}.attn.c_attn.weight", joined=True, transposed=True),
+    "blocks.{i}.attention.qkv.weight": Grouped(
+        "transformer.h.{i}.attn.c_attn.weight", joined=True, transposed=True
+    ),
     "blocks.{i}.attention.qkv.bias": Grouped("transformer.h.{i}.attn.c_attn.bias", joined=True),
     "blocks.{i}.attention.output.weight": Transposed("transformer.h.{i}.attn.c_proj.weight"),
     "blocks.{i}.attention.output.bias": Same("transformer.h.{i}.attn.c_proj.bias"),
@@ -35,31 +38,46 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 
 def read(told: Fields, names: frozenset[str]) -> GPTConfig:
-    told.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    told.fixed(
+        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
     if told.probability("embd_pdrop", 0.1) != told.probability("resid_pdrop", 0.1):
         raise HubError(
-            f"config.json has embd_pdrop = {told.raw('embd_pdrop', 0.1)} and resid_pdrop = {told.raw('resid_pdrop', 0.1)}, "
+            f"config.json has embd_pdrop = {told.raw('embd_pdrop', 0.1)} and resid_pdrop "
+            f"= {told.raw('resid_pdrop', 0.1)}, "
             "pyops has one number for both; make them equal there"
         )
     width = told.whole("n_embd")
     return GPTConfig(
-        vocab_size=told.whole("vocab_size"), sequence_length=told.whole("n_positions"),
-        num_layers=told.whole("n_layer", of="tensors"), num_heads=told.whole("n_head"), dim=width,
-        hidden=told.whole("n_inner", 4 * width, optional=True), norm_eps=told.number("layer_norm_epsilon", 1e-5),
+        vocab_size=told.whole("vocab_size"),
+        sequence_length=told.whole("n_positions"),
+        num_layers=told.whole("n_layer", of="tensors"),
+        num_heads=told.whole("n_head"),
+        dim=width,
+        hidden=told.whole("n_inner", 4 * width, optional=True),
+        norm_eps=told.number("layer_norm_epsilon", 1e-5),
         activation=told.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        tied_head=told.flag("tie_word_embeddings", True), dropout=told.probability("resid_pdrop", 0.1),
+        tied_head=told.flag("tie_word_embeddings", True),
+        dropout=told.probability("resid_pdrop", 0.1),
         attention_dropout=told.probability("attn_pdrop", 0.1),
-    )  # fmt: skip
+    )
 
 
 def write(config: GPTConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size, "n_positions": config.sequence_length, "n_layer": config.num_layers,
-        "n_head": config.num_heads, "n_embd": config.dim, "n_inner": config.mlp_width,
-        "layer_norm_epsilon": config.norm_eps, "tie_word_embeddings": config.tied_head,
+        "vocab_size": config.vocab_size,
+        "n_positions": config.sequence_length,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.dim,
+        "n_inner": config.mlp_width,
+        "layer_norm_epsilon": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
         "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
-        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.attention_dropout,
-    }  # fmt: skip
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+    }
 
 
 GPT2 = Architecture(

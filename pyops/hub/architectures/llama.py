@@ -38,37 +38,63 @@ def read(told: Fields, names: frozenset[str]) -> GPTConfig:
     told.fixed(hidden_act="silu")
     bias = told.flag("attention_bias", False)
     if told.flag("mlp_bias", False) != bias:
-        raise HubError(f"config.json has attention_bias = {bias} and mlp_bias = {not bias}; pyops has both or none")
+        raise HubError(
+            f"config.json has attention_bias = {bias} and mlp_bias = {not bias}; pyops "
+            "has both or none"
+        )
     heads, width = told.whole("num_attention_heads"), told.whole("hidden_size")
     return GPTConfig(
-        vocab_size=told.whole("vocab_size"), sequence_length=told.positions("max_position_embeddings"),
-        num_layers=told.whole("num_hidden_layers", of="tensors"), num_heads=heads,
+        vocab_size=told.whole("vocab_size"),
+        sequence_length=told.positions("max_position_embeddings"),
+        num_layers=told.whole("num_hidden_layers", of="tensors"),
+        num_heads=heads,
         num_kv_heads=told.whole("num_key_value_heads", heads, optional=True),
-        head_dim=told.whole("head_dim", width // heads, optional=True), dim=width,
-        hidden=told.whole("intermediate_size"), norm="rmsnorm", norm_eps=told.number("rms_norm_eps", 1e-6),
-        activation="swiglu", positions="rotary", tied_head=told.flag("tie_word_embeddings", False), bias=bias,
-        attention_dropout=told.probability("attention_dropout", 0.0), **_rotary(told),
-    )  # fmt: skip
+        head_dim=told.whole("head_dim", width // heads, optional=True),
+        dim=width,
+        hidden=told.whole("intermediate_size"),
+        norm="rmsnorm",
+        norm_eps=told.number("rms_norm_eps", 1e-6),
+        activation="swiglu",
+        positions="rotary",
+        tied_head=told.flag("tie_word_embeddings", False),
+        bias=bias,
+        attention_dropout=told.probability("attention_dropout", 0.0),
+        **_rotary(told),
+    )
 
 
 def _rotary(told: Fields) -> dict[str, Any]:
-    """Angles of positions. Since transformers 5 they stand in rope_parameters, before at the top and in rope_scaling, which
-    transformers still takes first where a file has both."""
+    """Angles of positions. Since transformers 5 they stand in rope_parameters, before at the top
+    and in rope_scaling, which transformers still takes first where a file has both."""
     where = "rope_scaling" if told.section("rope_scaling") else "rope_parameters"
     rope = told.within(told.section(where) or {})
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if kind not in ("default", "llama3"):
-        raise HubError(f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has 'default' and 'llama3'")
+        raise HubError(
+            f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has "
+            "'default' and 'llama3'"
+        )
     share = (rope if "partial_rotary_factor" in rope else told).raw("partial_rotary_factor")
-    if kind == "llama3" and share not in (None, 1.0):  # the default angles of a Llama in transformers leave it unread
-        raise HubError(f"config.json has partial_rotary_factor = {shown(share)}; pyops turns whole heads, which is 1.0")
-    found: dict[str, Any] = {"rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)}
-    if kind == "llama3" and rope.number("factor") != 1.0:  # 1 is no stretching, whatever else stands there
+    if kind == "llama3" and share not in (
+        None,
+        1.0,
+    ):  # the default angles of a Llama in transformers leave it unread
+        raise HubError(
+            f"config.json has partial_rotary_factor = {shown(share)}; pyops turns whole "
+            "heads, which is 1.0"
+        )
+    found: dict[str, Any] = {
+        "rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)
+    }
+    if (
+        kind == "llama3" and rope.number("factor") != 1.0
+    ):  # 1 is no stretching, whatever else stands there
         found |= {
-            "rotary_stretch": rope.number("factor"), "rotary_low": rope.number("low_freq_factor"),
+            "rotary_stretch": rope.number("factor"),
+            "rotary_low": rope.number("low_freq_factor"),
             "rotary_high": rope.number("high_freq_factor"),
             "rotary_length": rope.positions("original_max_position_embeddings"),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -76,23 +102,35 @@ def _rope(config: GPTConfig) -> dict[str, Any]:
     if config.rotary_stretch == 1.0:
         return {"rope_type": "default", "rope_theta": config.rotary_theta}
     return {
-        "rope_type": "llama3", "rope_theta": config.rotary_theta, "factor": config.rotary_stretch,
-        "low_freq_factor": config.rotary_low, "high_freq_factor": config.rotary_high,
+        "rope_type": "llama3",
+        "rope_theta": config.rotary_theta,
+        "factor": config.rotary_stretch,
+        "low_freq_factor": config.rotary_low,
+        "high_freq_factor": config.rotary_high,
         "original_max_position_embeddings": config.rotary_length,
-    }  # fmt: skip
+    }
 
 
 def write(config: GPTConfig) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size, "max_position_embeddings": config.sequence_length,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_width, "hidden_size": config.dim,
-        "intermediate_size": config.mlp_width, "rms_norm_eps": config.norm_eps, "hidden_act": "silu",
-        "rope_parameters": _rope(config), "rope_theta": config.rotary_theta,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_length,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_width,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_parameters": _rope(config),
+        "rope_theta": config.rotary_theta,
         "rope_scaling": _rope(config) if config.rotary_stretch != 1.0 else None,
-        "tie_word_embeddings": config.tied_head, "attention_bias": config.bias, "mlp_bias": config.bias,
+        "tie_word_embeddings": config.tied_head,
+        "attention_bias": config.bias,
+        "mlp_bias": config.bias,
         "attention_dropout": config.attention_dropout,
-    }  # fmt: skip
+    }
 
 
 LLAMA = Architecture(

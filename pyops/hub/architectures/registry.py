@@ -25,13 +25,21 @@ ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, ROFORMER, T5_MODEL, VIT)
 def find_architecture(told: Mapping[str, Any]) -> Architecture:
     """The one that a config.json is of. HubError, naming those that are known, for another."""
     classes, kind = told.get("architectures") or [None], told.get("model_type")
-    if not isinstance(classes, list) or not all(each is None or isinstance(each, str) for each in classes):
-        raise HubError(f"config.json has architectures = {str(classes)[:80]!r}; it must be a list of a class's name")
+    if not isinstance(classes, list) or not all(
+        each is None or isinstance(each, str) for each in classes
+    ):
+        raise HubError(
+            f"config.json has architectures = {str(classes)[:80]!r}; it must be a list "
+            "of a class's name"
+        )
     for architecture in ARCHITECTURES:
         if kind == architecture.kind and classes[0] in (None, *architecture.classes):
             return architecture
     known = ", ".join(f"{name} ({a.kind})" for a in ARCHITECTURES for name in a.classes)
-    raise HubError(f"config.json is of architecture {classes[0]!r}, model_type {kind!r}, which is not known; known are {known}")
+    raise HubError(
+        f"config.json is of architecture {classes[0]!r}, model_type {kind!r}, which is "
+        f"not known; known are {known}"
+    )
 
 
 def architecture_of(model: nn.Module) -> Architecture:
@@ -41,13 +49,26 @@ def architecture_of(model: nn.Module) -> Architecture:
         if type(model) is not architecture.model:
             continue
         config: Any = model.config
-        own_head = frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
+        own_head = (
+            frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
+        )
         written = architecture.read(Fields(architecture.write(config)), own_head).resolved()
-        differing = {f.name: getattr(config, f.name) for f in fields(config)
-                     if "dropout" not in f.name and getattr(config.resolved(), f.name) != getattr(written, f.name)}  # fmt: skip
+        differing = {
+            f.name: getattr(config, f.name)
+            for f in fields(config)
+            if "dropout" not in f.name
+            and getattr(config.resolved(), f.name) != getattr(written, f.name)
+        }
         if not differing:
             return architecture
-        reasons.append(f"{architecture.kind} has no {', '.join(f'{f} = {v!r}' for f, v in differing.items())}")
+        reasons.append(
+            f"{architecture.kind} has no {', '.join(f'{f} = {v!r}' for f, v in differing.items())}"
+        )
     if not reasons:
-        raise HubError(f"a {type(model).__name__} is no model that can be written; these are GPT, BERT, T5, ViT")
-    raise HubError(f"no architecture computes what this {type(model).__name__} does: {'; '.join(reasons)}")
+        raise HubError(
+            f"a {type(model).__name__} is no model that can be written; these are GPT, "
+            "BERT, T5, ViT"
+        )
+    raise HubError(
+        f"no architecture computes what this {type(model).__name__} does: {'; '.join(reasons)}"
+    )

@@ -1,4 +1,5 @@
-"""T5 (T5ForConditionalGeneration), 1.0 with relu and 1.1 with gated gelu: encoder and decoder, relative positions, RMSNorm."""
+"""T5 (T5ForConditionalGeneration), 1.0 with relu and 1.1 with gated gelu: encoder and decoder,
+relative positions, RMSNorm."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ def _stack(part: str, *, mlp: int) -> dict[str, Packing]:
     ours, layer = f"{part}.blocks.{{i}}.", f"{part}.block.{{i}}.layer."
     own = f"{layer}0.SelfAttention."
     return {
-        f"{part}.relative.weight": Same(f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+        f"{part}.relative.weight": Same(
+            f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        ),
         f"{ours}norm1.weight": Same(f"{layer}0.layer_norm.weight"),
-        f"{ours}attention.qkv.weight": Grouped(f"{own}q.weight", f"{own}k.weight", f"{own}v.weight"),
+        f"{ours}attention.qkv.weight": Grouped(
+            f"{own}q.weight", f"{own}k.weight", f"{own}v.weight"
+        ),
         f"{ours}attention.output.weight": Same(f"{own}o.weight"),
         f"{ours}norm2.weight": Same(f"{layer}{mlp}.layer_norm.weight"),
         f"{ours}mlp.up.weight": Same(f"{layer}{mlp}.DenseReluDense.wi.weight"),
@@ -35,7 +40,9 @@ NAMES = {
     **_stack("decoder", mlp=2),
     "decoder.blocks.{i}.norm_cross.weight": Same(CROSS + "layer_norm.weight"),
     "decoder.blocks.{i}.cross.q.weight": Same(CROSS + "EncDecAttention.q.weight"),
-    "decoder.blocks.{i}.cross.kv.weight": Grouped(CROSS + "EncDecAttention.k.weight", CROSS + "EncDecAttention.v.weight"),
+    "decoder.blocks.{i}.cross.kv.weight": Grouped(
+        CROSS + "EncDecAttention.k.weight", CROSS + "EncDecAttention.v.weight"
+    ),
     "decoder.blocks.{i}.cross.output.weight": Same(CROSS + "EncDecAttention.o.weight"),
     "head.output.weight": Same("lm_head.weight"),
 }
@@ -50,42 +57,65 @@ GATED_NAMES = {
 }
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gated-gelu": "gated_gelu", "gated-silu": "swiglu"}
 # dense_act_fn and is_gated_act, as transformers derives them
-COMPUTED = {"relu": ("relu", False), "gelu": ("gelu", False), "gated_gelu": ("gelu_new", True), "swiglu": ("silu", True)}
+COMPUTED = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "gated_gelu": ("gelu_new", True),
+    "swiglu": ("silu", True),
+}
 
 
 def read(told: Fields, names: frozenset[str]) -> T5Config:
     tied = told.flag("tie_word_embeddings", True)
     activation = told.choice("feed_forward_proj", ACTIVATIONS, "relu")
-    # Both follow from feed_forward_proj, unless a file says otherwise: then it is they that transformers computes.
+    # Both follow from feed_forward_proj, unless a file says otherwise: then it is they that
+    # transformers computes.
     function, gated = COMPUTED[activation]
     told.fixed(dense_act_fn=function, is_gated_act=gated, is_encoder_decoder=True)
     layers = told.whole("num_layers", of="tensors")
     padding = told.whole("pad_token_id", 0, least=0, optional=True)
     return T5Config(
-        vocab_size=told.whole("vocab_size"), num_layers=layers, num_heads=told.whole("num_heads"),
+        vocab_size=told.whole("vocab_size"),
+        num_layers=layers,
+        num_heads=told.whole("num_heads"),
         num_decoder_layers=told.whole("num_decoder_layers", layers, optional=True, of="tensors"),
-        dim=told.whole("d_model"), head_dim=told.whole("d_kv"), hidden=told.whole("d_ff"), activation=activation,
+        dim=told.whole("d_model"),
+        head_dim=told.whole("d_kv"),
+        hidden=told.whole("d_ff"),
+        activation=activation,
         num_buckets=told.whole("relative_attention_num_buckets", 32),
         max_distance=told.whole("relative_attention_max_distance", 128, most=1 << 31),
         norm_eps=told.number("layer_norm_epsilon", 1e-6),
         # 1.1 says that nothing is tied, which also means that the head's input is not scaled.
-        tied_head=tied or "lm_head.weight" not in names, scaled_head=told.flag("scale_decoder_outputs", tied),
-        dropout=told.probability("dropout_rate", 0.1), attention_dropout=told.probability("dropout_rate", 0.1),
+        tied_head=tied or "lm_head.weight" not in names,
+        scaled_head=told.flag("scale_decoder_outputs", tied),
+        dropout=told.probability("dropout_rate", 0.1),
+        attention_dropout=told.probability("dropout_rate", 0.1),
         start_token=told.whole("decoder_start_token_id", padding, least=0, optional=True),
-    )  # fmt: skip
+    )
 
 
 def write(config: T5Config) -> dict[str, Any]:
     known, config = {ours: theirs for theirs, ours in ACTIVATIONS.items()}, config.resolved()
     return {
-        "vocab_size": config.vocab_size, "num_layers": config.num_layers, "num_heads": config.num_heads,
-        "d_model": config.dim, "num_decoder_layers": config.num_decoder_layers, "d_kv": config.head_dim,
-        "d_ff": config.mlp_width, "feed_forward_proj": known[config.activation],
-        "relative_attention_num_buckets": config.num_buckets, "relative_attention_max_distance": config.max_distance,
-        "layer_norm_epsilon": config.norm_eps, "dropout_rate": config.dropout, "is_encoder_decoder": True,
-        "tie_word_embeddings": config.tied_head and config.scaled_head, "scale_decoder_outputs": config.scaled_head,
-        "decoder_start_token_id": config.start_token, "pad_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "d_model": config.dim,
+        "num_decoder_layers": config.num_decoder_layers,
+        "d_kv": config.head_dim,
+        "d_ff": config.mlp_width,
+        "feed_forward_proj": known[config.activation],
+        "relative_attention_num_buckets": config.num_buckets,
+        "relative_attention_max_distance": config.max_distance,
+        "layer_norm_epsilon": config.norm_eps,
+        "dropout_rate": config.dropout,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": config.tied_head and config.scaled_head,
+        "scale_decoder_outputs": config.scaled_head,
+        "decoder_start_token_id": config.start_token,
+        "pad_token_id": 0,
+    }
 
 
 T5_MODEL = Architecture(

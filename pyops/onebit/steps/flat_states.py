@@ -1,4 +1,5 @@
-"""One flat fp32 tensor under a state of all parameters, so that one collective carries it whatever their number.
+"""One flat fp32 tensor under a state of all parameters, so that one collective carries it whatever
+their number.
 
 parameters    | embed.weight | block.0.weight | ...          many, or one over a FlatBuffer, in several groups
 flat          | embed.weight |pad| block.0.weight |pad| ...  offsets are multiples of ALIGNMENT
@@ -35,7 +36,8 @@ class Place:
 
 
 class Places:
-    """All places, and the layout by names: of a parameter's `flat_layout` where it has one, else `param_names`' or "0.3".
+    """All places, and the layout by names: of a parameter's `flat_layout` where it has one, else
+    `param_names`' or "0.3".
 
     moved: the parameters that have a place; others, which never had a gradient, stay as they are.
     """
@@ -59,7 +61,9 @@ class Places:
                     shapes += inner.shapes
                     offsets += [start + offset for offset in inner.offsets]
                 else:
-                    names.append(group["param_names"][i] if group.get("param_names") else f"{g}.{i}")
+                    names.append(
+                        group["param_names"][i] if group.get("param_names") else f"{g}.{i}"
+                    )
                     shapes.append(tuple(parameter.shape))
                     offsets.append(start)
         if len(set(names)) != len(names):  # two models in one optimizer
@@ -73,7 +77,9 @@ class Places:
         return len(self._all)
 
     def zeros(self) -> Tensor:
-        return torch.zeros(self.layout.numel, dtype=torch.float32, device=self._all[0].parameter.device)
+        return torch.zeros(
+            self.layout.numel, dtype=torch.float32, device=self._all[0].parameter.device
+        )
 
     def gather(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """A new flat tensor of the tensors, one for each place; zeros for None and for padding."""

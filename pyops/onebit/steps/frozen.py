@@ -1,4 +1,5 @@
-"""The half-steps of an optimizer whose variance no longer changes, over all parameters of its groups.
+"""The half-steps of an optimizer whose variance no longer changes, over all parameters of its
+groups.
 
 take_gradients     m = m + (1 - beta) (g - m)                          g: this rank's own gradient
 step_frozen        p = p (1 - lr wd) - lr m / (sqrt(v) + eps)          m: what came back from the ranks
@@ -25,9 +26,11 @@ Group = dict[str, Any]
 
 
 def corrected_beta(beta: float, step: int) -> float:
-    """The decay with which the bias-corrected mean of `step - 1` gradients becomes that of `step` gradients.
+    """The decay with which the bias-corrected mean of `step - 1` gradients becomes that of `step`
+    gradients.
 
-    m^_t = m_t / (1 - beta^t) gives m^_t = b m^_(t-1) + (1 - b) g with b = 1 - (1 - beta) / (1 - beta^t); b -> beta.
+    m^_t = m_t / (1 - beta^t) gives m^_t = b m^_(t-1) + (1 - b) g with b = 1 - (1 - beta) / (1 -
+    beta^t); b -> beta.
     """
     return 1.0 - (1.0 - beta) / (1.0 - beta**step) if step > 0 else beta
 
@@ -43,11 +46,16 @@ def inverse_roots(places: Places, variances: Sequence[Tensor], eps: Sequence[flo
 
 
 def take_gradients(
-    places: Places, flat: Tensor, gradients: Sequence[Tensor | None], betas: Sequence[float], *, factor: float,
+    places: Places,
+    flat: Tensor,
+    gradients: Sequence[Tensor | None],
+    betas: Sequence[float],
+    *,
+    factor: float,
     roots: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Take this rank's gradients, times factor, into the running means in `flat`. One gradient and beta per place; None: zeros.
-    roots: flat; gradients are multiplied by it first."""
+) -> None:
+    """Take this rank's gradients, times factor, into the running means in `flat`. One gradient and
+    beta per place; None: zeros. roots: flat; gradients are multiplied by it first."""
     calls: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for place, gradient, beta in zip(places, gradients, betas, strict=True):
         mean = place.view(flat)
@@ -67,11 +75,16 @@ def take_gradients(
 
 
 def step_frozen(
-    group: Group, rows: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]], *, eps: float, lr: float | Tensor,
-    weight_decay: float, count: bool = True,
-) -> None:  # fmt: skip
-    """Move parameters of a group. rows: (parameter, mean, variance, state), with "step", and perhaps "master", in state.
-    count: whether the step is counted."""
+    group: Group,
+    rows: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]],
+    *,
+    eps: float,
+    lr: float | Tensor,
+    weight_decay: float,
+    count: bool = True,
+) -> None:
+    """Move parameters of a group. rows: (parameter, mean, variance, state), with "step", and
+    perhaps "master", in state. count: whether the step is counted."""
     copies = dict(zip(map(id, group["params"]), group.get("copies") or (), strict=False))
     columns: list[list[Tensor | None]] = [
         [p, None, mean, variance, None, state.get("master"), copies.get(id(p)), state["step"]]
@@ -81,13 +94,28 @@ def step_frozen(
         return
     device = columns[0][0].device  # type: ignore[union-attr]
     known = number(lr)
-    rate = lr.reshape(()).to(device, torch.float32) if isinstance(lr, Tensor) and known is None else None
+    rate = (
+        lr.reshape(()).to(device, torch.float32)
+        if isinstance(lr, Tensor) and known is None
+        else None
+    )
     fast, others = split_rows([Row(i, column, 0) for i, column in enumerate(columns)])
     for some in ([fast] if fast else []) + others:
         batch = batch_of(some, zero_grads=False)
         batch.load(gradients=False)
         params, _, means, variances, _, masters, into, _ = batch.columns
-        frozen_adam_(params, means, variances, masters, into, rate, None, lr=known or 0.0, eps=eps, weight_decay=weight_decay)
+        frozen_adam_(
+            params,
+            means,
+            variances,
+            masters,
+            into,
+            rate,
+            None,
+            lr=known or 0.0,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
         batch.store()
         torch.autograd.graph.increment_version(params + into)
     if count:

@@ -1,4 +1,5 @@
-"""The compressed step of 1-bit LAMB: every layer by its kept trust ratio, and by how its variance has changed since.
+"""The compressed step of 1-bit LAMB: every layer by its kept trust ratio, and by how its variance
+has changed since.
 
     g      = (m_t - beta1 m_(t-1)) / (1 - beta1)                 m: as it came back from the ranks, in its own units
     fresh  = beta2 fresh + (1 - beta2) g^2                       fresh = v at the switch
@@ -7,8 +8,9 @@
     factor = within [factor_min, factor_max], and within factor_threshold of what it was a step ago
     p      = p - lr ratio factor u                               ratio: kept at the switch, per layer
 
-Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1. Every number comes from what all ranks have in common, by sums of a fixed
-order and operations that round once, so ranks agree in every bit; nothing is read back to the host.
+Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1. Every number comes from what all ranks have in
+common, by sums of a fixed order and operations that round once, so ranks agree in every bit;
+nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ from pyops.onebit.steps.frozen import inverse_roots, step_frozen
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.layerwise import layout_of
 
-__all__ = ["COLUMNS", "FACTOR", "RATIO", "SCALE", "WEIGHT", "FrozenLayers", "layer_slices", "squares_of"]
+__all__ = [
+    "COLUMNS",
+    "FACTOR",
+    "RATIO",
+    "SCALE",
+    "WEIGHT",
+    "FrozenLayers",
+    "layer_slices",
+    "squares_of",
+]
 
 Group = dict[str, Any]
 # Columns of the table that a parameter has, a row per layer.
@@ -43,7 +54,8 @@ def layer_slices(parameter: Tensor) -> list[slice]:
 
 
 def squares_of(tensors: Sequence[Tensor]) -> Tensor:
-    """float64 [n]: the sum of squares of each tensor, in an order that depends on its length alone."""
+    """float64 [n]: the sum of squares of each tensor, in an order that depends on its length
+    alone."""
     return torch.stack([squared_norm([tensor])[0] for tensor in tensors])
 
 
@@ -57,15 +69,25 @@ def _runs(places: Places, values: Sequence[float]) -> Iterator[tuple[slice, floa
 class FrozenLayers:
     """What stays as it is from the switch on, flat, and the step.
 
-    states: of each parameter; exp_avg_sq is the kept variance, exp_avg_sq_fresh becomes a view of `fresh`.
-    tables: of each parameter, [layers, COLUMNS]; they become views of one table. precondition: whether
-    the momentum travels as m / (sqrt(v) + eps), or times a number per layer that makes the layers' sizes equal.
+    states: of each parameter; exp_avg_sq is the kept variance, exp_avg_sq_fresh becomes a view of
+    `fresh`.
+    tables: of each parameter, [layers, COLUMNS]; they become views of one table. precondition:
+    whether
+    the momentum travels as m / (sqrt(v) + eps), or times a number per layer that makes the layers'
+    sizes equal.
     """
 
     def __init__(
-        self, places: Places, groups: Sequence[Group], states: Any, tables: dict[Tensor, Tensor], momentum: Tensor, *,
-        precondition: bool, corrected: bool,
-    ) -> None:  # fmt: skip
+        self,
+        places: Places,
+        groups: Sequence[Group],
+        states: Any,
+        tables: dict[Tensor, Tensor],
+        momentum: Tensor,
+        *,
+        precondition: bool,
+        corrected: bool,
+    ) -> None:
         self.places, self.groups, self._corrected = places, groups, corrected
         own = [states[place.parameter] for place in places]
         self.slices = [
@@ -78,9 +100,13 @@ class FrozenLayers:
         for place, part in zip(places, self.table.split(counts), strict=True):
             tables[place.parameter] = part
         self._layered = torch.tensor(
-            [groups[place.group]["trust_ratio"] for place, count in zip(places, counts, strict=True) for _ in range(count)],
+            [
+                groups[place.group]["trust_ratio"]
+                for place, count in zip(places, counts, strict=True)
+                for _ in range(count)
+            ],
             device=momentum.device,
-        )  # fmt: skip
+        )
         self._eps = [float(groups[place.group]["eps"]) for place in places]
         inverse = inverse_roots(places, [state["exp_avg_sq"] for state in own], self._eps)
         self._dead = inverse == 0
@@ -88,7 +114,9 @@ class FrozenLayers:
         self.roots = inverse if precondition else self._equalise(momentum)
         self._to_gradient = self._denominators if precondition else _inverse(self.roots)
         self._to_update = None if precondition else self._to_gradient * inverse
-        self.fresh = places.gather([state.get("exp_avg_sq_fresh", state["exp_avg_sq"]) for state in own])
+        self.fresh = places.gather(
+            [state.get("exp_avg_sq_fresh", state["exp_avg_sq"]) for state in own]
+        )
         for place, state in zip(places, own, strict=True):
             state["exp_avg_sq_fresh"] = place.view(self.fresh)
         self._ones = torch.ones_like(momentum)
@@ -97,8 +125,11 @@ class FrozenLayers:
         return [flat[part] for part in self.slices]
 
     def _equalise(self, momentum: Tensor) -> Tensor:
-        """Flat: per layer, the mean size of all layers' momenta divided by that of its own; chosen once."""
-        sizes = torch.tensor([max(1, part.stop - part.start) for part in self.slices], device=momentum.device)
+        """Flat: per layer, the mean size of all layers' momenta divided by that of its own; chosen
+        once."""
+        sizes = torch.tensor(
+            [max(1, part.stop - part.start) for part in self.slices], device=momentum.device
+        )
         rms = (squares_of(self._views(momentum)) / sizes).sqrt()
         chosen = torch.where(rms > 0, rms.mean() / rms, 1.0)
         scales = self.table[:, SCALE]
@@ -109,25 +140,45 @@ class FrozenLayers:
         return roots.masked_fill_(self._dead, 0.0)
 
     def step(
-        self, momentum: Tensor, before: Tensor, states: Any, *, betas: Sequence[float], decays: Sequence[float],
+        self,
+        momentum: Tensor,
+        before: Tensor,
+        states: Any,
+        *,
+        betas: Sequence[float],
+        decays: Sequence[float],
         bounds: tuple[float, float, float],
-    ) -> None:  # fmt: skip
-        """Move every parameter. momentum, before: flat, of this step and the last; overwrites `before`.
+    ) -> None:
+        """Move every parameter. momentum, before: flat, of this step and the last; overwrites
+        `before`.
 
-        betas, decays: beta1 of the momentum and beta2 of `fresh`, per place. bounds: factor_min, factor_max, factor_threshold.
+        betas, decays: beta1 of the momentum and beta2 of `fresh`, per place. bounds: factor_min,
+        factor_max, factor_threshold.
         """
         largest = self._compare(momentum, before, betas, decays)
         update = momentum if self._to_update is None else momentum * self._to_update
-        whole = self.places.gather([states[place.parameter].get("master", place.parameter.detach()) for place in self.places])
+        whole = self.places.gather(
+            [
+                states[place.parameter].get("master", place.parameter.detach())
+                for place in self.places
+            ]
+        )
         for run, decay in self._each(lambda group: float(group["weight_decay"])):
             whole[run].mul_(decay)
         whole.add_(update)
-        scales = self._scales(largest, squares_of(self._views(update)), squares_of(self._views(whole)), *bounds)
+        scales = self._scales(
+            largest, squares_of(self._views(update)), squares_of(self._views(whole)), *bounds
+        )
         for view, scale in zip(self._views(whole), scales, strict=True):
             view.mul_(scale)
         for g, group in enumerate(self.groups):
             rows = [
-                (place.parameter, place.view(whole), place.view(self._ones), states[place.parameter])
+                (
+                    place.parameter,
+                    place.view(whole),
+                    place.view(self._ones),
+                    states[place.parameter],
+                )
                 for place in self.places
                 if place.group == g
             ]
@@ -136,8 +187,11 @@ class FrozenLayers:
     def _each(self, value: Callable[[Group], float]) -> Iterator[tuple[slice, float]]:
         return _runs(self.places, [value(self.groups[place.group]) for place in self.places])
 
-    def _compare(self, momentum: Tensor, before: Tensor, betas: Sequence[float], decays: Sequence[float]) -> Tensor:
-        """Take the gradient that came back into `fresh`; float64 [layers]: the largest quotient of roots, 0 if all is dead."""
+    def _compare(
+        self, momentum: Tensor, before: Tensor, betas: Sequence[float], decays: Sequence[float]
+    ) -> Tensor:
+        """Take the gradient that came back into `fresh`; float64 [layers]: the largest quotient of
+        roots, 0 if all is dead."""
         for run, beta in _runs(self.places, betas):
             before[run].mul_(-beta).add_(momentum[run]).mul_(1 / (1 - beta))
         before.mul_(self._to_gradient)
@@ -151,15 +205,27 @@ class FrozenLayers:
         torch.div(self._denominators, quotients, out=quotients)
         quotients.masked_fill_(self._dead, 0.0)  # and padding, whose quotient is 0 / 0
         nothing = quotients.new_zeros(())
-        return torch.stack([view.amax() if view.numel() else nothing for view in self._views(quotients)]).double()
+        return torch.stack(
+            [view.amax() if view.numel() else nothing for view in self._views(quotients)]
+        ).double()
 
-    def _scales(self, largest: Tensor, squares: Tensor, whole: Tensor, least: float, most: float, threshold: float) -> Tensor:
+    def _scales(
+        self,
+        largest: Tensor,
+        squares: Tensor,
+        whole: Tensor,
+        least: float,
+        most: float,
+        threshold: float,
+    ) -> Tensor:
         """fp32 [layers]: the kept ratio times the factor, which is also remembered."""
         rho = torch.where(whole > 0, (squares / whole).sqrt().clamp(max=1.0), 1.0)
         last = self.table[:, FACTOR].clone()
         factor = torch.where(largest > 0, largest, 1.0) * rho + (1.0 - rho)
         factor = factor.clamp(least, most)
-        factor = torch.minimum(torch.maximum(factor, last * (1.0 - threshold)), last * (1.0 + threshold))
+        factor = torch.minimum(
+            torch.maximum(factor, last * (1.0 - threshold)), last * (1.0 + threshold)
+        )
         self.table[:, FACTOR] = factor
         total, weight = self.table[:, RATIO], self.table[:, WEIGHT]
         ratio = torch.where(weight > 0, total / weight if self._corrected else total, 1.0)

@@ -1,4 +1,5 @@
-"""Steps that a rank takes alone between two messages, and what it must keep for the message that makes the ranks one again.
+"""Steps that a rank takes alone between two messages, and what it must keep for the message that
+makes the ranks one again.
 
     anchor x      p before the first of them, the same on all ranks
     alone         w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)        p = p (1 - lr wd) - lr w        each rank its own
@@ -6,8 +7,8 @@
     message       w = the ranks' mean of s / L, compressed
                   p = x D - L w        s = 0, D = 1, L = 0
 
-In an interval of one step s / L is w itself, and x is p. The anchor is kept, and not found again by subtracting the steps, so
-that p has the same bits on all ranks after each message.
+In an interval of one step s / L is w itself, and x is p. The anchor is kept, and not found again by
+subtracting the steps, so that p has the same bits on all ranks after each message.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class LocalSteps:
 
     def masters(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
         """What steps move: parameters, or their fp32 masters."""
-        return [states[place.parameter].get("master", place.parameter.detach()) for place in self.places]
+        return [
+            states[place.parameter].get("master", place.parameter.detach()) for place in self.places
+        ]
 
     def return_to_anchor(self, masters: Sequence[Tensor]) -> None:
         for place, master in zip(self.places, masters, strict=True):
@@ -76,8 +79,11 @@ def rows_of(flat: Tensor, layout: FlatLayout, *, rank: int, size: int) -> dict[s
     return found
 
 
-def load_rows(saved: Mapping[str, Tensor | Shard], layout: FlatLayout, flat: Tensor, *, rank: int, size: int) -> None:
-    """Fill `flat` with this rank's rows, or, of another number of ranks, with the mean of theirs. ValueError: rows lack."""
+def load_rows(
+    saved: Mapping[str, Tensor | Shard], layout: FlatLayout, flat: Tensor, *, rank: int, size: int
+) -> None:
+    """Fill `flat` with this rank's rows, or, of another number of ranks, with the mean of theirs.
+    ValueError: rows lack."""
     for index, name in enumerate(layout.names):
         value = saved[name]
         whole = value.global_shape[0] if isinstance(value, Shard) else len(value)
@@ -89,7 +95,8 @@ def load_rows(saved: Mapping[str, Tensor | Shard], layout: FlatLayout, flat: Ten
             row = rows.double().mean(0)
         else:
             raise ValueError(
-                f"the state has the rows of {len(rows)} of {whole} ranks for {name!r}, and this run has {size} ranks; give "
+                f"the state has the rows of {len(rows)} of {whole} ranks for {name!r}, "
+                f"and this run has {size} ranks; give "
                 " every rank all rows: save and load with pyops.checkpoint"
             )
         flat[layout.slice_at(index)].copy_(row.reshape(-1))

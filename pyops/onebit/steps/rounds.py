@@ -5,9 +5,10 @@
     compressed  x x .. x | x x x x .. | x x x x x x x   ..       x x x x x x x | x x x x   x   x   x     x       x
     local                                                                      |         x   x   x   xxx   xxxxx
 
-k = var_update_scaler. An exact round is the variance's, besides the compressed one; the freeze step has one too. After it,
-intervals double every local_step_scaler steps, up to local_step_clipper.
-Lu et al., 0/1 Adam, arXiv:2202.06009, section 6 (T_v: differences 2^floor(j / k); T_u: doubling, capped).
+k = var_update_scaler. An exact round is the variance's, besides the compressed one; the freeze step
+has one too. After it, intervals double every local_step_scaler steps, up to local_step_clipper.
+Lu et al., 0/1 Adam, arXiv:2202.06009, section 6 (T_v: differences 2^floor(j / k); T_u: doubling,
+capped).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class RoundSchedule:
         return (step - start) % interval == 0
 
     def _is_sync(self, step: int) -> bool:
-        """step: counted from the freeze. Intervals of one length follow each other until the next length begins."""
+        """step: counted from the freeze. Intervals of one length follow each other until the next
+        length begins."""
         at = 0
         while at < step:
             doublings = min(at // self.local_step_scaler, 64)
@@ -72,7 +74,7 @@ class RoundSchedule:
         return Rounds(kinds.count(EXACT), kinds.count(COMPRESSED), kinds.count(LOCAL))
 
     def bytes_ratio(self, steps: int, *, payload: float, exact_payload: float) -> float:
-        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a compressed round, exact_payload: of
-        what an exact one sends besides, likewise."""
+        """What such a run sends, in parts of an fp32 all-reduce in each step. payload: of a
+        compressed round, exact_payload: of what an exact one sends besides, likewise."""
         exact, compressed, _ = self.rounds(steps)
         return (exact_payload * exact + payload * (exact + compressed)) / steps

@@ -1,8 +1,10 @@
-"""The step of DeepSpeed's 1-bit optimizers before their switch: Adam without bias correction, decay inside the rate.
+"""The step of DeepSpeed's 1-bit optimizers before their switch: Adam without bias correction, decay
+inside the rate.
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        p = p - lr (m / (sqrt(v) + eps) + wd p)
 
-DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py. It is here so that a run may be compared with, or continued from, one of theirs.
+DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py. It is here so that a run may be compared with, or
+continued from, one of theirs.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ def _move_as_adam(group: dict[str, Any], rows: Rows) -> None:
     step_frozen(group, rows, eps=group["eps"], lr=group["lr"], weight_decay=group["weight_decay"])
 
 
-def step_uncorrected(optimizer: FusedOptimizer, move: Callable[[dict[str, Any], Rows], None] = _move_as_adam) -> bool:
-    """Step every parameter that has a gradient, already reduced; False when one is not finite, and nothing has changed then.
+def step_uncorrected(
+    optimizer: FusedOptimizer, move: Callable[[dict[str, Any], Rows], None] = _move_as_adam
+) -> bool:
+    """Step every parameter that has a gradient, already reduced; False when one is not finite, and
+    nothing has changed then.
 
     move: moves a group's parameters; a row is (parameter, m, v, state).
     """
@@ -39,9 +44,12 @@ def step_uncorrected(optimizer: FusedOptimizer, move: Callable[[dict[str, Any], 
         return True
     dense = [p.grad if is_dense(p.grad) else p.grad.contiguous() for p in params]
     factor, skip, optimizer._measured["grad_norm"] = gradient_factor(
-        [squared_norm(dense)], max_norm=optimizer.max_grad_norm, grad_scale=getattr(optimizer, "grad_scale", None),
-        found_inf=None, device=params[0].device,
-    )  # fmt: skip
+        [squared_norm(dense)],
+        max_norm=optimizer.max_grad_norm,
+        grad_scale=getattr(optimizer, "grad_scale", None),
+        found_inf=None,
+        device=params[0].device,
+    )
     if skip is not None and bool(skip):
         return False
     for group in optimizer.param_groups:

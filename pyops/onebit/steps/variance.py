@@ -1,4 +1,5 @@
-"""The variance of 0/1 Adam before it freezes: every step of every rank counts, though few steps send anything exact.
+"""The variance of 0/1 Adam before it freezes: every step of every rank counts, though few steps
+send anything exact.
 
     each step      s = d s + (1 - d) g^2                      g: this rank's own gradient; d = min(1 - 2 / k, limit); no message
     exact round    mean s over ranks                          2 bytes a number, by the codec of v
@@ -6,14 +7,16 @@
                    a = a / 2 + ||mean h||^2      b = b / 2 + mean ||h||^2      per layer
                    v = (c + q (c + 1 / ranks)) * mean s      c = a / b
 
-The square of one rank's gradient holds the noise of that rank's batch, of which the mean over ranks has less: c is 1 for one
-rank or no noise, 1 / ranks for noise alone. And v should be of what moves the parameters, to which messages add noise of their
-own: a codec that leaves out a share q of the squared norm adds it twice, where ranks write (1 / ranks of it is left in the
-mean) and where their mean is written again. One bit for numbers of a normal distribution: q = 1 - 2 / pi.
+The square of one rank's gradient holds the noise of that rank's batch, of which the mean over ranks
+has less: c is 1 for one rank or no noise, 1 / ranks for noise alone. And v should be of what moves
+the parameters, to which messages add noise of their own: a codec that leaves out a share q of the
+squared norm adds it twice, where ranks write (1 / ranks of it is left in the mean) and where their
+mean is written again. One bit for numbers of a normal distribution: q = 1 - 2 / pi.
 
-A sketch is 1,024 numbers, each the sum of every 1,024th element with random signs: linear in g, and ||h||^2 is ||g||^2 within
-4 % (Charikar et al., count sketch, ICALP 2002). k counts the gradients that this rank has seen of a tensor: d is 0 for the
-first two, and then s is about a mean over the last half of them, until d reaches its limit.
+A sketch is 1,024 numbers, each the sum of every 1,024th element with random signs: linear in g, and
+||h||^2 is ||g||^2 within 4 % (Charikar et al., count sketch, ICALP 2002). k counts the gradients
+that this rank has seen of a tensor: d is 0 for the first two, and then s is about a mean over the
+last half of them, until d reaches its limit.
 """
 
 from __future__ import annotations
@@ -46,16 +49,25 @@ Group = dict[str, Any]
 
 
 def sketch(layer: Tensor, name: str) -> Tensor:
-    """fp32 [at most SKETCH], with about the norm of the flat layer; the same signs for one name, always."""
+    """fp32 [at most SKETCH], with about the norm of the flat layer; the same signs for one name,
+    always."""
     if len(layer) <= SKETCH:
         return layer
-    signs = random.uniform(0, f"sketch of {name}", (len(layer),), device=layer.device).round_().mul_(2.0).sub_(1.0)
+    signs = (
+        random.uniform(0, f"sketch of {name}", (len(layer),), device=layer.device)
+        .round_()
+        .mul_(2.0)
+        .sub_(1.0)
+    )
     rows = -(-len(layer) // SKETCH)
-    return functional.pad(signs.mul_(layer), (0, rows * SKETCH - len(layer))).view(rows, SKETCH).sum(0)
+    return (
+        functional.pad(signs.mul_(layer), (0, rows * SKETCH - len(layer))).view(rows, SKETCH).sum(0)
+    )
 
 
 class SharedVariance:
-    """Over all parameters, with and without a gradient. squares: flat fp32, s. means, owns: a and b, one of each per layer."""
+    """Over all parameters, with and without a gradient. squares: flat fp32, s. means, owns: a and
+    b, one of each per layer."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -70,7 +82,9 @@ class SharedVariance:
         if len(self.places) == sum(len(group["params"]) for group in groups):
             return self
         new = SharedVariance(groups)
-        before = {place.parameter: (i, place.view(self.squares)) for i, place in enumerate(self.places)}
+        before = {
+            place.parameter: (i, place.view(self.squares)) for i, place in enumerate(self.places)
+        }
         for j, place in enumerate(new.places):
             if place.parameter in before:
                 i, squares = before[place.parameter]
@@ -97,9 +111,9 @@ class SharedVariance:
 
     def exchange(
         self, factor: float, *, codec: Codec, communicator: Communicator | None, noise: float = 0.0
-    ) -> tuple[Tensor, list[bool]]:  # fmt: skip
-        """The exact round: v, flat, the same on all ranks; and for each place whether any rank has had a gradient of it yet.
-        codec: of v. noise: q."""
+    ) -> tuple[Tensor, list[bool]]:
+        """The exact round: v, flat, the same on all ranks; and for each place whether any rank has
+        had a gradient of it yet. codec: of v. noise: q."""
         ranks = 1 if communicator is None else communicator.size
         gradients = self._sketches(factor)
         own = torch.stack([squared_norm([each])[0] for each in gradients]).float()
@@ -108,7 +122,9 @@ class SharedVariance:
             compressed_all_reduce(squares, codec=codec, communicator=communicator, label="variance")
             message = torch.cat([*gradients, own, seen.to(own.device)])
             all_reduce(message, op="mean", communicator=communicator, label="noise of the variance")
-            *gradients, norms, seen = message.split([*(len(each) for each in gradients), len(own), len(seen)])
+            *gradients, norms, seen = message.split(
+                [*(len(each) for each in gradients), len(own), len(seen)]
+            )
         means = torch.stack([squared_norm([each])[0] for each in gradients]).float()
         for index, (mean, each) in enumerate(zip(means.tolist(), norms.tolist(), strict=True)):
             self.means[index] = SMOOTHING * self.means[index] + mean
@@ -121,25 +137,33 @@ class SharedVariance:
     def _sketches(self, factor: float) -> list[Tensor]:
         """Of this rank's gradient, times factor, layer by layer."""
         flat = self.places.gather([place.parameter.grad for place in self.places]).mul_(factor)
-        return [sketch(flat[self.layout.slice_at(index)], name) for index, name in enumerate(self.layout.names)]
+        return [
+            sketch(flat[self.layout.slice_at(index)], name)
+            for index, name in enumerate(self.layout.names)
+        ]
 
     def exact_numel(self) -> int:
         """How many numbers an exact round sends exactly."""
         layers = [min(SKETCH, prod(shape)) for shape in self.layout.shapes]
         return sum(layers) + len(layers) + len(self.places)
 
-    # ------------------------------------------------------------------------------------------------ saving
+    # ------------------------------------------------------------------------------------------------
+    # saving
 
     def state_dict(self, *, rank: int, size: int) -> dict[str, Any]:
         """s and its counts are rows of this rank; a and b are the same on all."""
         where = {"rank": rank, "size": size}
         return {
-            "squares": rows_of(self.squares, self.layout, **where), "counts": rows_of(self.counts, self._counted(), **where),
-            "means": list(self.means), "owns": list(self.owns), "ranks": size,
-        }  # fmt: skip
+            "squares": rows_of(self.squares, self.layout, **where),
+            "counts": rows_of(self.counts, self._counted(), **where),
+            "means": list(self.means),
+            "owns": list(self.owns),
+            "ranks": size,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, rank: int, size: int) -> None:
-        """Of another number of ranks: the mean of theirs; a and b, which say what a mean over so many does, begin anew."""
+        """Of another number of ranks: the mean of theirs; a and b, which say what a mean over so
+        many does, begin anew."""
         load_rows(state["squares"], self.layout, self.squares, rank=rank, size=size)
         load_rows(state["counts"], self._counted(), self.counts, rank=rank, size=size)
         self.counts.ceil_()

@@ -1,8 +1,8 @@
 """The arithmetic of collectives: add, sum and cast with one rounding, in a fixed order.
 
-16-bit operands are computed in fp32 and rounded once, to nearest even. Dtypes are any of fp32, bf16, fp16 (each operand its
-own), or float64 throughout. All operands are contiguous and of one size. Bytes per element: the sizes of the operands,
-and once more that of `out` where it is read.
+16-bit operands are computed in fp32 and rounded once, to nearest even. Dtypes are any of fp32,
+bf16, fp16 (each operand its own), or float64 throughout. All operands are contiguous and of one
+size. Bytes per element: the sizes of the operands, and once more that of `out` where it is read.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ __all__ = [
 
 
 def accumulate_(out: Tensor, a: Tensor, *, scale: float = 1.0) -> None:
-    """out = round(scale * (out + a)). `scale` is rounded to fp32 (to float64 for float64 tensors)."""
+    """out = round(scale * (out + a)). `scale` is rounded to fp32 (to float64 for float64
+    tensors)."""
     torch.ops.pyops.accumulate_.default(out, a, scale=scale)
 
 
 def sum_rows_(out: Tensor, rows: Sequence[Tensor], *, scale: float = 1.0) -> None:
-    """out = round(scale * (((rows[0] + rows[1]) + rows[2]) + ...)), in the order of the list; `out` may be one of the rows.
+    """out = round(scale * (((rows[0] + rows[1]) + rows[2]) + ...)), in the order of the list; `out`
+    may be one of the rows.
 
-    All rows have one dtype. This is the local step of a two-shot all-reduce: one rounding for any number of ranks.
+    All rows have one dtype. This is the local step of a two-shot all-reduce: one rounding for any
+    number of ranks.
     """
     torch.ops.pyops.sum_rows_.default(out, list(rows), scale=scale)
 
@@ -50,12 +53,16 @@ def _check(out: Tensor, operands: Sequence[Tensor]) -> torch.dtype:
     tensors = [out, *operands]
     if any(t.numel() != out.numel() or not t.is_contiguous() for t in tensors):
         shapes = [(tuple(t.shape), t.stride()) for t in tensors]
-        raise ValueError(f"operands must be contiguous and of one size, got (shape, strides) {shapes}")
+        raise ValueError(
+            f"operands must be contiguous and of one size, got (shape, strides) {shapes}"
+        )
     if all(t.dtype in _FLOATS for t in tensors):
         return torch.float32
     if all(t.dtype == torch.float64 for t in tensors):
         return torch.float64
-    raise ValueError(f"dtypes must be of {_FLOATS}, or all float64, got {[t.dtype for t in tensors]}")
+    raise ValueError(
+        f"dtypes must be of {_FLOATS}, or all float64, got {[t.dtype for t in tensors]}"
+    )
 
 
 def _finish(out: Tensor, value: Tensor, scale: float) -> None:
@@ -91,6 +98,18 @@ def _fake(out: Tensor, a: Tensor | Sequence[Tensor], *, scale: float = 1.0) -> N
     return None
 
 
-define("accumulate_(Tensor(a!) out, Tensor a, *, float scale=1.0) -> ()", reference=accumulate_reference, fake=_fake)
-define("sum_rows_(Tensor(a!) out, Tensor[] rows, *, float scale=1.0) -> ()", reference=sum_rows_reference, fake=_fake)
-define("scale_cast_(Tensor(a!) out, Tensor a, *, float scale=1.0) -> ()", reference=scale_cast_reference, fake=_fake)
+define(
+    "accumulate_(Tensor(a!) out, Tensor a, *, float scale=1.0) -> ()",
+    reference=accumulate_reference,
+    fake=_fake,
+)
+define(
+    "sum_rows_(Tensor(a!) out, Tensor[] rows, *, float scale=1.0) -> ()",
+    reference=sum_rows_reference,
+    fake=_fake,
+)
+define(
+    "scale_cast_(Tensor(a!) out, Tensor a, *, float scale=1.0) -> ()",
+    reference=scale_cast_reference,
+    fake=_fake,
+)

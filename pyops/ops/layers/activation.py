@@ -1,10 +1,12 @@
-"""Bias and activation in one pass, plain and gated, with a backward that keeps nothing but the layer's own output.
+"""Bias and activation in one pass, plain and gated, with a backward that keeps nothing but the
+layer's own output.
 
     x = linear(h)  --->  y = act(x + b)                   forward:   reads x            writes y
          |                                                backward:  reads dy and x     writes dx, and db on the way
          '- saved, and b; neither x + b nor act'(x + b) is
 
-`bias_gated` takes x [..., 2F] = gate | up, one linear layer's output, and gives act(gate + b_gate) * (up + b_up) of [..., F].
+`bias_gated` takes x [..., 2F] = gate | up, one linear layer's output, and gives act(gate + b_gate)
+* (up + b_up) of [..., F].
 
 | activation | act(z) | source |
 |---|---|---|
@@ -13,8 +15,9 @@
 | relu | max(z, 0) | |
 | silu | z / (1 + exp(-z)) | the same; gated: SwiGLU, Shazeer, arXiv:2002.05202 |
 
-fp32, bf16, fp16 (computed in fp32, rounded once) and float64; any shape and strides; results are contiguous. The sum over rows
-that is the bias gradient has a fixed order: the same bits on any number of threads.
+fp32, bf16, fp16 (computed in fp32, rounded once) and float64; any shape and strides; results are
+contiguous. The sum over rows that is the bias gradient has a fixed order: the same bits on any
+number of threads.
 """
 
 from __future__ import annotations
@@ -45,10 +48,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
-    """y = act(x + bias), of x's shape and dtype; bias [F] for x [..., F], of x's dtype (cast to it under autocast).
+    """y = act(x + bias), of x's shape and dtype; bias [F] for x [..., F], of x's dtype (cast to it
+    under autocast).
 
-    Moves 2 elements forward and 3 backward for each of x; saves x itself. Plain torch moves 4 and 4 and saves x + bias.
-    Raises ValueError for an unknown activation, a bias of another size, or a dtype that is not of fp32, bf16, fp16, fp64.
+    Moves 2 elements forward and 3 backward for each of x; saves x itself. Plain torch moves 4 and 4
+    and saves x + bias. Raises ValueError for an unknown activation, a bias of another size, or a
+    dtype that is not of fp32, bf16, fp16, fp64.
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_activation", x, bias, activation)
@@ -56,10 +61,12 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
 
 
 def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
-    """y = act(gate + bias_gate) * (up + bias_up): x [..., 2F] = gate | up, bias [2F] likewise, y [..., F].
+    """y = act(gate + bias_gate) * (up + bias_up): x [..., 2F] = gate | up, bias [2F] likewise, y
+    [..., F].
 
-    Per element of y: moves 3 elements forward and 5 backward; saves x itself. Plain torch: 9 and 13 with a bias, and saves two
-    more tensors of y's size. Raises ValueError as `bias_activation` does, and for an odd last dimension.
+    Per element of y: moves 3 elements forward and 5 backward; saves x itself. Plain torch: 9 and 13
+    with a bias, and saves two more tensors of y's size. Raises ValueError as `bias_activation`
+    does, and for an odd last dimension.
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_gated", x, bias, activation)
@@ -67,23 +74,36 @@ def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu
 
 
 def _under_autocast(x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Autocast leaves parameters in fp32 beside 16-bit products: the bias is cast, as torch's linear does."""
-    return bias.to(x.dtype) if bias is not None and torch.is_autocast_enabled(x.device.type) else bias
+    """Autocast leaves parameters in fp32 beside 16-bit products: the bias is cast, as torch's
+    linear does."""
+    return (
+        bias.to(x.dtype) if bias is not None and torch.is_autocast_enabled(x.device.type) else bias
+    )
 
 
 def check_layer(op: str, x: Tensor, bias: Tensor | None, activation: str) -> None:
-    """Raise ValueError unless the operands of `op`, bias_activation or bias_gated, fit each other."""
+    """Raise ValueError unless the operands of `op`, bias_activation or bias_gated, fit each
+    other."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        raise ValueError(
+            f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+        )
     if x.dtype not in FLOATS or x.dim() == 0:
-        raise ValueError(f"{op}: x must be float32, bfloat16, float16 or float64 with a last dimension; got {x.dtype}, "
-                         f"shape {tuple(x.shape)}")  # fmt: skip
+        raise ValueError(
+            f"{op}: x must be float32, bfloat16, float16 or float64 with a last "
+            f"dimension; got {x.dtype}, "
+            f"shape {tuple(x.shape)}"
+        )
     if bias is not None and (tuple(bias.shape) != tuple(x.shape[-1:]) or bias.dtype != x.dtype):
         raise ValueError(
-            f"{op}: bias must be [{x.shape[-1]}] {x.dtype}, as x's last dimension; got {list(bias.shape)} {bias.dtype}"
+            f"{op}: bias must be [{x.shape[-1]}] {x.dtype}, as x's last dimension; got "
+            f"{list(bias.shape)} {bias.dtype}"
         )
     if op == "bias_gated" and x.shape[-1] % 2:
-        raise ValueError(f"bias_gated takes gate | up in the last dimension, so its size is even; got x of {tuple(x.shape)}")
+        raise ValueError(
+            "bias_gated takes gate | up in the last dimension, so its size is even; got "
+            f"x of {tuple(x.shape)}"
+        )
 
 
 def check_gradient(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> None:
@@ -91,7 +111,9 @@ def check_gradient(op: str, dy: Tensor, x: Tensor, bias: Tensor | None, activati
     check_layer(op, x, bias, activation)
     shape = (*x.shape[:-1], x.shape[-1] // 2) if op == "bias_gated" else tuple(x.shape)
     if tuple(dy.shape) != shape or dy.dtype != x.dtype:
-        raise ValueError(f"{op}: dy must be {list(shape)} {x.dtype}, as y; got {list(dy.shape)} {dy.dtype}")
+        raise ValueError(
+            f"{op}: dy must be {list(shape)} {x.dtype}, as y; got {list(dy.shape)} {dy.dtype}"
+        )
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -109,7 +131,10 @@ def _act(z: Tensor, activation: str) -> Tensor:
 def _slope(z: Tensor, activation: str) -> Tensor:
     """act'(z)."""
     if activation == "gelu":
-        return 0.5 * torch.erfc(-z * math.sqrt(0.5)) + z * torch.exp(-0.5 * z * z) * (0.5 / math.pi) ** 0.5
+        return (
+            0.5 * torch.erfc(-z * math.sqrt(0.5))
+            + z * torch.exp(-0.5 * z * z) * (0.5 / math.pi) ** 0.5
+        )
     if activation == "gelu_tanh":
         s = torch.sigmoid(math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z))
         return s + z * s * (1 - s) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)
@@ -125,7 +150,13 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gradients(dz: Tensor, x: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
-    dbias = dz.flatten(0, -2).sum(0) if bias_grad and dz.dim() > 1 else dz.clone() if bias_grad else dz.new_empty(0)
+    dbias = (
+        dz.flatten(0, -2).sum(0)
+        if bias_grad and dz.dim() > 1
+        else dz.clone()
+        if bias_grad
+        else dz.new_empty(0)
+    )
     return dz.to(x.dtype).contiguous(), dbias.to(x.dtype)
 
 
@@ -138,7 +169,8 @@ def bias_activation_reference(x: Tensor, bias: Tensor | None, *, activation: str
 def bias_activation_backward_reference(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx = dy * act'(x + bias) and dbias, the sum of dx over rows before it is rounded; [0] unless `bias_grad`."""
+    """dx = dy * act'(x + bias) and dbias, the sum of dx over rows before it is rounded; [0] unless
+    `bias_grad`."""
     check_gradient("bias_activation", dy, x, bias, activation)
     z = _biased(x, bias)
     return _gradients(dy.to(z.dtype) * _slope(z, activation), x, bias_grad)
@@ -154,11 +186,16 @@ def bias_gated_reference(x: Tensor, bias: Tensor | None, *, activation: str) -> 
 def bias_gated_backward_reference(
     dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx = dgate | dup = dy * (up + b_up) * act'(gate + b_gate) | dy * act(gate + b_gate); dbias as in `bias_activation`."""
+    """dx = dgate | dup = dy * (up + b_up) * act'(gate + b_gate) | dy * act(gate + b_gate); dbias as
+    in `bias_activation`."""
     check_gradient("bias_gated", dy, x, bias, activation)
     gate, up = _biased(x, bias).chunk(2, dim=-1)
     dy = dy.to(gate.dtype)
-    return _gradients(torch.cat([dy * up * _slope(gate, activation), dy * _act(gate, activation)], dim=-1), x, bias_grad)
+    return _gradients(
+        torch.cat([dy * up * _slope(gate, activation), dy * _act(gate, activation)], dim=-1),
+        x,
+        bias_grad,
+    )
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
@@ -173,11 +210,15 @@ def _fake_gated(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     return x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
 
 
-def _fake_backward(dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, *, activation: str, bias_grad: bool
+) -> tuple[Tensor, Tensor]:
     return _contiguous_like(x), x.new_empty(x.shape[-1] if bias_grad else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
     ctx.save_for_backward(*inputs)
     ctx.activation = keyword_only_inputs["activation"]
 
@@ -198,12 +239,36 @@ def _gradient(op: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 _FORWARD = "(Tensor x, Tensor? bias, *, str activation) -> Tensor"
-_BACKWARD = "(Tensor dy, Tensor x, Tensor? bias, *, str activation, bool bias_grad) -> (Tensor, Tensor)"
-define(f"bias_activation{_FORWARD}", reference=bias_activation_reference, fake=_fake, backward=_backward,
-       setup_context=_save, triton="activation")  # fmt: skip
-define(f"bias_gated{_FORWARD}", reference=bias_gated_reference, fake=_fake_gated, backward=_backward_gated,
-       setup_context=_save, triton="activation")  # fmt: skip
-define(f"bias_activation_backward{_BACKWARD}", reference=bias_activation_backward_reference, fake=_fake_backward,
-       backward=no_second_derivative, triton="activation")  # fmt: skip
-define(f"bias_gated_backward{_BACKWARD}", reference=bias_gated_backward_reference, fake=_fake_backward,
-       backward=no_second_derivative, triton="activation")  # fmt: skip
+_BACKWARD = (
+    "(Tensor dy, Tensor x, Tensor? bias, *, str activation, bool bias_grad) -> (Tensor, Tensor)"
+)
+define(
+    f"bias_activation{_FORWARD}",
+    reference=bias_activation_reference,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_save,
+    triton="activation",
+)
+define(
+    f"bias_gated{_FORWARD}",
+    reference=bias_gated_reference,
+    fake=_fake_gated,
+    backward=_backward_gated,
+    setup_context=_save,
+    triton="activation",
+)
+define(
+    f"bias_activation_backward{_BACKWARD}",
+    reference=bias_activation_backward_reference,
+    fake=_fake_backward,
+    backward=no_second_derivative,
+    triton="activation",
+)
+define(
+    f"bias_gated_backward{_BACKWARD}",
+    reference=bias_gated_backward_reference,
+    fake=_fake_backward,
+    backward=no_second_derivative,
+    triton="activation",
+)

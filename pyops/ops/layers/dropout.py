@@ -2,12 +2,15 @@
 
     y[i] = residual[i] + keep(i) / (1 - p) * (x[i] + bias[i % F])            keep(i) = uniform(key, offset + i) >= p
 
-`state` is an int64 [2] tensor on x's device: the 64-bit key of the stream (as a signed number) and the global index of x's
-first element. It is data, not a number in the program: a compiled or captured program draws another mask with another state.
-The bits are those of `pyops.random.dropout_mask` under the same key and offset, so a shard of a tensor drops exactly what the
-whole would. Saved for backward: `state`, 16 bytes. Plain torch saves a mask of one byte an element.
+`state` is an int64 [2] tensor on x's device: the 64-bit key of the stream (as a signed number) and
+the global index of x's first element. It is data, not a number in the program: a compiled or
+captured program draws another mask with another state. The bits are those of
+`pyops.random.dropout_mask` under the same key and offset, so a shard of a tensor drops exactly what
+the whole would. Saved for backward: `state`, 16 bytes. Plain torch saves a mask of one byte an
+element.
 
-fp32, bf16, fp16 (computed in fp32, rounded once) and float64; any shape and strides; results are contiguous.
+fp32, bf16, fp16 (computed in fp32, rounded once) and float64; any shape and strides; results are
+contiguous.
 """
 
 from __future__ import annotations
@@ -36,17 +39,26 @@ __all__ = [
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, p: float, state: Tensor | None = None
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    p: float,
+    state: Tensor | None = None,
 ) -> Tensor:
-    """residual + keep / (1 - p) * (x + bias), of x's shape and dtype; without dropout when `p` is 0 or `state` None.
+    """residual + keep / (1 - p) * (x + bias), of x's shape and dtype; without dropout when `p` is 0
+    or `state` None.
 
-    x [..., F], bias [F], residual as x, all of one dtype, or promoted to one under autocast; state int64 [2]: key, and global
-    index of x's first element. Moves 3 elements forward and 2 backward for each of x (the residual's gradient is dy itself);
-    saves `state` alone. Plain torch moves 8 and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p
-    outside [0, 1], or another shape or dtype.
+    x [..., F], bias [F], residual as x, all of one dtype, or promoted to one under autocast; state
+    int64 [2]: key, and global index of x's first element. Moves 3 elements forward and 2 backward
+    for each of x (the residual's gradient is dy itself); saves `state` alone. Plain torch moves 8
+    and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p outside [0, 1],
+    or another shape or dtype.
     """
     check_stream("bias_dropout_add", x, p, state)
-    if torch.is_autocast_enabled(x.device.type):  # as torch's own additions, to the wider of x and the residual
+    if torch.is_autocast_enabled(
+        x.device.type
+    ):  # as torch's own additions, to the wider of x and the residual
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         x = x.to(dtype)
         bias, residual = (t if t is None else t.to(dtype) for t in (bias, residual))
@@ -54,15 +66,25 @@ def bias_dropout_add(
     drops = p > 0 and state is not None
     if not drops and bias is None and residual is None:
         return x
-    return torch.ops.pyops.bias_dropout_add.default(x, bias, residual, state if drops else None, p=p if drops else 0.0)
+    return torch.ops.pyops.bias_dropout_add.default(
+        x, bias, residual, state if drops else None, p=p if drops else 0.0
+    )
 
 
-def dropout(x: Tensor, *, p: float, state: Tensor | None, row: int | None = None, row_stride: int | None = None) -> Tensor:
+def dropout(
+    x: Tensor,
+    *,
+    p: float,
+    state: Tensor | None,
+    row: int | None = None,
+    row_stride: int | None = None,
+) -> Tensor:
     """keep / (1 - p) * x, of x's shape and dtype; x itself when `p` is 0 or `state` None.
 
-    Element i of x in row-major order has the global index state[1] + (i // row) * row_stride + i % row: x may be a part of each
-    of several equally long rows of a whole, such as a rank's heads of attention probabilities. `row` None: all of x is one row;
-    `row_stride` None: rows follow one another. Moves 2 elements forward and 2 backward for each of x; saves `state`.
+    Element i of x in row-major order has the global index state[1] + (i // row) * row_stride + i %
+    row: x may be a part of each of several equally long rows of a whole, such as a rank's heads of
+    attention probabilities. `row` None: all of x is one row; `row_stride` None: rows follow one
+    another. Moves 2 elements forward and 2 backward for each of x; saves `state`.
     """
     check_stream("dropout", x, p, state)
     if not p or state is None:
@@ -74,7 +96,8 @@ def dropout(x: Tensor, *, p: float, state: Tensor | None, row: int | None = None
 
 
 def dropout_state(key: int, first: int, *, device: torch.device | None = None) -> Tensor:
-    """The `state` of a stream: its unsigned 64-bit key, and the global index of the first element. Waits for no GPU."""
+    """The `state` of a stream: its unsigned 64-bit key, and the global index of the first element.
+    Waits for no GPU."""
     state = torch.full((2,), first, dtype=torch.int64, device=device)
     state.select(0, 0).fill_(random.signed64(key))
     return state
@@ -82,15 +105,21 @@ def dropout_state(key: int, first: int, *, device: torch.device | None = None) -
 
 def check_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, p: float
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless the operands of `bias_dropout_add` fit each other."""
     check_stream("bias_dropout_add", x, p, state)
     if bias is not None and (tuple(bias.shape) != tuple(x.shape[-1:]) or bias.dtype != x.dtype):
-        raise ValueError(f"bias_dropout_add: bias must be [{x.shape[-1] if x.dim() else ''}] {x.dtype}, as x's last dimension; "
-                         f"got {list(bias.shape)} {bias.dtype}")  # fmt: skip
+        raise ValueError(
+            f"bias_dropout_add: bias must be [{x.shape[-1] if x.dim() else ''}] "
+            f"{x.dtype}, as x's last dimension; "
+            f"got {list(bias.shape)} {bias.dtype}"
+        )
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"bias_dropout_add: residual must be as x, {list(x.shape)} {x.dtype}; got {list(residual.shape)} "
-                         f"{residual.dtype}")  # fmt: skip
+        raise ValueError(
+            f"bias_dropout_add: residual must be as x, {list(x.shape)} {x.dtype}; got "
+            f"{list(residual.shape)} "
+            f"{residual.dtype}"
+        )
 
 
 def check_dropout(x: Tensor, state: Tensor, p: float, row: int, row_stride: int) -> None:
@@ -106,9 +135,12 @@ def check_stream(op: str, x: Tensor, p: float, state: Tensor | None) -> None:
         raise ValueError(f"{op}: p must be a probability in [0, 1], got {p}")
     if x.dtype not in FLOATS:
         raise ValueError(f"{op}: x must be float32, bfloat16, float16 or float64; got {x.dtype}")
-    if state is not None and (state.dtype != torch.int64 or tuple(state.shape) != (2,) or state.device != x.device):
+    if state is not None and (
+        state.dtype != torch.int64 or tuple(state.shape) != (2,) or state.device != x.device
+    ):
         raise ValueError(
-            f"{op}: state must be int64 [2], key and offset, on {x.device}; got {list(state.shape)} {state.dtype} on "
+            f"{op}: state must be int64 [2], key and offset, on {x.device}; got "
+            f"{list(state.shape)} {state.dtype} on "
             f"{state.device}"
         )
 
@@ -119,7 +151,9 @@ def _kept(x: Tensor, state: Tensor | None, p: float, *, row: int, row_stride: in
         return x
     key, offset = state.tolist()
     mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    random.philox_dropout_mask_reference(mask, p=p, key=key, offset=offset, row=row, row_stride=row_stride)
+    random.philox_dropout_mask_reference(
+        mask, p=p, key=key, offset=offset, row=row, row_stride=row_stride
+    )
     return torch.where(mask, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
 
 
@@ -141,20 +175,26 @@ def bias_dropout_add_reference(
 def bias_dropout_add_backward_reference(
     dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx = keep / (1 - p) * dy, [0] when nothing is dropped (it is dy); dbias, dx summed over rows; [0] unless `bias_grad`."""
+    """dx = keep / (1 - p) * dy, [0] when nothing is dropped (it is dy); dbias, dx summed over rows;
+    [0] unless `bias_grad`."""
     check_stream("bias_dropout_add_backward", dy, p, state)
     check_bias_grad(dy, bias_grad)
     n = max(dy.numel(), 1)
     dx = _kept(_wide(dy), state, p, row=n, row_stride=n)
-    dbias = (dx.flatten(0, -2).sum(0) if dx.dim() > 1 else dx.clone()) if bias_grad else dx.new_empty(0)
+    dbias = (
+        (dx.flatten(0, -2).sum(0) if dx.dim() > 1 else dx.clone()) if bias_grad else dx.new_empty(0)
+    )
     drops = state is not None and p > 0.0
     return dx.to(dy.dtype) if drops else dy.new_empty(0), dbias.to(dy.dtype)
 
 
 def check_bias_grad(dy: Tensor, bias_grad: bool) -> None:
-    """ValueError for the gradient of a bias where there is no last dimension that one could lie along."""
+    """ValueError for the gradient of a bias where there is no last dimension that one could lie
+    along."""
     if bias_grad and dy.dim() == 0:
-        raise ValueError("bias_dropout_add_backward: a dy without dimensions has no bias; pass bias_grad=False")
+        raise ValueError(
+            "bias_dropout_add_backward: a dy without dimensions has no bias; pass bias_grad=False"
+        )
 
 
 def dropout_reference(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) -> Tensor:
@@ -167,11 +207,15 @@ def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float) -> Tensor:
+def _fake(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float
+) -> Tensor:
     return _contiguous_like(x)
 
 
-def _fake_backward(dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool
+) -> tuple[Tensor, Tensor]:
     dx = _contiguous_like(dy) if state is not None and p > 0.0 else dy.new_empty(0)
     return dx, dy.new_empty(dy.shape[-1] if bias_grad else 0)
 
@@ -180,7 +224,9 @@ def _fake_dropout(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: i
     return _contiguous_like(x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
     ctx.save_for_backward(inputs[3])
     ctx.p = keyword_only_inputs["p"]
 
@@ -191,11 +237,20 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     drops = state is not None and ctx.p > 0.0
     dx, dbias = dy, None
     if for_bias or (for_x and drops):
-        dx, dbias = torch.ops.pyops.bias_dropout_add_backward.default(dy, state, p=ctx.p, bias_grad=for_bias)
-    return (dx if drops else dy) if for_x else None, dbias if for_bias else None, dy if for_residual else None, None
+        dx, dbias = torch.ops.pyops.bias_dropout_add_backward.default(
+            dy, state, p=ctx.p, bias_grad=for_bias
+        )
+    return (
+        (dx if drops else dy) if for_x else None,
+        dbias if for_bias else None,
+        dy if for_residual else None,
+        None,
+    )
 
 
-def _save_dropout(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+def _save_dropout(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.options = keyword_only_inputs
 
@@ -204,10 +259,28 @@ def _backward_dropout(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     return torch.ops.pyops.dropout.default(dy, ctx.saved_tensors[0], **ctx.options), None
 
 
-define("bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? state, *, float p) -> Tensor",
-       reference=bias_dropout_add_reference, fake=_fake, backward=_backward, setup_context=_save, triton="dropout")  # fmt: skip
-define("bias_dropout_add_backward(Tensor dy, Tensor? state, *, float p, bool bias_grad) -> (Tensor, Tensor)",
-       reference=bias_dropout_add_backward_reference, fake=_fake_backward, backward=no_second_derivative,
-       triton="dropout")  # fmt: skip
-define("dropout(Tensor x, Tensor state, *, float p, int row, int row_stride) -> Tensor", reference=dropout_reference,
-       fake=_fake_dropout, backward=_backward_dropout, setup_context=_save_dropout, triton="dropout")  # fmt: skip
+define(
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? state, *, float "
+    "p) -> Tensor",
+    reference=bias_dropout_add_reference,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_save,
+    triton="dropout",
+)
+define(
+    "bias_dropout_add_backward(Tensor dy, Tensor? state, *, float p, bool bias_grad) -> "
+    "(Tensor, Tensor)",
+    reference=bias_dropout_add_backward_reference,
+    fake=_fake_backward,
+    backward=no_second_derivative,
+    triton="dropout",
+)
+define(
+    "dropout(Tensor x, Tensor state, *, float p, int row, int row_stride) -> Tensor",
+    reference=dropout_reference,
+    fake=_fake_dropout,
+    backward=_backward_dropout,
+    setup_context=_save_dropout,
+    triton="dropout",
+)

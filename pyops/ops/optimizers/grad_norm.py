@@ -1,7 +1,8 @@
-"""The squared norm of a list of tensors and its count of non-finite elements, in one pass: 4 bytes read per fp32 element.
+"""The squared norm of a list of tensors and its count of non-finite elements, in one pass: 4 bytes
+read per fp32 element.
 
-Sums are float64 and in a fixed order, so the result has the same bits for any number of threads. The norm itself, and any sum
-over ranks, is the caller's: squared norms of shards add up.
+Sums are float64 and in a fixed order, so the result has the same bits for any number of threads.
+The norm itself, and any sum over ranks, is the caller's: squared norms of shards add up.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = [
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """float64 [2] on the tensors' device: the sum of squares of all elements, and how many are inf or nan.
+    """float64 [2] on the tensors' device: the sum of squares of all elements, and how many are inf
+    or nan.
 
-    Tensors are of fp32, bf16 or fp16, each non-overlapping and dense. An inf or nan makes the sum inf or nan. An empty list
-    raises ValueError, because it names no device.
+    Tensors are of fp32, bf16 or fp16, each non-overlapping and dense. An inf or nan makes the sum
+    inf or nan. An empty list raises ValueError, because it names no device.
     """
     if not tensors:
         raise ValueError("squared_norm needs at least one tensor, got an empty list")
@@ -34,7 +36,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squared_norm_from_table(table: Tensor) -> Tensor:
-    """`squared_norm` of the gradients in a table made by `optimizer_table`, for one call per step whatever their number."""
+    """`squared_norm` of the gradients in a table made by `optimizer_table`, for one call per step
+    whatever their number."""
     return torch.ops.pyops.squared_norm_from_table.default(table)
 
 
@@ -53,9 +56,15 @@ def squared_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
 def squared_norm_from_table_reference(table: Tensor) -> Tensor:
     """The meaning of `squared_norm_from_table` in plain torch; CPU tables only."""
     if table.dim() != 2 or table.shape[1] != COLUMNS:
-        raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
+        raise ValueError(
+            f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}"
+        )
     gradients = [g for row in table.tolist() if (g := tensor_at(row, GRAD)) is not None]
-    return squared_norm_reference(gradients) if gradients else torch.zeros(2, dtype=torch.float64, device="cpu")
+    return (
+        squared_norm_reference(gradients)
+        if gradients
+        else torch.zeros(2, dtype=torch.float64, device="cpu")
+    )
 
 
 def _fake(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,5 @@
-"""LAMB over any number of layers in two passes: a row of the lists is a layer, with norms of its own.
+"""LAMB over any number of layers in two passes: a row of the lists is a layer, with norms of its
+own.
 
     g = grad * grad_factor                       unscale and clip          (g = -g when maximize)
     m = m + (1 - beta1) * (g - m)                                          first pass
@@ -7,9 +8,10 @@
     ratio = min(max(||p|| / ||u||, min_ratio), max_ratio), and 1 where either norm is 0
     p = p - lr * ratio * u                                                 second pass, u computed anew
 
-You et al., arXiv:1904.00962, algorithm 2, with bias correction and phi the identity. With trust_ratio=False the step is
-AdamW's, bit for bit. Norms are float64 sums in an order that depends on the row's length alone, of the moments as they
-are stored. Bytes per element, everything fp32: 24 in the first pass (p, g, m, v read, m, v written), 16 in the second.
+You et al., arXiv:1904.00962, algorithm 2, with bias correction and phi the identity. With
+trust_ratio=False the step is AdamW's, bit for bit. Norms are float64 sums in an order that depends
+on the row's length alone, of the moments as they are stored. Bytes per element, everything fp32: 24
+in the first pass (p, g, m, v read, m, v written), 16 in the second.
 """
 
 from __future__ import annotations
@@ -34,7 +36,16 @@ from pyops.ops.optimizers.layer import (
     take_steps,
 )
 from pyops.ops.optimizers.optim import adam_reference
-from pyops.ops.optimizers.step import AROUND, DEVICE_SCALARS, Operands, Tensors, lists_of, nothing, reference_step, rounded
+from pyops.ops.optimizers.step import (
+    AROUND,
+    DEVICE_SCALARS,
+    Operands,
+    Tensors,
+    lists_of,
+    nothing,
+    reference_step,
+    rounded,
+)
 from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, OF_ANY_RULE, hidden_operands, table_of
 from pyops.ops.random import signed64
 
@@ -44,69 +55,187 @@ LAMB_COLUMNS = (*OF_ANY_RULE, EXP_AVG, EXP_AVG_SQ)
 
 
 def lamb_(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, min_ratio: float, max_ratio: float,
-    trust_ratio: bool, maximize: bool, passes: int = BOTH, zero_grads: bool, stochastic_rounding: bool, seed: int,
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    min_ratio: float,
+    max_ratio: float,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
     offsets: Sequence[int],
-) -> None:  # fmt: skip
-    """One step of LAMB over every row of the lists, as the module's docstring writes it; nothing is read back to the host.
+) -> None:
+    """One step of LAMB over every row of the lists, as the module's docstring writes it; nothing is
+    read back to the host.
 
-    The lists, lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed and offsets are those of `adam_`.
-    norms: float64 [rows, 2], receives ||p||^2 and ||u||^2 of each row (when trust_ratio).
-    passes: 1 for the first pass alone, 2 for the second with the norms given (made by the first, summed over the
+    The lists, lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed and offsets
+    are those of `adam_`. norms: float64 [rows, 2], receives ||p||^2 and ||u||^2 of each row (when
+    trust_ratio).
+    passes: 1 for the first pass alone, 2 for the second with the norms given (made by the first,
+    summed over the
         processes that hold a row's shards), 3 for both. `steps` are incremented by the second.
     """
     torch.ops.pyops.lamb_.default(
-        params, grads, exp_avgs, exp_avg_sqs, masters, copies, steps, norms, lr_tensor, grad_factor, found_inf, lr=lr,
-        beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, min_ratio=min_ratio, max_ratio=max_ratio,
-        trust_ratio=trust_ratio, maximize=maximize, passes=passes, zero_grads=zero_grads,
-        stochastic_rounding=stochastic_rounding, seed=signed64(seed), offsets=offsets,
-    )  # fmt: skip
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        masters,
+        copies,
+        steps,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        min_ratio=min_ratio,
+        max_ratio=max_ratio,
+        trust_ratio=trust_ratio,
+        maximize=maximize,
+        passes=passes,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+        offsets=offsets,
+    )
 
 
 def lamb_from_table_(
-    table: Tensor, norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    min_ratio: float, max_ratio: float, trust_ratio: bool, maximize: bool, passes: int = BOTH, zero_grads: bool,
-    stochastic_rounding: bool, seed: int,
-) -> None:  # fmt: skip
+    table: Tensor,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    min_ratio: float,
+    max_ratio: float,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
+) -> None:
     """`lamb_` on an `optimizer_table`. Eager only; no version counters."""
     torch.ops.pyops.lamb_from_table_.default(
-        table, norms, lr_tensor, grad_factor, found_inf, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-        min_ratio=min_ratio, max_ratio=max_ratio, trust_ratio=trust_ratio, maximize=maximize, passes=passes,
-        zero_grads=zero_grads, stochastic_rounding=stochastic_rounding, seed=signed64(seed),
-    )  # fmt: skip
+        table,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        min_ratio=min_ratio,
+        max_ratio=max_ratio,
+        trust_ratio=trust_ratio,
+        maximize=maximize,
+        passes=passes,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+    )
 
 
 def _update(
-    p: Tensor, m: Tensor, v: Tensor, *, step: int, beta1: float, beta2: float, eps: float, weight_decay: float
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    step: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
 ) -> Tensor:
     denominator = v.sqrt() * rounded((1 - beta2**step) ** -0.5, v) + rounded(eps, v)
     return m / denominator * rounded(1 / (1 - beta1**step), m) + p * rounded(weight_decay, p)
 
 
 def lamb_reference(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, min_ratio: float, max_ratio: float,
-    trust_ratio: bool, maximize: bool, passes: int = BOTH, zero_grads: bool, stochastic_rounding: bool, seed: int,
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    min_ratio: float,
+    max_ratio: float,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
     offsets: Sequence[int],
-) -> None:  # fmt: skip
-    """The meaning of `lamb_` in plain torch: within rounding of it, and with the same random bits."""
+) -> None:
+    """The meaning of `lamb_` in plain torch: within rounding of it, and with the same random
+    bits."""
     lists: list[Tensors] = [params, grads, exp_avgs, exp_avg_sqs, [], masters, copies, steps]
     table_of(lists, offsets, LAMB_COLUMNS)
     check_norms(norms, len(params), passes)
     around: dict[str, Any] = {
-        "lr_tensor": lr_tensor, "found_inf": found_inf, "stochastic_rounding": stochastic_rounding, "seed": seed,
-    }  # fmt: skip
+        "lr_tensor": lr_tensor,
+        "found_inf": found_inf,
+        "stochastic_rounding": stochastic_rounding,
+        "seed": seed,
+    }
     if not trust_ratio:
         if passes & SECOND_PASS:
             columns: list[Any] = [*lists, lr_tensor, grad_factor, found_inf]
             adam_reference(
-                *columns, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, decoupled=True,
-                maximize=maximize, zero_grads=zero_grads, stochastic_rounding=stochastic_rounding, seed=seed, offsets=offsets,
-            )  # fmt: skip
+                *columns,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
+                decoupled=True,
+                maximize=maximize,
+                zero_grads=zero_grads,
+                stochastic_rounding=stochastic_rounding,
+                seed=seed,
+                offsets=offsets,
+            )
         return
     of_update = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
 
@@ -118,14 +247,31 @@ def lamb_reference(
         numbers = offsets[i : i + 1]
         if passes & FIRST_PASS:
             first = [*row[:6], [], [steps[i].clone()]]
-            reference_step(first, moments, lr=lr, required=LAMB_COLUMNS, grad_factor=grad_factor, maximize=maximize,
-                           zero_grads=zero_grads, offsets=numbers, **around)  # fmt: skip
+            reference_step(
+                first,
+                moments,
+                lr=lr,
+                required=LAMB_COLUMNS,
+                grad_factor=grad_factor,
+                maximize=maximize,
+                zero_grads=zero_grads,
+                offsets=numbers,
+                **around,
+            )
             if not is_skipped(found_inf):
-                p, m, v = primary(params, masters, i).float(), exp_avgs[i].float(), exp_avg_sqs[i].float()
+                p, m, v = (
+                    primary(params, masters, i).float(),
+                    exp_avgs[i].float(),
+                    exp_avg_sqs[i].float(),
+                )
                 u = _update(p, m, v, step=int(first[7][0].item()), **of_update)
                 norms[i] = torch.stack([squared(p), squared(u)])
         if passes & SECOND_PASS:
-            ratio = 1.0 if norms[i].min() == 0 else min(max(float((norms[i, 0] / norms[i, 1]).sqrt()), min_ratio), max_ratio)
+            ratio = (
+                1.0
+                if norms[i].min() == 0
+                else min(max(float((norms[i, 0] / norms[i, 1]).sqrt()), min_ratio), max_ratio)
+            )
 
             def apply(o: Operands, step: int, lr: float, ratio: float = ratio) -> None:
                 update = _update(o.p, o.m, o.v, step=step, **of_update)
@@ -137,23 +283,43 @@ def lamb_reference(
 
 
 def lamb_from_table_reference(
-    table: Tensor, norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None, **scalars: Any,
-) -> None:  # fmt: skip
+    table: Tensor,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **scalars: Any,
+) -> None:
     """The meaning of `lamb_from_table_` in plain torch; CPU tables only."""
     lists, offsets = lists_of(table)
     params, grads, exp_avgs, exp_avg_sqs, _, masters, copies, steps = lists
-    lamb_reference(params, grads, exp_avgs, exp_avg_sqs, masters, copies, steps, norms, lr_tensor, grad_factor, found_inf,
-                   **scalars, offsets=offsets)  # fmt: skip
+    lamb_reference(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        masters,
+        copies,
+        steps,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        **scalars,
+        offsets=offsets,
+    )
 
 
 _SCALARS = (
-    "float lr, float beta1, float beta2, float eps, float weight_decay, float min_ratio, float max_ratio, bool trust_ratio, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay, float min_ratio, "
+    "float max_ratio, bool trust_ratio, "
     "bool maximize, int passes, " + AROUND
 )
 define(
-    "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] masters, "
-    f"Tensor(f!)[] copies, Tensor(g!)[] steps, Tensor(h!) norms, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",
+    "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] "
+    "exp_avg_sqs, Tensor(e!)[] masters, "
+    f"Tensor(f!)[] copies, Tensor(g!)[] steps, Tensor(h!) norms, {DEVICE_SCALARS}, *, "
+    f"{_SCALARS}, int[] offsets) -> ()",
     reference=lamb_reference,
     fake=nothing,
 )

@@ -1,4 +1,5 @@
-"""LARS over any number of layers: a row of the lists is a layer, whose gradient is scaled by the norms of the row.
+"""LARS over any number of layers: a row of the lists is a layer, whose gradient is scaled by the
+norms of the row.
 
     g = grad * grad_factor                       unscale and clip          (g = -g when maximize)
     local = trust_coefficient * ||p|| / (||g|| + wd * ||p|| + eps), and 1 where either norm is 0
@@ -6,9 +7,9 @@
     b = momentum * b + (1 - dampening) * g       (b = g in the first step, as torch.optim.SGD)
     p = p - lr * (g + momentum * b  if nesterov, else b)
 
-You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1, with the momentum of torch.optim.SGD: b holds no learning rate. With
-trust_ratio=False, local is 1 and the step is torch.optim.SGD's. Bytes per element, everything fp32: 8 for the norms, 20 for
-the step.
+You, Gitman and Ginsburg, arXiv:1708.03888, algorithm 1, with the momentum of torch.optim.SGD: b
+holds no learning rate. With trust_ratio=False, local is 1 and the step is torch.optim.SGD's. Bytes
+per element, everything fp32: 8 for the norms, 20 for the step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ from pyops.ops.optimizers.layer import (
     squared,
     take_steps,
 )
-from pyops.ops.optimizers.step import AROUND, DEVICE_SCALARS, Operands, Tensors, lists_of, nothing, reference_step, rounded
+from pyops.ops.optimizers.step import (
+    AROUND,
+    DEVICE_SCALARS,
+    Operands,
+    Tensors,
+    lists_of,
+    nothing,
+    reference_step,
+    rounded,
+)
 from pyops.ops.optimizers.table import EXP_AVG, OF_ANY_RULE, hidden_operands, table_of
 from pyops.ops.random import signed64
 
@@ -40,47 +50,141 @@ __all__ = ["lars_", "lars_from_table_", "lars_from_table_reference", "lars_refer
 
 
 def lars_(
-    params: Tensors, grads: Tensors, momentum_buffers: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
-    lr: float, momentum: float, dampening: float, weight_decay: float, trust_coefficient: float, eps: float, nesterov: bool,
-    trust_ratio: bool, maximize: bool, passes: int = BOTH, zero_grads: bool, stochastic_rounding: bool, seed: int,
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+    nesterov: bool,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
     offsets: Sequence[int],
-) -> None:  # fmt: skip
-    """One step of LARS over every row of the lists, as the module's docstring writes it; nothing is read back to the host.
+) -> None:
+    """One step of LARS over every row of the lists, as the module's docstring writes it; nothing is
+    read back to the host.
 
-    momentum_buffers may be empty when momentum is 0. norms: float64 [rows, 2], receives ||p||^2 and ||grad||^2 (before
-    grad_factor) of each row, when trust_ratio. passes: as of `lamb_`. All else: as of `adam_`.
+    momentum_buffers may be empty when momentum is 0. norms: float64 [rows, 2], receives ||p||^2 and
+    ||grad||^2 (before grad_factor) of each row, when trust_ratio. passes: as of `lamb_`. All else:
+    as of `adam_`.
     """
     torch.ops.pyops.lars_.default(
-        params, grads, momentum_buffers, masters, copies, steps, norms, lr_tensor, grad_factor, found_inf, lr=lr,
-        momentum=momentum, dampening=dampening, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps,
-        nesterov=nesterov, trust_ratio=trust_ratio, maximize=maximize, passes=passes, zero_grads=zero_grads,
-        stochastic_rounding=stochastic_rounding, seed=signed64(seed), offsets=offsets,
-    )  # fmt: skip
+        params,
+        grads,
+        momentum_buffers,
+        masters,
+        copies,
+        steps,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        trust_coefficient=trust_coefficient,
+        eps=eps,
+        nesterov=nesterov,
+        trust_ratio=trust_ratio,
+        maximize=maximize,
+        passes=passes,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+        offsets=offsets,
+    )
 
 
 def lars_from_table_(
-    table: Tensor, norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None, *, lr: float, momentum: float, dampening: float, weight_decay: float,
-    trust_coefficient: float, eps: float, nesterov: bool, trust_ratio: bool, maximize: bool, passes: int = BOTH,
-    zero_grads: bool, stochastic_rounding: bool, seed: int,
-) -> None:  # fmt: skip
-    """`lars_` on an `optimizer_table` whose exp_avg column holds the buffers. Eager only; no version counters."""
+    table: Tensor,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+    nesterov: bool,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
+) -> None:
+    """`lars_` on an `optimizer_table` whose exp_avg column holds the buffers. Eager only; no
+    version counters."""
     torch.ops.pyops.lars_from_table_.default(
-        table, norms, lr_tensor, grad_factor, found_inf, lr=lr, momentum=momentum, dampening=dampening,
-        weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps, nesterov=nesterov, trust_ratio=trust_ratio,
-        maximize=maximize, passes=passes, zero_grads=zero_grads, stochastic_rounding=stochastic_rounding, seed=signed64(seed),
-    )  # fmt: skip
+        table,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        trust_coefficient=trust_coefficient,
+        eps=eps,
+        nesterov=nesterov,
+        trust_ratio=trust_ratio,
+        maximize=maximize,
+        passes=passes,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+    )
 
 
 def lars_reference(
-    params: Tensors, grads: Tensors, momentum_buffers: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
-    lr: float, momentum: float, dampening: float, weight_decay: float, trust_coefficient: float, eps: float, nesterov: bool,
-    trust_ratio: bool, maximize: bool, passes: int = BOTH, zero_grads: bool, stochastic_rounding: bool, seed: int,
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    trust_coefficient: float,
+    eps: float,
+    nesterov: bool,
+    trust_ratio: bool,
+    maximize: bool,
+    passes: int = BOTH,
+    zero_grads: bool,
+    stochastic_rounding: bool,
+    seed: int,
     offsets: Sequence[int],
-) -> None:  # fmt: skip
-    """The meaning of `lars_` in plain torch: within rounding of it, and with the same random bits."""
+) -> None:
+    """The meaning of `lars_` in plain torch: within rounding of it, and with the same random
+    bits."""
     lists: list[Tensors] = [params, grads, momentum_buffers, [], [], masters, copies, steps]
     required = (*OF_ANY_RULE, EXP_AVG) if momentum else OF_ANY_RULE
     table_of(lists, offsets, required)
@@ -95,39 +199,70 @@ def lars_reference(
             local = trust_coefficient * p_norm / (g_norm * factor + weight_decay * p_norm + eps)
 
         def rule(o: Operands, step: int, lr: float, local: float = local) -> None:
-            g = (o.g + o.p * rounded(weight_decay, o.p) if weight_decay else o.g) * rounded(local, o.g)
+            g = (o.g + o.p * rounded(weight_decay, o.p) if weight_decay else o.g) * rounded(
+                local, o.g
+            )
             if momentum:
-                o.m = g if step == 1 else o.m * rounded(momentum, o.m) + g * rounded(1 - dampening, g)
+                o.m = (
+                    g if step == 1 else o.m * rounded(momentum, o.m) + g * rounded(1 - dampening, g)
+                )
                 g = g + o.m * rounded(momentum, o.m) if nesterov else o.m
             o.p = o.p - g * rounded(lr, g)
 
         if passes & SECOND_PASS:
             reference_step(
-                row, rule, lr=lr, required=required, lr_tensor=lr_tensor, grad_factor=grad_factor, found_inf=found_inf,
-                maximize=maximize, zero_grads=zero_grads, stochastic_rounding=stochastic_rounding, seed=seed,
+                row,
+                rule,
+                lr=lr,
+                required=required,
+                lr_tensor=lr_tensor,
+                grad_factor=grad_factor,
+                found_inf=found_inf,
+                maximize=maximize,
+                zero_grads=zero_grads,
+                stochastic_rounding=stochastic_rounding,
+                seed=seed,
                 offsets=offsets[i : i + 1],
-            )  # fmt: skip
+            )
     if passes & SECOND_PASS and not is_skipped(found_inf):
         count_steps(steps)
 
 
 def lars_from_table_reference(
-    table: Tensor, norms: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None, **scalars: Any,
-) -> None:  # fmt: skip
+    table: Tensor,
+    norms: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **scalars: Any,
+) -> None:
     """The meaning of `lars_from_table_` in plain torch; CPU tables only."""
     lists, offsets = lists_of(table)
     params, grads, buffers, _, _, masters, copies, steps = lists
-    lars_reference(params, grads, buffers, masters, copies, steps, norms, lr_tensor, grad_factor, found_inf, **scalars,
-                   offsets=offsets)  # fmt: skip
+    lars_reference(
+        params,
+        grads,
+        buffers,
+        masters,
+        copies,
+        steps,
+        norms,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        **scalars,
+        offsets=offsets,
+    )
 
 
 _SCALARS = (
-    "float lr, float momentum, float dampening, float weight_decay, float trust_coefficient, float eps, bool nesterov, "
+    "float lr, float momentum, float dampening, float weight_decay, float "
+    "trust_coefficient, float eps, bool nesterov, "
     "bool trust_ratio, bool maximize, int passes, " + AROUND
 )
 define(
-    "lars_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, Tensor(e!)[] copies, "
+    "lars_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
+    "Tensor(d!)[] masters, Tensor(e!)[] copies, "
     f"Tensor(f!)[] steps, Tensor(g!) norms, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",
     reference=lars_reference,
     fake=nothing,

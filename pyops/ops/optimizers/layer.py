@@ -1,6 +1,8 @@
-"""What the layer-wise optimizers share: rows taken one by one, and the squared norms between their two passes.
+"""What the layer-wise optimizers share: rows taken one by one, and the squared norms between their
+two passes.
 
-first pass -> norms, float64 [rows, 2]: squared norm of the parameter, and of the update or the gradient
+first pass -> norms, float64 [rows, 2]: squared norm of the parameter, and of the update or the
+gradient
               [a caller whose rows are shards sums them over its processes here]
 second pass -> the parameter, moved by the rate of its row
 """
@@ -25,7 +27,10 @@ FIRST_PASS, SECOND_PASS, BOTH = 1, 2, 3
 def check_norms(norms: Tensor, rows: int, passes: int) -> None:
     """Raise ValueError unless `norms` is a float64 [rows, 2] and `passes` one of 1, 2, 3."""
     if norms.dtype != torch.float64 or norms.shape != (rows, 2) or not norms.is_contiguous():
-        raise ValueError(f"norms must be a contiguous float64 [{rows}, 2], got {norms.dtype} {tuple(norms.shape)}")
+        raise ValueError(
+            f"norms must be a contiguous float64 [{rows}, 2], got {norms.dtype} "
+            f"{tuple(norms.shape)}"
+        )
     if passes not in (FIRST_PASS, SECOND_PASS, BOTH):
         raise ValueError(f"passes must be 1 (norms), 2 (apply) or 3 (both), got {passes}")
 
@@ -37,7 +42,8 @@ def each_row(lists: Sequence[Tensors]) -> Iterator[tuple[int, list[list[Tensor]]
 
 
 def take_steps(steps: Tensors) -> list[Tensor]:
-    """A step of its own for each row; rows that follow each other may be layers of one parameter, which share one."""
+    """A step of its own for each row; rows that follow each other may be layers of one parameter,
+    which share one."""
     return [step.clone() for step in steps]
 
 

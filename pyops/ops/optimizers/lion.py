@@ -5,8 +5,8 @@
     p = p * (1 - lr * wd) - lr * u
     m = beta2 * m + (1 - beta2) * g
 
-Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2. Bytes per fp32 element: 20 (p, g, m
-read, p, m written).
+Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2. Bytes per
+fp32 element: 20 (p, g, m read, p, m written).
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
-from pyops.ops.optimizers.step import AROUND, DEVICE_SCALARS, Operands, Tensors, lists_of, nothing, reference_step, rounded
+from pyops.ops.optimizers.step import (
+    AROUND,
+    DEVICE_SCALARS,
+    Operands,
+    Tensors,
+    lists_of,
+    nothing,
+    reference_step,
+    rounded,
+)
 from pyops.ops.optimizers.table import EXP_AVG, OF_ANY_RULE, hidden_operands
 from pyops.ops.random import signed64
 
@@ -26,41 +35,105 @@ __all__ = ["lion_", "lion_from_table_", "lion_from_table_reference", "lion_refer
 
 
 def lion_(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *, lr: float,
-    beta1: float, beta2: float, weight_decay: float, maximize: bool, zero_grads: bool = False,
-    stochastic_rounding: bool = False, seed: int = 0, offsets: Sequence[int] = (),
-) -> None:  # fmt: skip
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool,
+    zero_grads: bool = False,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    offsets: Sequence[int] = (),
+) -> None:
     """One step of Lion over every row of the lists, as the module's docstring writes it.
 
     exp_avgs: the momentum m.
     Everything else is as of `adam_`.
     """
     torch.ops.pyops.lion_.default(
-        params, grads, exp_avgs, masters, copies, steps, lr_tensor, grad_factor, found_inf, lr=lr, beta1=beta1,
-        beta2=beta2, weight_decay=weight_decay, maximize=maximize, zero_grads=zero_grads,
-        stochastic_rounding=stochastic_rounding, seed=signed64(seed), offsets=offsets,
-    )  # fmt: skip
+        params,
+        grads,
+        exp_avgs,
+        masters,
+        copies,
+        steps,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+        offsets=offsets,
+    )
 
 
 def lion_from_table_(
-    table: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *,
-    lr: float, beta1: float, beta2: float, weight_decay: float, maximize: bool, zero_grads: bool = False,
-    stochastic_rounding: bool = False, seed: int = 0,
-) -> None:  # fmt: skip
+    table: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool,
+    zero_grads: bool = False,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> None:
     """`lion_` on an `optimizer_table` with exp_avgs. Eager only; no version counters."""
     torch.ops.pyops.lion_from_table_.default(
-        table, lr_tensor, grad_factor, found_inf, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
-        maximize=maximize, zero_grads=zero_grads, stochastic_rounding=stochastic_rounding, seed=signed64(seed),
-    )  # fmt: skip
+        table,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        zero_grads=zero_grads,
+        stochastic_rounding=stochastic_rounding,
+        seed=signed64(seed),
+    )
 
 
 def lion_reference(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, masters: Tensors, copies: Tensors, steps: Tensors,
-    lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None, *, lr: float,
-    beta1: float, beta2: float, weight_decay: float, maximize: bool, **around: Any,
-) -> None:  # fmt: skip
-    """The meaning of `lion_` in plain torch: within rounding of it, and with the same random bits."""
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool,
+    **around: Any,
+) -> None:
+    """The meaning of `lion_` in plain torch: within rounding of it, and with the same random
+    bits."""
 
     def rule(o: Operands, step: int, lr: float) -> None:
         direction = o.m * rounded(beta1, o.m) + o.g * rounded(1 - beta1, o.g)
@@ -70,19 +143,39 @@ def lion_reference(
 
     lists: Sequence[Tensors] = (params, grads, exp_avgs, [], [], masters, copies, steps)
     reference_step(
-        lists, rule, lr=lr, required=(*OF_ANY_RULE, EXP_AVG), lr_tensor=lr_tensor, grad_factor=grad_factor,
-        found_inf=found_inf, maximize=maximize, **around,
-    )  # fmt: skip
+        lists,
+        rule,
+        lr=lr,
+        required=(*OF_ANY_RULE, EXP_AVG),
+        lr_tensor=lr_tensor,
+        grad_factor=grad_factor,
+        found_inf=found_inf,
+        maximize=maximize,
+        **around,
+    )
 
 
 def lion_from_table_reference(
-    table: Tensor, lr_tensor: Tensor | None = None, grad_factor: Tensor | None = None, found_inf: Tensor | None = None,
+    table: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
     **scalars: Any,
-) -> None:  # fmt: skip
+) -> None:
     """The meaning of `lion_from_table_` in plain torch; CPU tables only."""
     lists, offsets = lists_of(table)
     params, grads, exp_avgs, _, _, masters, copies, steps = lists
-    arguments: list[Any] = [params, grads, exp_avgs, masters, copies, steps, lr_tensor, grad_factor, found_inf]
+    arguments: list[Any] = [
+        params,
+        grads,
+        exp_avgs,
+        masters,
+        copies,
+        steps,
+        lr_tensor,
+        grad_factor,
+        found_inf,
+    ]
     lion_reference(*arguments, **scalars, offsets=offsets)
 
 
@@ -91,7 +184,11 @@ _LISTS = (
     "Tensor(e!)[] copies, Tensor(f!)[] steps"
 )
 _SCALARS = f"float lr, float beta1, float beta2, float weight_decay, bool maximize, {AROUND}"
-define(f"lion_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()", reference=lion_reference, fake=nothing)
+define(
+    f"lion_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",
+    reference=lion_reference,
+    fake=nothing,
+)
 define(
     f"lion_from_table_(Tensor table, {DEVICE_SCALARS}, *, {_SCALARS}) -> ()",
     reference=lion_from_table_reference,

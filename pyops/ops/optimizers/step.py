@@ -1,10 +1,11 @@
-"""What surrounds the rule of every elementwise optimizer, and the meaning of a whole step in plain torch.
+"""What surrounds the rule of every elementwise optimizer, and the meaning of a whole step in plain
+torch.
 
     row of tensors -> fp32 -> rule (Adam, SGD, Lion, Adagrad, ...) -> rounded and stored -> copy, zeroed gradient
 
-A rule sees p (the master, where there is one), g (times grad_factor, negated for maximize), m, v and top, the fp32 values of
-the columns param, grad, exp_avg, exp_avg_sq and max; it puts new values in their place. The kernels are csrc/cpu/step.h and
-csrc/cuda/step.cuh, with the rules of csrc/math.
+A rule sees p (the master, where there is one), g (times grad_factor, negated for maximize), m, v
+and top, the fp32 values of the columns param, grad, exp_avg, exp_avg_sq and max; it puts new values
+in their place. The kernels are csrc/cpu/step.h and csrc/cuda/step.cuh, with the rules of csrc/math.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ AROUND = "bool zero_grads, bool stochastic_rounding, int seed"
 
 @dataclass
 class Operands:
-    """One row as fp32, flat in memory order; a column that the row does not have is an empty tensor."""
+    """One row as fp32, flat in memory order; a column that the row does not have is an empty
+    tensor."""
 
     p: Tensor
     g: Tensor
@@ -48,7 +50,9 @@ class Operands:
     top: Tensor
 
 
-Rule = Callable[[Operands, int, float], None]  # operands, the number of this step, the learning rate
+Rule = Callable[
+    [Operands, int, float], None
+]  # operands, the number of this step, the learning rate
 
 
 def nothing(*_: object, **__: object) -> None:
@@ -60,10 +64,14 @@ def rounded(value: float, like: Tensor) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
-def round_stochastically(value: Tensor, dtype: torch.dtype, *, seed: int, step: int, stream: int, offset: int) -> Tensor:
-    """Round flat fp32 to bf16 or fp16, up with the probability of the part cut off (16 random bits); inf and nan stay.
+def round_stochastically(
+    value: Tensor, dtype: torch.dtype, *, seed: int, step: int, stream: int, offset: int
+) -> Tensor:
+    """Round flat fp32 to bf16 or fp16, up with the probability of the part cut off (16 random
+    bits); inf and nan stay.
 
-    Element i has the global index j = offset + i and takes half-word j % 8 of Philox(key=seed, counter=(j // 8, step, stream)).
+    Element i has the global index j = offset + i and takes half-word j % 8 of Philox(key=seed,
+    counter=(j // 8, step, stream)).
     """
     index = offset + torch.arange(value.numel(), dtype=torch.int64, device=value.device)
     words = philox_words(index >> 3, key=seed, high=(step, stream))
@@ -97,17 +105,32 @@ def _at(tensors: Tensors, i: int) -> Tensor | None:
 
 
 def _step_row(
-    row: list[Tensor | None], rule: Rule, step: int, lr: float, factor: Tensor, random: dict[str, int] | None
+    row: list[Tensor | None],
+    rule: Rule,
+    step: int,
+    lr: float,
+    factor: Tensor,
+    random: dict[str, int] | None,
 ) -> None:
     param, grad, exp_avg, exp_avg_sq, vmax, master, copy = row
     assert param is not None
     none = torch.empty(0, device=param.device)
     m, v, top = (none if t is None else t.float() for t in (exp_avg, exp_avg_sq, vmax))
-    o = Operands((param if master is None else master).float(), none if grad is None else grad.float() * factor, m, v, top)
+    o = Operands(
+        (param if master is None else master).float(),
+        none if grad is None else grad.float() * factor,
+        m,
+        v,
+        top,
+    )
     rule(o, step, lr)
     streams = [None if random is None else {**random, "step": step, "stream": s} for s in range(3)]
     # One rounding decides v and its maximum both, so that vmax >= v stays true.
-    for target, before, now, stream in ((exp_avg, m, o.m, 1), (exp_avg_sq, v, o.v, 2), (vmax, top, o.top, 2)):
+    for target, before, now, stream in (
+        (exp_avg, m, o.m, 1),
+        (exp_avg_sq, v, o.v, 2),
+        (vmax, top, o.top, 2),
+    ):
         if target is not None and now is not before:  # a rule replaces what it changes
             _store(target, now, streams[stream])
     if master is not None:
@@ -120,18 +143,38 @@ def _step_row(
 
 
 def reference_step(
-    lists: Sequence[Tensors], rule: Rule, *, lr: float, required: Sequence[int] = OF_ANY_RULE, lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None, found_inf: Tensor | None = None, maximize: bool = False, zero_grads: bool = False,
-    stochastic_rounding: bool = False, seed: int = 0, offsets: Sequence[int] = (),
-) -> None:  # fmt: skip
-    """One step of `rule` over the rows of the eight lists of a table, in its order; what does not fit raises ValueError.
+    lists: Sequence[Tensors],
+    rule: Rule,
+    *,
+    lr: float,
+    required: Sequence[int] = OF_ANY_RULE,
+    lr_tensor: Tensor | None = None,
+    grad_factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    maximize: bool = False,
+    zero_grads: bool = False,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    offsets: Sequence[int] = (),
+) -> None:
+    """One step of `rule` over the rows of the eight lists of a table, in its order; what does not
+    fit raises ValueError.
 
-    required: columns that the rule works on. The number of a step is steps[row], incremented here, or 0 without steps.
+    required: columns that the rule works on. The number of a step is steps[row], incremented here,
+    or 0 without steps.
     """
     table_of(lists, offsets, required)
-    for name, scalar in (("lr_tensor", lr_tensor), ("grad_factor", grad_factor), ("found_inf", found_inf)):
-        if scalar is not None and (scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)):
-            raise ValueError(f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}")
+    for name, scalar in (
+        ("lr_tensor", lr_tensor),
+        ("grad_factor", grad_factor),
+        ("found_inf", found_inf),
+    ):
+        if scalar is not None and (
+            scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)
+        ):
+            raise ValueError(
+                f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}"
+            )
     params, grads, steps = lists[0], lists[1], lists[STEP]
     skipped = found_inf is not None and bool(found_inf.item())
     rate = float(lr_tensor.item()) if lr_tensor is not None else lr
@@ -140,7 +183,11 @@ def reference_step(
             steps[i].add_(1)
         if param.numel() and not skipped:
             factor = rounded(1.0, param) if grad_factor is None else grad_factor.reshape(())
-            random = {"seed": seed, "offset": offsets[i] if offsets else 0} if stochastic_rounding else None
+            random = (
+                {"seed": seed, "offset": offsets[i] if offsets else 0}
+                if stochastic_rounding
+                else None
+            )
             number = int(steps[i].item()) if steps else 0
             row = [_at(tensors, i) for tensors in lists[:STEP]]
             _step_row(row, rule, number, rate, -factor if maximize else factor, random)
@@ -149,13 +196,19 @@ def reference_step(
 
 
 def lists_of(table: Tensor) -> tuple[list[list[Tensor]], list[int]]:
-    """The eight lists and the offsets that a CPU table was made of, each tensor flat and in memory order."""
+    """The eight lists and the offsets that a CPU table was made of, each tensor flat and in memory
+    order."""
     if table.device.type != "cpu":
-        raise RuntimeError("without kernels a table works on the CPU only; call the op on lists instead")
+        raise RuntimeError(
+            "without kernels a table works on the CPU only; call the op on lists instead"
+        )
     if table.dim() != 2 or table.shape[1] != COLUMNS:
-        raise ValueError(f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}")
+        raise ValueError(
+            f"table must be [n, {COLUMNS}], made by optimizer_table; got {tuple(table.shape)}"
+        )
     none, rows = torch.empty(0, device="cpu"), table.tolist()
     lists: list[list[Tensor]] = [
-        [found if (found := tensor_at(row, column)) is not None else none for row in rows] for column in range(STEP + 1)
+        [found if (found := tensor_at(row, column)) is not None else none for row in rows]
+        for column in range(STEP + 1)
     ]
     return lists, [row[OFFSET] for row in rows]

@@ -1,12 +1,14 @@
-"""The table of an optimizer's rows: pointers, sizes and dtypes, checked once and used by every step.
+"""The table of an optimizer's rows: pointers, sizes and dtypes, checked once and used by every
+step.
 
     one int64 row per parameter (csrc/math/table.h holds the same numbers)
 
       0      1     2        3           4    5       6     7     8      9       10      11
     | param | grad | exp_avg | exp_avg_sq | max | master | copy | step | numel | dtypes | offset | first chunk |
 
-Pointers are 0 where a tensor is absent: which of them a rule needs is the rule's affair (SGD's momentum lies in exp_avg,
-Adagrad's sum in exp_avg_sq). `dtypes` packs 4 bits each for param, grad, moments, master, copy: 0 fp32, 1 bf16,
+Pointers are 0 where a tensor is absent: which of them a rule needs is the rule's affair (SGD's
+momentum lies in exp_avg, Adagrad's sum in exp_avg_sq). `dtypes` packs 4 bits each for param, grad,
+moments, master, copy: 0 fp32, 1 bf16,
 2 fp16. `first chunk` is the number of chunks of CHUNK elements in the rows above: CUDA's work list.
 """
 
@@ -43,14 +45,26 @@ Tensors = Sequence[Tensor]
 COLUMNS = 12
 CHUNK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP, NUMEL, PACKED, OFFSET, FIRST_CHUNK = range(COLUMNS)
+PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MAX, MASTER, COPY, STEP, NUMEL, PACKED, OFFSET, FIRST_CHUNK = (
+    range(COLUMNS)
+)
 _FIELD_OF_DTYPE = {PARAM: 0, GRAD: 1, EXP_AVG: 2, EXP_AVG_SQ: 2, MAX: 2, MASTER: 3, COPY: 4}
 OF_ANY_RULE = (PARAM, GRAD, STEP)  # what a table always holds
-_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "copies", "steps")
+_NAMES = (
+    "params",
+    "grads",
+    "exp_avgs",
+    "exp_avg_sqs",
+    "max_exp_avg_sqs",
+    "masters",
+    "copies",
+    "steps",
+)
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gap or overlap, in some order of the dimensions."""
+    """Whether the elements fill a stretch of memory without gap or overlap, in some order of the
+    dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
         if stride != expected:
@@ -71,10 +85,14 @@ def row_problem(name: str, index: int, t: Tensor, param: Tensor) -> str | None:
     if t.device != param.device:
         return f"{where} is on {t.device}, its parameter on {param.device}; move it there"
     if not _is_dense(t):
-        return f"{where} with shape {tuple(t.shape)} and strides {t.stride()} has gaps or overlaps; pass a dense copy"
+        return (
+            f"{where} with shape {tuple(t.shape)} and strides {t.stride()} has gaps or "
+            "overlaps; pass a dense copy"
+        )
     if t.numel() != param.numel() or (t.numel() and _layout(t) != _layout(param)):
         return (
-            f"{where} has shape {tuple(t.shape)} and strides {t.stride()}, its parameter {tuple(param.shape)} and "
+            f"{where} has shape {tuple(t.shape)} and strides {t.stride()}, its parameter "
+            f"{tuple(param.shape)} and "
             f"{param.stride()}; all tensors of a row must be laid out alike"
         )
     return None
@@ -85,7 +103,10 @@ def _check_moments(lists: Sequence[Tensors]) -> None:
     for name, tensors in zip(_NAMES[EXP_AVG : MAX + 1], lists[EXP_AVG : MAX + 1], strict=True):
         for i, t in enumerate(tensors):
             if t.numel() and t.dtype != first.setdefault(i, t.dtype):
-                raise ValueError(f"{name}[{i}] has another dtype than the moment before it; the moments of a row share one")
+                raise ValueError(
+                    f"{name}[{i}] has another dtype than the moment before it; the "
+                    "moments of a row share one"
+                )
 
 
 def _check_rows(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequence[int]) -> None:
@@ -93,7 +114,9 @@ def _check_rows(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequ
     for column, (name, tensors) in enumerate(zip(_NAMES, lists, strict=True)):
         optional = column not in required
         if len(tensors) != len(params) and not (optional and not tensors):
-            raise ValueError(f"{name} has {len(tensors)} tensors for {len(params)} params; expected one for each")
+            raise ValueError(
+                f"{name} has {len(tensors)} tensors for {len(params)} params; expected one for each"
+            )
         if name == "steps":
             continue
         for i, t in enumerate(tensors):
@@ -103,16 +126,26 @@ def _check_rows(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequ
                 raise ValueError(problem)
     for i, step in enumerate(steps):
         if step.dtype != torch.float32 or step.numel() != 1 or step.device != params[i].device:
-            raise ValueError(f"steps[{i}] must be one float32 on {params[i].device}, got {step.dtype} {tuple(step.shape)}")
+            raise ValueError(
+                f"steps[{i}] must be one float32 on {params[i].device}, got {step.dtype} "
+                f"{tuple(step.shape)}"
+            )
     _check_moments(lists)
     if offsets and len(offsets) != len(params):
-        raise ValueError(f"offsets has {len(offsets)} numbers for {len(params)} params; expected one for each, or none")
+        raise ValueError(
+            f"offsets has {len(offsets)} numbers for {len(params)} params; expected one "
+            "for each, or none"
+        )
 
 
-def table_of(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequence[int] = OF_ANY_RULE) -> Tensor:
-    """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the row that doesn't fit.
+def table_of(
+    lists: Sequence[Tensors], offsets: Sequence[int], required: Sequence[int] = OF_ANY_RULE
+) -> Tensor:
+    """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the
+    row that doesn't fit.
 
-    required: columns that every row must have; the lists of others may be empty, or hold an empty tensor for "none".
+    required: columns that every row must have; the lists of others may be empty, or hold an empty
+    tensor for "none".
     """
     _check_rows(lists, offsets, required)
     rows, chunks = [], 0
@@ -123,7 +156,11 @@ def table_of(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequenc
                 row[column] = tensors[i].data_ptr()
                 if column in _FIELD_OF_DTYPE:
                     row[PACKED] |= DTYPES.index(tensors[i].dtype) << (4 * _FIELD_OF_DTYPE[column])
-        row[NUMEL], row[OFFSET], row[FIRST_CHUNK] = param.numel(), offsets[i] if offsets else 0, chunks
+        row[NUMEL], row[OFFSET], row[FIRST_CHUNK] = (
+            param.numel(),
+            offsets[i] if offsets else 0,
+            chunks,
+        )
         # The field of the moments is or-ed in two or three times with the same number.
         chunks += -(-param.numel() // CHUNK)
         rows.append(row)
@@ -131,23 +168,37 @@ def table_of(lists: Sequence[Tensors], offsets: Sequence[int], required: Sequenc
 
 
 def tensor_at(row: Sequence[int], column: int) -> Tensor | None:
-    """The tensor whose pointer stands in a row of a CPU table, flat and in memory order; None where it is absent."""
+    """The tensor whose pointer stands in a row of a CPU table, flat and in memory order; None where
+    it is absent."""
     pointer, numel = row[column], 1 if column == STEP else row[NUMEL]
     if not pointer or not numel:
         return None
-    dtype = torch.float32 if column == STEP else DTYPES[(row[PACKED] >> (4 * _FIELD_OF_DTYPE[column])) & 15]
+    dtype = (
+        torch.float32
+        if column == STEP
+        else DTYPES[(row[PACKED] >> (4 * _FIELD_OF_DTYPE[column])) & 15]
+    )
     memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(pointer)
     return torch.frombuffer(memory, dtype=dtype)
 
 
 def optimizer_table(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
-    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
-    """Check the lists as a step on them does and write them as a table, int64 [rows, COLUMNS] on the parameters' device.
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    offsets: Sequence[int] = (),
+) -> Tensor:
+    """Check the lists as a step on them does and write them as a table, int64 [rows, COLUMNS] on
+    the parameters' device.
 
-    All lists but params, grads and steps may be empty, and an empty tensor in them means "none for this parameter". The
-    caller keeps the tensors alive, and makes a new table when one of them is another tensor than before.
+    All lists but params, grads and steps may be empty, and an empty tensor in them means "none for
+    this parameter". The caller keeps the tensors alive, and makes a new table when one of them is
+    another tensor than before.
     """
     return torch.ops.pyops.optimizer_table.default(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps, offsets
@@ -155,20 +206,32 @@ def optimizer_table(
 
 
 def optimizer_table_reference(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, masters: Tensors,
-    copies: Tensors, steps: Tensors, offsets: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    masters: Tensors,
+    copies: Tensors,
+    steps: Tensors,
+    offsets: Sequence[int] = (),
+) -> Tensor:
     """The meaning of `optimizer_table`, on the parameters' device."""
-    table = table_of([params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps], offsets)
+    table = table_of(
+        [params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps], offsets
+    )
     return table.to(params[0].device) if params else table
 
 
 def _table_fake(params: Tensors, *_: object) -> Tensor:
-    return torch.empty(len(params), COLUMNS, dtype=torch.int64, device=params[0].device if params else None)
+    return torch.empty(
+        len(params), COLUMNS, dtype=torch.int64, device=params[0].device if params else None
+    )
 
 
 define(
-    "optimizer_table(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
+    "optimizer_table(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] "
+    "exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
     "Tensor[] masters, Tensor[] copies, Tensor[] steps, int[] offsets) -> Tensor",
     reference=optimizer_table_reference,
     fake=_table_fake,
@@ -177,10 +240,11 @@ define(
 
 
 def gradients_fit(gradients: Tensors, expected: Sequence[int]) -> bool:
-    """Whether each gradient is contiguous, has memory, and is of the kind that a table expects in its place.
+    """Whether each gradient is contiguous, has memory, and is of the kind that a table expects in
+    its place.
 
-    expected: one number for each, its elements * 16, plus 8 for one on the CPU, plus the place of its dtype in DTYPES.
-    ValueError for a view whose sign is still to be taken.
+    expected: one number for each, its elements * 16, plus 8 for one on the CPU, plus the place of
+    its dtype in DTYPES. ValueError for a view whose sign is still to be taken.
     """
     return bool(torch.ops.pyops.gradients_fit.default(gradients, expected))
 
@@ -188,7 +252,10 @@ def gradients_fit(gradients: Tensors, expected: Sequence[int]) -> bool:
 def gradients_fit_reference(gradients: Tensors, expected: Sequence[int]) -> bool:
     """The meaning of `gradients_fit`."""
     if len(gradients) != len(expected):
-        raise ValueError(f"expected has {len(expected)} numbers for {len(gradients)} gradients; give one for each")
+        raise ValueError(
+            f"expected has {len(expected)} numbers for {len(gradients)} gradients; give "
+            "one for each"
+        )
     return all(_kind_of(t) == kind for t, kind in zip(gradients, expected, strict=True))
 
 
@@ -214,6 +281,9 @@ def hidden_operands(op: str, instead: str) -> Callable[..., Any]:
     """A fake for an op that reaches its operands through pointers, which no compiler can follow."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"pyops::{op} works through pointers and can't be traced; call pyops.ops {instead} instead")
+        raise NotImplementedError(
+            f"pyops::{op} works through pointers and can't be traced; call pyops.ops "
+            f"{instead} instead"
+        )
 
     return refuse

@@ -1,4 +1,5 @@
-"""bias_activation and bias_gated for CUDA: one launch forward, two backward (the second adds partial bias gradients)."""
+"""bias_activation and bias_gated for CUDA: one launch forward, two backward (the second adds
+partial bias gradients)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def bias_gated(x: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
     x, rows, columns = last_dim_first(x)
     bias = dense(bias)
     y = x.new_empty([*x.shape[:-1], columns // 2])
-    _launch(_gated_forward, (x, bias, y), x, rows, columns // 2, activation, HAS_BIAS=bias is not None)
+    _launch(
+        _gated_forward, (x, bias, y), x, rows, columns // 2, activation, HAS_BIAS=bias is not None
+    )
     return y
 
 
@@ -58,19 +61,40 @@ def _gradients(kernel, dy, x, bias, columns, activation, bias_grad):
     blocks, tiles = row_blocks(rows, block=ROWS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     partial = x.new_empty((blocks, width) if bias_grad else 0, dtype=wide)
-    _launch(kernel, (dy, x, bias, dx, partial), x, blocks, columns, activation, row_tile=1, num_rows=rows,
-            HAS_BIAS=bias is not None, BIAS_GRAD=bias_grad, TILES=tiles)  # fmt: skip
+    _launch(
+        kernel,
+        (dy, x, bias, dx, partial),
+        x,
+        blocks,
+        columns,
+        activation,
+        row_tile=1,
+        num_rows=rows,
+        HAS_BIAS=bias is not None,
+        BIAS_GRAD=bias_grad,
+        TILES=tiles,
+    )
     return dx, column_sum(partial, dtype=x.dtype) if bias_grad else x.new_empty(0)
 
 
-def _launch(kernel, tensors, x, rows, columns, activation, *, row_tile=ROWS, num_rows=None, **constants):
+def _launch(
+    kernel, tensors, x, rows, columns, activation, *, row_tile=ROWS, num_rows=None, **constants
+):
     if not rows or not columns:
         return
     width = tile(columns, most=COLUMNS)
     grid = (triton.cdiv(rows, row_tile) * triton.cdiv(columns, width),)
     with on_device(x):
-        kernel[grid](*tensors, rows if num_rows is None else num_rows, columns, ACTIVATION=activation, C=computed_in(x),
-                     ROWS=ROWS, COLUMNS=width, **constants)  # fmt: skip
+        kernel[grid](
+            *tensors,
+            rows if num_rows is None else num_rows,
+            columns,
+            ACTIVATION=activation,
+            C=computed_in(x),
+            ROWS=ROWS,
+            COLUMNS=width,
+            **constants,
+        )
 
 
 @triton.jit
@@ -115,8 +139,18 @@ def _plus(x, bias, at, column, inside, columns, HAS_BIAS: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _forward(x, bias, y, rows, columns, ACTIVATION: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-             HAS_BIAS: tl.constexpr):  # fmt: skip
+def _forward(
+    x,
+    bias,
+    y,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     first, column = _place(columns, ROWS, COLUMNS)
     row = first * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -126,28 +160,59 @@ def _forward(x, bias, y, rows, columns, ACTIVATION: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def _gated_forward(x, bias, y, rows, columns, ACTIVATION: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+def _gated_forward(
+    x,
+    bias,
+    y,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     first, column = _place(columns, ROWS, COLUMNS)
     row = first * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * (2 * columns) + column[None, :]
     gate, _ = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
-    up = _plus(x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C)
-    tl.store(y + row[:, None] * columns + column[None, :], (gate * up).to(y.dtype.element_ty), mask=inside)
+    up = _plus(
+        x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C
+    )
+    tl.store(
+        y + row[:, None] * columns + column[None, :],
+        (gate * up).to(y.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
-def _backward(dy, x, bias, dx, partial, rows, columns, ACTIVATION: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
-              TILES: tl.constexpr):  # fmt: skip
+def _backward(
+    dy,
+    x,
+    bias,
+    dx,
+    partial,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    TILES: tl.constexpr,
+):
     block, column = _place(columns, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=C)
     for t in range(0, TILES):
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
-        gradient = tl.load(dy + at, mask=inside, other=0.0).to(C)  # before the arithmetic, which it would wait behind
+        gradient = tl.load(dy + at, mask=inside, other=0.0).to(
+            C
+        )  # before the arithmetic, which it would wait behind
         _, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
         gradient *= slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
@@ -157,17 +222,41 @@ def _backward(dy, x, bias, dx, partial, rows, columns, ACTIVATION: tl.constexpr,
 
 
 @triton.jit
-def _gated_backward(dy, x, bias, dx, partial, rows, columns, ACTIVATION: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-                    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
-                    TILES: tl.constexpr):  # fmt: skip
+def _gated_backward(
+    dy,
+    x,
+    bias,
+    dx,
+    partial,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BIAS_GRAD: tl.constexpr,
+    TILES: tl.constexpr,
+):
     block, column = _place(columns, ROWS, COLUMNS)
     gates, ups = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
     for t in range(0, TILES):
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * (2 * columns) + column[None, :]
-        gradient = tl.load(dy + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(C)
-        up = _plus(x + columns, bias + columns if HAS_BIAS else bias, at, column, inside, columns, HAS_BIAS, C)
+        gradient = tl.load(
+            dy + row[:, None] * columns + column[None, :], mask=inside, other=0.0
+        ).to(C)
+        up = _plus(
+            x + columns,
+            bias + columns if HAS_BIAS else bias,
+            at,
+            column,
+            inside,
+            columns,
+            HAS_BIAS,
+            C,
+        )
         value, slope = _act(_plus(x, bias, at, column, inside, columns, HAS_BIAS, C), ACTIVATION)
         dgate, dup = gradient * up * slope, gradient * value
         tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=inside)

@@ -20,30 +20,42 @@ MOST_BLOCKS = 256  # about two for each multiprocessor: partial sums stay small 
 
 
 def row_blocks(rows: int, *, block: int) -> tuple[int, int]:
-    """(number of blocks, tiles of `block` rows in each): at most MOST_BLOCKS, by the number of rows alone."""
+    """(number of blocks, tiles of `block` rows in each): at most MOST_BLOCKS, by the number of rows
+    alone."""
     tiles = triton.cdiv(rows, block)
     each = max(1, triton.cdiv(tiles, MOST_BLOCKS))
     return triton.cdiv(tiles, each), each
 
 
 def column_sum(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """[blocks, columns] -> [columns] in `dtype`, in an order that the number of blocks alone decides."""
+    """[blocks, columns] -> [columns] in `dtype`, in an order that the number of blocks alone
+    decides."""
     blocks, columns = partial.shape
     out = partial.new_empty(columns, dtype=dtype)
     if columns:
         with on_device(partial):
             _column_sum[(triton.cdiv(columns, COLUMNS),)](
-                partial, out, blocks, columns, TILES=triton.cdiv(blocks, ROWS), ROWS=ROWS, COLUMNS=COLUMNS
+                partial,
+                out,
+                blocks,
+                columns,
+                TILES=triton.cdiv(blocks, ROWS),
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
             )
     return out
 
 
 @triton.jit
-def _column_sum(partial, out, blocks, columns, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sum(
+    partial, out, blocks, columns, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=partial.dtype.element_ty)
     for t in range(0, TILES):
         block = t * ROWS + tl.arange(0, ROWS)
         inside = (block < blocks)[:, None] & (column < columns)[None, :]
-        total += tl.load(partial + block[:, None] * columns + column[None, :], mask=inside, other=0.0)
+        total += tl.load(
+            partial + block[:, None] * columns + column[None, :], mask=inside, other=0.0
+        )
     tl.store(out + column, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=column < columns)

@@ -1,4 +1,5 @@
-"""The statistics of rows of logits and their gradient for CUDA: a launch each, each logit read once.
+"""The statistics of rows of logits and their gradient for CUDA: a launch each, each logit read
+once.
 
 statistics   a program per row: a lane looks at the logits of one access together and keeps the maximum of what it saw and its
              sum of exp(z - maximum); the lanes are merged at the end
@@ -20,7 +21,13 @@ STATISTICS_WARPS, GRADIENT_WARPS = 8, 4  # 16 and 32 numbers a thread
 
 
 def cross_entropy_statistics_(
-    out: Tensor, logits: Tensor, targets: Tensor, *, ignore_index: int, first_column: int, columns: int
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    first_column: int,
+    columns: int,
 ) -> None:
     """out [N, 3 or 4]: maximum, sum of exp(z - maximum), target's logit, sum of z - maximum."""
     if not len(logits):
@@ -29,16 +36,34 @@ def cross_entropy_statistics_(
     group = min(width, 16 // logits.element_size())  # of one access
     with on_device(logits):
         _statistics[(len(logits),)](
-            out, logits, targets, logits.stride(0), first_column, columns, ignore_index, C=computed_in(logits),
-            WITH_SUM=out.shape[1] == 4, LANES=width // group, GROUP=group, WHOLE=columns // width, REST=columns % width > 0,
+            out,
+            logits,
+            targets,
+            logits.stride(0),
+            first_column,
+            columns,
+            ignore_index,
+            C=computed_in(logits),
+            WITH_SUM=out.shape[1] == 4,
+            LANES=width // group,
+            GROUP=group,
+            WHOLE=columns // width,
+            REST=columns % width > 0,
             num_warps=_warps(width, STATISTICS_WARPS),
-        )  # fmt: skip
+        )
 
 
 def cross_entropy_gradient_(
-    out: Tensor, logits: Tensor, targets: Tensor, maxima: Tensor, coefficients: Tensor, *, ignore_index: int,
-    first_column: int, columns: int,
-) -> None:  # fmt: skip
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    maxima: Tensor,
+    coefficients: Tensor,
+    *,
+    ignore_index: int,
+    first_column: int,
+    columns: int,
+) -> None:
     """out [N, C] = c_0 exp(z - maximum) + c_2, c_1 more at the target; out may be the logits."""
     rows, everything = logits.shape
     if not rows or not everything:
@@ -46,9 +71,21 @@ def cross_entropy_gradient_(
     width = tile(everything, most=COLUMNS)
     with on_device(logits):
         _gradient[(rows * triton.cdiv(everything, width),)](
-            out, logits, targets, maxima, coefficients, out.stride(0), logits.stride(0), first_column, columns, everything,
-            ignore_index, C=computed_in(logits), COLUMNS=width, num_warps=_warps(width, GRADIENT_WARPS),
-        )  # fmt: skip
+            out,
+            logits,
+            targets,
+            maxima,
+            coefficients,
+            out.stride(0),
+            logits.stride(0),
+            first_column,
+            columns,
+            everything,
+            ignore_index,
+            C=computed_in(logits),
+            COLUMNS=width,
+            num_warps=_warps(width, GRADIENT_WARPS),
+        )
 
 
 def _warps(width: int, most: int) -> int:
@@ -57,15 +94,31 @@ def _warps(width: int, most: int) -> int:
 
 @triton.jit
 def _seen(z, highest, total):
-    """The maxima and sums of exp(z - maximum) of lanes that have now seen z [LANES, GROUP] as well."""
+    """The maxima and sums of exp(z - maximum) of lanes that have now seen z [LANES, GROUP] as
+    well."""
     now = tl.maximum(highest, tl.max(z, axis=1))
-    shift = tl.where(now == float("-inf"), 0.0, now)  # inf - inf is nan, as it has to be; -inf - -inf must not be
+    shift = tl.where(
+        now == float("-inf"), 0.0, now
+    )  # inf - inf is nan, as it has to be; -inf - -inf must not be
     return now, total * tl.exp(highest - shift) + tl.sum(tl.exp(z - shift[:, None]), axis=1)
 
 
 @triton.jit
-def _statistics(out, logits, targets, stride, first_column, columns, ignore_index, C: tl.constexpr, WITH_SUM: tl.constexpr,
-                LANES: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+def _statistics(
+    out,
+    logits,
+    targets,
+    stride,
+    first_column,
+    columns,
+    ignore_index,
+    C: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REST: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     place = out + row * (4 if WITH_SUM else 3)
     target = tl.load(targets + row)
@@ -77,7 +130,8 @@ def _statistics(out, logits, targets, stride, first_column, columns, ignore_inde
             tl.store(place + 3, 0.0)
         return
     z_row = logits + row * stride
-    # Differences to one logit of the row add up without loss where all have a large number in common.
+    # Differences to one logit of the row add up without loss where all have a large number in
+    # common.
     pivot = tl.sum(tl.zeros([LANES], dtype=C), axis=0)
     if WITH_SUM and (WHOLE > 0 or REST):
         first = tl.load(z_row).to(C)
@@ -108,8 +162,21 @@ def _statistics(out, logits, targets, stride, first_column, columns, ignore_inde
 
 
 @triton.jit
-def _gradient(out, logits, targets, maxima, coefficients, out_stride, stride, first_column, columns, everything, ignore_index,
-              C: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _gradient(
+    out,
+    logits,
+    targets,
+    maxima,
+    coefficients,
+    out_stride,
+    stride,
+    first_column,
+    columns,
+    everything,
+    ignore_index,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     across = tl.cdiv(everything, COLUMNS)
     program = tl.program_id(0)
     row = (program // across).to(tl.int64)

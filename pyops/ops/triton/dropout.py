@@ -1,10 +1,12 @@
-"""bias_dropout_add, its derivative, and dropout for CUDA: Philox words in registers, four elements to a block of the stream.
+"""bias_dropout_add, its derivative, and dropout for CUDA: Philox words in registers, four elements
+to a block of the stream.
 
     global index   offset + (i // row) * row_stride + i % row  =  4 * block + skip + lane
     a tile         [BLOCKS, 4]: elements from a multiple of four of the row, so that accesses are whole
 
-An element is kept where (word >> 8) / 2^24 >= p in fp32, which whole numbers decide as well: word >> 8 >= ceil(2^24 p).
-Where the row's global index is no multiple of four, skip > 0, the words of four elements come from two blocks.
+An element is kept where (word >> 8) / 2^24 >= p in fp32, which whole numbers decide as well: word
+>> 8 >= ceil(2^24 p). Where the row's global index is no multiple of four, skip > 0, the words of
+four elements come from two blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyops.ops.layers.dropout import check_bias_dropout_add, check_bias_grad, check_dropout, check_stream
+from pyops.ops.layers.dropout import (
+    check_bias_dropout_add,
+    check_bias_grad,
+    check_dropout,
+    check_stream,
+)
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device
 
@@ -26,7 +33,9 @@ __all__ = ["bias_dropout_add", "bias_dropout_add_backward", "dropout"]
 BLOCKS = 512  # of four elements, in a tile
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float) -> Tensor:
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float
+) -> Tensor:
     """residual + keep / (1 - p) * (x + bias)."""
     check_bias_dropout_add(x, bias, residual, state, p)
     n = max(x.numel(), 1)
@@ -39,7 +48,9 @@ def dropout(x: Tensor, state: Tensor, *, p: float, row: int, row_stride: int) ->
     return _apply(x, None, None, state, p=p, row=row, row_stride=row_stride)
 
 
-def bias_dropout_add_backward(dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool) -> tuple[Tensor, Tensor]:
+def bias_dropout_add_backward(
+    dy: Tensor, state: Tensor | None, *, p: float, bias_grad: bool
+) -> tuple[Tensor, Tensor]:
     """dx, [0] when nothing is dropped; dbias, the sum of dx as it was rounded, or [0]."""
     check_stream("bias_dropout_add_backward", dy, p, state)
     check_bias_grad(dy, bias_grad)
@@ -50,11 +61,20 @@ def bias_dropout_add_backward(dy: Tensor, state: Tensor | None, *, p: float, bia
         return dx, dy.new_empty(0)
     source, rows, columns = last_dim_first(dx if drops else dy)
     blocks, tiles = row_blocks(rows, block=ROWS)
-    partial = source.new_empty((blocks, columns), dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32)
+    partial = source.new_empty(
+        (blocks, columns), dtype=torch.float64 if dy.dtype == torch.float64 else torch.float32
+    )
     if source.numel():
         with on_device(source):
             _sum_rows[(blocks * triton.cdiv(columns, COLUMNS),)](
-                source, partial, rows, columns, C=computed_in(source), TILES=tiles, ROWS=ROWS, COLUMNS=COLUMNS
+                source,
+                partial,
+                rows,
+                columns,
+                C=computed_in(source),
+                TILES=tiles,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
             )
     return dx, column_sum(partial, dtype=dy.dtype)
 
@@ -63,7 +83,14 @@ ROWS, COLUMNS = 16, 128  # of a tile of the sum
 
 
 def _apply(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, *, p: float, row: int, row_stride: int
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    state: Tensor | None,
+    *,
+    p: float,
+    row: int,
+    row_stride: int,
 ) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -74,10 +101,22 @@ def _apply(
     lines, across = triton.cdiv(n, row), triton.cdiv(row, 4 * BLOCKS)
     with on_device(x):
         _combine[(lines * across,)](
-            x, dense(bias), dense(residual), dense(state), out, n, row, row_stride, across,
-            1 if bias is None else bias.shape[0], C=computed_in(x), DROPS=drops, LEAST=math.ceil(float(np.float32(p)) * 2**24),
-            SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0, BLOCKS=BLOCKS,
-        )  # fmt: skip
+            x,
+            dense(bias),
+            dense(residual),
+            dense(state),
+            out,
+            n,
+            row,
+            row_stride,
+            across,
+            1 if bias is None else bias.shape[0],
+            C=computed_in(x),
+            DROPS=drops,
+            LEAST=math.ceil(float(np.float32(p)) * 2**24),
+            SCALE=1.0 / (1.0 - p) if p < 1.0 else 0.0,
+            BLOCKS=BLOCKS,
+        )
     return out
 
 
@@ -120,8 +159,23 @@ def _words_from(key, index, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _combine(x, bias, residual, state, out, n, row, row_stride, across, columns, C: tl.constexpr, DROPS: tl.constexpr,
-             LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+def _combine(
+    x,
+    bias,
+    residual,
+    state,
+    out,
+    n,
+    row,
+    row_stride,
+    across,
+    columns,
+    C: tl.constexpr,
+    DROPS: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     program = tl.program_id(0)
     line = (program // across).to(tl.int64)
     first = (program % across).to(tl.int64) * (4 * BLOCKS)  # within the row
@@ -131,12 +185,18 @@ def _combine(x, bias, residual, state, out, n, row, row_stride, across, columns,
     at = begin + ahead
     inside = (first + ahead < row) & (at < n)
     z = tl.load(x + at, mask=inside, other=0.0).to(C)
-    if bias is not None:  # a remainder in 64 bits costs as much as the rest of the kernel: only where it must be
-        column = begin.to(tl.int32) % columns if begin < 0x7FFFFFFF else (begin % columns).to(tl.int32)
+    if (
+        bias is not None
+    ):  # a remainder in 64 bits costs as much as the rest of the kernel: only where it must be
+        column = (
+            begin.to(tl.int32) % columns if begin < 0x7FFFFFFF else (begin % columns).to(tl.int32)
+        )
         column = (column + ahead) % columns
         z += tl.load(bias + column, mask=inside, other=0.0).to(C)
     if DROPS:
-        w0, w1, w2, w3 = _words_from(tl.load(state), tl.load(state + 1) + line * row_stride + first, BLOCKS)
+        w0, w1, w2, w3 = _words_from(
+            tl.load(state), tl.load(state + 1) + line * row_stride + first, BLOCKS
+        )
         low = tl.where(lane == 0, w0[:, None], w1[:, None])
         word = tl.where(lane < 2, low, tl.where(lane == 2, w2[:, None], w3[:, None]))
         z = tl.where((word >> 8).to(tl.int32) >= LEAST, z * tl.full([], SCALE, C), 0.0)
@@ -146,7 +206,16 @@ def _combine(x, bias, residual, state, out, n, row, row_stride, across, columns,
 
 
 @triton.jit
-def _sum_rows(x, partial, rows, columns, C: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_rows(
+    x,
+    partial,
+    rows,
+    columns,
+    C: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     across = tl.cdiv(columns, COLUMNS)
     block = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)

@@ -24,7 +24,8 @@ def computed_in(x: Tensor) -> Any:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """x as contiguous, if there is one: a kernel that is given no strides reads what stands next in memory."""
+    """x as contiguous, if there is one: a kernel that is given no strides reads what stands next in
+    memory."""
     return None if x is None else x.contiguous()
 
 

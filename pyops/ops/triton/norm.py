@@ -1,7 +1,9 @@
-"""Layer norm and root-mean-square norm for CUDA: one launch forward; backward two, of which the second adds the blocks' sums.
+"""Layer norm and root-mean-square norm for CUDA: one launch forward; backward two, of which the
+second adds the blocks' sums.
 
 a row of up to WIDEST numbers stays in registers: read once, normalised, written once
-a wider one is walked in chunks, once for each pass; its gradients of weight and bias take a launch of their own
+a wider one is walked in chunks, once for each pass; its gradients of weight and bias take a launch
+of their own
 """
 
 from __future__ import annotations
@@ -17,15 +19,25 @@ from pyops.ops.layers.norm import check_backward, check_forward
 from pyops.ops.triton.column_sum import column_sum, row_blocks
 from pyops.ops.triton.launch import computed_in, dense, last_dim_first, on_device, tile
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "layer_norm_backward",
+    "rms_norm",
+    "rms_norm_backward",
+]
 
 WIDEST = 16384  # numbers of a row in registers
-WIDEST_SUMMED = 8192  # beside them the sums over rows; twice that for RMSNorm of 16-bit numbers, which has one sum
+# beside them the sums over rows; twice that for RMSNorm of 16-bit numbers, which has one sum
+WIDEST_SUMMED = 8192
 TILE = 4096  # numbers that a program works on together: several rows, where they are narrow
 ROWS, COLUMNS = 16, 128  # of a tile, where sums over rows take a launch of their own
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean, rstd."""
     y, _, mean, rstd = _forward(x, None, weight, bias, eps=eps, offset=None)
     return y, mean, rstd
@@ -44,38 +56,64 @@ def add_layer_norm(
     return _forward(x, residual, weight, bias, eps=eps, offset=None)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual, rstd."""
     y, s, _, rstd = _forward(x, residual, weight, None, eps=eps, offset=offset)
     return y, s, rstd
 
 
 def layer_norm_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, weight_grad: bool
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    weight_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias."""
     return _backward(dy, dsum, x, weight, mean, rstd, offset=None, weight_grad=weight_grad)
 
 
 def rms_norm_backward(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, *, offset: float, weight_grad: bool
+    dy: Tensor,
+    dsum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    offset: float,
+    weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """dx, dweight."""
     return _backward(dy, dsum, x, weight, rstd, rstd, offset=offset, weight_grad=weight_grad)[:2]
 
 
 def _tiling(x: Tensor, columns: int, offset: float | None, *, each: int) -> dict[str, Any]:
-    """Constants of the kernels that walk rows, `each` numbers a thread. offset None: layer norm, everywhere in this file."""
+    """Constants of the kernels that walk rows, `each` numbers a thread. offset None: layer norm,
+    everywhere in this file."""
     block = tile(columns, most=WIDEST)
     rows = min(max(TILE // block, 1), 16)
-    return {"RMS": offset is not None, "OFFSET": offset or 0.0, "C": computed_in(x), "ROWS": rows, "BLOCK": block,
-            "CHUNKS": triton.cdiv(columns, block), "num_warps": min(max(rows * block // (32 * each), 1), 32)}  # fmt: skip
+    return {
+        "RMS": offset is not None,
+        "OFFSET": offset or 0.0,
+        "C": computed_in(x),
+        "ROWS": rows,
+        "BLOCK": block,
+        "CHUNKS": triton.cdiv(columns, block),
+        "num_warps": min(max(rows * block // (32 * each), 1), 32),
+    }
 
 
 def _forward(x, residual, weight, bias, *, eps, offset):
     check_forward([x] if residual is None else [x, residual], weight, bias)
     x, rows, columns = last_dim_first(x)
-    y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    y = x.new_empty(
+        x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    )
     s = y if residual is None else torch.empty_like(y)
     wide = torch.float64 if y.dtype == torch.float64 else torch.float32
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=wide) for _ in range(2))
@@ -84,9 +122,21 @@ def _forward(x, residual, weight, bias, *, eps, offset):
         constants = _tiling(x, columns, offset, each=16)
         with on_device(x):
             _rows_forward[(triton.cdiv(rows, constants["ROWS"]),)](
-                x, residual, weight, bias, y, s, mean, rstd, rows, columns, EPS=eps, ADD=residual is not None,
-                HAS_BIAS=bias is not None, **constants,
-            )  # fmt: skip
+                x,
+                residual,
+                weight,
+                bias,
+                y,
+                s,
+                mean,
+                rstd,
+                rows,
+                columns,
+                EPS=eps,
+                ADD=residual is not None,
+                HAS_BIAS=bias is not None,
+                **constants,
+            )
     return y, s, mean, rstd
 
 
@@ -99,24 +149,51 @@ def _backward(dy, dsum, x, weight, mean, rstd, *, offset, weight_grad):
     if not rows:
         return dx, *of_vectors
     dy, dsum, weight, mean, rstd = (dense(t) for t in (dy, dsum, weight, mean, rstd))
-    # Beyond 4096, 16 numbers a thread and their sums leave room for one CTA of 16 warps: 8 of each make it 32.
+    # Beyond 4096, 16 numbers a thread and their sums leave room for one CTA of 16 warps: 8 of each
+    # make it 32.
     constants = _tiling(x, columns, offset, each=16 if columns <= 4096 else 8)
     widest = WIDEST_SUMMED * (2 if offset is not None and x.element_size() == 2 else 1)
-    together = constants["CHUNKS"] == 1 and columns <= widest  # then the sums are taken while the row is there
+    together = (
+        constants["CHUNKS"] == 1 and columns <= widest
+    )  # then the sums are taken while the row is there
     blocks, tiles = row_blocks(rows, block=constants["ROWS"] if together else ROWS)
     sums = weight_grad and together
     partial = x.new_empty((vectors, blocks, columns) if weight_grad else 0, dtype=rstd.dtype)
-    programs = blocks if sums else triton.cdiv(rows, constants["ROWS"])  # without sums nothing is carried from row to row
+    programs = (
+        blocks if sums else triton.cdiv(rows, constants["ROWS"])
+    )  # without sums nothing is carried from row to row
     with on_device(x):
         _rows_backward[(programs,)](
-            dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, MORE=dsum is not None, SUMS=sums,
-            TILES=tiles if sums else 1, **constants,
-        )  # fmt: skip
+            dy,
+            dsum,
+            x,
+            weight,
+            mean,
+            rstd,
+            dx,
+            partial,
+            rows,
+            columns,
+            MORE=dsum is not None,
+            SUMS=sums,
+            TILES=tiles if sums else 1,
+            **constants,
+        )
         if weight_grad and not together:
             _columns_backward[(triton.cdiv(columns, COLUMNS), blocks)](
-                dy, x, mean, rstd, partial, rows, columns, RMS=constants["RMS"], TILES=tiles, C=constants["C"], ROWS=ROWS,
+                dy,
+                x,
+                mean,
+                rstd,
+                partial,
+                rows,
+                columns,
+                RMS=constants["RMS"],
+                TILES=tiles,
+                C=constants["C"],
+                ROWS=ROWS,
                 COLUMNS=COLUMNS,
-            )  # fmt: skip
+            )
     if weight_grad:
         of_vectors = [column_sum(p, dtype=weight.dtype) for p in partial]
     return dx, *of_vectors
@@ -132,7 +209,9 @@ def _input(x, residual, s, at, inside, C: tl.constexpr, ADD: tl.constexpr, WRITE
     """What is normalised: x, or the sum as it is rounded when it is written."""
     value = tl.load(x + at, mask=inside, other=0.0).to(C)
     if ADD:
-        rounded = (value + tl.load(residual + at, mask=inside, other=0.0).to(C)).to(s.dtype.element_ty)
+        rounded = (value + tl.load(residual + at, mask=inside, other=0.0).to(C)).to(
+            s.dtype.element_ty
+        )
         if WRITE:
             tl.store(s + at, rounded, mask=inside)
         value = rounded.to(C)
@@ -140,19 +219,40 @@ def _input(x, residual, s, at, inside, C: tl.constexpr, ADD: tl.constexpr, WRITE
 
 
 @triton.jit
-def _rows_forward(x, residual, weight, bias, y, s, mean, rstd, rows, columns, EPS: tl.constexpr, RMS: tl.constexpr,
-                  OFFSET: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-                  BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def _rows_forward(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    s,
+    mean,
+    rstd,
+    rows,
+    columns,
+    EPS: tl.constexpr,
+    RMS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ADD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     start, valid = (row * columns)[:, None], (row < rows)[:, None]
     inside = valid & (column < columns)[None, :]
     value = _input(x, residual, s, start + column[None, :], inside, C, ADD, True)
-    # The first chunk stays in registers. With one chunk the loops below are empty, and nothing is read again.
+    # The first chunk stays in registers. With one chunk the loops below are empty, and nothing is
+    # read again.
     total = value
     for k in tl.static_range(1, CHUNKS):
         at = k * BLOCK + column
-        total += _input(x, residual, s, start + at[None, :], valid & (at < columns)[None, :], C, ADD, True)
+        total += _input(
+            x, residual, s, start + at[None, :], valid & (at < columns)[None, :], C, ADD, True
+        )
     centre, shift = tl.zeros([ROWS], dtype=C), tl.zeros([ROWS], dtype=C)
     if not RMS:
         centre = tl.sum(total, axis=1) / columns
@@ -161,7 +261,11 @@ def _rows_forward(x, residual, weight, bias, y, s, mean, rstd, rows, columns, EP
     for k in tl.static_range(1, CHUNKS):
         at = k * BLOCK + column
         inner = valid & (at < columns)[None, :]
-        far = tl.where(inner, _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None], 0.0)
+        far = tl.where(
+            inner,
+            _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None],
+            0.0,
+        )
         distances += far
         squares += far * far
     variance = tl.sum(squares, axis=1) / columns
@@ -173,8 +277,12 @@ def _rows_forward(x, residual, weight, bias, y, s, mean, rstd, rows, columns, EP
         at = k * BLOCK + column
         inner = valid & (at < columns)[None, :]
         if k > 0:
-            distance = _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None]
-        result = (distance - shift[:, None]) * scale[:, None] * _scale(weight, at, columns, OFFSET, C)
+            distance = (
+                _input(x, residual, s, start + at[None, :], inner, C, ADD, False) - centre[:, None]
+            )
+        result = (
+            (distance - shift[:, None]) * scale[:, None] * _scale(weight, at, columns, OFFSET, C)
+        )
         if HAS_BIAS:
             result += tl.load(bias + at, mask=at < columns, other=0.0).to(C)[None, :]
         tl.store(y + start + at[None, :], result.to(y.dtype.element_ty), mask=inner)
@@ -194,16 +302,37 @@ def _operands(dy, x, at, inside, centre, scale, C: tl.constexpr, RMS: tl.constex
 
 
 @triton.jit
-def _rows_backward(dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, RMS: tl.constexpr, OFFSET: tl.constexpr,
-                   MORE: tl.constexpr, SUMS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def _rows_backward(
+    dy,
+    dsum,
+    x,
+    weight,
+    mean,
+    rstd,
+    dx,
+    partial,
+    rows,
+    columns,
+    RMS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MORE: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILES: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     of_weight, of_bias = tl.zeros([ROWS, BLOCK], dtype=C), tl.zeros([ROWS, BLOCK], dtype=C)
     for t in range(0, TILES):
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
         start, valid = (row * columns)[:, None], (row < rows)[:, None]
-        centre, scale = tl.load(mean + row, mask=row < rows, other=0.0), tl.load(rstd + row, mask=row < rows, other=0.0)
+        centre, scale = (
+            tl.load(mean + row, mask=row < rows, other=0.0),
+            tl.load(rstd + row, mask=row < rows, other=0.0),
+        )
         centre, scale = centre[:, None], scale[:, None]
         inside = valid & (column < columns)[None, :]
         gradient, h = _operands(dy, x, start + column[None, :], inside, centre, scale, C, RMS)
@@ -214,7 +343,9 @@ def _rows_backward(dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, 
         sum_g, sum_gh = g, g * h
         for k in tl.static_range(1, CHUNKS):
             at = k * BLOCK + column
-            more, far = _operands(dy, x, start + at[None, :], valid & (at < columns)[None, :], centre, scale, C, RMS)
+            more, far = _operands(
+                dy, x, start + at[None, :], valid & (at < columns)[None, :], centre, scale, C, RMS
+            )
             more *= _scale(weight, at, columns, OFFSET, C)
             sum_g += more
             sum_gh += more * far
@@ -237,19 +368,39 @@ def _rows_backward(dy, dsum, x, weight, mean, rstd, dx, partial, rows, columns, 
         target = partial + block * columns + column
         tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
         if not RMS:
-            tl.store(target + tl.num_programs(0).to(tl.int64) * columns, tl.sum(of_bias, axis=0), mask=column < columns)
+            tl.store(
+                target + tl.num_programs(0).to(tl.int64) * columns,
+                tl.sum(of_bias, axis=0),
+                mask=column < columns,
+            )
 
 
 @triton.jit
-def _columns_backward(dy, x, mean, rstd, partial, rows, columns, RMS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
-                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES tiles of a block of rows."""
+def _columns_backward(
+    dy,
+    x,
+    mean,
+    rstd,
+    partial,
+    rows,
+    columns,
+    RMS: tl.constexpr,
+    TILES: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The sums over rows of rows that are too wide for `_rows_backward` to take them: TILES tiles
+    of a block of rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1).to(tl.int64)
     of_weight, of_bias = tl.zeros([ROWS, COLUMNS], dtype=C), tl.zeros([ROWS, COLUMNS], dtype=C)
     for t in range(0, TILES):
         row = (block * TILES + t) * ROWS + tl.arange(0, ROWS)
-        centre, scale = tl.load(mean + row, mask=row < rows, other=0.0), tl.load(rstd + row, mask=row < rows, other=0.0)
+        centre, scale = (
+            tl.load(mean + row, mask=row < rows, other=0.0),
+            tl.load(rstd + row, mask=row < rows, other=0.0),
+        )
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
         gradient, h = _operands(dy, x, at, inside, centre[:, None], scale[:, None], C, RMS)
@@ -258,4 +409,8 @@ def _columns_backward(dy, x, mean, rstd, partial, rows, columns, RMS: tl.constex
     target = partial + block * columns + column
     tl.store(target, tl.sum(of_weight, axis=0), mask=column < columns)
     if not RMS:
-        tl.store(target + tl.num_programs(1).to(tl.int64) * columns, tl.sum(of_bias, axis=0), mask=column < columns)
+        tl.store(
+            target + tl.num_programs(1).to(tl.int64) * columns,
+            tl.sum(of_bias, axis=0),
+            mask=column < columns,
+        )

@@ -1,4 +1,5 @@
-"""The base of the fused optimizers: torch.optim.Optimizer outside, one launch per param group inside.
+"""The base of the fused optimizers: torch.optim.Optimizer outside, one launch per param group
+inside.
 
     step()   check everything -> gather or reuse each group's table -> norm -> factor -> launch
              a mistake raises before anything is changed             (clip, unscale: one device scalar)
@@ -46,9 +47,12 @@ SETTINGS = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_no
 
 
 class FusedOptimizer(Loading, torch.optim.Optimizer):
-    """What all fused optimizers share. `grad_norm`: after a step with max_grad_norm, the norm of all gradients,
-    unscaled and before clipping, a float32 scalar on the device. `reduce_squared_norm`: set it where each process
-    holds a part of the gradients: a callable that takes this process' float64 [2] (sum of squares, count of
+    """What all fused optimizers share. `grad_norm`: after a step with max_grad_norm, the norm of
+    all gradients,
+    unscaled and before clipping, a float32 scalar on the device. `reduce_squared_norm`: set it
+    where each process
+    holds a part of the gradients: a callable that takes this process' float64 [2] (sum of squares,
+    count of
     non-finite elements) and returns the sum over all processes; it is not pickled."""
 
     _step_supports_amp_scaling = True
@@ -68,30 +72,41 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     ) -> None:
         who = type(self).__name__
         check_settings(
-            state_dtype=state_dtype, master_weights=master_weights, stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm, zero_grad=zero_grad, who=who,
-        )  # fmt: skip
+            state_dtype=state_dtype,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            max_grad_norm=max_grad_norm,
+            zero_grad=zero_grad,
+            who=who,
+        )
         self.master_weights, self.state_dtype = master_weights, state_dtype
         self.stochastic_rounding = stochastic_rounding
         self.max_grad_norm, self.zeroes_gradients = max_grad_norm, zero_grad
-        self._measured: dict[str, Tensor | None] = {"grad_norm": None}  # torch 2.11 traces no assignment to an attribute
+        self._measured: dict[str, Tensor | None] = {
+            "grad_norm": None
+        }  # torch 2.11 traces no assignment to an attribute
         self.reduce_squared_norm: Callable[[Tensor], Tensor] | None = None
         self._forget()
         self._check_group(defaults)
         params = params if isinstance(params, Tensor) else list(params)
         if isinstance(params, list) and not params:
-            raise ValueError(f"{who} got an empty parameter list; pass model.parameters() of a model that has some")
+            raise ValueError(
+                f"{who} got an empty parameter list; pass model.parameters() of a model "
+                "that has some"
+            )
         super().__init__(params, defaults)
 
     @abstractmethod
     def _moments(self, group: Group) -> tuple[str | None, ...]:
-        """Names of the states that a row has, in the order of the table's columns exp_avg, exp_avg_sq, max; None for a column
-        that this group leaves empty."""
+        """Names of the states that a row has, in the order of the table's columns exp_avg,
+        exp_avg_sq, max; None for a column that this group leaves empty."""
 
     def _make_table(self, columns: list[list[Tensor]], offsets: list[int]) -> Tensor:
         """A table of the columns: params, grads, the three of _moments, masters, copies, steps."""
         params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps = columns
-        return optimizer_table(params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, offsets)
+        return optimizer_table(
+            params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, offsets
+        )
 
     def _check_group(self, group: Group) -> None:
         """Raise for hyper-parameters of a group that make no sense; called before each step."""
@@ -100,28 +115,41 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
         """Add to a parameter's checked state what is missing."""
         complete_state(
-            state, param, moments=[m for m in self._moments(group) if m], state_dtype=self.state_dtype,
+            state,
+            param,
+            moments=[m for m in self._moments(group) if m],
+            state_dtype=self.state_dtype,
             master=self._has_master(param),
-        )  # fmt: skip
+        )
 
     def _has_master(self, param: Tensor) -> bool:
         return self.master_weights and param.dtype != torch.float32
 
     @abstractmethod
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
-        """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip: found_inf."""
+        """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip:
+        found_inf."""
 
     def _scalars(self, group: Group, lr: Tensor | None) -> Group:
         """What every op takes beside its rule's own hyper-parameters."""
         return {
-            "lr": 0.0 if lr is not None else float(group["lr"]), "weight_decay": group["weight_decay"],
-            "maximize": group["maximize"], "zero_grads": self.zeroes_gradients,
-            "stochastic_rounding": self.stochastic_rounding, "seed": group["seed"],
-        }  # fmt: skip
+            "lr": 0.0 if lr is not None else float(group["lr"]),
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "zero_grads": self.zeroes_gradients,
+            "stochastic_rounding": self.stochastic_rounding,
+            "seed": group["seed"],
+        }
 
-    # ------------------------------------------------------------------------------------------------ param groups
+    # ------------------------------------------------------------------------------------------------
+    # param groups
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as torch.optim does; ValueError or TypeError before anything is added."""
@@ -129,22 +157,39 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         who, group = type(self).__name__, dict(param_group)
         params = group["params"]
-        group["params"] = [params] if isinstance(params, Tensor) else params if isinstance(params, set) else list(params)
+        group["params"] = (
+            [params]
+            if isinstance(params, Tensor)
+            else params
+            if isinstance(params, set)
+            else list(params)
+        )
         if misplaced := sorted(set(SETTINGS) & set(group)):
-            raise ValueError(f"{who}: {misplaced} belong to the whole optimizer; pass them to {who}(...), not in a group")
+            raise ValueError(
+                f"{who}: {misplaced} belong to the whole optimizer; pass them to "
+                f"{who}(...), not in a group"
+            )
         self._check_group({**self.defaults, **group})
         named = [p if isinstance(p, tuple) else (None, p) for p in group["params"]]
         tensors = [p for _, p in named]
         for i, (name, param) in enumerate(named):
             if isinstance(param, Tensor):
-                label = f"parameter {name!r}" if name else f"parameter {i} of its group (shape {tuple(param.shape)})"
+                label = (
+                    f"parameter {name!r}"
+                    if name
+                    else f"parameter {i} of its group (shape {tuple(param.shape)})"
+                )
                 check_parameter(param, name=label, who=who, dtensors=self._steps_dtensors)
         if len({id(p) for p in tensors}) != len(tensors):
-            raise ValueError(f"{who}: a parameter appears twice in one group; pass each once, list(dict.fromkeys(params))")
+            raise ValueError(
+                f"{who}: a parameter appears twice in one group; pass each once, "
+                "list(dict.fromkeys(params))"
+            )
         for key in ("copies", "offsets"):
             if group.get(key) is not None and len(group[key]) != len(tensors):
                 raise ValueError(
-                    f"{who}: {key!r} has {len(group[key])} entries for {len(tensors)} parameters; give one for each"
+                    f"{who}: {key!r} has {len(group[key])} entries for {len(tensors)} "
+                    "parameters; give one for each"
                 )
         super().add_param_group(group)
         self._forget()
@@ -156,7 +201,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         self._flat_watches = watches_of(getattr(self, "param_groups", ()))
 
     def _offsets(self, group: Group) -> list[int]:
-        """The number of each parameter's first element, for stochastic rounding: counted through all groups."""
+        """The number of each parameter's first element, for stochastic rounding: counted through
+        all groups."""
         if group.get("offsets") is not None:
             return list(group["offsets"])
         start = 0
@@ -167,13 +213,16 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             start += sum(sizes)
         raise AssertionError("the group is not one of this optimizer's")
 
-    # ------------------------------------------------------------------------------------------------ gathering
+    # ------------------------------------------------------------------------------------------------
+    # gathering
 
     def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
         """Raise for anything about these parameters that can't be stepped. Nothing is changed."""
         indices = list(indices)
         if self.zeroes_gradients:
-            check_gradients_apart([group["params"][i].grad for i in indices], who=type(self).__name__)
+            check_gradients_apart(
+                [group["params"][i].grad for i in indices], who=type(self).__name__
+            )
         who, moments = type(self).__name__, [m for m in self._moments(group) if m]
         copies = group.get("copies")
         for i in indices:
@@ -185,9 +234,14 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             if state := self.state.get(param):
                 check_state(state, param, moments=moments, name=name, who=who)
             copy = copies[i] if copies is not None else None
-            fits = copy is None or (copy.dtype in DTYPES and copy.device == param.device and placed_alike(copy, param))
+            fits = copy is None or (
+                copy.dtype in DTYPES and copy.device == param.device and placed_alike(copy, param)
+            )
             if copy is not None and (not fits or copy.shape != param.shape):
-                raise ValueError(f"{who}: the copy of {name} is {tuple(copy.shape)} on {copy.device}; expected {param.device}")
+                raise ValueError(
+                    f"{who}: the copy of {name} is {tuple(copy.shape)} on {copy.device}; "
+                    f"expected {param.device}"
+                )
 
     def _gather(self, group: Group, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
         """Rows of checked parameters by device, their state made or completed."""
@@ -212,9 +266,13 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         """What, besides tensors, decides the columns of a group's table."""
         copies, offsets = group.get("copies"), group.get("offsets")
         return (
-            self._moments(group), self.master_weights, self.stochastic_rounding, self.zeroes_gradients,
-            None if copies is None else tuple(map(id, copies)), None if offsets is None else tuple(offsets),
-        )  # fmt: skip
+            self._moments(group),
+            self.master_weights,
+            self.stochastic_rounding,
+            self.zeroes_gradients,
+            None if copies is None else tuple(map(id, copies)),
+            None if offsets is None else tuple(offsets),
+        )
 
     def _prepare(self) -> list[Launch]:
         """Every launch of this step. All checks come before any state is made."""
@@ -227,7 +285,9 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         for g, group in enumerate(self.param_groups):
             self._check_group(group)
             params, plans = group["params"], self._plans.get(g)
-            if plans is not None and all(plan.still_holds(params, self._key(group)) for plan in plans):
+            if plans is not None and all(
+                plan.still_holds(params, self._key(group)) for plan in plans
+            ):
                 valid.add(g)
                 wanted.append([i for plan in plans for each in plan.leftover for i in each])
             else:
@@ -246,8 +306,11 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             self._watch = module.StateWatch(self.state) if module is not None else None
         return launches
 
-    def _make_plans(self, g: int, rows: dict[torch.device, list[Row]]) -> dict[torch.device, list[Row]]:
-        """Plans for a group's rows, where there are kernels; returns the rows that no table took."""
+    def _make_plans(
+        self, g: int, rows: dict[torch.device, list[Row]]
+    ) -> dict[torch.device, list[Row]]:
+        """Plans for a group's rows, where there are kernels; returns the rows that no table
+        took."""
         module, params = native(), self.param_groups[g]["params"]
         if module is None or not all(has_kernel(self._table_op, device.type) for device in rows):
             return rows
@@ -265,11 +328,16 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         return {device: some for device, some in left.items() if some}
 
     def _prepare_captured(self) -> list[Launch]:
-        """Launches that a CUDA graph holds by value: lists of tensors, whose addresses travel as arguments of the kernels.
+        """Launches that a CUDA graph holds by value: lists of tensors, whose addresses travel as
+        arguments of the kernels.
 
-        The table of a plan would not do: a step between two replays writes other addresses into it, or frees it.
+        The table of a plan would not do: a step between two replays writes other addresses into it,
+        or frees it.
         """
-        wanted = [[i for i, p in enumerate(group["params"]) if p.grad is not None] for group in self.param_groups]
+        wanted = [
+            [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            for group in self.param_groups
+        ]
         for group, indices in zip(self.param_groups, wanted, strict=True):
             self._check_group(group)
             self._check_rows(group, indices)
@@ -288,14 +356,20 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         return launches
 
     def _prepare_traced(self) -> list[Launch]:
-        """Launches for torch.compile: lists of tensors that it can follow, no pointers, no checks of memory."""
+        """Launches for torch.compile: lists of tensors that it can follow, no pointers, no checks
+        of memory."""
         launches: list[Launch] = []
         for group in self.param_groups:
-            rows = self._gather(group, [i for i, p in enumerate(group["params"]) if p.grad is not None])
-            launches += [(group, batch_of(some, zero_grads=self.zeroes_gradients)) for some in rows.values()]
+            rows = self._gather(
+                group, [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            )
+            launches += [
+                (group, batch_of(some, zero_grads=self.zeroes_gradients)) for some in rows.values()
+            ]
         return launches
 
-    # ------------------------------------------------------------------------------------------------ stepping
+    # ------------------------------------------------------------------------------------------------
+    # stepping
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -304,10 +378,12 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step over every parameter that has a gradient; returns what `closure` returned, called with grad enabled.
+        """One step over every parameter that has a gradient; returns what `closure` returned,
+        called with grad enabled.
 
-        Raises TypeError or ValueError, before anything is changed, for parameters or gradients that can't be stepped.
-        With max_grad_norm, or under a GradScaler, a step whose gradients hold an inf or a nan changes nothing;
+        Raises TypeError or ValueError, before anything is changed, for parameters or gradients that
+        can't be stepped. With max_grad_norm, or under a GradScaler, a step whose gradients hold an
+        inf or a nan changes nothing;
         otherwise it spreads them, as torch.optim does. Never waits for an accelerator.
         """
         loss = None
@@ -328,23 +404,40 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         for _, work in launches:
             if isinstance(work, Batch):
                 work.load(gradients=True)
-        squared = [] if self.max_grad_norm is None else squared_norms(launches, self._unplanned(), device)
+        squared = (
+            [] if self.max_grad_norm is None else squared_norms(launches, self._unplanned(), device)
+        )
         factor, skip, self._measured["grad_norm"] = gradient_factor(
-            squared, max_norm=self.max_grad_norm, grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None), device=device, reduce=self.reduce_squared_norm,
-        )  # fmt: skip
+            squared,
+            max_norm=self.max_grad_norm,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            device=device,
+            reduce=self.reduce_squared_norm,
+        )
         for group, work in launches:
             self._run(group, work, factor, skip)
 
     def _unplanned(self) -> list[Tensor]:
         """The parameters of groups that have no plan, as those of DTensors."""
-        return [p for g, group in enumerate(self.param_groups) if g not in self._plans for p in group["params"]]
+        return [
+            p
+            for g, group in enumerate(self.param_groups)
+            if g not in self._plans
+            for p in group["params"]
+        ]
 
-    def _run(self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None) -> None:
+    def _run(
+        self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None
+    ) -> None:
         """Launch one table or batch, copy back stand-ins, and tell autograd what was written."""
         device = device_of(work)
         lr = group["lr"]
-        rate = lr.reshape(()).to(device, torch.float32) if isinstance(lr, Tensor) and number(lr) is None else None
+        rate = (
+            lr.reshape(()).to(device, torch.float32)
+            if isinstance(lr, Tensor) and number(lr) is None
+            else None
+        )
         if factor is not None and factor.device != device:
             factor = factor.to(device)
         if skip is not None and skip.device != device:
@@ -359,14 +452,19 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             work.load(gradients=False)
             self._launch(group, work, rate, factor, skip)
             work.store()
-            written = work.columns[PARAM] + work.columns[-2] + (work.columns[GRAD] if self.zeroes_gradients else [])
+            written = (
+                work.columns[PARAM]
+                + work.columns[-2]
+                + (work.columns[GRAD] if self.zeroes_gradients else [])
+            )
             written = written + work.shared
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)
 
     @torch.no_grad()
     def step_parameter(self, group: int, index: int) -> None:
-        """Step one parameter now, param_groups[group]["params"][index]: what fuse_into_backward does with each."""
+        """Step one parameter now, param_groups[group]["params"][index]: what fuse_into_backward
+        does with each."""
         chosen = self.param_groups[group]
         self._check_group(chosen)
         self._check_rows(chosen, [index])
@@ -376,19 +474,23 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             self._run(chosen, batch, None, None)
 
     def _captured(self) -> bool:
-        """Whether this step is being captured in a CUDA graph. RuntimeError where it was not built for that."""
+        """Whether this step is being captured in a CUDA graph. RuntimeError where it was not built
+        for that."""
         on_cuda = any(p.is_cuda for group in self.param_groups for p in group["params"][:1])
         if not on_cuda or not torch.cuda.is_current_stream_capturing():
             return False
         if not all(group.get("capturable", True) for group in self.param_groups):
             raise RuntimeError(
-                f"step() of {type(self).__name__} is being captured in a CUDA graph, but capturable is False: build the "
-                "optimizer with capturable=True, and pass lr as a tensor on the device if it is to change between replays"
+                f"step() of {type(self).__name__} is being captured in a CUDA graph, but "
+                "capturable is False: build the "
+                "optimizer with capturable=True, and pass lr as a tensor on the device "
+                "if it is to change between replays"
             )
         return True
 
     def refresh_masters(self) -> None:
-        """Set every master to its parameter: call it after loading weights into a model that has already been stepped."""
+        """Set every master to its parameter: call it after loading weights into a model that has
+        already been stepped."""
         for param, state in self.state.items():
             if "master" in state:
                 state["master"].copy_(param.detach())

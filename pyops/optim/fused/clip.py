@@ -1,8 +1,10 @@
-"""One device scalar that holds all that is done to gradients before the step: unscaling and clipping.
+"""One device scalar that holds all that is done to gradients before the step: unscaling and
+clipping.
 
     squared norm of each group's gradients (one pass) -> sum [-> sum over ranks] -> norm -> factor, skip or not
 
-Nothing is read back to the host. The clipping is torch.nn.utils.clip_grad_norm_'s: max_norm / (norm + 1e-6), at most 1.
+Nothing is read back to the host. The clipping is torch.nn.utils.clip_grad_norm_'s: max_norm / (norm
++ 1e-6), at most 1.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ EPSILON = 1e-6
 
 
 class Factor(NamedTuple):
-    """factor: float32 scalar to multiply gradients by, None for 1. found_inf: float32 scalar, not 0: skip the step.
-    norm: float32 scalar, the norm of the unscaled gradients before clipping, None when it was not asked for."""
+    """factor: float32 scalar to multiply gradients by, None for 1. found_inf: float32 scalar, not
+    0: skip the step.
+    norm: float32 scalar, the norm of the unscaled gradients before clipping, None when it was not
+    asked for."""
 
     factor: Tensor | None
     found_inf: Tensor | None
@@ -38,11 +42,14 @@ def gradient_factor(
 ) -> Factor:
     """The factor of this step.
 
-    squared_norms: float64 [2] tensors (sum of squares, count of non-finite elements) of disjoint sets of gradients.
-    grad_scale: what the loss was multiplied by. reduce: makes a local float64 [2] sum a global one, and is called
+    squared_norms: float64 [2] tensors (sum of squares, count of non-finite elements) of disjoint
+    sets of gradients. grad_scale: what the loss was multiplied by. reduce: makes a local float64
+    [2] sum a global one, and is called
     whether or not there are gradients here, because other ranks may be waiting.
     """
-    inverse = None if grad_scale is None else grad_scale.to(device).double().reciprocal().reshape(())
+    inverse = (
+        None if grad_scale is None else grad_scale.to(device).double().reciprocal().reshape(())
+    )
     if found_inf is not None:
         found_inf = found_inf.to(device).float().reshape(())
     if max_norm is None:

@@ -1,4 +1,5 @@
-"""Whose state_dict is this: an optimizer is known by a hyper-parameter that only it has, and by what it keeps of a parameter.
+"""Whose state_dict is this: an optimizer is known by a hyper-parameter that only it has, and by
+what it keeps of a parameter.
 
 {"state": {0: {"exp_avg": ...}}, "param_groups": [{"betas": ..., no "eps"}]}      Lion's: SGD would begin anew, silently
 """
@@ -39,7 +40,8 @@ def kind_of(group: Mapping[str, Any]) -> str | None:
 
 
 def check_kind(defaults: Mapping[str, Any], saved: Mapping[str, Any], *, who: str) -> None:
-    """ValueError where a state_dict is known to be that of another optimizer than the one with these defaults."""
+    """ValueError where a state_dict is known to be that of another optimizer than the one with
+    these defaults."""
     mine = kind_of(defaults)
     if mine is None:
         return
@@ -47,13 +49,20 @@ def check_kind(defaults: Mapping[str, Any], saved: Mapping[str, Any], *, who: st
     for group in saved["param_groups"]:
         theirs = mine if _is(mine, group) else kind_of(group)
         if theirs not in (None, mine):
-            raise ValueError(f"{who}: the state_dict is that of {theirs} (its groups have {KINDS[theirs][0]!r}); {fix}")
+            raise ValueError(
+                f"{who}: the state_dict is that of {theirs} (its groups have "
+                f"{KINDS[theirs][0]!r}); {fix}"
+            )
     for key, state in saved["state"].items():
         kept = STATES & set(state)
         if foreign := sorted(kept - set(KINDS[mine][1])):
             raise ValueError(
-                f"{who}: the state_dict has {foreign} for parameter {key}, which {mine} does not keep: it is that of another "
+                f"{who}: the state_dict has {foreign} for parameter {key}, which {mine} "
+                "does not keep: it is that of another "
                 f"optimizer; {fix}"
             )
         if mine in ("Adam", "LAMB") and "exp_avg" in kept and "exp_avg_sq" not in kept:
-            raise ValueError(f"{who}: the state_dict has no 'exp_avg_sq' for parameter {key}: it is that of Lion; {fix}")
+            raise ValueError(
+                f"{who}: the state_dict has no 'exp_avg_sq' for parameter {key}: it is "
+                f"that of Lion; {fix}"
+            )

@@ -1,4 +1,5 @@
-"""What one step launches: for each group, a table that a plan keeps or lists of tensors, and the norm of their gradients."""
+"""What one step launches: for each group, a table that a plan keeps or lists of tensors, and the
+norm of their gradients."""
 
 from __future__ import annotations
 
@@ -37,14 +38,19 @@ def _squared_norm_of(work: Plan | Batch) -> Tensor:
     return squared_norm_from_table(work.table)
 
 
-def squared_norms(launches: Sequence[Launch], unplanned: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """Squared norms of the launches' gradients, those of DTensors summed over the ranks that hold the other parts.
+def squared_norms(
+    launches: Sequence[Launch], unplanned: Iterable[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Squared norms of the launches' gradients, those of DTensors summed over the ranks that hold
+    the other parts.
 
-    unplanned: the parameters of groups without a plan, with or without a gradient here: the other ranks may wait for a sum.
+    unplanned: the parameters of groups without a plan, with or without a gradient here: the other
+    ranks may wait for a sum.
     """
     found: list[Tensor] = []
     parts: dict[Spread, list[Tensor]] = {}
-    for param in unplanned:  # a loop, which torch.compile of torch 2.13 follows where a comprehension names what it tests
+    # a loop, which torch.compile of torch 2.13 follows where a comprehension names what it tests
+    for param in unplanned:
         spread = spread_of(param)
         if spread is not None:
             parts.setdefault(spread, [])

@@ -1,10 +1,12 @@
-"""Optimizers that treat each layer by its norms, over separate parameters or over one flat parameter that holds them all.
+"""Optimizers that treat each layer by its norms, over separate parameters or over one flat
+parameter that holds them all.
 
     rows of a group     | w1 | b1 | flat parameter: w2, b2, pad, w3 | ...        gathered, watched and saved as they are
     layers of a launch  | w1 | b1 | w2 | b2 | w3 | ...                           views; padding belongs to no layer
 
-A parameter is flat when it has an attribute `flat_layout` (pyops.flat.FlatBuffer.parameter does), a FlatLayout of its elements.
-Its layers share its one `step`. The table of layers follows from that of rows by one gather and one addition.
+A parameter is flat when it has an attribute `flat_layout` (pyops.flat.FlatBuffer.parameter does), a
+FlatLayout of its elements. Its layers share its one `step`. The table of layers follows from that
+of rows by one gather and one addition.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ def layout_of(param: Tensor) -> FlatLayout | None:
     return getattr(param, "flat_layout", None)
 
 
-def layers_of(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> tuple[list[list[Tensor]], list[int]]:
-    """Columns and offsets with a row for each layer: views, and the step of the parameter for each of its layers."""
+def layers_of(
+    columns: Sequence[Sequence[Tensor]], offsets: Sequence[int]
+) -> tuple[list[list[Tensor]], list[int]]:
+    """Columns and offsets with a row for each layer: views, and the step of the parameter for each
+    of its layers."""
     wide: list[list[Tensor]] = [[] for _ in columns]
     starts: list[int] = []
     for i, param in enumerate(columns[PARAM]):
@@ -51,7 +56,8 @@ def layers_of(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int]) -> tu
 
 
 class LayerTable(NamedTuple):
-    """layers = rows[owner] + shift: the table of layers from that of rows, whose gradients may have moved since."""
+    """layers = rows[owner] + shift: the table of layers from that of rows, whose gradients may have
+    moved since."""
 
     owner: Tensor
     shift: Tensor
@@ -60,7 +66,9 @@ class LayerTable(NamedTuple):
         return table.index_select(0, self.owner) + self.shift
 
 
-def _layer_table(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int], table: Tensor) -> LayerTable | None:
+def _layer_table(
+    columns: Sequence[Sequence[Tensor]], offsets: Sequence[int], table: Tensor
+) -> LayerTable | None:
     """How to make the table of layers; None when every row is one."""
     params = columns[PARAM]
     if all(layout_of(p) is None for p in params):
@@ -70,24 +78,33 @@ def _layer_table(columns: Sequence[Sequence[Tensor]], offsets: Sequence[int], ta
     lists: Any = [*wide, starts]
     layers = optimizer_table(*lists)
     counts = [1 if (layout := layout_of(p)) is None else len(layout.names) for p in params]
-    owner = torch.repeat_interleave(torch.arange(len(params), device="cpu"), torch.tensor(counts, device="cpu")).to(
-        table.device
-    )
+    owner = torch.repeat_interleave(
+        torch.arange(len(params), device="cpu"), torch.tensor(counts, device="cpu")
+    ).to(table.device)
     return LayerTable(owner, layers - table.index_select(0, owner))
 
 
 class LayerwiseOptimizer(FusedOptimizer):
-    """What LAMB and LARS share. A group's `trust_ratio` False leaves its parameters to the plain rule.
+    """What LAMB and LARS share. A group's `trust_ratio` False leaves its parameters to the plain
+    rule.
 
-    reduce_norms: set it where each process holds a part of every layer: a callable that takes this process' float64
-    [layers, 2] squared norms of a launch and returns their sums over all processes; it is not pickled.
+    reduce_norms: set it where each process holds a part of every layer: a callable that takes this
+    process' float64 [layers, 2] squared norms of a launch and returns their sums over all
+    processes; it is not pickled.
     """
 
     reduce_norms: Callable[[Tensor], Tensor] | None = None
 
     @abstractmethod
-    def _layer_step(self, group: Group, work: Tensor | list[list[Tensor]], norms: Tensor, *device_scalars: Tensor | None,
-                    passes: int, offsets: list[int]) -> None:  # fmt: skip
+    def _layer_step(
+        self,
+        group: Group,
+        work: Tensor | list[list[Tensor]],
+        norms: Tensor,
+        *device_scalars: Tensor | None,
+        passes: int,
+        offsets: list[int],
+    ) -> None:
         """Run the passes on a table or on the lists of a batch."""
 
     def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
@@ -106,14 +123,21 @@ class LayerwiseOptimizer(FusedOptimizer):
         return (*super()._key(group), layouts)
 
     def _launch(
-        self, group: Group, work: Tensor | Batch, lr: Tensor | None, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: Group,
+        work: Tensor | Batch,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         layered = group["trust_ratio"]  # the plain rule needs no layers
         scalars = (lr, factor, skip)
         offsets: list[int] = []
         lists: Tensor | list[list[Tensor]]
         if isinstance(work, Batch):
-            lists, offsets = layers_of(work.columns, work.offsets) if layered else (work.columns, work.offsets)
+            lists, offsets = (
+                layers_of(work.columns, work.offsets) if layered else (work.columns, work.offsets)
+            )
             rows, device = len(lists[PARAM]), lists[PARAM][0].device
         else:
             layers: LayerTable | None = getattr(work, "layers", None)
@@ -136,9 +160,16 @@ def check_layout(param: Tensor, *, name: str, who: str) -> None:
     layout = layout_of(param)
     if layout is None:
         return
-    if not isinstance(layout, FlatLayout) or param.dim() != 1 or not param.is_contiguous() or layout.numel != param.numel():
+    if (
+        not isinstance(layout, FlatLayout)
+        or param.dim() != 1
+        or not param.is_contiguous()
+        or layout.numel != param.numel()
+    ):
         found = f"of {layout.numel} elements" if isinstance(layout, FlatLayout) else repr(layout)
         raise ValueError(
-            f"{who}: flat_layout of {name} is {found}; expected a FlatLayout of the {param.numel()} elements of a contiguous "
-            "parameter of one dimension: step a shard of a FlatBuffer without flat_layout, or give the shard its own"
+            f"{who}: flat_layout of {name} is {found}; expected a FlatLayout of the "
+            f"{param.numel()} elements of a contiguous "
+            "parameter of one dimension: step a shard of a FlatBuffer without "
+            "flat_layout, or give the shard its own"
         )

@@ -17,7 +17,9 @@ __all__ = ["byte_range", "has_overlap", "is_dense", "lies_like", "overlapping"]
 
 def _dimensions(t: Tensor) -> list[tuple[int, int]]:
     """(stride, size) of the dimensions that matter, smallest stride first."""
-    return sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1)
+    return sorted(
+        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1
+    )
 
 
 def is_dense(t: Tensor) -> bool:
@@ -33,7 +35,8 @@ def is_dense(t: Tensor) -> bool:
 
 
 def has_overlap(t: Tensor) -> bool:
-    """Whether two elements of the tensor share a place in memory. Exact, also for strange strides."""
+    """Whether two elements of the tensor share a place in memory. Exact, also for strange
+    strides."""
     if t.numel() < 2 or t.is_contiguous():
         return False
     reach = 0
@@ -49,12 +52,17 @@ def has_overlap(t: Tensor) -> bool:
 
 
 def lies_like(t: Tensor, strides: Sequence[int]) -> bool:
-    """Whether walking `t` in memory order visits elements as `strides` would; dimensions of size 1 don't matter."""
-    return all(mine == other or size == 1 for mine, other, size in zip(t.stride(), strides, t.shape, strict=True))
+    """Whether walking `t` in memory order visits elements as `strides` would; dimensions of size 1
+    don't matter."""
+    return all(
+        mine == other or size == 1
+        for mine, other, size in zip(t.stride(), strides, t.shape, strict=True)
+    )
 
 
 def byte_range(t: Tensor) -> tuple[int, int]:
-    """First byte, and one past the last, of the stretch of memory that holds the tensor's elements."""
+    """First byte, and one past the last, of the stretch of memory that holds the tensor's
+    elements."""
     if t.numel() == 0:
         return 0, 0
     extent = 1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
@@ -63,7 +71,8 @@ def byte_range(t: Tensor) -> tuple[int, int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Positions of the tensors whose stretch of memory meets that of an earlier-starting one, or of which one does."""
+    """Positions of the tensors whose stretch of memory meets that of an earlier-starting one, or of
+    which one does."""
     ranges = sorted((*byte_range(t), i) for i, t in enumerate(tensors) if t.numel())
     found: set[int] = set()
     end, last = 0, -1

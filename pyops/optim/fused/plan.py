@@ -1,11 +1,13 @@
-"""What one param group does on one device in a step, remembered so that the next step only checks that it still holds.
+"""What one param group does on one device in a step, remembered so that the next step only checks
+that it still holds.
 
     first step            gather rows -> table of pointers -> scan remembers parameters and gradients
     every other step      scan: the same? -> one call on the table, whatever the number of tensors
                           gradients moved (set_to_none makes new ones): the scan wrote the new addresses itself
                           anything else: gather again
 
-On the CPU the scan writes into the table. On CUDA it writes into a mirror of the column, which is copied without waiting.
+On the CPU the scan writes into the table. On CUDA it writes into a mirror of the column, which is
+copied without waiting.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ __all__ = ["Plan"]
 class Plan:
     """One group on one device.
 
-    table: of the rows that fit one, or None. leftover: places in the group of the others, in lists to be launched one
-    after the other; they are gathered anew each step. written: what a launch of the table changes and autograd should
-    know of. key: what the optimizer wants to find unchanged, besides tensors.
+    table: of the rows that fit one, or None. leftover: places in the group of the others, in lists
+    to be launched one after the other; they are gathered anew each step. written: what a launch of
+    the table changes and autograd should know of. key: what the optimizer wants to find unchanged,
+    besides tensors.
     """
 
     def __init__(
@@ -38,7 +41,8 @@ class Plan:
         make_table: Callable[[list[list[Tensor]], list[int]], Tensor],
         native: ModuleType,
     ) -> None:
-        """params: the group's own list. rows: of one device, checked; parameters that have none are on another device
+        """params: the group's own list. rows: of one device, checked; parameters that have none are
+        on another device
         or have no gradient."""
         self.table: Tensor | None = None
         self.written: list[Tensor] = []
@@ -47,12 +51,17 @@ class Plan:
         self._params = params
         fast, others = split_rows(rows)
         self.leftover = [[row.place for row in each] for each in others]
-        kinds = [native.ParameterScan.ABSENT if p.grad is None else native.ParameterScan.IGNORED for p in params]
+        kinds = [
+            native.ParameterScan.ABSENT if p.grad is None else native.ParameterScan.IGNORED
+            for p in params
+        ]
         for row in rows:
             kinds[row.place] = native.ParameterScan.ELSEWHERE
         for row in fast:
             kinds[row.place] = native.ParameterScan.ROW
-        self._scan = native.ParameterScan(params, kinds, torch.Tensor, torch.nn.Parameter, gradients_fit)
+        self._scan = native.ParameterScan(
+            params, kinds, torch.Tensor, torch.nn.Parameter, gradients_fit
+        )
         if fast:
             columns = columns_of(fast)
             self.table = make_table(columns, [row.offset for row in fast])
@@ -60,13 +69,16 @@ class Plan:
             self._attach(self.table)
 
     def _keep(self, columns: list[list[Tensor]]) -> None:
-        """Hold what the table points to, except gradients, whose memory should be free in the next forward pass."""
+        """Hold what the table points to, except gradients, whose memory should be free in the next
+        forward pass."""
         copies = columns[-2]
         self.written = columns[PARAM] + [t for t in copies if t.numel()]
-        # Storages too: when somebody swaps the `.data` of a state, the table must not lead to freed memory.
+        # Storages too: when somebody swaps the `.data` of a state, the table must not lead to freed
+        # memory.
         self._kept = [t for i, column in enumerate(columns) if i != GRAD for t in column]
         self._storages = [t.untyped_storage() for column in columns[GRAD + 1 :] for t in column]
-        # One of each kind of state is asked before each step for its memory: who gives that back, gives back all.
+        # One of each kind of state is asked before each step for its memory: who gives that back,
+        # gives back all.
         some = [column[0].untyped_storage() for column in columns[GRAD + 1 :] if column]
         self._watched = [(storage, storage.nbytes()) for storage in some]
 
@@ -80,8 +92,13 @@ class Plan:
             self._scan.attach(self._mirror.data_ptr(), 1, 0)
 
     def still_holds(self, params: list[Tensor], key: tuple[object, ...]) -> bool:
-        """Whether the plan is right for this step; the table's gradient column is brought up to date."""
-        if params is not self._params or key != self.key or any(s.nbytes() != n for s, n in self._watched):
+        """Whether the plan is right for this step; the table's gradient column is brought up to
+        date."""
+        if (
+            params is not self._params
+            or key != self.key
+            or any(s.nbytes() != n for s, n in self._watched)
+        ):
             return False
         verdict = self._scan.check()
         if verdict == self._scan.MOVED and self.table is not None and self._mirror is not None:

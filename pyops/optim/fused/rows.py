@@ -1,9 +1,11 @@
-"""Rows of tensors that one launch steps, gathered from a param group with every check, and stand-ins for odd layouts.
+"""Rows of tensors that one launch steps, gathered from a param group with every check, and
+stand-ins for odd layouts.
 
     param | grad | the optimizer's own states ... | master | copy | step        one row per parameter with a gradient
 
-A tensor with gaps, one laid out otherwise than its parameter, or a view whose sign is still to be taken is copied into a
-dense stand-in before the launch and copied back after it: exact, and memory between its elements is never touched.
+A tensor with gaps, one laid out otherwise than its parameter, or a view whose sign is still to be
+taken is copied into a dense stand-in before the launch and copied back after it: exact, and memory
+between its elements is never touched.
 """
 
 from __future__ import annotations
@@ -18,14 +20,25 @@ from pyops.flat.dtensor import Spread, first_element, is_dtensor, local_of, plac
 from pyops.optim.fused.checks import is_unresolved
 from pyops.optim.fused.layout import is_dense, lies_like, overlapping
 
-__all__ = ["GRAD", "PARAM", "Batch", "Row", "batch_of", "by_spread", "columns_of", "row_of", "split_rows"]
+__all__ = [
+    "GRAD",
+    "PARAM",
+    "Batch",
+    "Row",
+    "batch_of",
+    "by_spread",
+    "columns_of",
+    "row_of",
+    "split_rows",
+]
 
 PARAM, GRAD = 0, 1
 
 
 class Row(NamedTuple):
-    """One parameter's tensors in column order, None where it has none; `place` in its group; `offset`: its first
-    element's number for stochastic rounding. Of a DTensor the tensors are what this rank holds, `shared` is the
+    """One parameter's tensors in column order, None where it has none; `place` in its group;
+    `offset`: its first element's number for stochastic rounding. Of a DTensor the tensors are what
+    this rank holds, `shared` is the
     parameter itself, and `spread` says over which ranks its elements are."""
 
     place: int
@@ -42,7 +55,8 @@ class Row(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A tensor of a column and its dense stand-in; `written`: the launch changes it, so it is copied back."""
+    """A tensor of a column and its dense stand-in; `written`: the launch changes it, so it is
+    copied back."""
 
     column: int
     tensor: Tensor
@@ -51,8 +65,8 @@ class Exchange(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Columns for one launch, and the stand-ins among them. `shared`: the DTensors whose local tensors are stepped;
-    `spread`: that of every row."""
+    """Columns for one launch, and the stand-ins among them. `shared`: the DTensors whose local
+    tensors are stepped; `spread`: that of every row."""
 
     columns: list[list[Tensor]]
     offsets: list[int]
@@ -61,8 +75,8 @@ class Batch(NamedTuple):
     spread: Spread | None
 
     def load(self, *, gradients: bool) -> None:
-        """Copy into the stand-ins of gradients, which the norm needs first, or into those of everything else, just before
-        the launch: an earlier one may have stepped the same memory."""
+        """Copy into the stand-ins of gradients, which the norm needs first, or into those of
+        everything else, just before the launch: an earlier one may have stepped the same memory."""
         for exchange in self.exchanges:
             if (exchange.column == GRAD) == gradients:
                 exchange.stand_in.copy_(exchange.tensor)
@@ -86,7 +100,8 @@ def _walkable(row: Row) -> bool:
 
 
 def columns_of(rows: Sequence[Row]) -> list[list[Tensor]]:
-    """The rows' tensors by column. An empty tensor stands for none; a column that no row uses is empty."""
+    """The rows' tensors by column. An empty tensor stands for none; a column that no row uses is
+    empty."""
     param = rows[0].tensors[PARAM]
     assert param is not None
     absent = torch.empty(0, device=param.device)
@@ -105,8 +120,12 @@ def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
         assert param is not None
         strides = param.stride() if is_dense(param) else torch.empty_like(param).stride()
         for column, tensor in enumerate(tensors[:-1]):
-            if tensor is not None and (is_unresolved(tensor) or not (is_dense(tensor) and lies_like(tensor, strides))):
-                stand_in = torch.empty_strided(tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device)
+            if tensor is not None and (
+                is_unresolved(tensor) or not (is_dense(tensor) and lies_like(tensor, strides))
+            ):
+                stand_in = torch.empty_strided(
+                    tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device
+                )
                 exchanges.append(Exchange(column, tensor, stand_in, column != GRAD or zero_grads))
                 tensors[column] = stand_in
         ready.append(row._replace(tensors=tensors))
@@ -115,8 +134,9 @@ def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
 
 
 def row_of(place: int, tensors: list[Tensor | None], offset: int | None) -> Row:
-    """A row of these tensors; of a DTensor, what this rank holds of each. A gradient that lies otherwise than its parameter
-    is brought here first. offset: None where nobody asks for the numbers of elements."""
+    """A row of these tensors; of a DTensor, what this rank holds of each. A gradient that lies
+    otherwise than its parameter is brought here first. offset: None where nobody asks for the
+    numbers of elements."""
     param, grad = tensors[PARAM], tensors[GRAD]
     if not is_dtensor(param):
         return Row(place, tensors, offset or 0)
@@ -137,7 +157,8 @@ def by_spread(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def split_rows(rows: Sequence[Row]) -> tuple[list[Row], list[list[Row]]]:
-    """Rows of one device that a table may hold, and the others in lists that must be launched one after the other.
+    """Rows of one device that a table may hold, and the others in lists that must be launched one
+    after the other.
 
     Parameters that share memory are stepped in their order, each alone, as torch does.
     """

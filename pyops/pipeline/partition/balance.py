@@ -2,8 +2,9 @@
 
     costs    4  1  1  6 | 5  5  2 | 9  3        3 stages: 12, 12, 12
 
-Heuristics that even out variances can be off by a factor of two; the optimum by dynamic programming takes O(L^2 K) additions
-for L layers. Among partitions with the cheapest costliest stage, that with the least sum of squares is taken: the evenest.
+Heuristics that even out variances can be off by a factor of two; the optimum by dynamic programming
+takes O(L^2 K) additions for L layers. Among partitions with the cheapest costliest stage, that with
+the least sum of squares is taken: the evenest.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ def balance(
     in_flight: Sequence[float] | None = None,
     most_bytes: float | None = None,
 ) -> list[int]:
-    """The stages' first layers and, last, the number of layers: stage s holds layers [b[s], b[s + 1]), never none.
+    """The stages' first layers and, last, the number of layers: stage s holds layers [b[s], b[s +
+    1]), never none.
 
-    costs: of each layer, in any unit: 0 or more; or a Profile of the layers, or these themselves. by: what of a Profile or of
-    layers counts: "time" (forward and backward; a Profile's default), "parameters" (the layers' default), "memory", or a
-    function of a layer's LayerCosts, or of the layer.
-    together: pairs (first, last) of layers that must be on one stage, with all between them, such as the two ends of a skip
-    connection that shall not travel. same_stage: groups of layers that must be on one stage, such as those that share a weight.
-    in_flight: of a Profile, for each stage how many micro-batches' activations it keeps, as schedule.peak(rank) says (default:
-    1 each); counts with by="memory" and for most_bytes. most_bytes: no stage may keep more, weights, gradients and Adam's
-    moments included.
+    costs: of each layer, in any unit: 0 or more; or a Profile of the layers, or these themselves.
+    by: what of a Profile or of layers counts: "time" (forward and backward; a Profile's default),
+    "parameters" (the layers' default), "memory", or a function of a layer's LayerCosts, or of the
+    layer.
+    together: pairs (first, last) of layers that must be on one stage, with all between them, such
+    as the two ends of a skip connection that shall not travel. same_stage: groups of layers that
+    must be on one stage, such as those that share a weight. in_flight: of a Profile, for each stage
+    how many micro-batches' activations it keeps, as schedule.peak(rank) says (default: 1 each);
+    counts with by="memory" and for most_bytes. most_bytes: no stage may keep more, weights,
+    gradients and Adam's moments included.
 
-    ValueError for fewer layers, or fewer places where a stage may begin, than stages; or if nothing fits in most_bytes.
+    ValueError for fewer layers, or fewer places where a stage may begin, than stages; or if nothing
+    fits in most_bytes.
     """
     weights = layer_costs(costs, by)
     for i, weight in enumerate(weights):
@@ -52,15 +57,24 @@ def balance(
     begins = places(len(weights), together=together, same_stage=same_stage)
     if len(begins) < num_stages:
         layers = len(weights)
-        tied = f", {layers - len(begins)} of which must stay with the one before" if len(begins) < layers else ""
-        raise ValueError(f"{layers} layers{tied} can't fill {num_stages} stages; take {len(begins)} stages or fewer")
+        tied = (
+            f", {layers - len(begins)} of which must stay with the one before"
+            if len(begins) < layers
+            else ""
+        )
+        raise ValueError(
+            f"{layers} layers{tied} can't fill {num_stages} stages; take {len(begins)} "
+            "stages or fewer"
+        )
     edges = [*begins, len(weights)]
     upto = [0.0]
     for first, end in itertools.pairwise(edges):
         upto.append(upto[-1] + math.fsum(weights[first:end]))
     if by != "memory" and most_bytes is None:
         if in_flight is not None:
-            raise ValueError('in_flight says what stages keep; it goes with by="memory" or most_bytes')
+            raise ValueError(
+                'in_flight says what stages keep; it goes with by="memory" or most_bytes'
+            )
         return _cheapest(edges, num_stages, lambda stage, begin, end: upto[end] - upto[begin])
     bytes_of = _memory(costs, edges, num_stages, in_flight)
 
@@ -73,12 +87,20 @@ def balance(
     return _cheapest(edges, num_stages, cost)
 
 
-def places(layers: int, *, together: Iterable[tuple[int, int]] = (), same_stage: Iterable[Sequence[int]] = ()) -> list[int]:
+def places(
+    layers: int,
+    *,
+    together: Iterable[tuple[int, int]] = (),
+    same_stage: Iterable[Sequence[int]] = (),
+) -> list[int]:
     """The layers with which a stage may begin. ValueError for layers that there are not."""
     spans = [(min(group), max(group)) for group in [*together, *same_stage] if len(group)]
     for low, high in spans:
         if not 0 <= low <= high < layers:
-            raise ValueError(f"layers {low} and {high} shall be on one stage, but there are layers 0 to {layers - 1}")
+            raise ValueError(
+                f"layers {low} and {high} shall be on one stage, but there are layers 0 "
+                f"to {layers - 1}"
+            )
     return [i for i in range(layers) if not any(low < i <= high for low, high in spans)]
 
 
@@ -87,20 +109,34 @@ def _memory(
 ) -> Callable[[int, int, int], float]:
     """bytes(stage, begin, end) of blocks, each looked up once."""
     if not isinstance(costs, Profile):
-        raise ValueError("what a stage keeps is known of a Profile alone; give balance(profile(layers, inputs), ...)")
+        raise ValueError(
+            "what a stage keeps is known of a Profile alone; give "
+            "balance(profile(layers, inputs), ...)"
+        )
     if in_flight is not None and len(in_flight) != num_stages:
-        raise ValueError(f"in_flight has {len(in_flight)} numbers, but there are {num_stages} stages; give one for each")
+        raise ValueError(
+            f"in_flight has {len(in_flight)} numbers, but there are {num_stages} stages; "
+            "give one for each"
+        )
     blocks = range(len(edges))
     kept = {(a, b): costs.kept(edges[a], edges[b]) for b in blocks for a in range(b)}
     weights = {(a, b): costs.weights(edges[a], edges[b]) for b in blocks for a in range(b)}
-    return lambda stage, a, b: weights[a, b] + (1.0 if in_flight is None else in_flight[stage]) * kept[a, b]
+    return lambda stage, a, b: (
+        weights[a, b] + (1.0 if in_flight is None else in_flight[stage]) * kept[a, b]
+    )
 
 
-def _cheapest(edges: Sequence[int], num_stages: int, cost_of: Callable[[int, int, int], float]) -> list[int]:
-    """Over the blocks [edges[i], edges[i + 1]), which nothing cuts. cost_of(stage, first block, last block + 1)."""
+def _cheapest(
+    edges: Sequence[int], num_stages: int, cost_of: Callable[[int, int, int], float]
+) -> list[int]:
+    """Over the blocks [edges[i], edges[i + 1]), which nothing cuts. cost_of(stage, first block,
+    last block + 1)."""
     least, _ = _least(edges, num_stages, cost_of, max)
     if math.isinf(least):
-        raise ValueError("no partition keeps every stage within most_bytes; take more stages, fewer in flight, or recompute")
+        raise ValueError(
+            "no partition keeps every stage within most_bytes; take more stages, fewer "
+            "in flight, or recompute"
+        )
 
     def square(stage: int, begin: int, end: int) -> float:
         cost = cost_of(stage, begin, end)
@@ -110,7 +146,10 @@ def _cheapest(edges: Sequence[int], num_stages: int, cost_of: Callable[[int, int
 
 
 def _least(
-    edges: Sequence[int], num_stages: int, cost_of: Callable[[int, int, int], float], join: Callable[[float, float], float]
+    edges: Sequence[int],
+    num_stages: int,
+    cost_of: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """The least cost of all stages joined, and the partition that has it."""
     blocks = len(edges) - 1
@@ -120,7 +159,9 @@ def _least(
     for stage in range(num_stages):
         following = [(math.inf, stage)] * (blocks + 1)
         for n in range(stage + 1, blocks - (num_stages - stage - 1) + 1):
-            following[n] = min((join(best[begin][0], cost_of(stage, begin, n)), begin) for begin in range(stage, n))
+            following[n] = min(
+                (join(best[begin][0], cost_of(stage, begin, n)), begin) for begin in range(stage, n)
+            )
         table.append(following)
         best = following
     found, n = [edges[-1]], blocks

@@ -1,4 +1,5 @@
-"""plan_pipedream: stages and their replicas for a pipeline that never flushes: the slowest stage or link sets the pace.
+"""plan_pipedream: stages and their replicas for a pipeline that never flushes: the slowest stage or
+link sets the pace.
 
     level 1: devices of a machine      A_1(i, j, m): seconds a mini-batch of layers i .. j - 1 on m devices
     level 2: machines                  A_2(i, j, m): on m machines, each working as A_1(i, j, all its devices) says
@@ -8,12 +9,14 @@
         max(A_k(i, s, m - n), 2 a_s / B_k, T_k(s, j, n))  for i < s < j, 0 < n < m      a last stage of n replicas
     T_k(i, j, m) = max(A_{k-1}(i, j, all), 2 (m - 1) / m w / B_k) / m,     A_0(i, j): forward and backward of one device
 
-w: bytes of the layers' weights; a_s: bytes that layer s - 1 sends to s, which come back as a gradient; B_k: bytes a second.
-m replicas take m mini-batches in turn and reduce their gradients once meanwhile, during compute. Start and end of the run, and
-what weights' versions take, are left out of the time.
+w: bytes of the layers' weights; a_s: bytes that layer s - 1 sends to s, which come back as a
+gradient; B_k: bytes a second. m replicas take m mini-batches in turn and reduce their gradients
+once meanwhile, during compute. Start and end of the run, and what weights' versions take, are left
+out of the time.
 
-Source: PipeDream, Narayanan et al., SOSP 2019, section 3.1: the hierarchical search. The authors' program adds the time of the
-reduction where this takes the larger, and leaves transfers between stages out unless told otherwise.
+Source: PipeDream, Narayanan et al., SOSP 2019, section 3.1: the hierarchical search. The authors'
+program adds the time of the reduction where this takes the larger, and leaves transfers between
+stages out unless told otherwise.
 """
 
 from __future__ import annotations
@@ -28,16 +31,23 @@ from pyops.pipeline.partition.plan import Levels, Plan, PlannedStage, check_leve
 
 __all__ = ["plan_pipedream"]
 
-Found = tuple[float, tuple[tuple[int, int, int], ...]]  # seconds, (first, end, replicas at this level) of each stage
+Found = tuple[
+    float, tuple[tuple[int, int, int], ...]
+]  # seconds, (first, end, replicas at this level) of each stage
 
 
 def plan_pipedream(
-    profile: Profile, *, levels: Levels, together: Iterable[tuple[int, int]] = (), same_stage: Iterable[Sequence[int]] = ()
+    profile: Profile,
+    *,
+    levels: Levels,
+    together: Iterable[tuple[int, int]] = (),
+    same_stage: Iterable[Sequence[int]] = (),
 ) -> Plan:
     """The plan of least time a mini-batch over all devices of `levels`, by the model above.
 
-    levels: (parts, bytes a second between them) from the innermost, such as [(8, 3e11), (2, 1e10)]. together, same_stage: as in
-    `balance`. Every device is used. Takes O(L^3 m^2) for a level of m parts, with L places where a stage may begin.
+    levels: (parts, bytes a second between them) from the innermost, such as [(8, 3e11), (2, 1e10)].
+    together, same_stage: as in `balance`. Every device is used. Takes O(L^3 m^2) for a level of m
+    parts, with L places where a stage may begin.
 
     ValueError: no layers, levels that are none.
     """
@@ -49,27 +59,39 @@ def plan_pipedream(
     search = _Search(profile, edges, levels)
     top = len(levels)
     seconds, _ = search.best(top, 0, len(begins), levels[-1][0])
-    stages = [PlannedStage(edges[a], edges[b], n) for a, b, n in search.flat(top, 0, len(begins), levels[-1][0])]
+    stages = [
+        PlannedStage(edges[a], edges[b], n)
+        for a, b, n in search.flat(top, 0, len(begins), levels[-1][0])
+    ]
     return Plan(tuple(stages), seconds)
 
 
 class _Search:
-    """The tables, filled as they are asked for. A stage [a, b) holds layers edges[a] .. edges[b] - 1."""
+    """The tables, filled as they are asked for. A stage [a, b) holds layers edges[a] .. edges[b] -
+    1."""
 
     def __init__(self, profile: Profile, edges: Sequence[int], levels: Levels) -> None:
         self.levels = levels
         layers = profile.layers
         blocks = range(len(edges))
         self.compute = {
-            (a, b): math.fsum(layer.time for layer in layers[edges[a] : edges[b]]) for b in blocks for a in range(b)
+            (a, b): math.fsum(layer.time for layer in layers[edges[a] : edges[b]])
+            for b in blocks
+            for a in range(b)
         }
-        self.weights = {(a, b): _weight_bytes(profile, edges[a], edges[b]) for b in blocks for a in range(b)}
+        self.weights = {
+            (a, b): _weight_bytes(profile, edges[a], edges[b]) for b in blocks for a in range(b)
+        }
         self.sent = [0 if edge == 0 else layers[edge - 1].activation for edge in edges]
         self.best = cache(self._best)
 
     def one_stage(self, level: int, a: int, b: int, m: int) -> float:
         """T_k."""
-        inner = self.compute[a, b] if level == 1 else self.best(level - 1, a, b, self.levels[level - 2][0])[0]
+        inner = (
+            self.compute[a, b]
+            if level == 1
+            else self.best(level - 1, a, b, self.levels[level - 2][0])[0]
+        )
         return max(inner, ring(self.weights[a, b], m, self.levels[level - 1][1])) / m
 
     def _best(self, level: int, a: int, b: int, m: int) -> Found:
@@ -87,12 +109,17 @@ class _Search:
         return found
 
     def flat(self, level: int, a: int, b: int, m: int) -> list[tuple[int, int, int]]:
-        """The stages of all levels; those within one that is replicated at a higher level have as many times more replicas."""
+        """The stages of all levels; those within one that is replicated at a higher level have as
+        many times more replicas."""
         stages = self.best(level, a, b, m)[1]
         if level == 1:
             return list(stages)
         inner = self.levels[level - 2][0]
-        return [(c, d, k * n) for first, end, n in stages for c, d, k in self.flat(level - 1, first, end, inner)]
+        return [
+            (c, d, k * n)
+            for first, end, n in stages
+            for c, d, k in self.flat(level - 1, first, end, inner)
+        ]
 
 
 def _weight_bytes(profile: Profile, first: int, end: int) -> int:

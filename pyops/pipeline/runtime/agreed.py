@@ -1,4 +1,5 @@
-"""What the ranks of a pipeline agree on: that they make the same one, under which tags it talks, and how a step went wrong.
+"""What the ranks of a pipeline agree on: that they make the same one, under which tags it talks,
+and how a step went wrong.
 
 rank 0   cut, digest --.                       .-- the same digest on all?  -- tags
 rank 1   cut, digest --+-- gather, compare  ---+--
@@ -26,9 +27,12 @@ REDUCTIONS = ("mean", "sum")
 
 
 def agreed(
-    schedule: Schedule, layers: list[nn.Module], boundaries: Sequence[int] | None, reduction: str,
+    schedule: Schedule,
+    layers: list[nn.Module],
+    boundaries: Sequence[int] | None,
+    reduction: str,
     group: dist.ProcessGroup | None,
-) -> tuple[int, list[int], Edges]:  # fmt: skip
+) -> tuple[int, list[int], Edges]:
     """The first tag of this pipeline's messages, the boundaries, and what skips stages.
 
     ValueError on every rank for what is wrong on any.
@@ -41,7 +45,8 @@ def agreed(
             raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
         if group is not None and dist.get_world_size(group) != schedule.num_ranks:
             raise ValueError(
-                f"the schedule is of {schedule.num_ranks} ranks, but the group has {dist.get_world_size(group)}; make it with "
+                f"the schedule is of {schedule.num_ranks} ranks, but the group has "
+                f"{dist.get_world_size(group)}; make it with "
                 f"num_stages={dist.get_world_size(group)}"
             )
         found = _boundaries(layers, boundaries, schedule.num_stages)
@@ -51,20 +56,29 @@ def agreed(
     agree(error, group=group) if group is not None else _raise_if(error)
     if group is None:
         return 0, found, edges
-    card = hashlib.blake2b(f"{schedule.name} {schedule.weights} {schedule} {found} {reduction} {edges}".encode()).hexdigest()
+    card = hashlib.blake2b(
+        f"{schedule.name} {schedule.weights} {schedule} {found} {reduction} {edges}".encode()
+    ).hexdigest()
     cards = gather(card, group=group)
-    if (other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)) is not None:
+    if (
+        other := next((rank for rank, each in enumerate(cards) if each != cards[0]), None)
+    ) is not None:
         raise ValueError(
-            f"rank {other} made a pipeline of another schedule, other boundaries or another reduction than rank 0; give all "
+            f"rank {other} made a pipeline of another schedule, other boundaries or "
+            "another reduction than rank 0; give all "
             "the same"
         )
     first = None
     if dist.get_rank(group) == 0:
-        first = TAGS + 32 * dist.distributed_c10d._get_process_group_store(group).add("pyops/pipeline", 1)
+        first = TAGS + 32 * dist.distributed_c10d._get_process_group_store(group).add(
+            "pyops/pipeline", 1
+        )
     return next(each for each in gather(first, group=group) if each is not None), found, edges
 
 
-def _boundaries(layers: Sequence[nn.Module], boundaries: Sequence[int] | None, num_stages: int) -> list[int]:
+def _boundaries(
+    layers: Sequence[nn.Module], boundaries: Sequence[int] | None, num_stages: int
+) -> list[int]:
     for i, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layer {i} is a {type(layer).__name__}; give torch.nn.Modules")
@@ -75,7 +89,8 @@ def _boundaries(layers: Sequence[nn.Module], boundaries: Sequence[int] | None, n
     rising = all(a < b for a, b in itertools.pairwise(found))
     if len(found) != num_stages + 1 or found[0] != 0 or found[-1] != len(layers) or not rising:
         raise ValueError(
-            f"boundaries is {found}; expected {num_stages + 1} rising numbers from 0 to {len(layers)}: the first layer of each "
+            f"boundaries is {found}; expected {num_stages + 1} rising numbers from 0 to "
+            f"{len(layers)}: the first layer of each "
             f"of the {num_stages} stages, and the number of layers"
         )
     return found
@@ -86,8 +101,11 @@ def _raise_if(error: Exception | None) -> None:
         raise error
 
 
-def raise_together(error: BaseException | None, where: Action | None, *, group: dist.ProcessGroup | None) -> None:
-    """Raise this rank's error, or that of the first rank that has one. where: the action that failed, None before the first."""
+def raise_together(
+    error: BaseException | None, where: Action | None, *, group: dist.ProcessGroup | None
+) -> None:
+    """Raise this rank's error, or that of the first rank that has one. where: the action that
+    failed, None before the first."""
     place = "before the first action" if where is None else f"in {where}"
     card = None if error is None else (type(error), f"{place}: {error}")
     cards = gather(card, group=group) if group is not None else [card]

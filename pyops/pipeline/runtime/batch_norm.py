@@ -1,11 +1,13 @@
-"""Batch norm in a pipeline: a micro-batch is normalised by its own statistics; those kept for evaluation are the whole batch's.
+"""Batch norm in a pipeline: a micro-batch is normalised by its own statistics; those kept for
+evaluation are the whole batch's.
 
     micro-batch 0   n, mean, variance --.
     micro-batch 1   n, mean, variance --+-- n, mean, variance of all of them --> running_mean, running_var, once a step
     micro-batch 2   n, mean, variance --'
 
-torch would count every micro-batch as a batch, and one that is computed again twice. Means and sums of squared deviations are
-merged in float64 (Chan, Golub and LeVeque, 1983), which cancels nothing, and the variance is the unbiased one, as in torch.
+torch would count every micro-batch as a batch, and one that is computed again twice. Means and sums
+of squared deviations are merged in float64 (Chan, Golub and LeVeque, 1983), which cancels nothing,
+and the variance is the unbiased one, as in torch.
 """
 
 from __future__ import annotations
@@ -36,36 +38,50 @@ class Tally:
         total = self.count + count
         difference = mean.double() - self.mean
         self.mean = self.mean + difference * (count / total)
-        self.squares = self.squares + variance.double() * (count - 1) + difference.square() * (self.count * count / total)
+        self.squares = (
+            self.squares
+            + variance.double() * (count - 1)
+            + difference.square() * (self.count * count / total)
+        )
         self.count = total
 
 
 class Statistics:
-    """The running statistics of all torch.nn BatchNorm layers in `stages`, whose `forward` is replaced on the instance.
+    """The running statistics of all torch.nn BatchNorm layers in `stages`, whose `forward` is
+    replaced on the instance.
 
-    Layers that keep none, or have a forward of their own, and SyncBatchNorm are left as they are. A layer that is called
-    several times in a step counts all that it is given as one batch.
+    Layers that keep none, or have a forward of their own, and SyncBatchNorm are left as they are. A
+    layer that is called several times in a step counts all that it is given as one batch.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self.stages = list(stages)
         self._tallies: dict[_BatchNorm, Tally] | None = None
-        for module in (module for stage in self.stages for layer in stage.layers for module in layer.modules()):
+        for module in (
+            module for stage in self.stages for layer in stage.layers for module in layer.modules()
+        ):
             known = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
             own = module.__dict__.get("forward")
-            if known and module.running_mean is not None and (own is None or isinstance(own, _Forward)):
+            if (
+                known
+                and module.running_mean is not None
+                and (own is None or isinstance(own, _Forward))
+            ):
                 module.forward = _Forward(module, self)  # type: ignore[method-assign,arg-type]
 
     def remove(self) -> None:
         """Give the layers their own forward again."""
-        for module in (module for stage in self.stages for layer in stage.layers for module in layer.modules()):
+        for module in (
+            module for stage in self.stages for layer in stage.layers for module in layer.modules()
+        ):
             own = module.__dict__.get("forward")
             if isinstance(own, _Forward) and own.statistics is self:
                 del module.forward
 
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:
-        """What layers are given within is one batch: at the end their running statistics move on by it, unless this raises."""
+        """What layers are given within is one batch: at the end their running statistics move on by
+        it, unless this raises."""
         tallies: dict[_BatchNorm, Tally] = {}
         self._tallies = tallies
         try:
@@ -76,7 +92,8 @@ class Statistics:
             self._tallies = None
 
     def apply(self, norm: _BatchNorm, x: Tensor) -> Tensor:
-        """`norm` of x [rows, channels, ...]; within `of_one_batch` its running statistics stay as they are."""
+        """`norm` of x [rows, channels, ...]; within `of_one_batch` its running statistics stay as
+        they are."""
         if self._tallies is None or not norm.training:
             return _BatchNorm.forward(norm, x)
         norm._check_input_dim(x)

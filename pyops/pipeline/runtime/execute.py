@@ -1,12 +1,15 @@
-"""Runner: one process's part of a schedule, action after action in its order, with a channel to every rank it talks to.
+"""Runner: one process's part of a schedule, action after action in its order, with a channel to
+every rank it talks to.
 
     order      0F0        0F1        0B0                     values of neighbouring stages of this process go by reference,
     channels   -> 1F0     -> 1F1     <- gradient of 0        all others over the channels, in the order in which they are made
 
-The order was proven free of deadlock when the schedule was made, for channels that hold nothing; here they hold more.
+The order was proven free of deadlock when the schedule was made, for channels that hold nothing;
+here they hold more.
 
-When an action fails, the rank goes on through its order without computing: it takes what the others send, and sends that it
-failed. So the channels are in step again at the end, and the ranks can say to each other what happened.
+When an action fails, the rank goes on through its order without computing: it takes what the others
+send, and sends that it failed. So the channels are in step again at the end, and the ranks can say
+to each other what happened.
 """
 
 from __future__ import annotations
@@ -42,9 +45,10 @@ Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or
 class Feed:
     """What a step starts with, micro-batch by micro-batch.
 
-    inputs: of the first stage. named: named arguments of the layers. targets: of the last stage. weights: how much each loss
-    counts in the batch's; seeds: how much in the gradients, which differs where a batch makes several steps. scale: of the
-    gradients; None: nothing is differentiated. before(stage, number): called before every forward.
+    inputs: of the first stage. named: named arguments of the layers. targets: of the last stage.
+    weights: how much each loss counts in the batch's; seeds: how much in the gradients, which
+    differs where a batch makes several steps. scale: of the gradients; None: nothing is
+    differentiated. before(stage, number): called before every forward.
     """
 
     inputs: Sequence[Any]
@@ -60,8 +64,8 @@ class Feed:
 class Runner:
     """Runs `actions`, all those of `orders` that are this process's, at its `stages`.
 
-    incoming[transfer.edge]: the channel on which such values come from another process; outgoing: that by which they leave.
-    What is not there stays in the process.
+    incoming[transfer.edge]: the channel on which such values come from another process; outgoing:
+    that by which they leave. What is not there stays in the process.
     stepping[stage]: what takes the steps of a schedule that has some.
     """
 
@@ -79,8 +83,14 @@ class Runner:
         self._plan = [
             (
                 action,
-                [(transfer, self.incoming.get(transfer.edge)) for transfer in self.orders.arriving(action)],
-                [(transfer, self.outgoing.get(transfer.edge)) for transfer in self.orders.leaving(action)],
+                [
+                    (transfer, self.incoming.get(transfer.edge))
+                    for transfer in self.orders.arriving(action)
+                ],
+                [
+                    (transfer, self.outgoing.get(transfer.edge))
+                    for transfer in self.orders.leaving(action)
+                ],
             )
             for action in self.actions
         ]
@@ -93,11 +103,12 @@ class Runner:
         self.where: Action | None = None
 
     def run(self, feed: Feed | None) -> list[Any]:
-        """What the last stage returned of each micro-batch, if it is here: losses, where there are targets.
+        """What the last stage returned of each micro-batch, if it is here: losses, where there are
+        targets.
 
         feed: None on a rank that failed before it began.
-        What an action raises is in `error` afterwards, and `failed` says that this rank, or one that it needs, failed.
-        PeerError for a lost rank: the channels are of no use then.
+        What an action raises is in `error` afterwards, and `failed` says that this rank, or one
+        that it needs, failed. PeerError for a lost rank: the channels are of no use then.
         """
         self.error, self.where, self.failed = None, None, feed is None
         self._values.clear()
@@ -147,7 +158,9 @@ class Runner:
         self.incoming, self.outgoing, self._plan, self.on_action = {}, {}, [], None
         self._values.clear()
 
-    def _take_action(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
+    def _take_action(
+        self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]
+    ) -> list[Any]:
         stepping = self.stepping[action.stage]
         if action.kind == "U":
             stepping.step(action)
@@ -155,7 +168,9 @@ class Runner:
         with stepping.versions.met_by(action):
             return self._compute(action, given, feed, results)
 
-    def _compute(self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
+    def _compute(
+        self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]
+    ) -> list[Any]:
         """The values that leave, given those that arrive."""
         index, kind, number = action
         stage = self.stages[index]
@@ -166,7 +181,11 @@ class Runner:
                 assert feed.scale is not None
                 gradients: Any = [results[number].new_full((), feed.seeds[number] * feed.scale)]
             else:
-                gradients = given[0] if len(given) == 1 else [gradient for part in given for gradient in part]
+                gradients = (
+                    given[0]
+                    if len(given) == 1
+                    else [gradient for part in given for gradient in part]
+                )
             found = (stage.backward if kind == "B" else stage.inputs)(number, gradients)
             several = self._wanting.pop((index, number), None) if self._wanting else None
             if several is None:
@@ -179,20 +198,26 @@ class Runner:
             stage.again(number)
         return []
 
-    def _forward(self, index: int, number: int, given: list[Any], feed: Feed, results: dict[int, Any]) -> list[Any]:
+    def _forward(
+        self, index: int, number: int, given: list[Any], feed: Feed, results: dict[int, Any]
+    ) -> list[Any]:
         stage = self.stages[index]
         x = given[0] if index else feed.inputs[number]
         if len(given) > 1:
             x = Passed(x, tuple(given[1:]))
             if feed.scale is not None:
-                self._wanting[index, number] = [sum(t.requires_grad for t in tensors_of(value)) for value in given]
+                self._wanting[index, number] = [
+                    sum(t.requires_grad for t in tensors_of(value)) for value in given
+                ]
         target = feed.targets[number] if index == self.last else None
         if feed.before is not None:
             feed.before(stage, number)
         if feed.scale is None:
             y = stage.call(x, feed.named[number], target)
         else:
-            y = stage.forward(number, x, feed.named[number], target, recompute=(index, number) in self.recomputed)
+            y = stage.forward(
+                number, x, feed.named[number], target, recompute=(index, number) in self.recomputed
+            )
         if index == self.last:
             if feed.scale is not None:
                 _check_loss(y)
@@ -218,9 +243,13 @@ class Runner:
                 stage.forget()
         return value
 
-    def _give(self, transfer: Transfer, channel: Outgoing | None, value: Any, action: Action) -> None:
+    def _give(
+        self, transfer: Transfer, channel: Outgoing | None, value: Any, action: Action
+    ) -> None:
         if channel is None:
-            self._values[transfer] = detached(value) if transfer.kind[0] == "F" and value is not FAILED else value
+            self._values[transfer] = (
+                detached(value) if transfer.kind[0] == "F" and value is not FAILED else value
+            )
         elif value is FAILED:
             channel.fail()
         else:
@@ -235,10 +264,19 @@ class Runner:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.dim():
-        shape = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"the loss is {shape}; it must be a tensor of one number, without dims, such as its mean() or sum()")
+        shape = (
+            f"a tensor {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise ValueError(
+            f"the loss is {shape}; it must be a tensor of one number, without dims, such "
+            "as its mean() or sum()"
+        )
     if not loss.requires_grad:
-        raise ValueError("the loss wants no gradient: it is detached, or no parameter of the model wants one")
+        raise ValueError(
+            "the loss wants no gradient: it is detached, or no parameter of the model wants one"
+        )
 
 
 def timeline_of(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:
@@ -249,6 +287,7 @@ def timeline_of(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup 
     start = min(begin for begin, _ in times.values())
     moved = {what: (begin - start, end - start) for what, (begin, end) in times.items()}
     return Timeline(
-        schedule, {what: moved[what] for what in moved if isinstance(what, Action)},
+        schedule,
+        {what: moved[what] for what in moved if isinstance(what, Action)},
         {what: moved[what] for what in moved if isinstance(what, Transfer)},
-    )  # fmt: skip
+    )

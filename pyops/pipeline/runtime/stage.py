@@ -1,11 +1,13 @@
-"""Stage: neighbouring layers on one device, and what they keep of every micro-batch between its forward and its backward.
+"""Stage: neighbouring layers on one device, and what they keep of every micro-batch between its
+forward and its backward.
 
     forward(m, x)    x -> layers -> y            keeps the leaves of x and where y's graph begins
     backward(m, g)   gradients of y -> gradients of the leaves of x, and of the weights
     inputs(m, g)     the gradients of x alone; the products that make the weights' are put off until weights(m)
     again(m)         forward a second time, where the first kept x alone; same random numbers
 
-Gradients are those of torch.autograd, micro-batch by micro-batch in the order of the calls: added to what is in `.grad`.
+Gradients are those of torch.autograd, micro-batch by micro-batch in the order of the calls: added
+to what is in `.grad`.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Graph(NamedTuple):
-    """What a backward needs. leaves: of x, which get gradients. roots: where y's graph begins, None for what has none."""
+    """What a backward needs. leaves: of x, which get gradients. roots: where y's graph begins, None
+    for what has none."""
 
     leaves: list[Tensor]
     roots: list[Any]
 
 
 class Again(NamedTuple):
-    """What a second forward needs: the arguments, the random states of the first, and whether its results want gradients."""
+    """What a second forward needs: the arguments, the random states of the first, and whether its
+    results want gradients."""
 
     x: Any
     named: dict[str, Any]
@@ -50,19 +54,28 @@ class Again(NamedTuple):
 class Stage:
     """Stage `index` of the pipeline: `layers`, of which the first is the model's number `first`.
 
-    Layers are called one after the other with what the one before returned, a tuple as several arguments; named arguments go
-    to those whose forward names them. loss: on the last stage, (what the last layer returned, target) -> a scalar tensor.
-    edges: the names of what skips stages, for each edge of the pipeline. Where this stage has some, x and y are `Passed`.
+    Layers are called one after the other with what the one before returned, a tuple as several
+    arguments; named arguments go to those whose forward names them. loss: on the last stage, (what
+    the last layer returned, target) -> a scalar tensor. edges: the names of what skips stages, for
+    each edge of the pipeline. Where this stage has some, x and y are `Passed`.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[nn.Module], *, first: int, loss: Loss | None = None, edges: Edges | None = None
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        *,
+        first: int,
+        loss: Loss | None = None,
+        edges: Edges | None = None,
     ) -> None:
         self.index, self.layers, self.first, self.loss = index, list(layers), first, loss
         self.skips = skips_of(self.layers, index, edges or {})
         self.accepted = [named_arguments(layer) for layer in self.layers]
         self.recomputing = False
-        self._works_in_place = any(getattr(m, "inplace", False) is True for layer in self.layers for m in layer.modules())
+        self._works_in_place = any(
+            getattr(m, "inplace", False) is True for layer in self.layers for m in layer.modules()
+        )
         self._graphs: dict[int, Graph] = {}
         self._again: dict[int, Again] = {}
         self._put_off: dict[int, Any] = {}
@@ -91,8 +104,11 @@ class Stage:
         if self._queue is not None:
             self._queue.release()
 
-    def forward(self, number: int, x: Any, named: dict[str, Any], target: Any, *, recompute: bool = False) -> Any:
-        """y of micro-batch `number`; on the last stage its loss. recompute: keep x alone, for `again`."""
+    def forward(
+        self, number: int, x: Any, named: dict[str, Any], target: Any, *, recompute: bool = False
+    ) -> Any:
+        """y of micro-batch `number`; on the last stage its loss. recompute: keep x alone, for
+        `again`."""
         if not recompute:
             y = self.call(x, named, target)
             self._keep(number, x, y, [t.requires_grad for t in tensors_of(y)])
@@ -107,12 +123,18 @@ class Stage:
 
     def call(self, x: Any, named: dict[str, Any], target: Any) -> Any:
         """The layers, and the loss where there is a target."""
-        if self._works_in_place:  # not on what is a leaf, or kept for a second forward, or another stage's as well
+        if (
+            self._works_in_place
+        ):  # not on what is a leaf, or kept for a second forward, or another stage's as well
             x = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)
         if self.skips is not None:
             return self._call_with_skips(self.skips, x, named, target)
         for layer, accepted in zip(self.layers, self.accepted, strict=True):
-            some = {name: value for name, value in named.items() if name in accepted} if named else named
+            some = (
+                {name: value for name, value in named.items() if name in accepted}
+                if named
+                else named
+            )
             x = layer(*x, **some) if type(x) is tuple else layer(x, **some)
         return self.loss(x, target) if self.loss is not None and target is not None else x
 
@@ -130,12 +152,17 @@ class Stage:
                 x = self._stash(i, skips.stashes[i], x, held)
         if target is not None and self.loss is not None:
             return self.loss(x, target)
-        return Passed(x, tuple({name: held.pop(name) for name in names} for names in skips.leaving)) if skips.leaving else x
+        return (
+            Passed(x, tuple({name: held.pop(name) for name in names} for names in skips.leaving))
+            if skips.leaving
+            else x
+        )
 
     def _stash(self, i: int, names: Sequence[str], y: Any, held: dict[str, Any]) -> Any:
         if type(y) is not tuple or len(y) <= len(names):
             raise TypeError(
-                f"layer {self.first + i} stashes {', '.join(names)}: it must return its result and {len(names)} more, a tuple; "
+                f"layer {self.first + i} stashes {', '.join(names)}: it must return its "
+                f"result and {len(names)} more, a tuple; "
                 f"it returned a {type(y).__name__}" + (f" of {len(y)}" if type(y) is tuple else "")
             )
         rest = y[: -len(names)]
@@ -151,12 +178,19 @@ class Stage:
                 y = self.call(kept.x, kept.named, kept.target)
         finally:
             self.recomputing = False
-        self._keep(number, kept.x, y, [kept.trained and t.is_floating_point() for t in tensors_of(y)])
+        self._keep(
+            number, kept.x, y, [kept.trained and t.is_floating_point() for t in tensors_of(y)]
+        )
 
     def backward(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the leaves of x, given those of the tensors of y that want one; the weights' are added to `.grad`."""
+        """Gradients of the leaves of x, given those of the tensors of y that want one; the weights'
+        are added to `.grad`."""
         leaves, roots = self._graphs.pop(number)
-        pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if root is not None and g is not None]
+        pairs = [
+            (root, g)
+            for root, g in zip(roots, gradients, strict=True)
+            if root is not None and g is not None
+        ]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs])
         found = [leaf.grad for leaf in leaves]
@@ -179,7 +213,9 @@ class Stage:
     def _keep(self, number: int, x: Any, y: Any, wanted: list[bool]) -> None:
         leaves = [t for t in tensors_of(x) if t.requires_grad and t.is_leaf] if self.index else []
         roots = [
-            get_gradient_edge(t) if t.requires_grad else None for t, wants in zip(tensors_of(y), wanted, strict=True) if wants
+            get_gradient_edge(t) if t.requires_grad else None
+            for t, wants in zip(tensors_of(y), wanted, strict=True)
+            if wants
         ]
         self._graphs[number] = Graph(leaves, roots)
 
@@ -203,10 +239,13 @@ class RandomStates:
 
 
 def detached(value: Any) -> Any:
-    """`value` with every tensor cut off from its graph, a leaf that wants a gradient where the tensor did."""
+    """`value` with every tensor cut off from its graph, a leaf that wants a gradient where the
+    tensor did."""
     if type(value) is Tensor:
         return value.detach().requires_grad_(value.requires_grad)
-    return tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, value)
+    return tree_map(
+        lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, value
+    )
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -224,7 +263,8 @@ def _wanting_gradient(value: Any) -> Any:
 
 
 def named_arguments(layer: nn.Module) -> frozenset[str]:
-    """The named arguments that a layer's forward takes: what its `named_arguments` says, else its signature."""
+    """The named arguments that a layer's forward takes: what its `named_arguments` says, else its
+    signature."""
     if (own := getattr(layer, "named_arguments", None)) is not None:
         return frozenset(own)
     several = list(inspect.signature(layer.forward).parameters.values())

@@ -1,4 +1,5 @@
-"""Stepping: the optimizer of a stage whose steps are actions of the schedule, and PipeMare's remedies for stale weights.
+"""Stepping: the optimizer of a stage whose steps are actions of the schedule, and PipeMare's
+remedies for stale weights.
 
     schedule   ... 0B3 0U1 0F6 0B4 ...          U: gradients since the last U -> optimizer.step() -> gradients gone
     pipeline   optimizer=lambda parameters: SGD(parameters, lr=0.1)           one for every stage that has parameters
@@ -28,13 +29,17 @@ MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Remedies:
-    """What is done about weights that are older than the step that their gradient makes (PipeMare's T1, T2, T3).
+    """What is done about weights that are older than the step that their gradient makes (PipeMare's
+    T1, T2, T3).
 
-    anneal: T1, in steps: step k of a stage whose weights are `delay` steps old (`Schedule.delay`) has its learning rate divided
+    anneal: T1, in steps: step k of a stage whose weights are `delay` steps old (`Schedule.delay`)
+    has its learning rate divided
         by delay ** (1 - min(k / anneal, 1)); by nothing where delay is less than 1. 0: none.
-    decay: T2, for schedules of weights "newest": backward meets an estimate of the weights that forward met, see
+    decay: T2, for schedules of weights "newest": backward meets an estimate of the weights that
+    forward met, see
         `pyops.pipeline.runtime.versions.Corrected`; the paper has exp(-2). None: the newest weights as they are.
-    synchronous: T3: so many calls of `step` at the beginning have no micro-batch under way during a step; math.inf: all.
+    synchronous: T3: so many calls of `step` at the beginning have no micro-batch under way during a
+    step; math.inf: all.
         Steps of theirs don't count for anneal.
     """
 
@@ -44,29 +49,49 @@ class Remedies:
 
     def __post_init__(self) -> None:
         if isinstance(self.anneal, bool) or not isinstance(self.anneal, int) or self.anneal < 0:
-            raise ValueError(f"anneal is {self.anneal!r}; give the steps until the learning rate is whole, 0 or more")
+            raise ValueError(
+                f"anneal is {self.anneal!r}; give the steps until the learning rate is "
+                "whole, 0 or more"
+            )
         if self.decay is not None and not 0 < self.decay < 1:
-            raise ValueError(f"decay is {self.decay!r}; give a number between 0 and 1, such as exp(-2), or None")
+            raise ValueError(
+                f"decay is {self.decay!r}; give a number between 0 and 1, such as exp(-2), or None"
+            )
         if not self.synchronous >= 0:
-            raise ValueError(f"synchronous is {self.synchronous!r}; give the calls of step, 0 or more, that are synchronous")
+            raise ValueError(
+                f"synchronous is {self.synchronous!r}; give the calls of step, 0 or "
+                "more, that are synchronous"
+            )
 
 
 class Stepping:
     """What makes the steps of one stage. optimizer: None for a stage without parameters to train.
 
-    steps: how many were taken while micro-batches were under way. names: of the parameters, in the optimizer's order.
+    steps: how many were taken while micro-batches were under way. names: of the parameters, in the
+    optimizer's order.
     """
 
-    def __init__(self, stage: Stage, schedule: Schedule, *, optimizer: MakeOptimizer, remedies: Remedies) -> None:
+    def __init__(
+        self, stage: Stage, schedule: Schedule, *, optimizer: MakeOptimizer, remedies: Remedies
+    ) -> None:
         named = {
             f"{stage.first + i}.{name}": p
-            for i, layer in enumerate(stage.layers) for name, p in layer.named_parameters() if p.requires_grad
-        }  # fmt: skip
+            for i, layer in enumerate(stage.layers)
+            for name, p in layer.named_parameters()
+            if p.requires_grad
+        }
         # A layer that stands in the stage twice has its parameters once.
         unique = {id(p): name for name, p in reversed(named.items())}
-        self.index, self.names = stage.index, [name for name, p in named.items() if unique[id(p)] == name]
+        self.index, self.names = (
+            stage.index,
+            [name for name, p in named.items() if unique[id(p)] == name],
+        )
         parameters: list[Tensor] = [named[name] for name in self.names]
-        self.optimizer = _made(optimizer, stage.index, dict(zip(self.names, parameters, strict=True))) if parameters else None
+        self.optimizer = (
+            _made(optimizer, stage.index, dict(zip(self.names, parameters, strict=True)))
+            if parameters
+            else None
+        )
         self.versions = _versions(parameters, schedule, stage.index, remedies)
         if isinstance(self.versions, Stashed):
             _check_apart(self.names, parameters)
@@ -132,8 +157,11 @@ class Stepping:
             theirs, ours = set(state["names"]), set(self.names)
             which = sorted(theirs ^ ours)
             raise ValueError(
-                f"the state of stage {self.index} is of {len(theirs)} parameters, this stage has {len(ours)}; the first that "
-                f"only one of them has is {which[0] if which else 'none, but their order differs'}: make the pipeline with the "
+                f"the state of stage {self.index} is of {len(theirs)} parameters, this "
+                f"stage has {len(ours)}; the first that "
+                "only one of them has is "
+                f"{which[0] if which else 'none, but their order differs'}: make the "
+                "pipeline with the "
                 "same boundaries"
             )
 
@@ -151,19 +179,29 @@ class Stepping:
 def _made(optimizer: MakeOptimizer, stage: int, named: dict[str, Tensor]) -> Optimizer:
     made = optimizer(list(named.values()))
     if not isinstance(made, Optimizer):
-        raise TypeError(f"optimizer made a {type(made).__name__} for stage {stage}; return a torch.optim.Optimizer")
+        raise TypeError(
+            f"optimizer made a {type(made).__name__} for stage {stage}; return a "
+            "torch.optim.Optimizer"
+        )
     held = {id(p) for group in made.param_groups for p in group["params"]}
     left = [name for name, p in named.items() if id(p) not in held]
     if left or len(held) > len(named):
-        what = f"lacks {left[0]}" if left else f"has {len(held) - len(named)} parameters that are not the stage's"
+        what = (
+            f"lacks {left[0]}"
+            if left
+            else f"has {len(held) - len(named)} parameters that are not the stage's"
+        )
         raise ValueError(
-            f"the optimizer of stage {stage} {what}; give it the parameters that it is called with, and freeze those that "
+            f"the optimizer of stage {stage} {what}; give it the parameters that it is "
+            "called with, and freeze those that "
             "should not be trained"
         )
     return made
 
 
-def _versions(parameters: list[Tensor], schedule: Schedule, stage: int, remedies: Remedies) -> Versions:
+def _versions(
+    parameters: list[Tensor], schedule: Schedule, stage: int, remedies: Remedies
+) -> Versions:
     if schedule.weights == "newest" and remedies.decay is not None and parameters:
         return Corrected(parameters, schedule, stage, decay=remedies.decay)
     if schedule.weights in ("flush", "newest") or not parameters:
@@ -179,6 +217,7 @@ def _check_apart(names: list[str], parameters: list[Tensor]) -> None:
         other = seen.setdefault(p.untyped_storage().data_ptr(), name)
         if other != name:
             raise ValueError(
-                f"parameters {other} and {name} share memory, which versions of the weights would take apart; let each have "
+                f"parameters {other} and {name} share memory, which versions of the "
+                "weights would take apart; let each have "
                 "its own, or be one parameter in both places"
             )

@@ -1,10 +1,12 @@
-"""Tied weights: a parameter that layers of several stages share, such as an embedding that is the head's weight as well.
+"""Tied weights: a parameter that layers of several stages share, such as an embedding that is the
+head's weight as well.
 
     rank 0   embedding.weight   gradient g0 --.      .-- g0 + g3        each rank has a copy of its own; when a step ends, all
     rank 3   head.weight        gradient g3 --+- sum-+-- g0 + g3        have the sum of its gradients, with the same bits: what
                                                                         starts equal, and is stepped alike, stays equal
 
-In one process the parameter is one object, and autograd adds to its one gradient. Norms over the pipeline count it once.
+In one process the parameter is one object, and autograd adds to its one gradient. Norms over the
+pipeline count it once.
 """
 
 from __future__ import annotations
@@ -37,18 +39,26 @@ class Tie(NamedTuple):
 
 
 def tied_names(
-    layers: Sequence[nn.Module], boundaries: Sequence[int], *, declared: Iterable[Sequence[str]] = (),
+    layers: Sequence[nn.Module],
+    boundaries: Sequence[int],
+    *,
+    declared: Iterable[Sequence[str]] = (),
     group: dist.ProcessGroup | None = None,
-) -> tuple[Names, ...]:  # fmt: skip
-    """Groups of names ("0.weight", "5.head.weight": the layer's number, the name in it) of one parameter in several stages.
+) -> tuple[Names, ...]:
+    """Groups of names ("0.weight", "5.head.weight": the layer's number, the name in it) of one
+    parameter in several stages.
 
-    What any rank finds holds for all: layers that one rank has on the meta device may be real ones on another, where nothing
-    shows that they are tied. declared: groups of names that are nowhere one object.
-    ValueError, on every rank alike, for names that are none, and for names of parameters that differ in shape or dtype.
+    What any rank finds holds for all: layers that one rank has on the meta device may be real ones
+    on another, where nothing shows that they are tied. declared: groups of names that are nowhere
+    one object.
+    ValueError, on every rank alike, for names that are none, and for names of parameters that
+    differ in shape or dtype.
     """
     own = {
-        f"{i}.{name}": p for i, layer in enumerate(layers) for name, p in layer.named_parameters(remove_duplicate=False)
-    }  # fmt: skip
+        f"{i}.{name}": p
+        for i, layer in enumerate(layers)
+        for name, p in layer.named_parameters(remove_duplicate=False)
+    }
     shared: dict[int, list[str]] = {}
     for name, parameter in own.items():
         shared.setdefault(id(parameter), []).append(name)
@@ -58,7 +68,8 @@ def tied_names(
         for name in itertools.chain(*given):
             if name not in own:
                 raise ValueError(
-                    f"tied names {name!r}, which no layer has; write the layer's number and the parameter's name in it, such "
+                    f"tied names {name!r}, which no layer has; write the layer's number "
+                    "and the parameter's name in it, such "
                     f"as {next(iter(own), '0.weight')!r}"
                 )
     except Exception as caught:
@@ -69,21 +80,33 @@ def tied_names(
     merged = _merged(several, list(own))
     stage_of = {name: _stage_of(int(name.split(".")[0]), boundaries) for name in own}
     across = tuple(names for names in merged if len({stage_of[name] for name in names}) > 1)
-    _agree(next((each for each in (_unlike(names, own) for names in across) if each is not None), None), group)
+    _agree(
+        next(
+            (each for each in (_unlike(names, own) for names in across) if each is not None), None
+        ),
+        group,
+    )
     return across
 
 
 class Ties:
     """The tied parameters of which this process has a copy.
 
-    named: the process's parameters by their names; names: from `tied_names`. tag: of messages that nobody else sends.
-    ValueError, on every rank alike, where a rank has two copies of what is tied, or a fp32 sum (`main_grad`) of one.
+    named: the process's parameters by their names; names: from `tied_names`. tag: of messages that
+    nobody else sends. ValueError, on every rank alike, where a rank has two copies of what is tied,
+    or a fp32 sum (`main_grad`) of one.
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], names: Sequence[Names], boundaries: Sequence[int], orders: Orders,
-        *, group: dist.ProcessGroup | None, tag: int,
-    ) -> None:  # fmt: skip
+        self,
+        named: Mapping[str, nn.Parameter],
+        names: Sequence[Names],
+        boundaries: Sequence[int],
+        orders: Orders,
+        *,
+        group: dist.ProcessGroup | None,
+        tag: int,
+    ) -> None:
         self.group, self.tag = group, tag
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ties: list[Tie] = []
@@ -92,14 +115,20 @@ class Ties:
             copies = {id(named[name]): named[name] for name in each if name in named}
             if len(copies) > 1:
                 error = ValueError(
-                    f"{' and '.join(name for name in each if name in named)} are tied and on one rank, but are two parameters; "
+                    f"{' and '.join(name for name in each if name in named)} are tied "
+                    "and on one rank, but are two parameters; "
                     "let the layers share one"
                 )
             elif copies and group is not None:
-                ranks = [orders.rank_of[_stage_of(int(name.split(".")[0]), boundaries)] for name in each]
+                ranks = [
+                    orders.rank_of[_stage_of(int(name.split(".")[0]), boundaries)] for name in each
+                ]
                 self.ties.append(Tie(next(iter(copies.values())), list(dict.fromkeys(ranks))))
                 if hasattr(self.ties[-1].parameter, "main_grad"):
-                    error = ValueError(f"{each[0]} is tied and has a main_grad, which is not summed over ranks; drop that")
+                    error = ValueError(
+                        f"{each[0]} is tied and has a main_grad, which is not summed "
+                        "over ranks; drop that"
+                    )
         _agree(error, group)
         self.ties = [tie for tie in self.ties if len(tie.holders) > 1]
         self.elsewhere = {id(tie.parameter) for tie in self.ties if tie.holders[0] != self.rank}
@@ -134,13 +163,16 @@ class Ties:
     def sum(self, *, failed: bool) -> None:
         """Let every copy have the sum of all copies' gradients. PeerError for a rank that is lost.
 
-        failed: the step did on this rank; then it only tells the others, whose sums are of no use either.
+        failed: the step did on this rank; then it only tells the others, whose sums are of no use
+        either.
         """
         if not self.ties:
             return
         peers = sorted({peer for _, holders in self.ties for peer in holders if peer != self.rank})
         mine = torch.tensor(
-            [not failed and parameter.grad is not None for parameter, _ in self.ties], dtype=torch.uint8, device="cpu"
+            [not failed and parameter.grad is not None for parameter, _ in self.ties],
+            dtype=torch.uint8,
+            device="cpu",
         )
         has: dict[int, list[bool]] = {self.rank: mine.bool().tolist()}
         arriving = {}
@@ -205,7 +237,8 @@ class Ties:
 
 
 def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
-    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on the CPU, the same on all."""
+    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on
+    the CPU, the same on all."""
     total = squares_of(parameters)
     if group is not None:
         all_reduce(total, group=group)
@@ -220,7 +253,11 @@ def squares_of(parameters: Iterable[Tensor]) -> Tensor:
         gradient = parameter.grad
         if gradient is None or not gradient.numel():
             continue
-        if gradient.device.type == "cpu" and gradient.dtype in KERNEL_DTYPES and gradient.is_contiguous():
+        if (
+            gradient.device.type == "cpu"
+            and gradient.dtype in KERNEL_DTYPES
+            and gradient.is_contiguous()
+        ):
             fast.append(gradient)
         else:
             total += gradient.detach().double().square().sum().cpu()
@@ -237,7 +274,9 @@ def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:
 
 
 def _stage_of(layer: int, boundaries: Sequence[int]) -> int:
-    return next(stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a <= layer < b)
+    return next(
+        stage for stage, (a, b) in enumerate(itertools.pairwise(boundaries)) if a <= layer < b
+    )
 
 
 def _merged(several: Iterable[Sequence[str]], order: Sequence[str]) -> list[Names]:
@@ -248,7 +287,9 @@ def _merged(several: Iterable[Sequence[str]], order: Sequence[str]) -> list[Name
         for name in whole:
             group_of[name] = whole
     place = {name: i for i, name in enumerate(order)}
-    groups = {id(group): tuple(sorted(group, key=lambda name: place[name])) for group in group_of.values()}
+    groups = {
+        id(group): tuple(sorted(group, key=lambda name: place[name])) for group in group_of.values()
+    }
     return sorted(groups.values(), key=lambda names: place[names[0]])
 
 
@@ -256,9 +297,14 @@ def _unlike(names: Names, own: Mapping[str, Tensor]) -> ValueError | None:
     first = own[names[0]]
     for name in names[1:]:
         other = own[name]
-        if (other.shape, other.dtype, other.requires_grad) != (first.shape, first.dtype, first.requires_grad):
+        if (other.shape, other.dtype, other.requires_grad) != (
+            first.shape,
+            first.dtype,
+            first.requires_grad,
+        ):
             return ValueError(
-                f"{names[0]} and {name} are tied, but one is {tuple(first.shape)} {first.dtype}, the other "
+                f"{names[0]} and {name} are tied, but one is {tuple(first.shape)} "
+                f"{first.dtype}, the other "
                 f"{tuple(other.shape)} {other.dtype}, or one of them is frozen; they must be alike"
             )
     return None

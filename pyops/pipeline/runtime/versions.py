@@ -1,14 +1,16 @@
-"""Versions: which weights the micro-batches of a stage meet, where steps are taken while others are under way.
+"""Versions: which weights the micro-batches of a stage meet, where steps are taken while others are
+under way.
 
     stage 0 of 3, pipedream    0F0   0F1   0F2   0B0   0U0   0F3   0B1   0U1   0F4   0B2   ...
     newest                      w0    w0    w0    w0    w1    w1    w1    w2    w2    w2
     met                         w0    w0    w0    w0          w1    w0          w2    w0
     kept                        w0    w0    w0    w0   w0-1  w0-1  w0-1  w0-2  w0-2  w1-2
 
-A version is the memory of the stage's parameters, and a parameter is the same object in all of them: what is switched before an
-action is its `.data`. So names, hooks, gradients and optimizer know of no versions, and autograd, which keeps a parameter or a
-view of its memory, finds in backward what its forward had. Memory is copied before a step if a later action needs what is
-there, and let go after the last action that does.
+A version is the memory of the stage's parameters, and a parameter is the same object in all of
+them: what is switched before an action is its `.data`. So names, hooks, gradients and optimizer
+know of no versions, and autograd, which keeps a parameter or a view of its memory, finds in
+backward what its forward had. Memory is copied before a step if a later action needs what is there,
+and let go after the last action that does.
 
 Buffers, such as the running statistics of a batch norm, have one version.
 """
@@ -29,7 +31,8 @@ __all__ = ["Corrected", "Stashed", "Versions"]
 
 
 class Versions:
-    """One version, which steps change in place: forward and backward meet whatever is newest then."""
+    """One version, which steps change in place: forward and backward meet whatever is newest
+    then."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -53,17 +56,21 @@ class Versions:
 
     @contextlib.contextmanager
     def stepping(self, action: Action) -> Iterator[None]:
-        """Within, the parameters are the newest version, and may be changed to the next one: `action` is that U."""
+        """Within, the parameters are the newest version, and may be changed to the next one:
+        `action` is that U."""
         with _unseen(self.parameters):
             yield
 
 
 class Stashed(Versions):
-    """Every micro-batch meets the version that the schedule says; a version is kept until nobody needs it."""
+    """Every micro-batch meets the version that the schedule says; a version is kept until nobody
+    needs it."""
 
     def __init__(self, parameters: Sequence[Tensor], schedule: Schedule, stage: int) -> None:
         super().__init__(parameters)
-        order = [action for action in schedule.ranks[schedule.rank_of[stage]] if action.stage == stage]
+        order = [
+            action for action in schedule.ranks[schedule.rank_of[stage]] if action.stage == stage
+        ]
         self._place = {action: place for place, action in enumerate(order)}
         self._version = {action: schedule.version(action) for action in order if action.kind != "U"}
         self._until = {version: self._place[action] for action, version in self._version.items()}
@@ -94,7 +101,11 @@ class Stashed(Versions):
         self._switch(version)
         yield
         if version < self._newest and self._until[version] == self._place[action]:
-            del self._memory[version]  # the parameters hold on to it until the next action, which makes none before it switches
+            del self._memory[
+                version
+                # the parameters hold on to it until the next action, which makes none before it
+                # switches
+            ]
 
     @contextlib.contextmanager
     def stepping(self, action: Action) -> Iterator[None]:
@@ -121,17 +132,23 @@ class Stashed(Versions):
 
 
 class Corrected(Versions):
-    """One version, and in backward an estimate of the one that forward met: w - age * drift (PipeMare's T2).
+    """One version, and in backward an estimate of the one that forward met: w - age * drift
+    (PipeMare's T2).
 
-    drift: the average of the steps' changes, each counting `gamma` times as much as the one after it. age: of the micro-batch,
-    in steps between its forward and its backward. gamma: decay ** (1 / delay), delay being the stage's age on average.
+    drift: the average of the steps' changes, each counting `gamma` times as much as the one after
+    it. age: of the micro-batch, in steps between its forward and its backward. gamma: decay ** (1 /
+    delay), delay being the stage's age on average.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], schedule: Schedule, stage: int, *, decay: float) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], schedule: Schedule, stage: int, *, decay: float
+    ) -> None:
         super().__init__(parameters)
         delay = schedule.delay(stage)
         self.gamma = decay ** (1 / delay) if delay else 0.0
-        order = [action for action in schedule.ranks[schedule.rank_of[stage]] if action.stage == stage]
+        order = [
+            action for action in schedule.ranks[schedule.rank_of[stage]] if action.stage == stage
+        ]
         self._age = {
             action: schedule.version(action) - schedule.version(Action(stage, "F", action.number))
             for action in order
@@ -142,7 +159,10 @@ class Corrected(Versions):
         self._newest: list[Tensor] = []
         self._synchronous = False
         if self.corrects:
-            self.drift = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+            self.drift = [
+                torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                for p in parameters
+            ]
 
     @torch.no_grad()
     def begin(self, *, synchronous: bool) -> None:
@@ -185,9 +205,11 @@ class Corrected(Versions):
 
 @contextlib.contextmanager
 def _unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within, parameters may be changed in place though graphs under way have them: autograd takes no notice.
+    """Within, parameters may be changed in place though graphs under way have them: autograd takes
+    no notice.
 
-    Sound because a schedule says which weights a backward meets: others than its forward's where it means to.
+    Sound because a schedule says which weights a backward meets: others than its forward's where it
+    means to.
     """
     with _unsafe_preserve_version_counter(tuple(parameters)):
         yield

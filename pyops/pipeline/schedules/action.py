@@ -1,4 +1,5 @@
-"""Action: what a rank does at one place of a schedule, written as people write it: 2F0 is stage 2's forward of micro-batch 0.
+"""Action: what a rank does at one place of a schedule, written as people write it: 2F0 is stage 2's
+forward of micro-batch 0.
 
 F  forward                              R  forward again, before a backward whose activations were dropped
 B  backward: I and W in one             U  optimizer step of the stage; its number is that of the step
@@ -32,7 +33,10 @@ class Action(NamedTuple):
         """The action that `str` wrote. ValueError for other texts."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no action; write stage, kind ({', '.join(KINDS)}) and micro-batch, such as 2F0")
+            raise ValueError(
+                f"{text!r} is no action; write stage, kind ({', '.join(KINDS)}) and "
+                "micro-batch, such as 2F0"
+            )
         return cls(int(match[1]), match[2], int(match[3]))
 
     @property

@@ -1,4 +1,5 @@
-"""The synchronous schedules: every micro-batch meets the same weights, and one optimizer step follows.
+"""The synchronous schedules: every micro-batch meets the same weights, and one optimizer step
+follows.
 
     K ranks, M micro-batches, v stages on each rank; F, B: time of a forward and a backward, B = I + W
     gpipe            all forwards, all backwards          (M + K - 1)(F + B)       M micro-batches of activations
@@ -8,9 +9,10 @@
     interleaved_zb   both
     zbv              stages go down the ranks and up      M (F + B), + (K - 1) F until the step   K
 
-Sources: GPipe, Huang et al., NeurIPS 2019. 1f1b: DAPPLE, Fan et al., PPoPP 2021, section 4 (warm-up policies A and B), and
-PipeDream-Flush. interleaved: Narayanan et al., SC 2021, section 2.2. zb1p (ZB-H1) and zbv: Qi et al., "Zero Bubble Pipeline
-Parallelism", ICLR 2024, and "Pipeline Parallelism with Controllable Memory", 2024.
+Sources: GPipe, Huang et al., NeurIPS 2019. 1f1b: DAPPLE, Fan et al., PPoPP 2021, section 4 (warm-up
+policies A and B), and PipeDream-Flush. interleaved: Narayanan et al., SC 2021, section 2.2. zb1p
+(ZB-H1) and zbv: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, and "Pipeline Parallelism
+with Controllable Memory", 2024.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def gpipe(ranks: int, microbatches: int, *, reverse: bool = False) -> Schedule:
     """All forwards, then all backwards. reverse: the last micro-batch's backward first."""
     backwards = range(microbatches)[:: -1 if reverse else 1]
     orders = [
-        [*(Action(s, "F", m) for m in range(microbatches)), *(Action(s, "B", m) for m in backwards)] for s in range(ranks)
+        [*(Action(s, "F", m) for m in range(microbatches)), *(Action(s, "B", m) for m in backwards)]
+        for s in range(ranks)
     ]
     return _schedule("gpipe", microbatches, orders, range(ranks), reverse=reverse)
 
@@ -37,23 +40,41 @@ def gpipe(ranks: int, microbatches: int, *, reverse: bool = False) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int, *, warmup: int | str = "a") -> Schedule:
     """A backward as soon as there is one, so that rank s keeps min(M, K - s) micro-batches.
 
-    warmup: how many forwards rank s does before its first backward: "a" K - s, the fewest; "b" 2 (K - s) - 1, which hides
-    the time that transfers take at the cost of memory (DAPPLE's policies); or a number for the most, on rank 0, each rank
-    having one less than the one before, but never fewer than policy A.
+    warmup: how many forwards rank s does before its first backward: "a" K - s, the fewest; "b" 2 (K
+    - s) - 1, which hides the time that transfers take at the cost of memory (DAPPLE's policies); or
+    a number for the most, on rank 0, each rank having one less than the one before, but never fewer
+    than policy A.
     """
-    if warmup not in ("a", "b") and (isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1):
-        raise ValueError(f"warmup is {warmup!r}; give 'a', 'b', or the number of forwards on rank 0 before its first backward")
+    if warmup not in ("a", "b") and (
+        isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1
+    ):
+        raise ValueError(
+            f"warmup is {warmup!r}; give 'a', 'b', or the number of forwards on rank 0 "
+            "before its first backward"
+        )
     orders = []
     for s in range(ranks):
         least = ranks - s
-        depth = least if warmup == "a" else 2 * least - 1 if warmup == "b" else max(least, int(warmup) - s)
-        orders.append(alternate([Action(s, "F", m) for m in range(microbatches)],
-                                 [Action(s, "B", m) for m in range(microbatches)], depth))  # fmt: skip
+        depth = (
+            least
+            if warmup == "a"
+            else 2 * least - 1
+            if warmup == "b"
+            else max(least, int(warmup) - s)
+        )
+        orders.append(
+            alternate(
+                [Action(s, "F", m) for m in range(microbatches)],
+                [Action(s, "B", m) for m in range(microbatches)],
+                depth,
+            )
+        )
     return _schedule("1f1b", microbatches, orders, range(ranks), warmup=warmup)
 
 
 def zb1p(ranks: int, microbatches: int) -> Schedule:
-    """1f1b whose backward is split: rank s puts each W off by s micro-batches, into what would be bubbles."""
+    """1f1b whose backward is split: rank s puts each W off by s micro-batches, into what would be
+    bubbles."""
     orders = []
     for s in range(ranks):
         forwards = [Action(s, "F", m) for m in range(microbatches)]
@@ -63,19 +84,30 @@ def zb1p(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, *, v: int = 2) -> Schedule:
-    """1f1b over K v stages, stage s on rank s mod K: the bubble is v times smaller, transfers v times as many."""
-    orders = [_interleave(ranks, microbatches, v, rank, backward="B", eager=2) for rank in range(ranks)]
-    return _schedule("interleaved", microbatches, orders, [s % ranks for s in range(ranks * v)], v=v)
+    """1f1b over K v stages, stage s on rank s mod K: the bubble is v times smaller, transfers v
+    times as many."""
+    orders = [
+        _interleave(ranks, microbatches, v, rank, backward="B", eager=2) for rank in range(ranks)
+    ]
+    return _schedule(
+        "interleaved", microbatches, orders, [s % ranks for s in range(ranks * v)], v=v
+    )
 
 
 def interleaved_zb(ranks: int, microbatches: int, *, v: int = 2) -> Schedule:
     """`interleaved` with W put off as in `zb1p`."""
-    orders = [_defer(_interleave(ranks, microbatches, v, rank, backward="I", eager=1), put_off=rank) for rank in range(ranks)]
-    return _schedule("interleaved_zb", microbatches, orders, [s % ranks for s in range(ranks * v)], v=v)
+    orders = [
+        _defer(_interleave(ranks, microbatches, v, rank, backward="I", eager=1), put_off=rank)
+        for rank in range(ranks)
+    ]
+    return _schedule(
+        "interleaved_zb", microbatches, orders, [s % ranks for s in range(ranks * v)], v=v
+    )
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank, in a V: rank r has stages r and 2 K - 1 - r, so the loss is where the first stage is.
+    """Two stages a rank, in a V: rank r has stages r and 2 K - 1 - r, so the loss is where the
+    first stage is.
 
     Made for at least 2 K - 1 micro-batches; those that are not there are left out.
     """
@@ -84,7 +116,9 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     return _schedule("zbv", microbatches, orders, [*range(ranks), *reversed(range(ranks))])
 
 
-def _schedule(name: str, microbatches: int, orders: Iterable[Order], rank_of: Iterable[int], **options: object) -> Schedule:
+def _schedule(
+    name: str, microbatches: int, orders: Iterable[Order], rank_of: Iterable[int], **options: object
+) -> Schedule:
     return Schedule(name, microbatches, tuple(map(tuple, orders)), tuple(rank_of), options=options)
 
 
@@ -98,7 +132,8 @@ def alternate(forwards: Order, backwards: Order, depth: int) -> Order:
 
 
 def _defer(order: Order, *, put_off: int) -> Order:
-    """With a W after each I, but `put_off` of them later; from the last forward on, as early as that allows."""
+    """With a W after each I, but `put_off` of them later; from the last forward on, as early as
+    that allows."""
     made: Order = []
     due: Order = []
     for action in order:
@@ -110,8 +145,11 @@ def _defer(order: Order, *, put_off: int) -> Order:
     return made + due
 
 
-def _interleave(ranks: int, microbatches: int, v: int, rank: int, *, backward: str, eager: int) -> Order:
-    """Micro-batches in groups of K, each group through all chunks of the rank; made for whole groups, the surplus left out.
+def _interleave(
+    ranks: int, microbatches: int, v: int, rank: int, *, backward: str, eager: int
+) -> Order:
+    """Micro-batches in groups of K, each group through all chunks of the rank; made for whole
+    groups, the surplus left out.
 
     eager: forwards ahead of the next rank's at the beginning.
     """
@@ -123,16 +161,25 @@ def _interleave(ranks: int, microbatches: int, v: int, rank: int, *, backward: s
                 forwards.append(Action(chunk * ranks + rank, "F", m))
                 backwards.append(Action((v - 1 - chunk) * ranks + rank, backward, m))
     depth = eager * (ranks - 1 - rank) + (v - 1) * ranks + 1
-    return [action for action in alternate(forwards, backwards, depth) if action.number < microbatches]
+    return [
+        action for action in alternate(forwards, backwards, depth) if action.number < microbatches
+    ]
 
 
 def _v_order(ranks: int, rank: int, made: int, microbatches: int) -> Order:
-    """Phases of one rank: each repeats a pattern of d (down, stage r) and u (up, stage 2 K - 1 - r)."""
+    """Phases of one rank: each repeats a pattern of d (down, stage r) and u (up, stage 2 K - 1 -
+    r)."""
     stage, ahead = {"d": rank, "u": 2 * ranks - 1 - rank}, ranks - rank
     phases = [
-        ("dF", 2 * ahead - 1), ("uF dF", rank), ("uF uI uW", ahead), ("dF dI dW uF uI uW", made - ranks),
-        ("dI uI", rank), ("dI dW", ahead), ("uW", rank), ("dW", rank),
-    ]  # fmt: skip
+        ("dF", 2 * ahead - 1),
+        ("uF dF", rank),
+        ("uF uI uW", ahead),
+        ("dF dI dW uF uI uW", made - ranks),
+        ("dI uI", rank),
+        ("dI dW", ahead),
+        ("uW", rank),
+        ("dW", rank),
+    ]
     done: dict[str, int] = {}
     order: Order = []
     for pattern, times in phases:

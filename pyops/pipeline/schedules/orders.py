@@ -1,4 +1,5 @@
-"""Orders: what every rank computes, in its order, and which values go from action to action; nothing is checked here."""
+"""Orders: what every rank computes, in its order, and which values go from action to action;
+nothing is checked here."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ from pyops.pipeline.schedules.action import Action
 
 __all__ = ["Orders", "Transfer"]
 
-WHAT = MappingProxyType({"F": "activation", "B": "gradient", "FS": "skip", "BS": "gradient of skip"})
+WHAT = MappingProxyType(
+    {"F": "activation", "B": "gradient", "FS": "skip", "BS": "gradient of skip"}
+)
 
 
 class Transfer(NamedTuple):
     """What stage `source` makes of micro-batch `number` and stage `target` needs.
 
-    kind: "F" an activation, "B" its gradient, "FS" what skips the stages between, "BS" its gradient.
+    kind: "F" an activation, "B" its gradient, "FS" what skips the stages between, "BS" its
+    gradient.
     """
 
     kind: str
@@ -48,8 +52,11 @@ class Orders:
     skips: tuple[tuple[int, int], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles: what follows from the fields is found anew, and a mapping proxy can't be copied.
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"options": dict(self.options)}
+        # Copies and pickles: what follows from the fields is found anew, and a mapping proxy can't
+        # be copied.
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "options": dict(self.options)
+        }
 
     @property
     def num_ranks(self) -> int:
@@ -88,7 +95,8 @@ class Orders:
 
     @cached_property
     def transfers(self) -> Mapping[tuple[int, int, str], tuple[Transfer, ...]]:
-        """{(source rank, target rank, kind): what travels on that channel, in the order in which it is made}."""
+        """{(source rank, target rank, kind): what travels on that channel, in the order in which it
+        is made}."""
         found: dict[tuple[int, int, str], list[Transfer]] = {}
         for rank, action in self:
             for transfer in self.leaving(action):
@@ -98,27 +106,45 @@ class Orders:
         return MappingProxyType({channel: tuple(several) for channel, several in found.items()})
 
     def arriving(self, action: Action) -> list[Transfer]:
-        """The values of other stages that an action takes: that of its neighbour, and those that skip, by their stage."""
+        """The values of other stages that an action takes: that of its neighbour, and those that
+        skip, by their stage."""
         stage, kind, number = action
         if kind == "F":
             found = [Transfer("F", stage - 1, stage, number)] if stage else []
-            found += [Transfer("FS", source, stage, number) for source, target in self.skips if target == stage]
+            found += [
+                Transfer("FS", source, stage, number)
+                for source, target in self.skips
+                if target == stage
+            ]
         elif kind in "BI":
             found = [Transfer("B", stage + 1, stage, number)] if stage + 1 < self.num_stages else []
-            found += [Transfer("BS", target, stage, number) for source, target in self.skips if source == stage]
+            found += [
+                Transfer("BS", target, stage, number)
+                for source, target in self.skips
+                if source == stage
+            ]
         else:
             found = []
         return found
 
     def leaving(self, action: Action) -> list[Transfer]:
-        """The values that an action makes for other stages: that for its neighbour, and those that skip, by their stage."""
+        """The values that an action makes for other stages: that for its neighbour, and those that
+        skip, by their stage."""
         stage, kind, number = action
         if kind == "F":
             found = [Transfer("F", stage, stage + 1, number)] if stage + 1 < self.num_stages else []
-            found += [Transfer("FS", stage, target, number) for source, target in self.skips if source == stage]
+            found += [
+                Transfer("FS", stage, target, number)
+                for source, target in self.skips
+                if source == stage
+            ]
         elif kind in "BI":
             found = [Transfer("B", stage, stage - 1, number)] if stage else []
-            found += [Transfer("BS", stage, source, number) for source, target in self.skips if target == stage]
+            found += [
+                Transfer("BS", stage, source, number)
+                for source, target in self.skips
+                if target == stage
+            ]
         else:
             found = []
         return found
@@ -135,7 +161,8 @@ class Orders:
         return [Action(stage, "F", index), *found] if kind in "BI" else found
 
     def version(self, action: Action) -> int:
-        """How many steps the weights have taken that an F, B, I or W meets at its stage, by the rule of `weights`."""
+        """How many steps the weights have taken that an F, B, I or W meets at its stage, by the
+        rule of `weights`."""
         if self.weights == "flush":
             return 0
         if self.weights == "two":

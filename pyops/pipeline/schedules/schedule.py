@@ -4,9 +4,10 @@
                                                rank 1   1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
                                                rank 2   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
 
-Values go along: F at a stage needs the activation of the stage before, B (or I) the gradient of the stage after. Between ranks
-they travel on one FIFO channel for each (source, destination, activation or gradient), in the order in which they are made.
-Values that skip stages (`with_skips`) have channels of their own.
+Values go along: F at a stage needs the activation of the stage before, B (or I) the gradient of the
+stage after. Between ranks they travel on one FIFO channel for each (source, destination, activation
+or gradient), in the order in which they are made. Values that skip stages (`with_skips`) have
+channels of their own.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ __all__ = ["Schedule"]
 class Schedule(Orders):
     """The compute order of every rank.
 
-    name: of the family, for titles. ranks[r]: what rank r does. rank_of[s]: where stage s is; consecutive stages may share a
-    rank. weights: of pyops.pipeline.schedules.validate.WEIGHTS. options: what the family was called with. skips: pairs
-    (stage, later stage), rising, between which values go that the stages between don't see.
+    name: of the family, for titles. ranks[r]: what rank r does. rank_of[s]: where stage s is;
+    consecutive stages may share a rank. weights: of pyops.pipeline.schedules.validate.WEIGHTS.
+    options: what the family was called with. skips: pairs (stage, later stage), rising, between
+    which values go that the stages between don't see.
 
-    Checked when made (see `pyops.pipeline.schedules.validate`): ValueError names the action that is wrong, and its neighbours.
+    Checked when made (see `pyops.pipeline.schedules.validate`): ValueError names the action that is
+    wrong, and its neighbours.
     """
 
     def __post_init__(self) -> None:
@@ -38,12 +41,14 @@ class Schedule(Orders):
 
     @cached_property
     def order(self) -> tuple[tuple[Action | Transfer, tuple[Action | Transfer, ...]], ...]:
-        """All actions and transfers, each after what must be over before it begins, which stands beside it."""
+        """All actions and transfers, each after what must be over before it begins, which stands
+        beside it."""
         return validate(self)
 
     @cached_property
     def last_gradients(self) -> tuple[int, ...]:
-        """For each stage, the place in its rank's order of the last action that adds to its weights' gradients.
+        """For each stage, the place in its rank's order of the last action that adds to its
+        weights' gradients.
 
         Its gradients can be reduced over data-parallel ranks from there on.
         """
@@ -55,11 +60,17 @@ class Schedule(Orders):
         return tuple(found)
 
     def with_recompute(self, mode: str) -> Schedule:
-        """With an R before each backward whose forward keeps nothing: "always", "except_last" (micro-batch), "never".
+        """With an R before each backward whose forward keeps nothing: "always", "except_last"
+        (micro-batch), "never".
 
-        R stands right before the backward, and needs no gradient: a rank that waits for one recomputes meanwhile.
+        R stands right before the backward, and needs no gradient: a rank that waits for one
+        recomputes meanwhile.
         """
-        stops = {"always": self.num_microbatches, "except_last": self.num_microbatches - 1, "never": 0}
+        stops = {
+            "always": self.num_microbatches,
+            "except_last": self.num_microbatches - 1,
+            "never": 0,
+        }
         if mode not in stops:
             raise ValueError(f"recompute is {mode!r}; choose one of {', '.join(stops)}")
         orders = [
@@ -78,16 +89,20 @@ class Schedule(Orders):
         return replace(self, ranks=tuple(orders), options={**self.options, "recompute": mode})
 
     def with_skips(self, edges: Iterable[tuple[int, int]]) -> Schedule:
-        """With values that go from a stage to a later one directly, and their gradients back. Those of an edge go together."""
+        """With values that go from a stage to a later one directly, and their gradients back. Those
+        of an edge go together."""
         return replace(self, skips=tuple(sorted(set(edges))))
 
     def forward_only(self) -> Orders:
         """Its forwards alone, each rank's in the same order: for evaluation."""
-        orders = tuple(tuple(action for action in order if action.kind == "F") for order in self.ranks)
+        orders = tuple(
+            tuple(action for action in order if action.kind == "F") for order in self.ranks
+        )
         return Orders(self.name, self.num_microbatches, orders, self.rank_of, skips=self.skips)
 
     def live(self, rank: int, *, bytes_of: Sequence[float] | None = None) -> list[float]:
-        """After each action of the rank, what its stages keep of micro-batches: 1 for each forward until its last backward.
+        """After each action of the rank, what its stages keep of micro-batches: 1 for each forward
+        until its last backward.
 
         bytes_of: for each stage, what it keeps of a micro-batch (default: 1).
         """
@@ -102,11 +117,13 @@ class Schedule(Orders):
         return kept
 
     def peak(self, rank: int) -> int:
-        """How many micro-batches' activations the rank keeps at most, those of each of its stages counted."""
+        """How many micro-batches' activations the rank keeps at most, those of each of its stages
+        counted."""
         return int(max(self.live(rank), default=0))
 
     def versions_kept(self, stage: int) -> int:
-        """The most versions of the stage's weights that are needed at one time, the newest among them."""
+        """The most versions of the stage's weights that are needed at one time, the newest among
+        them."""
         if self.flushes:
             return 1
         order = [a for a in self.ranks[self.rank_of[stage]] if a.stage == stage]
@@ -122,8 +139,9 @@ class Schedule(Orders):
         return most
 
     def delay(self, stage: int) -> float:
-        """By how many steps the weights of a forward are older than those that its gradient is applied to, on the whole run's
-        average over micro-batches from the pipeline's full state on."""
+        """By how many steps the weights of a forward are older than those that its gradient is
+        applied to, on the whole run's average over micro-batches from the pipeline's full state
+        on."""
         order = [a for a in self.ranks[self.rank_of[stage]] if a.stage == stage]
         ages: list[int] = []
         waiting: list[Action] = []
@@ -131,13 +149,17 @@ class Schedule(Orders):
             if action.ends_activations:
                 waiting.append(action)
             elif action.kind == "U":
-                ages += [action.number - self.version(Action(stage, "F", each.number)) for each in waiting]
+                ages += [
+                    action.number - self.version(Action(stage, "F", each.number))
+                    for each in waiting
+                ]
                 waiting.clear()
         settled = ages[len(ages) // 2 :]
         return sum(settled) / len(settled) if settled else 0.0
 
     def slots(self, stage: int) -> dict[int, int]:
-        """{micro-batch: the buffer that its activations may use at the stage}: a buffer is used again once it is free."""
+        """{micro-batch: the buffer that its activations may use at the stage}: a buffer is used
+        again once it is free."""
         free: list[int] = []
         found: dict[int, int] = {}
         buffers = 0

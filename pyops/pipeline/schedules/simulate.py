@@ -1,9 +1,11 @@
-"""The simulator: when every action and transfer of a schedule begins and ends, given how long each takes; bubble and memory.
+"""The simulator: when every action and transfer of a schedule begins and ends, given how long each
+takes; bubble and memory.
 
     rank 0   |0F0 0F1 0F2 . . 0B0 ...        an action begins when its rank is free and its values are there
     channel  |  -0- -1- -2-                  a transfer takes the channel for bytes / bandwidth, and arrives `latency` later
 
-Every resource works in one order, so times follow in one pass along the dependences: nothing is guessed.
+Every resource works in one order, so times follow in one pass along the dependences: nothing is
+guessed.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ Times = tuple[float, float]  # begin, end
 class Costs:
     """Seconds (or any unit) and bytes; a number is the same for every stage.
 
-    forward, input_gradient, weight_gradient: of a micro-batch; B takes the last two together, R as long as a forward.
-    step: of the optimizer. latency: until what was sent arrives. activation: bytes that travel from a stage to the next, and
-    back as a gradient; bandwidth: bytes a second, of each channel. kept: bytes that a micro-batch keeps at a stage between
-    forward and backward; kept_input: where it is recomputed; put_off: between I and W, None if as before. skipped: bytes that
-    travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a stage's weights, gradients and states.
+    forward, input_gradient, weight_gradient: of a micro-batch; B takes the last two together, R as
+    long as a forward. step: of the optimizer. latency: until what was sent arrives. activation:
+    bytes that travel from a stage to the next, and back as a gradient; bandwidth: bytes a second,
+    of each channel. kept: bytes that a micro-batch keeps at a stage between forward and backward;
+    kept_input: where it is recomputed; put_off: between I and W, None if as before. skipped: bytes
+    that travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a stage's weights,
+    gradients and states.
     """
 
     forward: PerStage = 1.0
@@ -52,7 +56,8 @@ class Costs:
         if isinstance(value, Sequence):
             if not 0 <= stage < len(value):
                 raise ValueError(
-                    f"costs.{what} has {len(value)} numbers, but there is a stage {stage}; give one for each stage"
+                    f"costs.{what} has {len(value)} numbers, but there is a stage "
+                    f"{stage}; give one for each stage"
                 )
             return float(value[stage])
         return float(value)
@@ -62,20 +67,27 @@ class Costs:
         edge = min(transfer.source, transfer.target), max(transfer.source, transfer.target)
         if transfer.kind in "FB":
             return self.of("activation", edge[0])
-        return float(self.skipped.get(edge, 0.0) if isinstance(self.skipped, Mapping) else self.skipped)
+        return float(
+            self.skipped.get(edge, 0.0) if isinstance(self.skipped, Mapping) else self.skipped
+        )
 
     def duration(self, action: Action) -> float:
         """How long an action takes."""
         parts = {
-            "F": ("forward",), "R": ("forward",), "I": ("input_gradient",), "W": ("weight_gradient",), "U": ("step",),
+            "F": ("forward",),
+            "R": ("forward",),
+            "I": ("input_gradient",),
+            "W": ("weight_gradient",),
+            "U": ("step",),
             "B": ("input_gradient", "weight_gradient"),
-        }[action.kind]  # fmt: skip
+        }[action.kind]
         return sum(self.of(part, action.stage) for part in parts)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a run of `schedule` looks like: (begin, end) of every action and transfer; of a transfer, until it has arrived."""
+    """What a run of `schedule` looks like: (begin, end) of every action and transfer; of a
+    transfer, until it has arrived."""
 
     schedule: Schedule
     actions: Mapping[Action, Times]
@@ -85,11 +97,17 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """From the first beginning to the last end."""
-        return max(end for _, end in self.actions.values()) - min(begin for begin, _ in self.actions.values())
+        return max(end for _, end in self.actions.values()) - min(
+            begin for begin, _ in self.actions.values()
+        )
 
     def busy(self, rank: int) -> float:
         """How long the rank computes."""
-        return sum(end - begin for action, (begin, end) in self.actions.items() if self.schedule.rank_of[action.stage] == rank)
+        return sum(
+            end - begin
+            for action, (begin, end) in self.actions.items()
+            if self.schedule.rank_of[action.stage] == rank
+        )
 
     @property
     def bubble(self) -> float:
@@ -103,8 +121,14 @@ class Timeline:
         return self.makespan / max(self.busy(rank) for rank in range(self.schedule.num_ranks)) - 1.0
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, *, duration: Callable[[Action], float] | None = None) -> Timeline:
-    """The timeline of `schedule`. duration: of each action, in place of the costs'. ValueError for costs that make no sense."""
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    duration: Callable[[Action], float] | None = None,
+) -> Timeline:
+    """The timeline of `schedule`. duration: of each action, in place of the costs'. ValueError for
+    costs that make no sense."""
     costs = costs or Costs()
     duration = duration or costs.duration
     _check(costs, schedule)
@@ -113,7 +137,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, duration: Callab
     free: dict[tuple[int, int, str], float] = {}  # when a channel may take the next transfer
     for node, needs in schedule.order:
         if isinstance(node, Action):
-            begin = max((actions[n][1] if isinstance(n, Action) else transfers[n][1] for n in needs), default=0.0)
+            begin = max(
+                (actions[n][1] if isinstance(n, Action) else transfers[n][1] for n in needs),
+                default=0.0,
+            )
             actions[node] = (begin, begin + duration(node))
         else:
             channel = (schedule.rank_of[node.source], schedule.rank_of[node.target], node.kind)
@@ -126,17 +153,33 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, duration: Callab
 
 
 def _check(costs: Costs, schedule: Schedule) -> None:
-    parts = ["forward", "input_gradient", "weight_gradient", "step", "activation", "kept", "kept_input", "weights"]
+    parts = [
+        "forward",
+        "input_gradient",
+        "weight_gradient",
+        "step",
+        "activation",
+        "kept",
+        "kept_input",
+        "weights",
+    ]
     for stage in range(schedule.num_stages):
         for what in parts if costs.put_off is None else [*parts, "put_off"]:
             if not costs.of(what, stage) >= 0:
-                raise ValueError(f"costs.{what} of stage {stage} is {costs.of(what, stage)}; it must be 0 or more")
+                raise ValueError(
+                    f"costs.{what} of stage {stage} is {costs.of(what, stage)}; it must "
+                    "be 0 or more"
+                )
     if not costs.latency >= 0 or not costs.bandwidth > 0:
-        raise ValueError(f"latency is {costs.latency}, bandwidth {costs.bandwidth}; expected 0 or more, and more than 0")
+        raise ValueError(
+            f"latency is {costs.latency}, bandwidth {costs.bandwidth}; expected 0 or "
+            "more, and more than 0"
+        )
 
 
 def _peak(schedule: Schedule, rank: int, costs: Costs) -> float:
-    """The most that a rank keeps: weights, and of each micro-batch in flight its activations, or its input and then these."""
+    """The most that a rank keeps: weights, and of each micro-batch in flight its activations, or
+    its input and then these."""
     again = {(a.stage, a.number) for a in schedule.ranks[rank] if a.kind == "R"}
     now = peak = 0.0
     for action in schedule.ranks[rank]:
@@ -144,7 +187,8 @@ def _peak(schedule: Schedule, rank: int, costs: Costs) -> float:
         whole, small = costs.of("kept", stage), costs.of("kept_input", stage)
         put_off = whole if costs.put_off is None else costs.of("put_off", stage)
         if action.kind == "F":
-            # A forward that keeps only its input still makes all of its activations, one after the other.
+            # A forward that keeps only its input still makes all of its activations, one after the
+            # other.
             now += small if recomputed else whole
         elif action.kind == "R":
             now += whole - small

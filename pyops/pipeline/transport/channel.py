@@ -1,19 +1,23 @@
-"""Channel: what one rank sends another, activations or gradients, in the order of the schedule; nobody waits who need not.
+"""Channel: what one rank sends another, activations or gradients, in the order of the schedule;
+nobody waits who need not.
 
     rank 0, sends    | 0F0 | 0F1 | 0F2 |          a copy is sent on while the next action computes
     rank 1, receives |     | 0F0 | 0F1 |          receives are posted ahead, so a message comes while the one before is used
 
-A receive must be posted with its size before anything is known of the message. Both sides therefore remember how long the
-message at each place of the channel was in the step before: that is posted, and if what is sent is longer, the first message
-only tells its length, and a second one has it all. So shapes may change at any time, and cost one message when they grow.
+A receive must be posted with its size before anything is known of the message. Both sides therefore
+remember how long the message at each place of the channel was in the step before: that is posted,
+and if what is sent is longer, the first message only tells its length, and a second one has it all.
+So shapes may change at any time, and cost one message when they grow.
 
-Where both ranks are on one host, messages that were short the last time go through shared memory (see `Mailboxes`): the group
-takes longer to tell of a message than these take to be copied.
+Where both ranks are on one host, messages that were short the last time go through shared memory
+(see `Mailboxes`): the group takes longer to tell of a message than these take to be copied.
 
-Where the two ranks have a group for the tensors of this channel alone (`Direct`, for NCCL), a message holds the shape only, and
-the tensors follow by that group, from device to device; else those of a GPU are copied to the host and back.
+Where the two ranks have a group for the tensors of this channel alone (`Direct`, for NCCL), a
+message holds the shape only, and the tensors follow by that group, from device to device; else
+those of a GPU are copied to the host and back.
 
-A rank that failed still sends every message it owes, marked as such: the others end the step with it, and can go on afterwards.
+A rank that failed still sends every message it owes, marked as such: the others end the step with
+it, and can go on afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +32,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.failure import PeerError
-from pyops.pipeline.transport.message import HEADER, Described, describe, empty_like_described, moved, pack, restore, unpack
+from pyops.pipeline.transport.message import (
+    HEADER,
+    Described,
+    describe,
+    empty_like_described,
+    moved,
+    pack,
+    restore,
+    unpack,
+)
 
 __all__ = ["FAILED", "Direct", "Edge", "Incoming", "Outgoing"]
 
@@ -49,20 +62,34 @@ FAILED = Failed()
 
 
 class Direct(NamedTuple):
-    """How tensors go from device to device: by a group of the channel's two ranks that carries nothing else, which is torch's
-    backend itself; the peer in it."""
+    """How tensors go from device to device: by a group of the channel's two ranks that carries
+    nothing else, which is torch's backend itself; the peer in it."""
 
     group: Any
     peer: int
 
 
 class Outgoing:
-    """The sending side: `length` messages a step to group rank `peer`. mailbox: this side's end of one, or None."""
+    """The sending side: `length` messages a step to group rank `peer`. mailbox: this side's end of
+    one, or None."""
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, *, tag: int, length: int, mailbox: Any = None, direct: Direct | None = None
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        *,
+        tag: int,
+        length: int,
+        mailbox: Any = None,
+        direct: Direct | None = None,
     ) -> None:
-        self.group, self.peer, self.tag, self.mailbox, self.direct = group, peer, tag, mailbox, direct
+        self.group, self.peer, self.tag, self.mailbox, self.direct = (
+            group,
+            peer,
+            tag,
+            mailbox,
+            direct,
+        )
         self.sizes = [SMALLEST] * length
         self.place = 0
         self.bytes_sent = 0
@@ -70,7 +97,8 @@ class Outgoing:
         self._unmailed: deque[Tensor] = deque()
 
     def send(self, value: Any, *, what: str) -> None:
-        """Start sending; `value` may be changed afterwards. TypeError, which names `what`, for one that can't be sent."""
+        """Start sending; `value` may be changed afterwards. TypeError, which names `what`, for one
+        that can't be sent."""
         described = describe(value, what=what)
         tensors = described.tensors
         if self.direct is not None:
@@ -86,7 +114,9 @@ class Outgoing:
         if self.direct is not None:
             for tensor in tensors:
                 if tensor.numel():
-                    self._carry(self.direct.group, tensor.detach().contiguous(), self.direct.peer, self.tag)
+                    self._carry(
+                        self.direct.group, tensor.detach().contiguous(), self.direct.peer, self.tag
+                    )
         self._next(size)
 
     def fail(self) -> None:
@@ -97,9 +127,12 @@ class Outgoing:
         self._next(0)
 
     def give_up(self) -> None:
-        """Tell a peer that waits at its mailbox that nothing more will come. The group tells the others, by closing."""
+        """Tell a peer that waits at its mailbox that nothing more will come. The group tells the
+        others, by closing."""
         message = _header(GIVEN_UP, 0, HEADER.size)
-        if self.mailbox is not None:  # which is read to its end first, and what found no room there is not needed any more
+        if (
+            self.mailbox is not None
+        ):  # which is read to its end first, and what found no room there is not needed any more
             self.mailbox.put(message.data_ptr(), len(message))
 
     def finish(self) -> None:
@@ -112,7 +145,9 @@ class Outgoing:
 
     def flush(self) -> bool:
         """Whether everything is in the mailbox; what had found no room there is tried again."""
-        while self._unmailed and self.mailbox.put(self._unmailed[0].data_ptr(), len(self._unmailed[0])):
+        while self._unmailed and self.mailbox.put(
+            self._unmailed[0].data_ptr(), len(self._unmailed[0])
+        ):
             self._unmailed.popleft()
         return not self._unmailed
 
@@ -153,17 +188,31 @@ class Outgoing:
 class Incoming:
     """The receiving side: as many messages a step from group rank `peer` as there are `transfers`.
 
-    mailbox: this side's end of one, or None. timeout: seconds after which a message there is late. While it waits it calls
-    `flush`, until that says that nothing of this rank's own waits to be sent: a peer may need it before it sends on.
-    device: where the tensors shall be.
+    mailbox: this side's end of one, or None. timeout: seconds after which a message there is late.
+    While it waits it calls `flush`, until that says that nothing of this rank's own waits to be
+    sent: a peer may need it before it sends on. device: where the tensors shall be.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, *, tag: int, transfers: Sequence[Any], mailbox: Any = None,
-        timeout: float = 1800.0, flush: Callable[[], bool] = lambda: True, direct: Direct | None = None,
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        *,
+        tag: int,
+        transfers: Sequence[Any],
+        mailbox: Any = None,
+        timeout: float = 1800.0,
+        flush: Callable[[], bool] = lambda: True,
+        direct: Direct | None = None,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
-        self.group, self.peer, self.tag, self.mailbox, self.direct = group, peer, tag, mailbox, direct
+    ) -> None:
+        self.group, self.peer, self.tag, self.mailbox, self.direct = (
+            group,
+            peer,
+            tag,
+            mailbox,
+            direct,
+        )
         self.device = device or torch.device("cpu")
         self.transfers, self.timeout, self.flush = tuple(transfers), timeout, flush
         self.sizes = [SMALLEST] * len(self.transfers)
@@ -178,7 +227,8 @@ class Incoming:
         self._look_ahead()
 
     def receive(self) -> tuple[Any, Any, int]:
-        """(transfer, value, nanosecond at which it was made) of the next message; the value FAILED of a rank that failed."""
+        """(transfer, value, nanosecond at which it was made) of the next message; the value FAILED
+        of a rank that failed."""
         short = self.mailbox is not None and self.sizes[self.place] <= SHORT
         message = self._mailed() if short else self._waited(self._posted.popleft())
         view = message.numpy().data
@@ -207,7 +257,11 @@ class Incoming:
         assert self.direct is not None
         tensors = empty_like_described(shape, self.device)
         try:
-            works = [self.direct.group.recv([t], self.direct.peer, self.tag) for t in tensors if t.numel()]
+            works = [
+                self.direct.group.recv([t], self.direct.peer, self.tag)
+                for t in tensors
+                if t.numel()
+            ]
             for work in works:
                 work.wait()
         except RuntimeError as error:
@@ -245,7 +299,9 @@ class Incoming:
             time.sleep(5e-5)
         size = self.mailbox.wait(SPINS, self.timeout)
         if size < 0:
-            raise PeerError(self.peer, "it died" if size == -2 else f"no sign of it within {self.timeout:g} s")
+            raise PeerError(
+                self.peer, "it died" if size == -2 else f"no sign of it within {self.timeout:g} s"
+            )
         message = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.mailbox.take(message.data_ptr())
         return message

@@ -1,9 +1,11 @@
-"""Interrupts wait: a Ctrl-C in a step is raised on its rank once the others know of it: no rank waits for one that left.
+"""Interrupts wait: a Ctrl-C in a step is raised on its rank once the others know of it: no rank
+waits for one that left.
 
     rank 0   0F0  0F1  0F2   -   -   -   the step ends: RuntimeError, rank 1 was interrupted
     rank 1   1F0  1B0 ^C  -   -   -   -  the step ends: KeyboardInterrupt            - sends that it failed, computes nothing
 
-The action under way ends first. A second Ctrl-C is raised at once, wherever the rank is; then the pipeline is of no more use.
+The action under way ends first. A second Ctrl-C is raised at once, wherever the rank is; then the
+pipeline is of no more use.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ class Interrupt:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Interrupt]:
-    """Within, SIGINT is noted; what nobody has raised by the end is raised then. Only on the main thread, where Python raises
-    it, and only where it would: a handler of somebody's own is left alone."""
+    """Within, SIGINT is noted; what nobody has raised by the end is raised then. Only on the main
+    thread, where Python raises it, and only where it would: a handler of somebody's own is left
+    alone."""
     interrupt = Interrupt()
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

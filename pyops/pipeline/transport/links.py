@@ -1,11 +1,13 @@
-"""Links: all channels of one rank for a schedule, and what carries them: the group, mailboxes, groups from device to device.
+"""Links: all channels of one rank for a schedule, and what carries them: the group, mailboxes,
+groups from device to device.
 
     shape and short tensors    a mailbox where both ranks are on one host, else the group's CPU backend (Gloo)
     tensors on the CPU         the same
     tensors on a GPU           a group of the channel's two ranks by NCCL, where the group has that; else over the host
 
-Each channel has a group of its own for its GPU tensors, since those of one group follow one another: an activation that a rank
-sends would stand before the gradient that its neighbour sends it, and neither would come.
+Each channel has a group of its own for its GPU tensors, since those of one group follow one
+another: an activation that a rank sends would stand before the gradient that its neighbour sends
+it, and neither would come.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def open_channels(
 ) -> tuple[dict[Edge, Incoming], dict[Edge, Outgoing]]:
     """{edge: channel} of what comes for this rank's stages, and of what leaves them. A collective.
 
-    tag: the first of eight that are free. device: that of this rank's layers; of one kind on all ranks.
+    tag: the first of eight that are free. device: that of this rank's layers; of one kind on all
+    ranks.
     """
     incoming: dict[Edge, Incoming] = {}
     outgoing: dict[Edge, Outgoing] = {}
@@ -45,8 +48,10 @@ def open_channels(
     for name, transfers in orders.transfers.items():
         source, target, kind = name
         carriers: dict[str, Any] = {
-            "tag": tag + MARKS[kind], "mailbox": mailboxes.get(name), "direct": directs.get(name),
-        }  # fmt: skip
+            "tag": tag + MARKS[kind],
+            "mailbox": mailboxes.get(name),
+            "direct": directs.get(name),
+        }
         if target == rank:
             channel = Incoming(
                 group,
@@ -71,16 +76,20 @@ def _flushed(outgoing: Mapping[Edge, Outgoing]) -> bool:
 
 def _directs(
     channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device, tag: int
-) -> dict[Name, Direct]:  # fmt: skip
-    """A group of two for each of this rank's channels, where `group` carries GPU tensors by NCCL."""
+) -> dict[Name, Direct]:
+    """A group of two for each of this rank's channels, where `group` carries GPU tensors by
+    NCCL."""
     if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
         return {}
     return _pairs(channels, group=group, backend="nccl", tag=tag)
 
 
-def _pairs(channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int) -> dict[Name, Direct]:
-    # Not by dist.new_group: that is for all ranks there are, or names a group after how many others its ranks are in, which
-    # the two ends of a channel need not have alike. A place in the group's store, under a tag that is used once, is their own.
+def _pairs(
+    channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int
+) -> dict[Name, Direct]:
+    # Not by dist.new_group: that is for all ranks there are, or names a group after how many others
+    # its ranks are in, which the two ends of a channel need not have alike. A place in the group's
+    # store, under a tag that is used once, is their own.
     rank, store = dist.get_rank(group), dist.distributed_c10d._get_process_group_store(group)
     timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
     found: dict[Name, Direct] = {}

@@ -1,8 +1,10 @@
-"""Mailboxes: shared memory between two ranks of one host, for the short messages of their channels (csrc/native/mailbox.cpp).
+"""Mailboxes: shared memory between two ranks of one host, for the short messages of their channels
+(csrc/native/mailbox.cpp).
 
     writers make theirs -- the names go round -- readers open them -- all say so -- writers remove the names
 
-From then on no file is left behind, whatever dies. Ranks on different hosts, or without kernels, have none.
+From then on no file is left behind, whatever dies. Ranks on different hosts, or without kernels,
+have none.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Name = tuple[int, int, str]  # source rank, target rank, kind
 
 
 def open_mailboxes(channels: Iterable[Name], *, group: dist.ProcessGroup) -> dict[Name, Any]:
-    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective over the same channels."""
+    """This rank's ends of the mailboxes of `channels`, those that could be made. A collective over
+    the same channels."""
     rank, module = dist.get_rank(group), native()
     made: dict[Name, Any] = {}
     names: dict[Name, str] = {}

@@ -1,12 +1,13 @@
-"""Message: any value that stages give each other as one run of bytes that tells its own shape; taken apart and put together.
+"""Message: any value that stages give each other as one run of bytes that tells its own shape;
+taken apart and put together.
 
     flags 8 | bytes in all 8 | bytes of the shape 8 | made at, ns 8 | shape, as JSON | tensors, each from a multiple of 64
 
     x [2, 3] float32                 ["tensor", "float32", [2, 3], true]          true: it wants a gradient
     (x, {"n": 3, "mask": None})      ["tuple", [[..], ["dict", ["n", "mask"], [["plain", 3], ["plain", null]]]]]
 
-A receiver need not know what comes: shapes may change from one micro-batch to the next. What is received are views of the
-bytes.
+A receiver need not know what comes: shapes may change from one micro-batch to the next. What is
+received are views of the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from torch.utils._pytree import tree_map
 
 from pyops.ops.memory import require_memory
 
-__all__ = ["HEADER", "Described", "Head", "describe", "empty_like_described", "moved", "pack", "restore", "unpack"]
+__all__ = [
+    "HEADER",
+    "Described",
+    "Head",
+    "describe",
+    "empty_like_described",
+    "moved",
+    "pack",
+    "restore",
+    "unpack",
+]
 
 HEADER = struct.Struct("<4q")
 ALIGNMENT = 64
@@ -34,7 +45,8 @@ Head = tuple[int, int, int, int]  # flags, payload bytes, shape bytes, nanosecon
 
 
 class Described:
-    """A value taken apart. shape: JSON, as bytes; tensors: in its order; offsets: where each begins in a message; end."""
+    """A value taken apart. shape: JSON, as bytes; tensors: in its order; offsets: where each begins
+    in a message; end."""
 
     __slots__ = ("end", "offsets", "shape", "tensors")
 
@@ -50,7 +62,8 @@ class Described:
 
 
 def describe(value: Any, *, what: str) -> Described:
-    """Take a value apart. TypeError, which names `what`, for one that can't be sent, ValueError for one without memory."""
+    """Take a value apart. TypeError, which names `what`, for one that can't be sent, ValueError for
+    one without memory."""
     if type(value) is Tensor and value.layout == torch.strided:  # the usual case, and the fast one
         require_memory(value, what)
         return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
@@ -66,7 +79,9 @@ def pack(described: Described, *, room: int | None = None, flags: int = 0) -> Te
     view[HEADER.size : HEADER.size + len(shape)] = shape
     for tensor, at in zip(described.tensors, described.offsets, strict=True):
         if tensor.numel():
-            message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+            message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(
+                tensor.detach()
+            )
     return message
 
 
@@ -77,23 +92,34 @@ def restore(shape: bytes, tensors: list[Tensor]) -> Any:
 
 def empty_like_described(shape: bytes, device: torch.device) -> list[Tensor]:
     """Tensors as those of a shape, for what is received apart from it."""
-    return [torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes, _, _ in _tensors_of(shape)]
+    return [
+        torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes, _, _ in _tensors_of(shape)
+    ]
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on a device; those that want a gradient are leaves there."""
-    return tree_map(lambda t: t.detach().to(device).requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, value)
+    return tree_map(
+        lambda t: (
+            t.detach().to(device).requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+        ),
+        value,
+    )
 
 
 def unpack(message: Tensor, view: memoryview, head: Head) -> Any:
-    """The value in a message (1-D uint8, of which `view` is a view), whose tensors are views of it."""
+    """The value in a message (1-D uint8, of which `view` is a view), whose tensors are views of
+    it."""
     shape = bytes(view[HEADER.size : HEADER.size + head[2]])
     tensors, at = [], HEADER.size + head[2]
     for dtype, sizes, numel, nbytes in _tensors_of(shape):
         at = -(-at // ALIGNMENT) * ALIGNMENT
-        # An empty run of bytes can't be seen as another type where it begins, so those are made anew.
+        # An empty run of bytes can't be seen as another type where it begins, so those are made
+        # anew.
         tensors.append(
-            message[at : at + nbytes].view(dtype).view(sizes) if numel else torch.empty(sizes, dtype=dtype, device="cpu")
+            message[at : at + nbytes].view(dtype).view(sizes)
+            if numel
+            else torch.empty(sizes, dtype=dtype, device="cpu")
         )
         at += nbytes
     return restore(shape, tensors)
@@ -107,10 +133,18 @@ def _shape_of_one(dtype: torch.dtype, sizes: torch.Size, wants: bool) -> bytes:
 def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise TypeError(f"{what} has a tensor of layout {value.layout}, which can't be sent; return a strided one")
+            raise TypeError(
+                f"{what} has a tensor of layout {value.layout}, which can't be sent; "
+                "return a strided one"
+            )
         require_memory(value, f"{what} has a tensor that")
         tensors.append(value)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]
+        return [
+            "tensor",
+            str(value.dtype).removeprefix("torch."),
+            list(value.shape),
+            value.requires_grad,
+        ]
     if value is None or isinstance(value, PLAIN):
         return ["plain", value]
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -118,7 +152,8 @@ def _take_apart(value: Any, tensors: list[Tensor], what: str) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return ["dict", list(value), [_take_apart(each, tensors, what) for each in value.values()]]
     raise TypeError(
-        f"{what} has a {type(value).__name__}, which can't be sent to another stage; return tensors, numbers, strings, None, "
+        f"{what} has a {type(value).__name__}, which can't be sent to another stage; "
+        "return tensors, numbers, strings, None, "
         "or tuples, lists and dicts (with names as keys) of them"
     )
 

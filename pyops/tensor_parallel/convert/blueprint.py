@@ -20,33 +20,54 @@ __all__ = ["Blueprint", "above"]
 class Blueprint:
     """modules: all of the model's, by every name they have. kinds: {name: kind}, see plans.py.
 
-    cuts: how linears and embeddings are cut; heads: of attention modules; multihead: those that are torch.nn's.
-    blocks: {name of a list: its tokens}, under sequence parallelism. tied: parameters of several modules, one of which is cut.
-    complete: whether each of the plan's patterns must name a module; by default where a plan is given.
+    cuts: how linears and embeddings are cut; heads: of attention modules; multihead: those that are
+    torch.nn's.
+    blocks: {name of a list: its tokens}, under sequence parallelism. tied: parameters of several
+    modules, one of which is cut. complete: whether each of the plan's patterns must name a module;
+    by default where a plan is given.
     ValueError as in `parallelize`.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, plan: Mapping[str, str] | None, *, sequence_parallel: bool,
-        gather_logits: bool, complete: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        plan: Mapping[str, str] | None,
+        *,
+        sequence_parallel: bool,
+        gather_logits: bool,
+        complete: bool | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
         if plan is not None and not isinstance(plan, Mapping):
             raise TypeError(
-                f"plan is a {type(plan).__name__}; expected a mapping of patterns to kinds, {{'mlp.up': 'columns'}} say"
+                f"plan is a {type(plan).__name__}; expected a mapping of patterns to "
+                f"kinds, {{'mlp.up': 'columns'}} say"
             )
         self.group, self.ranks = group, Ranks.of(group)
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        if taken := [name for name, module in self.modules.items() if getattr(module, "placements", None)]:
-            raise ValueError(f"the model is parallel already: {taken[0] or type(model).__name__} has placements")
+        if taken := [
+            name for name, module in self.modules.items() if getattr(module, "placements", None)
+        ]:
+            raise ValueError(
+                f"the model is parallel already: {taken[0] or type(model).__name__} has placements"
+            )
         self.kinds = assign(
-            model, plan_of(model) if plan is None else plan, complete=plan is not None if complete is None else complete
+            model,
+            plan_of(model) if plan is None else plan,
+            complete=plan is not None if complete is None else complete,
         )
         self.regions = [name for name, kind in self.kinds.items() if kind in REGIONS]
         self.blocks = self._blocks(sequence_parallel)
-        self.heads = {n: heads_of(self.modules[n], n, self.ranks) for n, kind in self.kinds.items() if kind in ATTENTION}
-        self.cuts = {n: self._cut(n, kind, gather_logits) for n, kind in self.kinds.items() if kind in CUT}
+        self.heads = {
+            n: heads_of(self.modules[n], n, self.ranks)
+            for n, kind in self.kinds.items()
+            if kind in ATTENTION
+        }
+        self.cuts = {
+            n: self._cut(n, kind, gather_logits) for n, kind in self.kinds.items() if kind in CUT
+        }
         for name, cut in self.cuts.items():
             check_kind(self.modules[name], cut)
         self.multihead = set()
@@ -65,13 +86,26 @@ class Blueprint:
     def _blocks(self, wanted: bool) -> dict[str, Tokens]:
         names = [name for name, kind in self.kinds.items() if kind == "blocks"]
         for name in names:
-            if not isinstance(self.modules[name], nn.ModuleList | nn.Sequential) or not any(self.modules[name].children()):
-                raise ValueError(f"plan: 'blocks' is for a ModuleList or Sequential of modules, and {name} is none")
+            if not isinstance(self.modules[name], nn.ModuleList | nn.Sequential) or not any(
+                self.modules[name].children()
+            ):
+                raise ValueError(
+                    "plan: 'blocks' is for a ModuleList or Sequential of modules, and "
+                    f"{name} is none"
+                )
             if outer := above(name, names):
-                raise ValueError(f"plan: the 'blocks' {name} lie within other 'blocks', {outer}; name one of them")
+                raise ValueError(
+                    f"plan: the 'blocks' {name} lie within other 'blocks', {outer}; name "
+                    "one of them"
+                )
         if wanted and not names:
-            raise ValueError("sequence_parallel=True needs a plan that says where tokens are shared out, {'layers': 'blocks'}")
-        return {name: Tokens(self.ranks) for name in names} if wanted and self.ranks.size > 1 else {}
+            raise ValueError(
+                "sequence_parallel=True needs a plan that says where tokens are shared "
+                "out, {'layers': 'blocks'}"
+            )
+        return (
+            {name: Tokens(self.ranks) for name in names} if wanted and self.ranks.size > 1 else {}
+        )
 
     def _cut(self, name: str, kind: str, gather_logits: bool) -> Cut:
         region = above(name, self.regions)
@@ -79,9 +113,14 @@ class Blueprint:
         rows = kind in ("rows", "head rows")
         alone = kind in ("columns", "gate and up") and region is None
         return Cut(
-            name, kind, self.group, heads, inside=region is not None and not rows, gather_logits=gather_logits,
+            name,
+            kind,
+            self.group,
+            heads,
+            inside=region is not None and not rows,
+            gather_logits=gather_logits,
             sequence_parallel=self.shared_out(name) is not None and (rows or alone),
-        )  # fmt: skip
+        )
 
     def _nearest_heads(self, name: str) -> Heads | None:
         """Those of the attention module with which it has most of its name in common."""
@@ -97,15 +136,21 @@ class Blueprint:
         """The names of the module's own parameters that are not cut."""
         if name in self.cuts or (name in self.multihead or above(name, self.multihead)):
             return []
-        return [key for key, p in self.modules[name]._parameters.items() if p is not None and id(p) not in self.tied]
+        return [
+            key
+            for key, p in self.modules[name]._parameters.items()
+            if p is not None and id(p) not in self.tied
+        ]
 
     def _check_regions(self) -> None:
         for name in self.modules:
             region = name if name in self.regions else above(name, self.regions)
             if region is not None and self.kinds.get(name) != "partial" and self.whole(name):
                 raise ValueError(
-                    f"{name} has parameters within {region}, and the plan does not say what becomes of them: cut it, or make "
-                    "it 'partial' if it works on the heads, or columns, that a rank has; the ranks' gradients are then summed"
+                    f"{name} has parameters within {region}, and the plan does not say "
+                    "what becomes of them: cut it, or make "
+                    "it 'partial' if it works on the heads, or columns, that a rank has; "
+                    "the ranks' gradients are then summed"
                 )
 
     def _tied(self) -> Tied:
@@ -120,10 +165,16 @@ class Blueprint:
             kinds = {self.cuts[name].kind for name in names if name in self.cuts}
             if len(names) == 1 or not kinds:
                 continue
-            left = [name for name in names if name not in self.cuts and not any(self.modules[name].children())]
+            left = [
+                name
+                for name in names
+                if name not in self.cuts and not any(self.modules[name].children())
+            ]
             if left or (len(kinds) > 1 and kinds != {"vocabulary", "logits"}):
                 ways = ", ".join(f"{name}: {self.kinds.get(name, 'whole')}" for name in names)
-                raise ValueError(f"modules that share a parameter must be cut alike, and the plan has {ways}")
+                raise ValueError(
+                    f"modules that share a parameter must be cut alike, and the plan has {ways}"
+                )
             found[each] = None
         return found
 

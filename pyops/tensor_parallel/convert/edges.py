@@ -1,10 +1,11 @@
-"""Hooks that put autograd's edges around modules that know nothing of ranks: where attention, and where blocks, begin and end.
+"""Hooks that put autograd's edges around modules that know nothing of ranks: where attention, and
+where blocks, begin and end.
 
     blocks.0 ... blocks.n          tokens whole   --> SplitTokens -->   own rows [n, D]   --> JoinTokens -->   tokens whole
     attention within them          shared input   --> Enter       -->   the input of this rank's heads
 
-Without sequence parallelism `Enter` is the region operator `copy`: one sum of the input's gradients for all the columns within.
-With it, it gathers the tokens, and its backward scatters that sum.
+Without sequence parallelism `Enter` is the region operator `copy`: one sum of the input's gradients
+for all the columns within. With it, it gathers the tokens, and its backward scatters that sum.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from pyops.tensor_parallel.functional.regions import copy, gather_tokens, scatte
 
 __all__ = ["Enter", "JoinTokens", "SplitTokens", "Tokens"]
 
-# Inputs of which columns are made, beside the first: of self-attention (query, key, value) and of cross-attention.
+# Inputs of which columns are made, beside the first: of self-attention (query, key, value) and of
+# cross-attention.
 _ALSO = ("key_value_states", "encoder_hidden_states", "memory", "context", "query", "key", "value")
-# Inputs that have a part for each head, [B H, .., ..] or [.., H, .., ..], and are made for all heads outside of attention.
+# Inputs that have a part for each head, [B H, .., ..] or [.., H, .., ..], and are made for all
+# heads outside of attention.
 _BY_HEAD = ("alibi", "position_bias")
 
 
 class Tokens:
-    """The leading dims of the whole tokens, [B, T] or [T, B], of the forward that is under way. For the hooks of one stack."""
+    """The leading dims of the whole tokens, [B, T] or [T, B], of the forward that is under way. For
+    the hooks of one stack."""
 
     shape: tuple[int, ...] = ()
 
@@ -45,11 +49,14 @@ class SplitTokens:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _first(module, args, kwargs)
         self.tokens.shape = tuple(x.shape[:-1])
-        return _replaced(args, kwargs, where, scatter_tokens(x.flatten(0, -2), group=self.tokens.ranks.group))
+        return _replaced(
+            args, kwargs, where, scatter_tokens(x.flatten(0, -2), group=self.tokens.ranks.group)
+        )
 
 
 class JoinTokens:
-    """After the last block: rows [n, D] -> [B, T, D] on every rank, where every rank goes on in the same way."""
+    """After the last block: rows [n, D] -> [B, T, D] on every rank, where every rank goes on in the
+    same way."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -61,13 +68,21 @@ class JoinTokens:
 
 
 class Enter:
-    """Before a module whose columns are cut. tokens: what comes in is rows of them; None: it is whole.
+    """Before a module whose columns are cut. tokens: what comes in is rows of them; None: it is
+    whole.
 
-    flat: give all rows, padding included, instead of [B, T, D]. heads: of an attention module, for inputs that have a part
-    for each.
+    flat: give all rows, padding included, instead of [B, T, D]. heads: of an attention module, for
+    inputs that have a part for each.
     """
 
-    def __init__(self, ranks: Ranks, tokens: Tokens | None = None, *, flat: bool = False, heads: Heads | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        tokens: Tokens | None = None,
+        *,
+        flat: bool = False,
+        heads: Heads | None = None,
+    ) -> None:
         self.ranks, self.tokens, self.flat, self.heads = ranks, tokens, flat, heads
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +90,11 @@ class Enter:
         if self.tokens is None:
             y = copy(x, group=self.ranks.group)
         else:
-            y = gather_tokens(x, group=self.ranks.group) if self.flat else _whole(x, self.tokens, duplicated=False)
+            y = (
+                gather_tokens(x, group=self.ranks.group)
+                if self.flat
+                else _whole(x, self.tokens, duplicated=False)
+            )
         entered = {id(x): y}
         args, kwargs = _replaced(args, kwargs, where, y)
         for other in _named(module, args, kwargs):
@@ -84,9 +103,15 @@ class Enter:
                 if id(value) not in entered:
                     entered[id(value)] = copy(value, group=self.ranks.group)
                 args, kwargs = _replaced(args, kwargs, other, entered[id(value)])
-        return (args, kwargs) if self.heads is None else self._by_head(module, args, kwargs, self.heads)
+        return (
+            (args, kwargs)
+            if self.heads is None
+            else self._by_head(module, args, kwargs, self.heads)
+        )
 
-    def _by_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: Heads) -> Any:
+    def _by_head(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: Heads
+    ) -> Any:
         for where in _named(module, args, kwargs, _BY_HEAD):
             value = args[where] if isinstance(where, int) else kwargs[where]
             if isinstance(value, Tensor) and (dim := _dim_of_heads(value, heads.H)) is not None:
@@ -102,12 +127,15 @@ class Enter:
         first = min(self.ranks.rank * heads.local, heads.H)
         own = value.narrow(dim, first, min(heads.local, heads.H - first))
         if missing := heads.local - own.shape[dim]:
-            own = torch.cat([own, own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])], dim)
+            own = torch.cat(
+                [own, own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])], dim
+            )
         return own.flatten(0, 1) if packed else own
 
 
 def _dim_of_heads(value: Tensor, H: int) -> int | None:
-    """Along which a tensor has a part for each head: of three dims the first, [B H, .., ..], of four the second."""
+    """Along which a tensor has a part for each head: of three dims the first, [B H, .., ..], of
+    four the second."""
     if value.dim() == 3 and value.shape[0] % H == 0:
         return 0
     return 1 if value.dim() == 4 and value.shape[1] == H else None
@@ -121,24 +149,36 @@ def _whole(rows: Tensor, tokens: Tokens, *, duplicated: bool) -> Tensor:
     return whole.view(*tokens.shape, -1)
 
 
-def _first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+def _first(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int | str, Tensor]:
     """Where the hidden states are among the arguments, and what they are: the first tensor."""
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in arguments:
         if isinstance(value, Tensor):
             return where, value
-    raise TypeError(f"{type(module).__name__} was called without a tensor, so there is nothing to share out between ranks")
+    raise TypeError(
+        f"{type(module).__name__} was called without a tensor, so there is nothing to "
+        "share out between ranks"
+    )
 
 
 def _named(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[str, ...] = _ALSO
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: tuple[str, ...] = _ALSO,
 ) -> list[int | str]:
     """Where the arguments of these names are."""
     names = list(inspect.signature(module.forward).parameters) if args else []
-    return [i for i, name in enumerate(names[: len(args)]) if name in wanted] + [name for name in kwargs if name in wanted]
+    return [i for i, name in enumerate(names[: len(args)]) if name in wanted] + [
+        name for name in kwargs if name in wanted
+    ]
 
 
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str, value: Tensor) -> Any:
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str, value: Tensor
+) -> Any:
     if isinstance(where, int):
         return (*args[:where], value, *args[where + 1 :]), kwargs
     return args, {**kwargs, where: value}

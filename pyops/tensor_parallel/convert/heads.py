@@ -1,4 +1,5 @@
-"""How many heads an attention module of anybody's has, read from its attributes, and what each rank has of them.
+"""How many heads an attention module of anybody's has, read from its attributes, and what each rank
+has of them.
 
 LlamaAttention      config.num_attention_heads, config.num_key_value_heads, head_dim      num_key_value_groups
 GPT2Attention       num_heads, head_dim                                                   num_heads, split_size
@@ -58,11 +59,13 @@ class Heads:
 
 
 def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
-    """The heads of an attention module. ValueError where they can't be told, or not split over the ranks."""
+    """The heads of an attention module. ValueError where they can't be told, or not split over the
+    ranks."""
     H = _number(module, _HEADS)
     if H is None:
         raise ValueError(
-            f"{name} ({type(module).__name__}) does not say how many heads it has; it needs an attribute, or one of its "
+            f"{name} ({type(module).__name__}) does not say how many heads it has; it "
+            "needs an attribute, or one of its "
             f"config, of {', '.join(_HEADS)}"
         )
     per_group = _number(module, _PER_GROUP)
@@ -71,7 +74,10 @@ def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
     if K is None:
         width = _number(module, ("embed_dim", "hidden_size", "n_embd", "d_model"))
         if width is None or width % H:
-            raise ValueError(f"{name} ({type(module).__name__}) does not say how wide a head is; it needs {', '.join(_EACH)}")
+            raise ValueError(
+                f"{name} ({type(module).__name__}) does not say how wide a head is; it "
+                f"needs {', '.join(_EACH)}"
+            )
         K = width // H
     try:
         check_heads(H, G, ranks.size)
@@ -80,7 +86,9 @@ def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
     return Heads(H, G, K, ranks.size)
 
 
-def set_heads(module: nn.Module, heads: Heads, *, configured: bool = False) -> dict[str, tuple[int, int]]:
+def set_heads(
+    module: nn.Module, heads: Heads, *, configured: bool = False
+) -> dict[str, tuple[int, int]]:
     """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}.
 
     Its config is left alone; configured: the module gets a copy of it, with these numbers.
@@ -115,7 +123,9 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
             try:
                 found = getattr(holder, name, None)
             except Exception as error:  # transformers', where each layer has a number of its own
-                raise ValueError(f"{type(module).__name__}: its config does not tell one {name}: {error}") from error
+                raise ValueError(
+                    f"{type(module).__name__}: its config does not tell one {name}: {error}"
+                ) from error
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
                 return found
     return None

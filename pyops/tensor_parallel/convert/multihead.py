@@ -1,4 +1,5 @@
-"""torch.nn.MultiheadAttention with the heads of this rank: the same call, the same names of parameters."""
+"""torch.nn.MultiheadAttention with the heads of this rank: the same call, the same names of
+parameters."""
 
 from __future__ import annotations
 
@@ -21,39 +22,69 @@ __all__ = ["MultiheadAttention", "check_multihead"]
 def check_multihead(module: nn.MultiheadAttention, name: str) -> None:
     """ValueError for options that the parallel one does not have."""
     if module.in_proj_weight is None:
-        raise ValueError(f"{name}: keys or values of another width (kdim, vdim) can't be cut; use the width of the queries")
+        raise ValueError(
+            f"{name}: keys or values of another width (kdim, vdim) can't be cut; use the "
+            "width of the queries"
+        )
     if module.bias_k is not None or module.add_zero_attn:
-        raise ValueError(f"{name}: add_bias_kv and add_zero_attn can't be cut; make the module without them")
+        raise ValueError(
+            f"{name}: add_bias_kv and add_zero_attn can't be cut; make the module without them"
+        )
 
 
 class MultiheadAttention(nn.Module):
-    """forward as torch.nn.MultiheadAttention's, but always without the weights: (output, None). Inputs are of three dims.
+    """forward as torch.nn.MultiheadAttention's, but always without the weights: (output, None).
+    Inputs are of three dims.
 
-    Made from an existing one, whose values it takes. in_proj_weight: [3, heads / ranks * K, D]; the whole one is [3, D, D].
-    Its query, key and value must come through `Enter`, which sums their gradients over the ranks.
+    Made from an existing one, whose values it takes. in_proj_weight: [3, heads / ranks * K, D]; the
+    whole one is [3, D, D]. Its query, key and value must come through `Enter`, which sums their
+    gradients over the ranks.
     """
 
-    def __init__(self, whole: nn.MultiheadAttention, heads: Heads, *, group: dist.ProcessGroup | None, sequence_parallel: bool):
+    def __init__(
+        self,
+        whole: nn.MultiheadAttention,
+        heads: Heads,
+        *,
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+    ):
         super().__init__()
         ranks, D = Ranks.of(group), whole.embed_dim
         self.embed_dim, self.num_heads, self.head_dim = D, heads.local, heads.K
         self.whole_heads, self.batch_first, self.dropout = heads.H, whole.batch_first, whole.dropout
         self.stacked = 3
-        self._qkv_same_embed_dim = False  # torch.nn.TransformerEncoderLayer then computes in no way of its own
-        shapes = {"in_proj_weight": (3, D, D), **({} if whole.in_proj_bias is None else {"in_proj_bias": (3, D)})}
+        self._qkv_same_embed_dim = (
+            False  # torch.nn.TransformerEncoderLayer then computes in no way of its own
+        )
+        shapes = {
+            "in_proj_weight": (3, D, D),
+            **({} if whole.in_proj_bias is None else {"in_proj_bias": (3, D)}),
+        }
         self.placements = {
-            key: Placement.cut(shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=heads.K) for key, shape in shapes.items()
+            key: Placement.cut(shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=heads.K)
+            for key, shape in shapes.items()
         }
         for key, place in self.placements.items():
             old = whole.get_parameter(key)
-            self.register_parameter(key, nn.Parameter(place.take(old.view(shapes[key])), requires_grad=old.requires_grad))
+            self.register_parameter(
+                key,
+                nn.Parameter(place.take(old.view(shapes[key])), requires_grad=old.requires_grad),
+            )
         if whole.in_proj_bias is None:
             self.register_parameter("in_proj_bias", None)
         self.first_head = self.placements["in_proj_weight"].start // heads.K
         out = RowParallelLinear(
-            D, D, unit=heads.K, bias=whole.out_proj.bias is not None, group=group, sequence_parallel=sequence_parallel,
-            device="meta", dtype=whole.in_proj_weight.dtype, seed=None,
-        )  # fmt: skip
+            D,
+            D,
+            unit=heads.K,
+            bias=whole.out_proj.bias is not None,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device="meta",
+            dtype=whole.in_proj_weight.dtype,
+            seed=None,
+        )
         self.out_proj = filled(out, whole.out_proj, {})
         self.train(whole.training)
 
@@ -61,18 +92,34 @@ class MultiheadAttention(nn.Module):
     in_proj_bias: nn.Parameter | None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
-        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
         if query.dim() != 3:
-            raise ValueError(f"query is {tuple(query.shape)}; when parallel it must be of three dims, a batch of sequences")
+            raise ValueError(
+                f"query is {tuple(query.shape)}; when parallel it must be of three dims, "
+                "a batch of sequences"
+            )
         q, k, v = (
             self._heads(functional.linear(x, w, b))
-            for x, w, b in zip((query, key, value), self.in_proj_weight, self._biases(), strict=True)
+            for x, w, b in zip(
+                (query, key, value), self.in_proj_weight, self._biases(), strict=True
+            )
         )
         mask = self._mask(key_padding_mask, attn_mask, q.dtype)
         p = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p).transpose(1, 2).flatten(2)
+        y = (
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return self.out_proj(y if self.batch_first else y.transpose(0, 1)), None
 
     def _biases(self) -> list[Tensor | None]:
@@ -80,14 +127,23 @@ class MultiheadAttention(nn.Module):
 
     def _heads(self, y: Tensor) -> Tensor:
         """[B, own heads, T, K]."""
-        return (y if self.batch_first else y.transpose(0, 1)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return (
+            (y if self.batch_first else y.transpose(0, 1))
+            .unflatten(-1, (-1, self.head_dim))
+            .transpose(1, 2)
+        )
 
-    def _mask(self, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores: padding [B, S] and mask [T, S] or [B H, T, S], bool where True is hidden, or numbers."""
+    def _mask(
+        self, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What is added to the scores: padding [B, S] and mask [T, S] or [B H, T, S], bool where
+        True is hidden, or numbers."""
         added = None
         if mask is not None:
             if mask.dim() == 3:
-                mask = mask.unflatten(0, (-1, self.whole_heads))[:, self.first_head : self.first_head + self.num_heads]
+                mask = mask.unflatten(0, (-1, self.whole_heads))[
+                    :, self.first_head : self.first_head + self.num_heads
+                ]
                 missing = self.num_heads - mask.shape[1]
                 mask = functional.pad(mask, (0, 0, 0, 0, 0, missing))
             added = _numbers(mask, dtype)

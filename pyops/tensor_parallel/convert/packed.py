@@ -19,7 +19,8 @@ __all__ = ["GroupedColumns"]
 
 
 class GroupedColumns(ColumnParallelLinear):
-    """A ColumnParallelLinear of (heads + 2 groups) * K outputs, laid out by groups; its results are packed again."""
+    """A ColumnParallelLinear of (heads + 2 groups) * K outputs, laid out by groups; its results are
+    packed again."""
 
     def __init__(self, in_features: int, heads: Heads, **options: Any) -> None:
         each = heads.H // heads.G + 2

@@ -1,4 +1,5 @@
-"""parallelize: an existing transformer, its layers swapped in place for those that the ranks of a group share.
+"""parallelize: an existing transformer, its layers swapped in place for those that the ranks of a
+group share.
 
     model = transformers.GPT2LMHeadModel(config)                        the same on every rank
     report = parallelize(model, group=tp_group)                         by the plan for its class
@@ -35,10 +36,17 @@ T = TypeVar("T")
 
 
 def parallelize(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None, plan: Mapping[str, str] | None = None,
-    sequence_parallel: bool = False, gather_logits: bool = True, check: bool = True, example_inputs: Any = None,
-) -> Report:  # fmt: skip
-    """Cut `model` over the ranks of `group`, in place. Call it before the optimizer is made, with the same values everywhere.
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+    gather_logits: bool = True,
+    check: bool = True,
+    example_inputs: Any = None,
+) -> Report:
+    """Cut `model` over the ranks of `group`, in place. Call it before the optimizer is made, with
+    the same values everywhere.
 
     Args:
         plan: {pattern of module names: kind}, see pyops.tensor_parallel.convert.plans; None: by the classes of the model's
@@ -57,9 +65,10 @@ def parallelize(
     Returns:
         A Report of what was cut, what stays whole, and what was checked.
 
-    Parameters keep their names; a Conv1D's weight then lies as [out, in], packed q, k, v as [3, out, in]. What the plan does
-    not name stays whole on every rank, and is listed in the report. Dropout stays torch's: seed it alike on the ranks of the
-    group, or their tokens drift apart. Hooks are on the modules, so model.forward must not be called past them.
+    Parameters keep their names; a Conv1D's weight then lies as [out, in], packed q, k, v as [3,
+    out, in]. What the plan does not name stays whole on every rank, and is listed in the report.
+    Dropout stays torch's: seed it alike on the ranks of the group, or their tokens drift apart.
+    Hooks are on the modules, so model.forward must not be called past them.
 
     Raises:
         ValueError: on every rank, with the model as it was: no plan for these classes, a plan that names no module, a module
@@ -67,13 +76,22 @@ def parallelize(
             plan does not say whether their gradients are parts, a model that is parallel already, models that differ between
             the ranks, a plan under which outputs or gradients are not those of the uncut model (with the first that differs).
     """
-    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "gather_logits": gather_logits}
+    options: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "gather_logits": gather_logits,
+    }
     blueprint = _alike(lambda: Blueprint(model, group, plan, **options), group)
     if blueprint.ranks.size > 1:
         _check_same(model, {"plan": blueprint.kinds, **options, "check": check}, group)
     checked = "nothing, with check=False"
     if check:
-        checked = _checked(model, blueprint, plan_of(model) if plan is None else plan, sequence_parallel, example_inputs)
+        checked = _checked(
+            model,
+            blueprint,
+            plan_of(model) if plan is None else plan,
+            sequence_parallel,
+            example_inputs,
+        )
     before = Snapshot(model)
     try:
         report = _alike(lambda: perform(model, blueprint), group)
@@ -85,17 +103,32 @@ def parallelize(
 
 
 def _alike(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Its result, or on all ranks the error of any. A group of None is one rank alone, in whatever world."""
+    """Its result, or on all ranks the error of any. A group of None is one rank alone, in whatever
+    world."""
     return function() if group is None else on_all_ranks(function, group=group)
 
 
 def _checked(
-    model: nn.Module, blueprint: Blueprint, plan: Mapping[str, str], sequence_parallel: bool, example_inputs: Any
+    model: nn.Module,
+    blueprint: Blueprint,
+    plan: Mapping[str, str],
+    sequence_parallel: bool,
+    example_inputs: Any,
 ) -> str:
     """The plan is tried on the first rank, see trial.py; its finding, or its error, on all."""
 
     def cut(part: nn.Module, group: Any) -> None:
-        perform(part, Blueprint(part, group, plan, sequence_parallel=sequence_parallel, gather_logits=True, complete=False))
+        perform(
+            part,
+            Blueprint(
+                part,
+                group,
+                plan,
+                sequence_parallel=sequence_parallel,
+                gather_logits=True,
+                complete=False,
+            ),
+        )
 
     def tried() -> str:
         blocks = [name for name, kind in blueprint.kinds.items() if kind == "blocks"]
@@ -104,22 +137,39 @@ def _checked(
     return tried() if blueprint.group is None else on_first_rank(tried, group=blueprint.group)
 
 
-def _check_same(model: nn.Module, options: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """ValueError, on every rank, unless options and parameters, their values too, are those of rank 0."""
+def _check_same(
+    model: nn.Module, options: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    """ValueError, on every rank, unless options and parameters, their values too, are those of rank
+    0."""
     mine = [(key, repr(value)) for key, value in options.items()]
     for name, p in model.named_parameters():
-        values = 0 if p.is_meta or not p.numel() else int(torch.hash_tensor(p.detach()).view(torch.int64))
-        dtype, trained = str(p.dtype).removeprefix("torch."), "trained" if p.requires_grad else "frozen"
-        mine.append((name, f"{list(p.shape)}, {dtype}, {trained}, values of hash {values & (1 << 64) - 1:x}"))
+        values = (
+            0
+            if p.is_meta or not p.numel()
+            else int(torch.hash_tensor(p.detach()).view(torch.int64))
+        )
+        dtype, trained = (
+            str(p.dtype).removeprefix("torch."),
+            "trained" if p.requires_grad else "frozen",
+        )
+        mine.append(
+            (
+                name,
+                f"{list(p.shape)}, {dtype}, {trained}, values of hash {values & (1 << 64) - 1:x}",
+            )
+        )
     everyone = gather(mine, group=group)
     for rank, theirs in enumerate(everyone):
         for (name, a), (other, b) in zip(everyone[0], theirs, strict=False):
             if (name, a) != (other, b):
                 raise ValueError(
-                    f"parallelize: the ranks' models differ: {name} ({a}) on rank 0, {other} ({b}) on rank {rank}; start "
+                    f"parallelize: the ranks' models differ: {name} ({a}) on rank 0, "
+                    f"{other} ({b}) on rank {rank}; start "
                     "every rank from the same seed, or from the same files, with the same plan"
                 )
         if len(theirs) != len(everyone[0]):
             raise ValueError(
-                f"parallelize: the ranks' models differ: {len(everyone[0])} parameters on rank 0, {len(theirs)} on rank {rank}"
+                f"parallelize: the ranks' models differ: {len(everyone[0])} parameters "
+                f"on rank 0, {len(theirs)} on rank {rank}"
             )

@@ -1,4 +1,5 @@
-"""What a blueprint says is done to a model, in place, and told in a report. Communicates nothing."""
+"""What a blueprint says is done to a model, in place, and told in a report. Communicates
+nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ __all__ = ["Report", "perform"]
 
 @dataclass
 class Report:
-    """What `parallelize` did. cut: {module: kind}; changed: {module: {attribute: (before, after)}}; replicated: parameters that
-    are whole on every rank; elements: of the model's parameters before, and on this rank; checked: what was found equal."""
+    """What `parallelize` did. cut: {module: kind}; changed: {module: {attribute: (before, after)}};
+    replicated: parameters that are whole on every rank; elements: of the model's parameters before,
+    and on this rank; checked: what was found equal."""
 
     cut: dict[str, str] = field(default_factory=dict)
     changed: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -30,31 +32,53 @@ class Report:
     checked: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.elements[0]:,} parameters, of which {self.elements[1]:,} on this rank", f"checked: {self.checked}"]
+        lines = [
+            f"{self.elements[0]:,} parameters, of which {self.elements[1]:,} on this rank",
+            f"checked: {self.checked}",
+        ]
         cut = [f"{name}: {kind}" for name, kind in self.cut.items()]
         changed = [
-            f"{name}: {', '.join(f'{k} {a} -> {b}' for k, (a, b) in each.items())}" for name, each in self.changed.items()
+            f"{name}: {', '.join(f'{k} {a} -> {b}' for k, (a, b) in each.items())}"
+            for name, each in self.changed.items()
         ]
-        for title, entries in (("cut", cut), ("changed", changed), ("whole on every rank", self.replicated)):
+        for title, entries in (
+            ("cut", cut),
+            ("changed", changed),
+            ("whole on every rank", self.replicated),
+        ):
             times: dict[str, int] = {}
             for entry in entries:
                 name, _, rest = entry.partition(":")
-                each = ".".join("*" if part.isdigit() else part for part in name.split(".")) + (":" + rest if rest else "")
+                each = ".".join("*" if part.isdigit() else part for part in name.split(".")) + (
+                    ":" + rest if rest else ""
+                )
                 times[each] = times.get(each, 0) + 1
-            lines += [title, *(f"    {each}" + (f"  ({n})" if n > 1 else "") for each, n in times.items())] if times else []
+            lines += (
+                [
+                    title,
+                    *(f"    {each}" + (f"  ({n})" if n > 1 else "") for each, n in times.items()),
+                ]
+                if times
+                else []
+            )
         return "\n".join(lines)
 
 
 @torch.no_grad()
 def perform(model: nn.Module, blueprint: Blueprint) -> Report:
-    """Swap modules, set heads, put hooks at the edges. What fails leaves the model half done: see restore.py."""
+    """Swap modules, set heads, put hooks at the edges. What fails leaves the model half done: see
+    restore.py."""
     report = Report(cut={name: cut.kind for name, cut in blueprint.cuts.items()})
     elements = sum(p.numel() for p in model.parameters())
     whole = {name: blueprint.whole(name) for name in blueprint.modules}
     report.replicated = [
-        ".".join(filter(None, (name, key))) for name, _ in model.named_modules() for key in whole[name]
-    ]  # fmt: skip
-    kept = [p for p in model.parameters() if id(p) in blueprint.tied]  # so that no other gets their ids
+        ".".join(filter(None, (name, key)))
+        for name, _ in model.named_modules()
+        for key in whole[name]
+    ]
+    kept = [
+        p for p in model.parameters() if id(p) in blueprint.tied
+    ]  # so that no other gets their ids
     _swap(model, blueprint)
     for module in model.modules():
         for key, p in module._parameters.items():
@@ -65,7 +89,10 @@ def perform(model: nn.Module, blueprint: Blueprint) -> Report:
     for name, heads in blueprint.heads.items():
         if name in blueprint.multihead:
             continue
-        module, configured = model.get_submodule(name), blueprint.kinds[name] == "configured attention"
+        module, configured = (
+            model.get_submodule(name),
+            blueprint.kinds[name] == "configured attention",
+        )
         if changed := set_heads(module, heads, configured=configured):
             report.changed[name] = changed
     for name in blueprint.regions if blueprint.ranks.size > 1 else ():
@@ -92,13 +119,18 @@ def _swap(model: nn.Module, blueprint: Blueprint) -> None:
             else:
                 assert isinstance(old, nn.MultiheadAttention)
                 done[id(old)] = MultiheadAttention(
-                    old, blueprint.heads[name], group=blueprint.group, sequence_parallel=blueprint.shared_out(name) is not None
+                    old,
+                    blueprint.heads[name],
+                    group=blueprint.group,
+                    sequence_parallel=blueprint.shared_out(name) is not None,
                 )
         kept.append(old)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, done[id(old)])
     for module in model.modules():
-        if hasattr(module, "use_nested_tensor"):  # torch.nn.TransformerEncoder, which then goes past its layers
+        if hasattr(
+            module, "use_nested_tensor"
+        ):  # torch.nn.TransformerEncoder, which then goes past its layers
             module.use_nested_tensor = False  # type: ignore[assignment]
 
 
@@ -109,6 +141,8 @@ def _place_partial(blueprint: Blueprint, whole: Mapping[str, list[str]]) -> None
         parts = blueprint.kinds.get(name) == "partial" or blueprint.shared_out(name) is not None
         if whole[name] and parts:
             module.placements = {  # type: ignore[assignment]
-                key: Placement.whole(module.get_parameter(key).shape, rank=rank, ranks=ranks, partial=True)
+                key: Placement.whole(
+                    module.get_parameter(key).shape, rank=rank, ranks=ranks, partial=True
+                )
                 for key in whole[name]
             }

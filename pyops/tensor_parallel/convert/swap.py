@@ -1,4 +1,5 @@
-"""One module of a model, and the parallel one that takes its place, with this rank's part of its values."""
+"""One module of a model, and the parallel one that takes its place, with this rank's part of its
+values."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Tied = dict[int, nn.Parameter | None]  # by the id of the parameter as it was
 
 @dataclass(frozen=True)
 class Cut:
-    """How one module is cut. heads: of the attention module that it is of. inside: its input comes through an `Enter`."""
+    """How one module is cut. heads: of the attention module that it is of. inside: its input comes
+    through an `Enter`."""
 
     name: str
     kind: str
@@ -35,38 +37,69 @@ class Cut:
 
 
 def check_kind(module: nn.Module, cut: Cut) -> None:
-    """ValueError unless the module is of a kind that can be cut so, and of a size that fits the heads."""
+    """ValueError unless the module is of a kind that can be cut so, and of a size that fits the
+    heads."""
     what = f"{cut.name} ({type(module).__name__})"
     embedding = cut.kind in ("vocabulary", "bias by head")
     plain = type(module).forward is (nn.Embedding if embedding else nn.Linear).forward or (
-        _is_scaled(module) and cut.kind == "vocabulary" if embedding else _is_conv1d(module) or _is_like_linear(module)
+        _is_scaled(module) and cut.kind == "vocabulary"
+        if embedding
+        else _is_conv1d(module) or _is_like_linear(module)
     )
     if not plain:
-        wanted = "a torch.nn.Embedding" if embedding else "a torch.nn.Linear, or a Conv1D of transformers"
-        raise ValueError(f"{what} can't be cut as {cut.kind!r}: that takes {wanted}; without a kind in the plan it stays whole")
+        wanted = (
+            "a torch.nn.Embedding"
+            if embedding
+            else "a torch.nn.Linear, or a Conv1D of transformers"
+        )
+        raise ValueError(
+            f"{what} can't be cut as {cut.kind!r}: that takes {wanted}; without a kind "
+            "in the plan it stays whole"
+        )
     if extra := sorted(set(dict(module.named_parameters())) - {"weight", "bias"}):
-        raise ValueError(f"{what} can't be cut: it has parameters of other names, {', '.join(extra)}")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise ValueError(f"{what} can't be cut: it has hooks, which would get this rank's part; register them afterwards")
+        raise ValueError(
+            f"{what} can't be cut: it has parameters of other names, {', '.join(extra)}"
+        )
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        raise ValueError(
+            f"{what} can't be cut: it has hooks, which would get this rank's part; "
+            "register them afterwards"
+        )
     if embedding:
         assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"{what} can't be cut with max_norm, scale_grad_by_freq or sparse")
     if cut.kind == "bias by head" and (cut.heads is None or module.embedding_dim != cut.heads.H):
         heads = "no attention module around it" if cut.heads is None else f"{cut.heads.H} heads"
-        raise ValueError(f"{what} can't be cut by heads: it is {module.embedding_dim} wide, and there are {heads}")
+        raise ValueError(
+            f"{what} can't be cut by heads: it is {module.embedding_dim} wide, and there "
+            f"are {heads}"
+        )
     if cut.kind == "gate and up" and _sizes(module)[0] % 2:
-        raise ValueError(f"{what} can't be cut as 'gate and up': its {_sizes(module)[0]} outputs are not two equal matrices")
+        raise ValueError(
+            f"{what} can't be cut as 'gate and up': its {_sizes(module)[0]} outputs are "
+            "not two equal matrices"
+        )
     if cut.kind in ("head rows", "packed columns", "head columns") and cut.heads is None:
-        raise ValueError(f"{what} can't be cut as {cut.kind!r}: no attention module is near it; write 'rows' or 'columns'")
+        raise ValueError(
+            f"{what} can't be cut as {cut.kind!r}: no attention module is near it; write "
+            "'rows' or 'columns'"
+        )
     if not embedding:
         _head_columns(module, cut)
 
 
 def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
-    """The module to put in the place of this one; an embedding that is cut by heads is changed itself.
+    """The module to put in the place of this one; an embedding that is cut by heads is changed
+    itself.
 
-    tied: parameters that several modules share, and what has become of them; those that are cut here are added.
+    tied: parameters that several modules share, and what has become of them; those that are cut
+    here are added.
     """
     if cut.kind == "vocabulary":
         return _embedding(module, cut, tied)
@@ -74,11 +107,17 @@ def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
         return _bias_by_head(module, cut)
     out, size = _sizes(module)
     shared: dict[str, Any] = {
-        "bias": module.bias is not None, "group": cut.group, "device": "meta", "dtype": module.weight.dtype, "seed": None,
-    }  # fmt: skip
+        "bias": module.bias is not None,
+        "group": cut.group,
+        "device": "meta",
+        "dtype": module.weight.dtype,
+        "seed": None,
+    }
     if cut.kind in ("rows", "head rows"):
         unit, _, _ = _head_columns(module, cut)
-        row = RowParallelLinear(size, out, unit=unit, sequence_parallel=cut.sequence_parallel, **shared)
+        row = RowParallelLinear(
+            size, out, unit=unit, sequence_parallel=cut.sequence_parallel, **shared
+        )
         return filled(row, module, tied)
     unit, matrices, copies = _head_columns(module, cut)
     if cut.kind == "packed columns" and cut.heads is not None and cut.heads.G < cut.heads.H:
@@ -86,10 +125,15 @@ def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
         layer.plan = Plan(Ranks.of(None))
         return filled(layer, module, tied)
     layer = ColumnParallelLinear(
-        size, out // matrices, unit=unit, copies=copies,
+        size,
+        out // matrices,
+        unit=unit,
+        copies=copies,
         stacked=matrices if cut.kind in ("packed columns", "gate and up") else 0,
-        gather_output=cut.kind == "logits" and cut.gather_logits, sequence_parallel=cut.sequence_parallel, **shared,
-    )  # fmt: skip
+        gather_output=cut.kind == "logits" and cut.gather_logits,
+        sequence_parallel=cut.sequence_parallel,
+        **shared,
+    )
     if cut.inside:
         layer.plan = Plan(Ranks.of(None))  # the sum over ranks is in the Enter around it
     return filled(layer, module, tied)
@@ -101,7 +145,8 @@ def _is_like_linear(module: nn.Module) -> bool:
 
 
 def _is_scaled(module: nn.Module) -> bool:
-    """An embedding of transformers that multiplies what it looks up by its `embed_scale`, as of Gemma and BART."""
+    """An embedding of transformers that multiplies what it looks up by its `embed_scale`, as of
+    Gemma and BART."""
     scaled = type(module).__name__.endswith(("ScaledWordEmbedding", "ScaledEmbedding"))
     return scaled and isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
 
@@ -117,7 +162,9 @@ class _Scale:
 def _is_conv1d(module: nn.Module) -> bool:
     """transformers' Conv1D: a linear whose weight lies as [in, out]."""
     sizes = (getattr(module, "nx", None), getattr(module, "nf", None))
-    return type(module).__name__ == "Conv1D" and tuple(module.get_parameter("weight").shape) == sizes
+    return (
+        type(module).__name__ == "Conv1D" and tuple(module.get_parameter("weight").shape) == sizes
+    )
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
@@ -126,45 +173,67 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
-    """(columns or rows that stay together, matrices in one, ranks that hold the same). ValueError where sizes don't fit."""
+    """(columns or rows that stay together, matrices in one, ranks that hold the same). ValueError
+    where sizes don't fit."""
     heads, (out, size) = cut.heads, _sizes(module)
     if cut.kind == "gate and up":
         return 1, 2, 1
     if heads is None:
         return 1, 1, 1
     what = f"{cut.name} ({type(module).__name__}, {size} -> {out})"
-    says = f"{heads.H} heads of width {heads.K}" + (f" in {heads.G} groups" if heads.G < heads.H else "")
+    says = f"{heads.H} heads of width {heads.K}" + (
+        f" in {heads.G} groups" if heads.G < heads.H else ""
+    )
     width = heads.H * heads.K
     if cut.kind in ("rows", "head rows"):
         if size != width:
-            raise ValueError(f"{what} can't be cut by heads: the attention module has {says}, {width} inputs")
+            raise ValueError(
+                f"{what} can't be cut by heads: the attention module has {says}, {width} inputs"
+            )
         return heads.unit, 1, 1
     if cut.kind == "head columns" or (cut.kind == "packed columns" and heads.G < heads.H):
         all_ = (heads.H + 2 * heads.G) * heads.K
         if out != all_ or heads.copies > 1:
-            why = f"that takes {all_} columns" if out != all_ else f"{heads.ranks} ranks are more than its groups"
+            why = (
+                f"that takes {all_} columns"
+                if out != all_
+                else f"{heads.ranks} ranks are more than its groups"
+            )
             raise ValueError(f"{what} can't be cut as {cut.kind!r}: {why}, for {says}")
         return (heads.H // heads.G + 2) * heads.K, 1, 1
     if cut.kind == "packed columns":
         if out % width:
-            raise ValueError(f"{what} can't be cut as 'packed columns': that takes a multiple of {width} columns, for {says}")
+            raise ValueError(
+                f"{what} can't be cut as 'packed columns': that takes a multiple of "
+                f"{width} columns, for {says}"
+            )
         return heads.unit, out // width, 1
     if out == width:
         return heads.unit, 1, 1
     if out == heads.G * heads.K:
         return heads.K, 1, heads.copies
-    raise ValueError(f"{what} can't be cut by heads: the attention module has {says}, {width} or {heads.G * heads.K} columns")
+    raise ValueError(
+        f"{what} can't be cut by heads: the attention module has {says}, {width} or "
+        f"{heads.G * heads.K} columns"
+    )
 
 
 def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     layer = VocabParallelEmbedding(
-        module.num_embeddings, module.embedding_dim, padding_idx=module.padding_idx, group=cut.group, device="meta",
-        dtype=module.weight.dtype, seed=None,
-    )  # fmt: skip
+        module.num_embeddings,
+        module.embedding_dim,
+        padding_idx=module.padding_idx,
+        group=cut.group,
+        device="meta",
+        dtype=module.weight.dtype,
+        seed=None,
+    )
     if _is_scaled(module):
         if isinstance(module.embed_scale, Tensor):
-            layer.register_buffer("embed_scale", module.embed_scale, persistent="embed_scale" in module.state_dict())
+            layer.register_buffer(
+                "embed_scale", module.embed_scale, persistent="embed_scale" in module.state_dict()
+            )
         else:
             layer.embed_scale = module.embed_scale
         layer.register_forward_hook(_Scale())
@@ -178,13 +247,16 @@ def _bias_by_head(module: nn.Module, cut: Cut) -> nn.Module:
     unit = cut.heads.unit // cut.heads.K
     place = Placement.cut(module.weight.shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=unit)
     module.placements = {"weight": place}  # type: ignore[assignment]
-    module.weight = nn.Parameter(place.take(module.weight), requires_grad=module.weight.requires_grad)
+    module.weight = nn.Parameter(
+        place.take(module.weight), requires_grad=module.weight.requires_grad
+    )
     module.embedding_dim = place.length
     return module
 
 
 def laid_out(layer: nn.Module | None, whole: Tensor, place: Placement) -> Tensor:
-    """A tensor of the module that was swapped, laid out as the layer's whole one: a Conv1D's transposed, and so on."""
+    """A tensor of the module that was swapped, laid out as the layer's whole one: a Conv1D's
+    transposed, and so on."""
     if getattr(layer, "transposed", None) and whole.dim() == 2:
         whole = whole.t()
     if isinstance(layer, GroupedColumns):
@@ -200,7 +272,9 @@ def filled(layer: nn.Module, module: nn.Module, tied: Tied) -> nn.Module:
         old = module.get_parameter(name)
         new = tied.get(id(old))
         if new is None:
-            new = nn.Parameter(place.take(laid_out(layer, old, place)), requires_grad=old.requires_grad)
+            new = nn.Parameter(
+                place.take(laid_out(layer, old, place)), requires_grad=old.requires_grad
+            )
         if id(old) in tied:
             tied[id(old)] = new
         layer.register_parameter(name, new)

@@ -1,4 +1,5 @@
-"""The way back from `parallelize`: the state_dict that the model would have had, put together from the ranks' parts.
+"""The way back from `parallelize`: the state_dict that the model would have had, put together from
+the ranks' parts.
 
 rank 0  [3, 2 heads, D] --.                              GPT-2's c_attn before:  [D, 3 * 4 heads]
 rank 1  [3, 2 heads, D] --+--> [3, 4 heads, D]  -->  [3 * 4 heads, D]  -->  its transpose
@@ -18,12 +19,16 @@ __all__ = ["whole_state_dict"]
 
 
 @torch.no_grad()
-def whole_state_dict(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The state_dict of the model as it was before `parallelize(model, group=group)`, with today's values, on every rank.
+def whole_state_dict(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """The state_dict of the model as it was before `parallelize(model, group=group)`, with today's
+    values, on every rank.
 
-    Names, shapes and order are those of the unparallelized model, which can load it, and save it in its own format. Parameters
-    that several modules share are one tensor. A collective: all ranks of the group call it, one all_gather for each parameter
-    that is cut. Parameters must be there: at stage 3 of ZeRO call it within `optimizer.whole_parameters()`.
+    Names, shapes and order are those of the unparallelized model, which can load it, and save it in
+    its own format. Parameters that several modules share are one tensor. A collective: all ranks of
+    the group call it, one all_gather for each parameter that is cut. Parameters must be there: at
+    stage 3 of ZeRO call it within `optimizer.whole_parameters()`.
     """
     ranks = Ranks.of(group)
     holders: dict[int, tuple[nn.Module, Placement]] = {}
@@ -43,9 +48,13 @@ def _whole(local: Tensor, module: nn.Module, place: Placement, ranks: Ranks) -> 
     if place.dim is None:
         return local.detach()
     parts = ranks.gather(local.detach().contiguous()).wait().chunk(ranks.size)
-    whole = torch.cat(parts[:: place.copies], place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
+    whole = torch.cat(parts[:: place.copies], place.dim).narrow(
+        place.dim, 0, place.global_shape[place.dim]
+    )
     if getattr(module, "stacked", None):
         whole = whole.flatten(0, 1)
     if isinstance(module, GroupedColumns):
         whole = module.as_packed(whole)
-    return (whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole).contiguous()
+    return (
+        whole.t() if getattr(module, "transposed", None) and whole.dim() == 2 else whole
+    ).contiguous()

@@ -1,9 +1,10 @@
-"""Dropout by counters: which elements fall is a function of (seed, name, step) and of their place in the global batch.
+"""Dropout by counters: which elements fall is a function of (seed, name, step) and of their place
+in the global batch.
 
     counter of an element = its index in the tensor [rows of the global batch * T, D]       a rank needs its first one only
 
-So the mask is the same on any layout of ranks, with sequence parallelism or without; it is drawn anew in backward and never
-stored. The bits are those of `pyops.random.dropout_mask`.
+So the mask is the same on any layout of ranks, with sequence parallelism or without; it is drawn
+anew in backward and never stored. The bits are those of `pyops.random.dropout_mask`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ __all__ = ["Dropout", "set_dropout"]
 
 
 class Dropout(nn.Module):
-    """forward(x, bias=None, residual=None) -> residual + dropout(x + bias), of x [B, T, width], or this rank's rows [n, width]
-    of the flattened tokens under sequence parallelism.
+    """forward(x, bias=None, residual=None) -> residual + dropout(x + bias), of x [B, T, width], or
+    this rank's rows [n, width] of the flattened tokens under sequence parallelism.
 
-    state: int64 [2], (key, index of the first element), set before each forward by `set_dropout`; a fresh tensor each time, so
-    that a recomputed forward with the old one drops the same. In eval mode, or with p 0, nothing falls and no state is needed.
+    state: int64 [2], (key, index of the first element), set before each forward by `set_dropout`; a
+    fresh tensor each time, so that a recomputed forward with the old one drops the same. In eval
+    mode, or with p 0, nothing falls and no state is needed.
     """
 
     state: Tensor | None
 
     def __init__(
-        self, p: float, *, width: int, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False
+        self,
+        p: float,
+        *,
+        width: int,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
@@ -39,15 +46,29 @@ class Dropout(nn.Module):
         self.sequence_parallel = sequence_parallel and self.ranks.size > 1
         self.register_buffer("state", None, persistent=False)
 
-    def take_state(self, *, key: int, first_row: int, shape: tuple[int, int], device: torch.device | None = None) -> None:
+    def take_state(
+        self,
+        *,
+        key: int,
+        first_row: int,
+        shape: tuple[int, int],
+        device: torch.device | None = None,
+    ) -> None:
         """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each."""
-        first = first_row * shape[1] + (self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0)
+        first = first_row * shape[1] + (
+            self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0
+        )
         self.state = dropout_state(key, first * self.width, device=device)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
         p = self.p if self.training else 0.0
         if p > 0.0 and self.state is None:
-            raise RuntimeError("this dropout has no state: call set_dropout(model, ...) before each forward, or model.eval()")
+            raise RuntimeError(
+                "this dropout has no state: call set_dropout(model, ...) before each "
+                "forward, or model.eval()"
+            )
         bias = bias if bias is None else bias.to(x.dtype)
         return bias_dropout_add(x, bias, residual, p=p, state=self.state if p > 0.0 else None)
 
@@ -56,16 +77,32 @@ class Dropout(nn.Module):
 
 
 def set_dropout(
-    model: nn.Module, *, seed: int, step: int, shape: tuple[int, int], first_row: int = 0, prefix: str = "",
+    model: nn.Module,
+    *,
+    seed: int,
+    step: int,
+    shape: tuple[int, int],
+    first_row: int = 0,
+    prefix: str = "",
     device: torch.device | str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Give every dropout of `model` its state for one forward over tokens of `shape` (B, T).
 
-    The B sequences are rows [first_row, first_row + B) of the step's global batch. Streams are keyed by (seed, name@step),
-    where the name is that of the module in the model, after `prefix`. An encoder and a decoder with sequences of
-    different lengths are set apart, each with its own prefix.
+    The B sequences are rows [first_row, first_row + B) of the step's global batch. Streams are
+    keyed by (seed, name@step), where the name is that of the module in the model, after `prefix`.
+    An encoder and a decoder with sequences of different lengths are set apart, each with its own
+    prefix.
     """
-    where = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
+    where = (
+        torch.device(device)
+        if device is not None
+        else next((p.device for p in model.parameters()), None)
+    )
     for name, module in model.named_modules():
         if hasattr(module, "take_state"):
-            module.take_state(key=key_of(seed, f"{prefix}{name}@{step}"), first_row=first_row, shape=shape, device=where)
+            module.take_state(
+                key=key_of(seed, f"{prefix}{name}@{step}"),
+                first_row=first_row,
+                shape=shape,
+                device=where,
+            )

@@ -1,4 +1,5 @@
-"""What is left to do for gradients after backward: parts summed over ranks, and a norm that counts each element once."""
+"""What is left to do for gradients after backward: parts summed over ranks, and a norm that counts
+each element once."""
 
 from __future__ import annotations
 
@@ -15,23 +16,28 @@ __all__ = ["clip_grad_norm_", "finish_gradients", "grad_norm"]
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
-    """Sum over the ranks the gradients that are parts: of norms and row biases under sequence parallelism, of copied heads.
+    """Sum over the ranks the gradients that are parts: of norms and row biases under sequence
+    parallelism, of copied heads.
 
-    Which ones is told by the placements of the model's modules. One collective for all of them, in fp32 (fp64 if one is), so
-    each is rounded once. A gradient that a rank does not have counts as zero there. Call it once after backward, before the
-    norm, clipping or the step; a sum or a mean over data-parallel ranks may come before or after. A parameter with a tensor
-    `main_grad` has that one summed.
+    Which ones is told by the placements of the model's modules. One collective for all of them, in
+    fp32 (fp64 if one is), so each is rounded once. A gradient that a rank does not have counts as
+    zero there. Call it once after backward, before the norm, clipping or the step; a sum or a mean
+    over data-parallel ranks may come before or after. A parameter with a tensor `main_grad` has
+    that one summed.
     """
     ranks = Ranks.of(group)
     if ranks.size == 1:
         return
     parameters = dict(model.named_parameters())
-    partial = [(parameters[name], place) for name, place in Placement.of(model).items() if place.partial]
+    partial = [
+        (parameters[name], place) for name, place in Placement.of(model).items() if place.partial
+    ]
     partial = [(p, place) for p, place in partial if p.requires_grad]
     if not partial:
         return
     wide = torch.float64 if any(p.dtype == torch.float64 for p, _ in partial) else torch.float32
-    # Of a parameter with copies the distinct parts lie one after the other, and each rank fills in its own.
+    # Of a parameter with copies the distinct parts lie one after the other, and each rank fills in
+    # its own.
     slots = [ranks.size // place.copies for _, place in partial]
     sizes = [p.numel() * n for (p, _), n in zip(partial, slots, strict=True)]
     flat = torch.zeros(sum(sizes), dtype=wide, device=partial[0][0].device)
@@ -52,9 +58,11 @@ def finish_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
 
 @torch.no_grad()
 def grad_norm(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients of the whole model, an fp64 scalar, the same on every rank; each element counts once.
+    """The 2-norm of all gradients of the whole model, an fp64 scalar, the same on every rank; each
+    element counts once.
 
-    A parameter that several ranks hold alike counts on the first of them. Call `finish_gradients` before.
+    A parameter that several ranks hold alike counts on the first of them. Call `finish_gradients`
+    before.
     """
     ranks, placements = Ranks.of(group), Placement.of(model)
     counted = []
@@ -64,13 +72,20 @@ def grad_norm(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Te
         if first and (gradient := _gradient(p)) is not None:
             counted.append(gradient.double().square().sum())
     device = next((p.device for p in model.parameters()), None)
-    total = torch.stack(counted).sum() if counted else torch.zeros((), dtype=torch.float64, device=device)
+    total = (
+        torch.stack(counted).sum()
+        if counted
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
     return ranks.sum_(total.view(1)).wait().sqrt().squeeze()
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Scale all gradients by max_norm / (norm + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_ does; returns the norm."""
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Scale all gradients by max_norm / (norm + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_
+    does; returns the norm."""
     norm = grad_norm(model, group=group)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in model.parameters():

@@ -1,6 +1,8 @@
-"""Parameters drawn by (seed, name, place in the whole): the ranks' parts put together are bitwise the tensor of one rank.
+"""Parameters drawn by (seed, name, place in the whole): the ranks' parts put together are bitwise
+the tensor of one rank.
 
-No rank builds the whole: each draws the elements that its Placement gives it, and its padding is zero.
+No rank builds the whole: each draws the elements that its Placement gives it, and its padding is
+zero.
 """
 
 from __future__ import annotations
@@ -18,12 +20,19 @@ __all__ = ["initialise_", "initialise_model_"]
 
 @torch.no_grad()
 def initialise_(
-    parameter: Tensor, *, seed: int, name: str, std: float = 0.02, mean: float = 0.0, placement: Placement | None = None
+    parameter: Tensor,
+    *,
+    seed: int,
+    name: str,
+    std: float = 0.02,
+    mean: float = 0.0,
+    placement: Placement | None = None,
 ) -> Tensor:
-    """Fill `parameter` in place with normal numbers of the stream (seed, name); std 0 fills it with the mean.
+    """Fill `parameter` in place with normal numbers of the stream (seed, name); std 0 fills it with
+    the mean.
 
-    placement: where it stands in the whole; None: it is whole. Numbers are drawn in fp32 and cast, so that every dtype starts
-    from the same ones.
+    placement: where it stands in the whole; None: it is whole. Numbers are drawn in fp32 and cast,
+    so that every dtype starts from the same ones.
     """
     where = placement or Placement.whole(parameter.shape, rank=0, ranks=1)
     part = where.part(parameter)
@@ -32,19 +41,35 @@ def initialise_(
     if std == 0.0:
         part.fill_(mean)
     else:
-        part.copy_(random.normal(seed, name, where.size, mean=mean, std=std, offset=where.offset,
-                                 global_shape=where.global_shape, device=parameter.device))  # fmt: skip
+        part.copy_(
+            random.normal(
+                seed,
+                name,
+                where.size,
+                mean=mean,
+                std=std,
+                offset=where.offset,
+                global_shape=where.global_shape,
+                device=parameter.device,
+            )
+        )
     return parameter
 
 
 def initialise_model_(
-    model: nn.Module, *, seed: int, std: float | Callable[[str], float] = 0.02, prefix: str = "",
+    model: nn.Module,
+    *,
+    seed: int,
+    std: float | Callable[[str], float] = 0.02,
+    prefix: str = "",
     only: nn.Module | None = None,
-) -> None:  # fmt: skip
-    """Fill every parameter under its qualified name: biases 0, one-dimensional weights (norms) 1, the others normal.
+) -> None:
+    """Fill every parameter under its qualified name: biases 0, one-dimensional weights (norms) 1,
+    the others normal.
 
-    std: a deviation, or a function of the name that gives one. prefix: put before the names, for a part of a larger model.
-    A parameter of two names is drawn under its first. only: a module of the model, whose own parameters alone are drawn.
+    std: a deviation, or a function of the name that gives one. prefix: put before the names, for a
+    part of a larger model. A parameter of two names is drawn under its first. only: a module of the
+    model, whose own parameters alone are drawn.
     """
     wanted = None if only is None else {id(p) for p in only.parameters(recurse=False)}
     if wanted == set():
@@ -59,4 +84,11 @@ def initialise_model_(
             spread = 0.0
         elif parameter.dim() == 1:
             spread, mean = 0.0, 1.0
-        initialise_(parameter, seed=seed, name=prefix + name, std=spread, mean=mean, placement=placements.get(name))
+        initialise_(
+            parameter,
+            seed=seed,
+            name=prefix + name,
+            std=spread,
+            mean=mean,
+            placement=placements.get(name),
+        )

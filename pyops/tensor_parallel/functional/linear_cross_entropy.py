@@ -1,14 +1,17 @@
-"""A linear layer and its cross entropy in one: the logits exist for a chunk of tokens at a time, and so does their gradient.
+"""A linear layer and its cross entropy in one: the logits exist for a chunk of tokens at a time,
+and so does their gradient.
 
     hidden [N, H]   chunk 0 --> logits [n, C] --> losses, gradient over the logits --> d hidden of the chunk
                     chunk 1                            |                          '--> d weight, d bias: added up in fp32
                     ...                                '-- C is a part of the vocabulary? one small gather, see vocabulary.py
 
-For a sum or a mean the gradients are computed in the forward pass, as if the loss's own gradient were 1, and backward
-multiplies them by what it is: 6 N H V operations, no logits kept and none computed twice. For single losses, whose gradients
-differ by token, backward computes each chunk's logits again: 8 N H V. Nothing waits for the device.
+For a sum or a mean the gradients are computed in the forward pass, as if the loss's own gradient
+were 1, and backward multiplies them by what it is: 6 N H V operations, no logits kept and none
+computed twice. For single losses, whose gradients differ by token, backward computes each chunk's
+logits again: 8 N H V. Nothing waits for the device.
 
-Liger (Hsu et al., arXiv:2410.10989, section 3.2) computes gradients in chunks so; it sums the weight's in 16 bits by default.
+Liger (Hsu et al., arXiv:2410.10989, section 3.2) computes gradients in chunks so; it sums the
+weight's in 16 bits by default.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from torch.nn import functional
 
 from pyops.comm.collectives.work import Work
 from pyops.deferred import accumulate_weight_gradient
-from pyops.ops.layers.cross_entropy import check_options, check_targets, cross_entropy_gradient, reduce_losses, row_losses
+from pyops.ops.layers.cross_entropy import (
+    check_options,
+    check_targets,
+    cross_entropy_gradient,
+    reduce_losses,
+    row_losses,
+)
 from pyops.tensor_parallel.functional.cross_entropy import refuse_together
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.functional.vocabulary import Options, VocabularyPart
@@ -34,43 +43,74 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of a chunk's logits
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None, first_column: int | None = None, chunk_tokens: int | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", reduce_hidden: bool = True,
-) -> Tensor:  # fmt: skip
-    """vocab_parallel_cross_entropy(linear(hidden, weight, bias), targets) without ever holding the logits.
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    first_column: int | None = None,
+    chunk_tokens: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    reduce_hidden: bool = True,
+) -> Tensor:
+    """vocab_parallel_cross_entropy(linear(hidden, weight, bias), targets) without ever holding the
+    logits.
 
-    hidden [..., H], targets int64 [...], the same on every rank of `group`; weight [C, H] and bias [C]: this rank's words, all
-    of them by default. Logits are in the dtype of hidden, and under autocast in its dtype; losses fp32 (float64 for float64).
-    vocab_size, first_column: as in `vocab_parallel_cross_entropy`; the options as in `pyops.ops.cross_entropy.cross_entropy`.
-    chunk_tokens: tokens whose logits exist at a time; by default as many as fill 32 MiB on the CPU, 1 GiB on CUDA. The loss
+    hidden [..., H], targets int64 [...], the same on every rank of `group`; weight [C, H] and bias
+    [C]: this rank's words, all of them by default. Logits are in the dtype of hidden, and under
+    autocast in its dtype; losses fp32 (float64 for float64). vocab_size, first_column: as in
+    `vocab_parallel_cross_entropy`; the options as in `pyops.ops.cross_entropy.cross_entropy`.
+    chunk_tokens: tokens whose logits exist at a time; by default as many as fill 32 MiB on the CPU,
+    1 GiB on CUDA. The loss
         does not depend on it but for the order of its sum.
     reduction: "none" gives losses [...]; its backward computes the logits again.
-    reduce_hidden: whether the gradient of hidden is summed over the ranks here, in fp32 and chunk by chunk beside the weight's
+    reduce_hidden: whether the gradient of hidden is summed over the ranks here, in fp32 and chunk
+    by chunk beside the weight's
         product. False leaves each rank its part, for a region operator before this that sums.
 
-    The weight's and bias's gradients are added up in fp32; where the weight has an fp32 `main_grad`, its gradient is added to
-    that, and weight.grad stays None. Gradients of what does not require any, or under no_grad, are not computed.
-    Peak memory beside the gradients themselves: one chunk's logits. Communicates 12 bytes a token, as
-    `vocab_parallel_cross_entropy`, and the gradient of hidden. Errors are those of that function.
+    The weight's and bias's gradients are added up in fp32; where the weight has an fp32
+    `main_grad`, its gradient is added to that, and weight.grad stays None. Gradients of what does
+    not require any, or under no_grad, are not computed.
+    Peak memory beside the gradients themselves: one chunk's logits. Communicates 12 bytes a token,
+    as `vocab_parallel_cross_entropy`, and the gradient of hidden. Errors are those of that
+    function.
     """
     ranks = Ranks.of(group)
 
     def check() -> VocabularyPart:
-        check_options(hidden, targets, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction, what="hidden")
+        check_options(
+            hidden,
+            targets,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            what="hidden",
+        )
         _check_weight(hidden, weight, bias)
         if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
-        part = VocabularyPart.of(len(weight), ranks, vocab_size=vocab_size, first_column=first_column)
+            raise ValueError(
+                f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default"
+            )
+        part = VocabularyPart.of(
+            len(weight), ranks, vocab_size=vocab_size, first_column=first_column
+        )
         check_targets(targets, ignore_index=ignore_index, vocab_size=part.vocab_size)
         return part
 
     part = refuse_together(check, ranks, tensor=hidden, what="linear_cross_entropy")
     x, w, b = _cast(hidden, weight, bias)
     plan = _Plan(
-        part, Options(ignore_index, label_smoothing, z_loss), _chunk(x, part, chunk_tokens), reduce_hidden and ranks.size > 1,
+        part,
+        Options(ignore_index, label_smoothing, z_loss),
+        _chunk(x, part, chunk_tokens),
+        reduce_hidden and ranks.size > 1,
         torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     rows, words = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     main_grad = getattr(weight, "main_grad", None)
     if reduction == "none":
@@ -85,9 +125,14 @@ def linear_cross_entropy(
 
 
 def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or (bias is not None and bias.shape != weight.shape[:1]):
+    if (
+        weight.dim() != 2
+        or weight.shape[1] != hidden.shape[-1]
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
         raise ValueError(
-            f"hidden [..., H] needs weight [C, H] and bias [C] or None; got {tuple(hidden.shape)}, {tuple(weight.shape)} and "
+            "hidden [..., H] needs weight [C, H] and bias [C] or None; got "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and "
             f"{None if bias is None else tuple(bias.shape)}"
         )
     others = [weight] if bias is None else [weight, bias]
@@ -99,7 +144,9 @@ def _check_weight(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Under autocast everything in its dtype, as torch's own linear does."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
@@ -109,7 +156,8 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 
 
 def _chunk(x: Tensor, part: VocabularyPart, chunk_tokens: int | None) -> int:
-    """Tokens of a chunk, the same on every rank, whatever part of the vocabulary each holds; the last one may be shorter."""
+    """Tokens of a chunk, the same on every rank, whatever part of the vocabulary each holds; the
+    last one may be shorter."""
     tokens = max(1, x.shape[:-1].numel())
     if chunk_tokens is None:
         row_bytes = -(-part.vocab_size // part.ranks.size) * x.element_size()
@@ -134,21 +182,34 @@ class _Plan:
         """losses [n], maxima [n], coefficients [n, 3]."""
         statistics = self.part.statistics(logits, targets, self.options)
         losses, coefficients = row_losses(
-            statistics, targets, ignore_index=self.options.ignore_index, label_smoothing=self.options.label_smoothing,
-            z_loss=self.options.z_loss, vocab_size=self.part.vocab_size,
-        )  # fmt: skip
+            statistics,
+            targets,
+            ignore_index=self.options.ignore_index,
+            label_smoothing=self.options.label_smoothing,
+            z_loss=self.options.z_loss,
+            vocab_size=self.part.vocab_size,
+        )
         return losses, statistics[:, 0], coefficients
 
-    def gradient_(self, logits: Tensor, targets: Tensor, maxima: Tensor, coefficients: Tensor) -> None:
+    def gradient_(
+        self, logits: Tensor, targets: Tensor, maxima: Tensor, coefficients: Tensor
+    ) -> None:
         """The gradient over the logits."""
         cross_entropy_gradient(
-            logits, targets, maxima, coefficients, ignore_index=self.options.ignore_index,
-            first_column=self.part.first_column, columns=self.part.columns, out=logits,
-        )  # fmt: skip
+            logits,
+            targets,
+            maxima,
+            coefficients,
+            ignore_index=self.options.ignore_index,
+            first_column=self.part.first_column,
+            columns=self.part.columns,
+            out=logits,
+        )
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias as they add up over chunks; None of what needs none."""
+    """The gradients of hidden, weight and bias as they add up over chunks; None of what needs
+    none."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -157,14 +218,17 @@ class _Gradients:
     def __init__(self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...], plan: _Plan) -> None:
         self.wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         self.rows, self.matrix, self.ranks = rows, weight, plan.part.ranks
-        self.hidden = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
+        self.hidden = (
+            torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
+        )
         self.weight, self.needs_weight = None, needs[1]
         self.bias = weight.new_zeros(len(weight), dtype=self.wide) if needs[2] else None
         self.sums = plan.sums_hidden
         self.on_its_way: tuple[Work, Tensor] | None = None
 
     def add(self, start: int, stop: int, dz: Tensor) -> None:
-        """A chunk's share, from the gradient of its logits; the ranks' sum travels while the weight's product is computed."""
+        """A chunk's share, from the gradient of its logits; the ranks' sum travels while the
+        weight's product is computed."""
         if self.hidden is not None:
             self._add_hidden(self.hidden[start:stop], dz)
         if self.needs_weight:
@@ -185,7 +249,8 @@ class _Gradients:
         self.on_its_way = self.ranks.sum_(product, async_op=True), out
 
     def _add_weight(self, dz: Tensor, rows: Tensor) -> None:
-        """The first chunk's product is written, not added to zeros: 12 bytes of each weight less."""
+        """The first chunk's product is written, not added to zeros: 12 bytes of each weight
+        less."""
         if self.weight is None and dz.dtype == self.wide:
             self.weight = dz.t() @ rows
         elif self.weight is None and dz.is_cuda:
@@ -198,7 +263,8 @@ class _Gradients:
         return torch.zeros_like(self.matrix, dtype=self.wide, memory_format=torch.contiguous_format)
 
     def finish(self) -> None:
-        """Wait for the sum that is on its way; without tokens, nothing was added to the weight's."""
+        """Wait for the sum that is on its way; without tokens, nothing was added to the
+        weight's."""
         if self.needs_weight and self.weight is None:
             self.weight = self._zeros()
         if self.on_its_way is not None:
@@ -208,13 +274,23 @@ class _Gradients:
 
 
 def _handed_over(
-    hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, dtype: torch.dtype, main_grad: Tensor | None
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    main_grad: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients in their parameters' dtype; the weight's None where it was added to `main_grad`."""
+    """The gradients in their parameters' dtype; the weight's None where it was added to
+    `main_grad`."""
     if weight is not None and main_grad is not None:
         main_grad.add_(weight)
         weight = None
-    return hidden, None if weight is None else weight.to(dtype), None if bias is None else bias.to(dtype)
+    return (
+        hidden,
+        None if weight is None else weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+    )
 
 
 class _LossOfAll(torch.autograd.Function):
@@ -222,7 +298,13 @@ class _LossOfAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan, main_grad: Tensor | None
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        plan: _Plan,
+        main_grad: Tensor | None,
     ) -> Tensor:
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         needs = tuple(need and plan.trains for need in ctx.needs_input_grad[:3])
@@ -233,7 +315,9 @@ class _LossOfAll(torch.autograd.Function):
                 words = targets[start:stop]
                 logits = functional.linear(rows[start:stop], weight, bias)
                 losses, maxima, coefficients = plan.losses(logits, words)
-                total = total + losses.sum()  # in place, torch.compile of torch 2.11 loses its gradient
+                total = (
+                    total + losses.sum()
+                )  # in place, torch.compile of torch 2.11 loses its gradient
                 if any(needs):
                     plan.gradient_(logits, words, maxima, coefficients)
                     gradients.add(start, stop, logits)
@@ -250,10 +334,17 @@ class _LossOfAll(torch.autograd.Function):
         hidden, bias = (None if x is None else _scale_(x, grads[0]) for x in (hidden, bias))
         if weight is not None and ctx.main_grad is None and weight.dtype != ctx.dtype:
             # Multiplied and rounded in one pass over the largest tensor there is.
-            weight = torch.mul(weight, grads[0].reshape(1), out=torch.empty_like(weight, dtype=ctx.dtype))
+            weight = torch.mul(
+                weight, grads[0].reshape(1), out=torch.empty_like(weight, dtype=ctx.dtype)
+            )
         elif weight is not None:
             weight = _scale_(weight, grads[0])
-        return *_handed_over(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad), None, None, None
+        return (
+            *_handed_over(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad),
+            None,
+            None,
+            None,
+        )
 
 
 def _scale_(x: Tensor, factor: Tensor) -> Tensor:
@@ -266,7 +357,13 @@ class _LossOfEach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan, main_grad: Tensor | None
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        plan: _Plan,
+        main_grad: Tensor | None,
     ) -> Tensor:
         found = []
         with torch.autocast(rows.device.type, enabled=False):
@@ -275,8 +372,14 @@ class _LossOfEach(torch.autograd.Function):
                 found.append(plan.losses(logits, targets[start:stop]))
                 del logits
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        none = (rows.new_zeros(0, dtype=wide), rows.new_zeros(0, dtype=wide), rows.new_zeros(0, 3, dtype=wide))
-        losses, maxima, coefficients = (torch.cat(parts) for parts in zip(*found or [none], strict=True))
+        none = (
+            rows.new_zeros(0, dtype=wide),
+            rows.new_zeros(0, dtype=wide),
+            rows.new_zeros(0, 3, dtype=wide),
+        )
+        losses, maxima, coefficients = (
+            torch.cat(parts) for parts in zip(*found or [none], strict=True)
+        )
         ctx.save_for_backward(rows, weight, bias, targets, maxima, coefficients)
         ctx.plan, ctx.main_grad = plan, main_grad
         return losses
@@ -289,7 +392,9 @@ class _LossOfEach(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             for start, stop in ctx.plan.spans(len(rows)):
                 logits = functional.linear(rows[start:stop], weight, bias)
-                ctx.plan.gradient_(logits, targets[start:stop], maxima[start:stop], coefficients[start:stop])
+                ctx.plan.gradient_(
+                    logits, targets[start:stop], maxima[start:stop], coefficients[start:stop]
+                )
                 gradients.add(start, stop, logits)
                 del logits
             gradients.finish()

@@ -1,4 +1,5 @@
-"""The matrix products of a shared linear layer as autograd Functions, each collective beside a product that does not need it.
+"""The matrix products of a shared linear layer as autograd Functions, each collective beside a
+product that does not need it.
 
     column, forward              backward
         x (gathered)                 gather x  |  dx = dy W          (the gather: under sequence parallelism only)
@@ -7,12 +8,14 @@
         p = x W^T                    gather dy                       (under sequence parallelism only)
         y = sum p + b                dx = dy W, dW = dy^T x, db
 
-What stands right of the bar is computed while what stands left of it is on its way: on a thread for CPU tensors, on a CUDA
-stream of its own with events for CUDA ones. Without `overlap` the same calls follow one another, with the same bits. Groups of
-GPUs with symmetric memory fuse large products with their collective instead (see symmetric.py).
+What stands right of the bar is computed while what stands left of it is on its way: on a thread for
+CPU tensors, on a CUDA stream of its own with events for CUDA ones. Without `overlap` the same calls
+follow one another, with the same bits. Groups of GPUs with symmetric memory fuse large products
+with their collective instead (see symmetric.py).
 
-A sum over ranks of 16-bit numbers is a sum of roundings, and the error grows with the ranks. By default the parts therefore
-leave the product in fp32, travel so, and are rounded once; "native" sends 16-bit parts, half the bytes.
+A sum over ranks of 16-bit numbers is a sum of roundings, and the error grows with the ranks. By
+default the parts therefore leave the product in fp32, travel so, and are rounded once; "native"
+sends 16-bit parts, half the bytes.
 """
 
 from __future__ import annotations
@@ -53,24 +56,30 @@ class Plan:
         return self.reduce == "native" or x.dtype not in (torch.bfloat16, torch.float16)
 
 
-def column_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan) -> tuple[Tensor, ...]:
-    """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum of dx for all of them.
+def column_products(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan
+) -> tuple[Tensor, ...]:
+    """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum
+    of dx for all of them.
 
-    x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence parallelism. The results are
-    [..., out], or [ranks * n, out].
+    x: [..., in], the same on every rank, or this rank's token rows [n, in] under sequence
+    parallelism. The results are [..., out], or [ranks * n, out].
     """
     x, *both = _cast(x, *weights, *biases)
     weights, biases = both[: len(weights)], both[len(weights) :]
     if plan.ranks.size == 1 and not any(map(is_marked, weights)):
-        return tuple(functional.linear(x, _matrix(w), _vector(b)) for w, b in zip(weights, biases, strict=True))
+        return tuple(
+            functional.linear(x, _matrix(w), _vector(b))
+            for w, b in zip(weights, biases, strict=True)
+        )
     return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
     """The ranks' sum of x W^T, and then + b. x: [..., in / ranks], weight [out, in / ranks].
 
-    The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the result this rank's [n, out]
-    of the N tokens, padded.
+    The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the
+    result this rank's [n, out] of the N tokens, padded.
     """
     x, weight, bias = _cast(x, weight, bias)
     if plan.ranks.size == 1 and not is_marked(weight):
@@ -127,7 +136,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _bias_gradient(marked: Tensor | None, weight: Tensor, dy: Tensor) -> Tensor | None:
-    return dy.sum(0).view(weight.shape[:-1]) if marked is None else weight_gradient(marked, dy, None)
+    return (
+        dy.sum(0).view(weight.shape[:-1]) if marked is None else weight_gradient(marked, dy, None)
+    )
 
 
 class _Column(torch.autograd.Function):
@@ -139,20 +150,36 @@ class _Column(torch.autograd.Function):
         cast = [_to(p, dtype) for p in rest]
         weights, biases = [_matrix(w) for w in cast[:n]], [_vector(b) for b in cast[n:]]
         with torch.autocast(x.device.type, enabled=False):
-            if plan.sequence_parallel and symmetric.fuses(x, plan.ranks, rows=len(x) * plan.ranks.size):
-                _, products = symmetric.gathered_products(x.contiguous(), [w.t() for w in weights], plan.ranks)
-                return tuple(y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True))
+            if plan.sequence_parallel and symmetric.fuses(
+                x, plan.ranks, rows=len(x) * plan.ranks.size
+            ):
+                _, products = symmetric.gathered_products(
+                    x.contiguous(), [w.t() for w in weights], plan.ranks
+                )
+                return tuple(
+                    y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True)
+                )
             whole = plan.ranks.gather(x.contiguous()).wait() if plan.sequence_parallel else x
-            return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+            return tuple(
+                functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True)
+            )
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
         plan, n = ctx.plan, len(weights)
-        need_x, need_w, need_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n :]
+        need_x, need_w, need_b = (
+            ctx.needs_input_grad[1],
+            ctx.needs_input_grad[2 : 2 + n],
+            ctx.needs_input_grad[2 + n :],
+        )
         rows = [_rows(dy) for dy in dys]
         shared = plan.sequence_parallel
-        gathering = plan.ranks.gather(x.contiguous(), async_op=plan.overlap) if shared and any(need_w) else None
+        gathering = (
+            plan.ranks.gather(x.contiguous(), async_op=plan.overlap)
+            if shared and any(need_w)
+            else None
+        )
         fused = need_x and shared and n == 1 and plan.sums_as_is(rows[0])
         fused = fused and symmetric.fuses(rows[0], plan.ranks, rows=len(rows[0]))
         if fused:
@@ -166,9 +193,16 @@ class _Column(torch.autograd.Function):
         if fused:
             summing = Work(dx)
         elif need_x:
-            summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(dx, async_op=plan.overlap)
-        given = list(zip(weights, rows, ctx.marked[:n], ctx.marked[n:], need_w, need_b, strict=True))
-        dws = [weight_gradient(w if own is None else own, dy, whole) if need else None for w, dy, own, _, need, _ in given]
+            summing = (plan.ranks.reduce_scatter if shared else plan.ranks.sum_)(
+                dx, async_op=plan.overlap
+            )
+        given = list(
+            zip(weights, rows, ctx.marked[:n], ctx.marked[n:], need_w, need_b, strict=True)
+        )
+        dws = [
+            weight_gradient(w if own is None else own, dy, whole) if need else None
+            for w, dy, own, _, need, _ in given
+        ]
         dbs = [_bias_gradient(own, w, dy) if need else None for w, dy, _, own, _, need in given]
         found = summing.wait().to(ctx.dtype).view(ctx.shape) if summing is not None else None
         return None, found, *dws, *dbs
@@ -181,7 +215,11 @@ class _Row(torch.autograd.Function):
         ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)
         rows, ranks = _rows(x), plan.ranks
-        fused = plan.sequence_parallel and plan.sums_as_is(rows) and symmetric.fuses(rows, ranks, rows=len(rows))
+        fused = (
+            plan.sequence_parallel
+            and plan.sums_as_is(rows)
+            and symmetric.fuses(rows, ranks, rows=len(rows))
+        )
         shape: tuple[int, ...] = (-1, weight.shape[0])
         with torch.autocast(x.device.type, enabled=False):
             matrix = _to(weight, dtype).t()
@@ -189,7 +227,9 @@ class _Row(torch.autograd.Function):
                 y = symmetric.scattered_product(rows, matrix, ranks)
             elif plan.sequence_parallel:
                 part = _part_of_sum(rows, matrix, plan)
-                y = ranks.reduce_scatter(pad_rows(part, ranks.rows_each(len(part)) * ranks.size)).wait()
+                y = ranks.reduce_scatter(
+                    pad_rows(part, ranks.rows_each(len(part)) * ranks.size)
+                ).wait()
             else:
                 y = ranks.sum_(_part_of_sum(rows, matrix, plan)).wait()
                 shape = (*x.shape[:-1], weight.shape[0])
@@ -207,7 +247,9 @@ class _Row(torch.autograd.Function):
         if plan.sequence_parallel:
             tokens = ctx.shape[:-1].numel()
             if need_x and symmetric.fuses(rows, plan.ranks, rows=len(rows) * plan.ranks.size):
-                rows, (dx,) = symmetric.gathered_products(rows.contiguous(), [weight.to(rows.dtype)], plan.ranks)
+                rows, (dx,) = symmetric.gathered_products(
+                    rows.contiguous(), [weight.to(rows.dtype)], plan.ranks
+                )
                 rows, dx = rows[:tokens], dx[:tokens].view(ctx.shape)
             else:
                 rows = plan.ranks.gather(rows.contiguous()).wait()[:tokens]

@@ -1,4 +1,5 @@
-"""The ranks that share a layer: a process group, this rank's place in it, and the few collectives that layers call.
+"""The ranks that share a layer: a process group, this rank's place in it, and the few collectives
+that layers call.
 
 A group of None is one rank alone: nothing is communicated, and nothing needs torch.distributed.
 """
@@ -30,7 +31,8 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """ValueError where `group` is not a process group that this rank is in, or None and the ranks were never joined.
+        """ValueError where `group` is not a process group that this rank is in, or None and the
+        ranks were never joined.
 
         A virtual group is ranks already.
         """
@@ -40,7 +42,10 @@ class Ranks:
         if isinstance(group, Ranks):
             return group
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"group must be a process group that this rank is in, or None for one rank alone; got {group!r}")
+            raise ValueError(
+                "group must be a process group that this rank is in, or None for one "
+                f"rank alone; got {group!r}"
+            )
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -72,7 +77,8 @@ class Ranks:
         return found if async_op else Work(found)
 
     def rows_each(self, rows: int) -> int:
-        """Rows of a tensor that each rank holds when `rows` are shared out: the last ranks' are padded."""
+        """Rows of a tensor that each rank holds when `rows` are shared out: the last ranks' are
+        padded."""
         return -(-rows // self.size)
 
     def start(self, rows: int) -> int:

@@ -1,12 +1,14 @@
-"""A rank's columns of the vocabulary, and the statistics of whole rows from those of each rank's part, in one collective.
+"""A rank's columns of the vocabulary, and the statistics of whole rows from those of each rank's
+part, in one collective.
 
     rank 0   words 0 1 2        (m_0, sum of exp(z - m_0), target's logit or 0)  --.
     rank 1   words 3 4 5        (m_1, ...)                                       --+-- gather --> m = max m_r
     rank 2   word  6, padding   (m_2, ...)                                       --'        sum = sum_r of sum_r exp(m_r - m)
 
-12 bytes a token go round (16 with label smoothing, twice that in float64), and as many once more, which say what each rank
-holds and was asked: the first column, their number, and a check sum of targets and options. Every rank merges the same numbers
-in the same order, so all have the same bits.
+12 bytes a token go round (16 with label smoothing, twice that in float64), and as many once more,
+which say what each rank holds and was asked: the first column, their number, and a check sum of
+targets and options. Every rank merges the same numbers in the same order, so all have the same
+bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ __all__ = ["Options", "VocabularyPart"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a row's loss depends on beside its logits; see `pyops.ops.cross_entropy.cross_entropy`."""
+    """What a row's loss depends on beside its logits; see
+    `pyops.ops.cross_entropy.cross_entropy`."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -35,7 +38,8 @@ class Options:
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """This rank's columns [0, columns) are words first_column, first_column + 1, ... of vocab_size; the others are padding."""
+    """This rank's columns [0, columns) are words first_column, first_column + 1, ... of vocab_size;
+    the others are padding."""
 
     ranks: Ranks
     first_column: int
@@ -43,38 +47,54 @@ class VocabularyPart:
     vocab_size: int
 
     @classmethod
-    def of(cls, width: int, ranks: Ranks, *, vocab_size: int | None, first_column: int | None) -> VocabularyPart:
-        """ValueError when `width` columns on each rank don't hold the vocabulary, or when an uneven part is not told whole."""
+    def of(
+        cls, width: int, ranks: Ranks, *, vocab_size: int | None, first_column: int | None
+    ) -> VocabularyPart:
+        """ValueError when `width` columns on each rank don't hold the vocabulary, or when an uneven
+        part is not told whole."""
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}; it must be 1 or more")
         if first_column is None:
             words = width * ranks.size if vocab_size is None else vocab_size
             if words > width * ranks.size:
                 raise ValueError(
-                    f"{width} columns on each of {ranks.size} ranks don't hold a vocabulary of {words}; where ranks have "
+                    f"{width} columns on each of {ranks.size} ranks don't hold a "
+                    f"vocabulary of {words}; where ranks have "
                     "different numbers of columns, give each its first_column"
                 )
             start = min(ranks.rank * width, words)
             return cls(ranks, start, min(width, words - start), words)
         if vocab_size is None:
-            raise ValueError("first_column says where this rank's columns begin; give vocab_size, where they end, as well")
+            raise ValueError(
+                "first_column says where this rank's columns begin; give vocab_size, "
+                "where they end, as well"
+            )
         if not 0 <= first_column <= vocab_size:
-            raise ValueError(f"first_column is {first_column}; it must be from 0 to vocab_size = {vocab_size}")
+            raise ValueError(
+                f"first_column is {first_column}; it must be from 0 to vocab_size = {vocab_size}"
+            )
         return cls(ranks, first_column, min(width, vocab_size - first_column), vocab_size)
 
     def statistics(self, logits: Tensor, targets: Tensor, options: Options) -> Tensor:
-        """[N, 3], or 4 with label smoothing, of whole rows: as `cross_entropy_statistics` gives them for a whole vocabulary.
+        """[N, 3], or 4 with label smoothing, of whole rows: as `cross_entropy_statistics` gives
+        them for a whole vocabulary.
 
-        logits: this rank's [N, C], targets [N]. DisagreementError, on every rank, when ranks hold parts that don't make up the
-        vocabulary, or have other targets or options (CPU tensors; nothing waits for a CUDA device).
+        logits: this rank's [N, C], targets [N]. DisagreementError, on every rank, when ranks hold
+        parts that don't make up the vocabulary, or have other targets or options (CPU tensors;
+        nothing waits for a CUDA device).
         """
         with_sum = options.label_smoothing > 0
 
         def local(out: Tensor | None) -> Tensor:
             return cross_entropy_statistics(
-                logits, targets, ignore_index=options.ignore_index, first_column=self.first_column, columns=self.columns,
-                with_sum=with_sum, out=out,
-            )  # fmt: skip
+                logits,
+                targets,
+                ignore_index=options.ignore_index,
+                first_column=self.first_column,
+                columns=self.columns,
+                with_sum=with_sum,
+                out=out,
+            )
 
         if self.ranks.size == 1:
             return local(None)
@@ -104,18 +124,22 @@ class VocabularyPart:
             if first != begins:
                 parts = ", ".join(f"rank {r}: {a} to {a + n}" for r, (a, n, _) in enumerate(table))
                 raise DisagreementError(
-                    f"the ranks' columns do not follow one another in a vocabulary of {self.vocab_size} ({parts})", ranks=[rank]
+                    "the ranks' columns do not follow one another in a vocabulary of "
+                    f"{self.vocab_size} ({parts})",
+                    ranks=[rank],
                 )
             begins += columns
             if check != table[0][2]:
                 raise DisagreementError(
-                    f"rank {rank} computes another loss than rank 0: other targets, vocab_size, ignore_index, label_smoothing "
+                    f"rank {rank} computes another loss than rank 0: other targets, "
+                    "vocab_size, ignore_index, label_smoothing "
                     "or z_loss; the ranks of a group must be given the same",
                     ranks=[rank],
                 )
         if begins != self.vocab_size:
             raise DisagreementError(
-                f"the ranks' columns end at {begins}, the vocabulary at {self.vocab_size}", ranks=list(range(len(table)))
+                f"the ranks' columns end at {begins}, the vocabulary at {self.vocab_size}",
+                ranks=list(range(len(table))),
             )
 
 

@@ -1,9 +1,11 @@
-"""An embedding table cut over ranks along the vocabulary: a rank looks up the tokens that it holds, and a sum completes them.
+"""An embedding table cut over ranks along the vocabulary: a rank looks up the tokens that it holds,
+and a sum completes them.
 
     tokens  5 0 3        rank 0 (rows 0 1 2)   .   e0  .
                          rank 1 (rows 3 4 5)   e5  .   e3        sum -> e5 e0 e3
 
-(Shoeybi et al., 2019, section 3.) Each row of the result comes from one rank, so the sum is exact in any dtype.
+(Shoeybi et al., 2019, section 3.) Each row of the result comes from one rank, so the sum is exact
+in any dtype.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ __all__ = ["VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens [...] of integers, the same on every rank -> [..., dim]; under sequence parallelism this rank's rows [n, dim] of
-    the flattened tokens.
+    """tokens [...] of integers, the same on every rank -> [..., dim]; under sequence parallelism
+    this rank's rows [n, dim] of the flattened tokens.
 
-    weight: [ceil(num_embeddings / ranks), dim], padded with zeros where the ranks don't divide the vocabulary.
-    check_tokens: a token outside [0, num_embeddings) raises ValueError, on every rank, and names it and its place. On CUDA
+    weight: [ceil(num_embeddings / ranks), dim], padded with zeros where the ranks don't divide the
+    vocabulary. check_tokens: a token outside [0, num_embeddings) raises ValueError, on every rank,
+    and names it and its place. On CUDA
         nothing waits for the device: it is an assertion there that fails. Without it, such a token gives a zero row where the
         table is cut. Compiled code never checks.
     padding_idx: a token whose row gets no gradient from here.
@@ -36,18 +39,35 @@ class VocabParallelEmbedding(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, num_embeddings: int, dim: int, *, group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
-        check_tokens: bool = True, padding_idx: int | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, seed: int | None = 0, name: str = "", std: float = 0.02,
-    ) -> None:  # fmt: skip
+        self,
+        num_embeddings: int,
+        dim: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        check_tokens: bool = True,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = 0,
+        name: str = "",
+        std: float = 0.02,
+    ) -> None:
         super().__init__()
         for what, size in (("num_embeddings", num_embeddings), ("dim", dim)):
             if size < 1:
                 raise ValueError(f"{what} is {size}; it must be 1 or more")
-        self.num_embeddings, self.dim, self.std, self.check_tokens = num_embeddings, dim, std, check_tokens
+        self.num_embeddings, self.dim, self.std, self.check_tokens = (
+            num_embeddings,
+            dim,
+            std,
+            check_tokens,
+        )
         self.ranks = Ranks.of(group)
         self.sequence_parallel = sequence_parallel and self.ranks.size > 1
-        place = Placement.cut((num_embeddings, dim), dim=0, rank=self.ranks.rank, ranks=self.ranks.size)
+        place = Placement.cut(
+            (num_embeddings, dim), dim=0, rank=self.ranks.rank, ranks=self.ranks.size
+        )
         self.placements = {"weight": place}
         self.padding_idx = padding_idx
         here = padding_idx is not None and place.start <= padding_idx < place.stop
@@ -59,7 +79,9 @@ class VocabParallelEmbedding(nn.Module):
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
         """Draw the table anew from the stream (seed, name + ".weight")."""
         stream = f"{name}.weight" if name else "weight"
-        initialise_(self.weight, seed=seed, name=stream, std=self.std, placement=self.placements["weight"])
+        initialise_(
+            self.weight, seed=seed, name=stream, std=self.std, placement=self.placements["weight"]
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.check_tokens and not torch.compiler.is_compiling():
@@ -68,7 +90,9 @@ class VocabParallelEmbedding(nn.Module):
             return functional.embedding(tokens, self.weight, self._unlearnt)
         place = self.placements["weight"]
         here = (tokens >= place.start) & (tokens < place.stop)
-        found = functional.embedding((tokens - place.start).masked_fill(~here, 0), self.weight, self._unlearnt)
+        found = functional.embedding(
+            (tokens - place.start).masked_fill(~here, 0), self.weight, self._unlearnt
+        )
         found = found.masked_fill(~here.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(found.view(-1, self.dim), group=self.ranks.group)
@@ -80,14 +104,17 @@ class VocabParallelEmbedding(nn.Module):
         if tokens.is_cuda:
             if self.ranks.size > 1:  # else the look-up itself asserts
                 inside = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
-                torch._assert_async(inside, f"a token is outside the vocabulary of {self.num_embeddings}")
+                torch._assert_async(
+                    inside, f"a token is outside the vocabulary of {self.num_embeddings}"
+                )
             return
         low, high = torch.stack(tokens.aminmax()).tolist()
         if low < 0 or high >= self.num_embeddings:
             wrong = low if low < 0 else high
             where = (tokens == wrong).nonzero()[0].tolist()
             raise ValueError(
-                f"token {wrong} at {where} is outside the vocabulary of {self.num_embeddings}: 0 to {self.num_embeddings - 1}"
+                f"token {wrong} at {where} is outside the vocabulary of "
+                f"{self.num_embeddings}: 0 to {self.num_embeddings - 1}"
             )
 
     def extra_repr(self) -> str:

@@ -1,10 +1,11 @@
-"""LayerNorm and RMSNorm over the last dim, alone or with the residual added first, of tokens that a rank holds.
+"""LayerNorm and RMSNorm over the last dim, alone or with the residual added first, of tokens that a
+rank holds.
 
     z = x + residual          LayerNorm: y = (z - mean z) / sqrt(var z + eps) * weight + bias      (Ba et al., 2016)
                               RMSNorm:   y = z / sqrt(mean z^2 + eps) * weight                     (Zhang and Sennrich, 2019)
 
-Every rank holds the whole weight. Under sequence parallelism its gradient on a rank comes from that rank's tokens alone: a
-part, as the placements say, that `finish_gradients` sums.
+Every rank holds the whole weight. Under sequence parallelism its gradient on a rank comes from that
+rank's tokens alone: a part, as the placements say, that `finish_gradients` sums.
 """
 
 from __future__ import annotations
@@ -25,16 +26,27 @@ class _Norm(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, dim: int, *, eps: float, bias: bool, group: dist.ProcessGroup | None, sequence_parallel: bool,
-        device: torch.device | str | None, dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        *,
+        eps: float,
+        bias: bool,
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         super().__init__()
         self.dim, self.eps = dim, eps
         ranks = Ranks.of(group)
-        whole = Placement.whole((dim,), rank=ranks.rank, ranks=ranks.size, partial=sequence_parallel)
+        whole = Placement.whole(
+            (dim,), rank=ranks.rank, ranks=ranks.size, partial=sequence_parallel
+        )
         self.placements = {"weight": whole, **({"bias": whole} if bias else {})}
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -49,13 +61,29 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """forward(x) -> y; forward(x, residual) -> (y, x + residual). x: [..., dim], residual of the same shape."""
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual). x: [..., dim], residual of the
+    same shape."""
 
     def __init__(
-        self, dim: int, *, eps: float = 1e-5, bias: bool = True, group: dist.ProcessGroup | None = None,
-        sequence_parallel: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps=eps, bias=bias, group=group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            eps=eps,
+            bias=bias,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
@@ -64,14 +92,30 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """forward(x) -> y; forward(x, residual) -> (y, x + residual). The weight is used as weight + offset."""
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual). The weight is used as weight +
+    offset."""
 
     def __init__(
-        self, dim: int, *, eps: float = 1e-6, offset: float = 0.0, group: dist.ProcessGroup | None = None,
-        sequence_parallel: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.offset = offset
-        super().__init__(dim, eps=eps, bias=False, group=group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+        super().__init__(
+            dim,
+            eps=eps,
+            bias=False,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -1,4 +1,5 @@
-"""Past: keys and values of the tokens that an attention has seen, so that the next one is computed alone."""
+"""Past: keys and values of the tokens that an attention has seen, so that the next one is computed
+alone."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ __all__ = ["Past"]
 
 
 class Past:
-    """Of one attention, begun empty: the first forward that is given it may have any number of tokens, each later one has one.
+    """Of one attention, begun empty: the first forward that is given it may have any number of
+    tokens, each later one has one.
 
-    A model needs one for each of its attentions. It is of this rank's heads, and of no use to gradients.
+    A model needs one for each of its attentions. It is of this rank's heads, and of no use to
+    gradients.
     """
 
     def __init__(self) -> None:
@@ -22,10 +25,14 @@ class Past:
         return 0 if self._kept is None else self._kept[0].shape[1]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v [B, T, G, K] of the tokens that follow -> those of all. ValueError for several after the first forward."""
+        """k, v [B, T, G, K] of the tokens that follow -> those of all. ValueError for several after
+        the first forward."""
         if self._kept is not None:
             if k.shape[1] != 1:
-                raise ValueError(f"{k.shape[1]} tokens follow {len(self)} of the past; after the first give one at a time")
+                raise ValueError(
+                    f"{k.shape[1]} tokens follow {len(self)} of the past; after the "
+                    "first give one at a time"
+                )
             k, v = (torch.cat(pair, dim=1) for pair in zip(self._kept, (k, v), strict=True))
         self._kept = k, v
         return k, v

@@ -23,10 +23,12 @@ def _malloc_trim() -> object:
 
 
 def trim() -> bool:
-    """Give freed host memory back to the system; whether there was any, False where the C library can't.
+    """Give freed host memory back to the system; whether there was any, False where the C library
+    can't.
 
-    Tensors of many sizes, made and freed step by step on the CPU, leave gaps that glibc does not fill again: nothing is lost,
-    but the resident memory of a process grows with its steps. Takes some milliseconds.
+    Tensors of many sizes, made and freed step by step on the CPU, leave gaps that glibc does not
+    fill again: nothing is lost, but the resident memory of a process grows with its steps. Takes
+    some milliseconds.
     """
     trimmed = _malloc_trim()
     return bool(trimmed(0)) if callable(trimmed) else False

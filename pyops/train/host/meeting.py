@@ -1,10 +1,12 @@
-"""Processes that torchrun started meet in its store, in a part of it that no earlier attempt has written to.
+"""Processes that torchrun started meet in its store, in a part of it that no earlier attempt has
+written to.
 
     rank r    here r = its own mark ------.                       .-->  a mark is answered once, so it is of this attempt
     rank 0    reads the marks, answers each with the attempt's name;     until every rank has answered that
 
-torchrun may keep its store through a restart, with the addresses of ranks that died, and who is early would call there. The
-number of restarts tells attempts apart no longer once agents come and go: each counts its own.
+torchrun may keep its store through a restart, with the addresses of ranks that died, and who is
+early would call there. The number of restarts tells attempts apart no longer once agents come and
+go: each counts its own.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ TO_LEAVE = 10.0  # seconds that ranks which waited have to notice the end
 
 
 class Meeting:
-    """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a TimeoutError that names it.
+    """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a
+    TimeoutError that names it.
 
     given: a store that all of them reach.
     """
 
-    def __init__(self, given: dist.Store, *, rank: int, size: int, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(
+        self, given: dist.Store, *, rank: int, size: int, timeout: timedelta = TIMEOUT
+    ) -> None:
         self.rank, self.size = rank, size
         self._deadline = time.monotonic() + timeout.total_seconds()
         own = uuid.uuid4().hex
@@ -52,12 +57,15 @@ class Meeting:
         return cls(given, rank=rank, size=size)
 
     def _answer(self, shared: dist.Store, name: str) -> None:
-        """Answer every rank's mark, also a second one: the first may have been that of a process which is gone."""
+        """Answer every rank's mark, also a second one: the first may have been that of a process
+        which is gone."""
         marks: dict[int, bytes] = {}
         missing = list(range(1, self.size))
         while missing:
             for rank in missing:
-                if shared.check([f"here {rank}"]) and (mark := shared.get(f"here {rank}")) != marks.get(rank):
+                if shared.check([f"here {rank}"]) and (
+                    mark := shared.get(f"here {rank}")
+                ) != marks.get(rank):
                     shared.set(f"answer {mark.decode()}", name)
                     marks[rank] = mark
             missing = [rank for rank in missing if not shared.check([f"{name} {rank}"])]
@@ -70,15 +78,20 @@ class Meeting:
 
     def _pause(self, whom: str) -> None:
         if time.monotonic() > self._deadline:
-            raise TimeoutError(f"rank {self.rank} of {self.size} waited for {whom} in torchrun's store; did all ranks start?")
+            raise TimeoutError(
+                f"rank {self.rank} of {self.size} waited for {whom} in torchrun's store; "
+                "did all ranks start?"
+            )
         time.sleep(LOOK_EVERY)
 
     def end(self, waiting: Iterable[int], number: int) -> None:
-        """Tell the ranks that wait that it is over, and by which signal. They get some seconds to leave: the store may be this
-        process's."""
+        """Tell the ranks that wait that it is over, and by which signal. They get some seconds to
+        leave: the store may be this process's."""
         self.store.set("over", str(number))
         until = time.monotonic() + TO_LEAVE
-        while time.monotonic() < until and not all(self.store.check([f"left {rank}"]) for rank in waiting):
+        while time.monotonic() < until and not all(
+            self.store.check([f"left {rank}"]) for rank in waiting
+        ):
             time.sleep(LOOK_EVERY)
 
     def until_over(self, *, look_every: float = 0.2) -> int:
@@ -89,5 +102,7 @@ class Meeting:
             number = int(self.store.get("over"))
             self.store.set(f"left {self.rank}", "")
         except dist.DistError as error:
-            raise RuntimeError(f"rank {self.rank} had no part in the work, and who did is gone: {error}") from None
+            raise RuntimeError(
+                f"rank {self.rank} had no part in the work, and who did is gone: {error}"
+            ) from None
         return number

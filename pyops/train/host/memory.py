@@ -19,12 +19,15 @@ __all__ = ["check_memory"]
 
 
 def check_memory(config: Config, *, ranks: int) -> None:
-    """ConfigError naming the largest size, where the weights alone take more than there is: on all ranks of such a host."""
+    """ConfigError naming the largest size, where the weights alone take more than there is: on all
+    ranks of such a host."""
     section = KINDS[config.task.kind]
     model = getattr(config, section)
     shared = ranks if config.zero.stage == 3 else config.parallel.tp * config.parallel.pp
     taken = numbers_of(model) * PRECISIONS[config.precision.dtype].dtype.itemsize // max(1, shared)
-    on_cuda = config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
+    on_cuda = config.train.device == "cuda" or (
+        config.train.device == "auto" and torch.cuda.is_available()
+    )
     if on_cuda and torch.cuda.is_available():
         there, where = torch.cuda.get_device_properties(0).total_memory, "its device"
     else:
@@ -36,6 +39,8 @@ def check_memory(config: Config, *, ranks: int) -> None:
     if taken > there:
         field = largest_field(model)
         raise ConfigError(
-            f"{section}.{field} is {getattr(model, field)}; the weights would take some {taken / 2**30:.4g} GiB, {where} has "
-            f"{there / 2**30:.4g}: make the model smaller, or share it with parallel.tp, parallel.pp or zero.stage 3"
+            f"{section}.{field} is {getattr(model, field)}; the weights would take some "
+            f"{taken / 2**30:.4g} GiB, {where} has "
+            f"{there / 2**30:.4g}: make the model smaller, or share it with parallel.tp, "
+            "parallel.pp or zero.stage 3"
         )

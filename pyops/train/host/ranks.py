@@ -1,4 +1,5 @@
-"""Where a run runs: the ranks that torchrun started, their devices, and the signals that end it early."""
+"""Where a run runs: the ranks that torchrun started, their devices, and the signals that end it
+early."""
 
 from __future__ import annotations
 
@@ -24,16 +25,24 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 @contextmanager
 def joined_ranks(
     config: TrainConfig, *, active: int | None = None, request: StopRequest | None = None
-) -> Iterator[torch.device]:  # fmt: skip
+) -> Iterator[torch.device]:
     """Join the ranks that torchrun started, if any; this rank's device.
 
-    active: how many of them, the first ones, form the process group (default: all); the others call `stand_by`, which returns
-    when these have ended, with the signal that `request` then holds.
+    active: how many of them, the first ones, form the process group (default: all); the others call
+    `stand_by`, which returns when these have ended, with the signal that `request` then holds.
     """
-    kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = (
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+        raise ConfigError(
+            "train.device is 'cuda', but torch sees no GPU; set it to 'cpu' or 'auto'"
+        )
+    device = (
+        torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        if kind == "cuda"
+        else torch.device(kind)
+    )
     if kind == "cuda":
         torch.cuda.set_device(device)
         if config.deterministic:
@@ -53,14 +62,16 @@ def joined_ranks(
 
 
 def stand_by() -> int:
-    """Wait, without work, until the ranks that have some have ended: the signal that ended them, or 0."""
+    """Wait, without work, until the ranks that have some have ended: the signal that ended them, or
+    0."""
     return Meeting.of_environment().until_over()
 
 
 def fix_products(device: torch.device) -> None:
     """Choose cuBLAS's workspace so that products have the same bits each time.
 
-    torch reads the choice once in a process, at the first product on a GPU. Raises ConfigError when that one was before.
+    torch reads the choice once in a process, at the first product on a GPU. Raises ConfigError when
+    that one was before.
     """
     os.environ.setdefault(WORKSPACE, ":4096:8")
     square = torch.ones(2, 2, device=device)
@@ -71,14 +82,17 @@ def fix_products(device: torch.device) -> None:
         if WORKSPACE not in str(error):
             raise
         raise ConfigError(
-            f"train.deterministic needs the environment variable {WORKSPACE}=:4096:8 before the first matrix product on a GPU, "
-            "and this process made one without it; set it before Python starts, or train.deterministic to false"
+            f"train.deterministic needs the environment variable {WORKSPACE}=:4096:8 "
+            "before the first matrix product on a GPU, "
+            "and this process made one without it; set it before Python starts, or "
+            "train.deterministic to false"
         ) from error
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Only kernels that give the same bits each time; attention's backward, above all, has faster ones that don't."""
+    """Only kernels that give the same bits each time; attention's backward, above all, has faster
+    ones that don't."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -88,7 +102,8 @@ def _deterministic() -> Iterator[None]:
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C ask for a checkpoint and an end; the loop looks at `number` once in a step."""
+    """SIGTERM and Ctrl-C ask for a checkpoint and an end; the loop looks at `number` once in a
+    step."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -99,7 +114,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {
+                n: signal.signal(n, self._note) for n in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
     def __exit__(self, *_: object) -> None:

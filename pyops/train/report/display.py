@@ -1,10 +1,12 @@
-"""What a person sees of a run: lines that stay, and below them on a terminal a live one; nothing but on rank 0.
+"""What a person sees of a run: lines that stay, and below them on a terminal a live one; nothing
+but on rank 0.
 
 step 100/600  loss 2.401  validation 2.403  5,210 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:38 left
 step 120/600  loss 2.314  5,190 tokens/s  0.60 GiB  236 kB sent (31x less than fp32)  0:03:12 left
 small ━━━╸━━━━━━ step 121/600  loss 2.309  validation 2.403        0:03:11 left
 
-On a narrow terminal the live line has its bar and the time left, and of the rest what there is room for.
+On a narrow terminal the live line has its bar and the time left, and of the rest what there is room
+for.
 """
 
 from __future__ import annotations
@@ -48,11 +50,17 @@ def _parts(row: Mapping[str, Any], num_steps: int) -> list[str]:
         parts.append(f"frozen {row['frozen']}")
     if "stages" in row:
         parts.append(_pipelines(row))
-    parts += [f"{row[key]:,.0f} {unit}/s{_cached(row)}" for key, unit in RATES.items() if key in row]
+    parts += [
+        f"{row[key]:,.0f} {unit}/s{_cached(row)}" for key, unit in RATES.items() if key in row
+    ]
     if "memory_gib" in row:
         parts.append(f"{row['memory_gib']:.2f} GiB")
     if "bytes_sent" in row:
-        ratio = f" ({row['compression']:.3g}x less than fp32)" if row.get("compression", 1.0) > 1.05 else ""
+        ratio = (
+            f" ({row['compression']:.3g}x less than fp32)"
+            if row.get("compression", 1.0) > 1.05
+            else ""
+        )
         parts.append(f"{_size(row['bytes_sent'])} sent{ratio}")
     if "loss_scale" in row:
         parts.append(f"scale {row['loss_scale']:g}")
@@ -77,7 +85,11 @@ VALIDATION = ("validation_loss", "validation_accuracy")
 def _validation(row: Mapping[str, Any]) -> list[str]:
     """What was measured on held-out data."""
     parts = [f"validation {row['validation_loss']:.3f}"] if "validation_loss" in row else []
-    return parts + ([f"validation {100 * row['validation_accuracy']:.1f} %"] if "validation_accuracy" in row else [])
+    return parts + (
+        [f"validation {100 * row['validation_accuracy']:.1f} %"]
+        if "validation_accuracy" in row
+        else []
+    )
 
 
 def _pipelines(row: Mapping[str, Any]) -> str:
@@ -92,8 +104,11 @@ def _cached(row: Mapping[str, Any]) -> str:
     return ", cached" if share >= 1 else f", {100 * share:.0f} % cached" if share > 0 else ""
 
 
-def describe_transition(before: Mapping[str, Any], after: Mapping[str, Any], *, seconds: float, reason: str = "") -> str:
-    """One line about a change of layout. before, after: rows of metrics, or else their "frozen", "stages" and "replicas"."""
+def describe_transition(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, seconds: float, reason: str = ""
+) -> str:
+    """One line about a change of layout. before, after: rows of metrics, or else their "frozen",
+    "stages" and "replicas"."""
     text = f"frozen {before['frozen']} -> {after['frozen']}, {_pipelines(before)}"
     if _pipelines(after) != _pipelines(before):
         text += f" -> {_pipelines(after)}"
@@ -101,7 +116,8 @@ def describe_transition(before: Mapping[str, Any], after: Mapping[str, Any], *, 
 
 
 def describe_memory(kept: Mapping[str, int], *, taken: int | None) -> str:
-    """One line about the memory of a rank. kept: {what: bytes}; taken: what a step needed besides, None where unknown."""
+    """One line about the memory of a rank. kept: {what: bytes}; taken: what a step needed besides,
+    None where unknown."""
     parts = [f"{what} {_size(nbytes)}" for what, nbytes in kept.items()]
     parts += [f"activations and buffers {_size(taken)}"] if taken is not None else []
     return f"memory per rank: {', '.join(parts)}"
@@ -114,7 +130,9 @@ TIME = len("100:00:00 left")
 class Display:
     """Shows rows of metrics as they come. `quiet`: shows nothing, for all ranks but one."""
 
-    def __init__(self, name: str, *, num_steps: int, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
+    def __init__(
+        self, name: str, *, num_steps: int, first_step: int = 0, every: int = 1, quiet: bool = False
+    ) -> None:
         self.num_steps, self._first, self._every, self._quiet = num_steps, first_step, every, quiet
         self._started = time.monotonic()
         self._held_out: dict[str, Any] = {}
@@ -123,7 +141,8 @@ class Display:
             self._progress, self._task, self._taken = _make_progress(name, num_steps, first_step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A line that stays for every `every`-th step, and for those that measured on held-out data; the live line for each."""
+        """A line that stays for every `every`-th step, and for those that measured on held-out
+        data; the live line for each."""
         if self._quiet:
             return
         done = row["step"] + 1 - self._first
@@ -135,7 +154,9 @@ class Display:
             self._held_out |= measured
             parts = _parts({**row, **self._held_out}, self.num_steps)
             text = _fitting(parts, self._progress.console.width - self._taken)
-            self._progress.update(self._task, completed=row["step"] + 1, text=text, left=f"{_time(left)} left")
+            self._progress.update(
+                self._task, completed=row["step"] + 1, text=text, left=f"{_time(left)} left"
+            )
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
@@ -163,8 +184,13 @@ def _make_progress(name: str, num_steps: int, first_step: int) -> tuple[Any, Any
     console = Console()
     bar = 20 if console.width >= WIDE else 10
     short = name[: max(0, console.width - bar - TIME - 3)]
-    columns = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[text]", "fields[left]")]
-    progress = Progress(columns[0], BarColumn(bar_width=bar), *columns[1:], console=console, refresh_per_second=4)
+    columns = [
+        TextColumn(f"{{task.{field}}}", markup=False)
+        for field in ("description", "fields[text]", "fields[left]")
+    ]
+    progress = Progress(
+        columns[0], BarColumn(bar_width=bar), *columns[1:], console=console, refresh_per_second=4
+    )
     task = progress.add_task(short, total=num_steps, completed=first_step, text="starting", left="")
     progress.start()
     return progress, task, len(short) + bar + TIME + 3  # a space between two columns

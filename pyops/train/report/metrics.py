@@ -1,4 +1,5 @@
-"""What a run measured: a JSON line per step, TensorBoard, the loss curve as a picture, and the memory in use.
+"""What a run measured: a JSON line per step, TensorBoard, the loss curve as a picture, and the
+memory in use.
 
     {"step": 120, "loss": 2.31, "lr": 0.001, "grad_norm": 0.7, "tokens_per_s": 5200.0, "memory_gib": 0.6, ...}
 
@@ -21,7 +22,8 @@ __all__ = ["MetricsLog", "StepMemory", "peak_memory_gib", "plot_losses", "read_r
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: on the GPU, or resident in main memory; in GiB."""
+    """The most memory that this process has held so far: on the GPU, or resident in main memory; in
+    GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
@@ -29,8 +31,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class StepMemory:
-    """The most memory that a piece of work took beyond what was held when it began, in bytes: `taken`, None where that can't
-    be told. On the GPU of tensors; else of the process, by Linux' high-water mark."""
+    """The most memory that a piece of work took beyond what was held when it began, in bytes:
+    `taken`, None where that can't be told. On the GPU of tensors; else of the process, by Linux'
+    high-water mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,8 +83,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Appends rows to `folder`/metrics.jsonl and to TensorBoard's files in `folder`/tensorboard.
 
-    first_step: rows of this step and later, from a run that got further than its checkpoint, are dropped. A row that
-    can't be written, for a full disk, is left out of the file with one word in `problems`; the training goes on.
+    first_step: rows of this step and later, from a run that got further than its checkpoint, are
+    dropped. A row that can't be written, for a full disk, is left out of the file with one word in
+    `problems`; the training goes on.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 0, tensorboard: bool = True) -> None:
@@ -127,8 +131,11 @@ class MetricsLog:
             self._writer.close()
 
 
-def plot_losses(path: Path, rows: Iterable[Mapping[str, Any]], *, bigram_loss: float, title: str) -> bool:
-    """Draw train and validation loss over steps, and the bigram model's as a line; False without matplotlib."""
+def plot_losses(
+    path: Path, rows: Iterable[Mapping[str, Any]], *, bigram_loss: float, title: str
+) -> bool:
+    """Draw train and validation loss over steps, and the bigram model's as a line; False without
+    matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -143,7 +150,9 @@ def plot_losses(path: Path, rows: Iterable[Mapping[str, Any]], *, bigram_loss: f
     if train:
         axes.plot(*zip(*train, strict=True), color="0.7", linewidth=0.8, label="train, each step")
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), color="C0", marker="o", markersize=3, label="validation")
+        axes.plot(
+            *zip(*held_out, strict=True), color="C0", marker="o", markersize=3, label="validation"
+        )
     axes.axhline(bigram_loss, color="C3", linestyle="--", label=f"byte bigrams: {bigram_loss:.2f}")
     axes.set(xlabel="step", ylabel="nats per byte", title=title)
     axes.set_ylim(bottom=0)

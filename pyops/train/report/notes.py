@@ -1,4 +1,5 @@
-"""What the rooms below say through logging ("pyops"), shown among the run's own lines: the switch to compression, say."""
+"""What the rooms below say through logging ("pyops"), shown among the run's own lines: the switch
+to compression, say."""
 
 from __future__ import annotations
 

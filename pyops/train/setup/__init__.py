@@ -1,1 +1,2 @@
-"""From a configuration to objects: layout for the ranks at hand, model, data parallelism, optimizer, state."""
+"""From a configuration to objects: layout for the ranks at hand, model, data parallelism,
+optimizer, state."""

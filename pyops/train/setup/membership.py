@@ -1,4 +1,5 @@
-"""A configuration for the ranks at hand: with [parallel] adapt they may be any number, and come and go.
+"""A configuration for the ranks at hand: with [parallel] adapt they may be any number, and come and
+go.
 
 torchrun loses a node    all processes end, and are started again, fewer than before
 adapted                  tp, pp and dp for these; whom there is no use for waits outside of the process group
@@ -33,10 +34,11 @@ def started_ranks() -> int:
 
 
 def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, Choice]:
-    """`config` with a layout for `ranks` ranks, and what was chosen; as it is, without [parallel] adapt, where it fits.
+    """`config` with a layout for `ranks` ranks, and what was chosen; as it is, without [parallel]
+    adapt, where it fits.
 
-    idle: whether ranks may be left out; the last ones are. Losses don't depend on the layout. Raises ConfigError where there
-    is none.
+    idle: whether ranks may be left out; the last ones are. Losses don't depend on the layout.
+    Raises ConfigError where there is none.
     """
     wanted = config.parallel
     if not wanted.adapt:
@@ -49,7 +51,15 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
     except ValueError as error:
         raise ConfigError(f"parallel.adapt: {error}") from None
     grid, train, recompute = choice.grid, config.train, config.recompute
-    parallel = replace(wanted, tp=grid.tp, pp=grid.pp, dp=grid.dp, adapt=False, memory_gib=0.0, **_of_no_pipeline(grid))
+    parallel = replace(
+        wanted,
+        tp=grid.tp,
+        pp=grid.pp,
+        dp=grid.dp,
+        adapt=False,
+        memory_gib=0.0,
+        **_of_no_pipeline(grid),
+    )
     if grid.pp == 1 < wanted.pp:  # what the pipeline kept small stays so
         share = config.train.batch // grid.dp
         if wanted.micro_batches and not train.micro_batch and share % wanted.micro_batches == 0:
@@ -62,12 +72,17 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
 
 
 def trouble_ahead() -> str:
-    """What would go wrong when a node joins, and the fix; "" where nothing would. torchrun's agents then look for each other's
-    address in a part of their store that only the first round has written to."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+    """What would go wrong when a node joins, and the fix; "" where nothing would. torchrun's agents
+    then look for each other's address in a part of their store that only the first round has
+    written to."""
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        or os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    ):
         return ""
     return (
-        "; a node that joins would wait for ever: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        "; a node that joins would wait for ever: start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
     )
 
 
@@ -90,19 +105,41 @@ def limits_of(config: Config) -> Limits:
     model: Any = getattr(config, KINDS[config.task.kind])
     parallel, text = config.parallel, isinstance(model, GPTConfig)
     whole = config.optimizer.communicates or config.communication.codec != "none"
-    layers_whole = whole or not text or config.elastic.on or config.optimizer.name in ("lamb", "lars", "adafactor")
+    layers_whole = (
+        whole
+        or not text
+        or config.elastic.on
+        or config.optimizer.name in ("lamb", "lars", "adafactor")
+    )
     memory: dict[str, Any] = {}
     if parallel.memory_gib:
         if not text:
-            raise ConfigError(f"parallel.memory_gib is {parallel.memory_gib:g}, which is for task.kind text alone; set it to 0")
-        memory = {"memory": parallel.memory_gib * GIB, "parameters": _parameters(model), "each": _bytes_of_each(config)}
+            raise ConfigError(
+                f"parallel.memory_gib is {parallel.memory_gib:g}, which is for task.kind "
+                "text alone; set it to 0"
+            )
+        memory = {
+            "memory": parallel.memory_gib * GIB,
+            "parameters": _parameters(model),
+            "each": _bytes_of_each(config),
+        }
     return Limits(
-        heads=model.num_heads, kv_heads=getattr(model, "num_kv_heads", 0), batch=config.train.batch,
+        heads=model.num_heads,
+        kv_heads=getattr(model, "num_kv_heads", 0),
+        batch=config.train.batch,
         costs=layer_costs(model) if text else [0.0, *[1.0] * model.num_layers, 0.0],
-        stages=parallel.num_stages // parallel.pp, folded=parallel.schedule == "zbv",
-        micro_batch=config.train.micro_batch, micro_batches=parallel.micro_batches, zero=config.zero.stage,
-        most=(int(layers_whole), int(whole or config.zero.stage > 1 or config.train.compile), parallel.dp), **memory,
-    )  # fmt: skip
+        stages=parallel.num_stages // parallel.pp,
+        folded=parallel.schedule == "zbv",
+        micro_batch=config.train.micro_batch,
+        micro_batches=parallel.micro_batches,
+        zero=config.zero.stage,
+        most=(
+            int(layers_whole),
+            int(whole or config.zero.stage > 1 or config.train.compile),
+            parallel.dp,
+        ),
+        **memory,
+    )
 
 
 def _parameters(model: GPTConfig) -> list[int]:

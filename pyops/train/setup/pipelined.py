@@ -1,10 +1,11 @@
-"""A model whose layers lie on the ranks of a pipeline: its steps, its losses and its samples, as if it were in one place.
+"""A model whose layers lie on the ranks of a pipeline: its steps, its losses and its samples, as if
+it were in one place.
 
     rank 0   embedding, block 0, block 1    0F0 0F1 0F2 0B0 0F3 0B1 ...  0B3 | gradients of the stage reduced |
     rank 1   block 2, block 3, head         1F0 1B0 1F1 1B1 ...   1B3 | gradients of the stage reduced | norm, step
 
-Layers of other ranks never have memory; those that are here keep the names of the whole model, so checkpoints, first values
-and dropout are those of one process.
+Layers of other ranks never have memory; those that are here keep the names of the whole model, so
+checkpoints, first values and dropout are those of one process.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ __all__ = ["Part", "Pipelined", "layer_costs"]
 
 
 class Part:
-    """What this rank has of `model`, which is on the meta device: the other layers are taken out of it.
+    """What this rank has of `model`, which is on the meta device: the other layers are taken out of
+    it.
 
-    plan: the pipeline's. boundaries: first layers of its stages, evened out by products; names: of all the model's layers.
+    plan: the pipeline's. boundaries: first layers of its stages, evened out by products; names: of
+    all the model's layers.
     """
 
     def __init__(self, model: GPT, *, plan: Schedule, rank: int) -> None:
@@ -39,16 +42,27 @@ class Part:
         self.layers = model.layers()
         self.names = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers)), "head"]
         self.boundaries = balance(layer_costs(model.config), num_stages=plan.num_stages)
-        self.own = [n for stage in plan.stages_of(rank) for n in range(self.boundaries[stage], self.boundaries[stage + 1])]
+        self.own = [
+            n
+            for stage in plan.stages_of(rank)
+            for n in range(self.boundaries[stage], self.boundaries[stage + 1])
+        ]
         model.keep_layers(self.own)
 
 
 def layer_costs(config: GPTConfig) -> list[float]:
     """Of each layer, in products of a token: looking up an embedding takes none."""
     kv = 2 * config.kv_heads * config.head_width
-    attention = config.dim * (2 * config.num_heads * config.head_width + kv) + config.sequence_length * config.dim
+    attention = (
+        config.dim * (2 * config.num_heads * config.head_width + kv)
+        + config.sequence_length * config.dim
+    )
     mlp = (3 if config.activation == "swiglu" else 2) * config.dim * config.mlp_width
-    return [0.0, *[float(attention + mlp)] * config.num_layers, float(config.vocab_size * config.dim)]
+    return [
+        0.0,
+        *[float(attention + mlp)] * config.num_layers,
+        float(config.vocab_size * config.dim),
+    ]
 
 
 class Pipelined:
@@ -57,7 +71,9 @@ class Pipelined:
     rows: sequences of this model's batch, on all its ranks alike.
     """
 
-    def __init__(self, config: Config, model: GPT, part: Part, zero: ZeroOptimizer, *, mesh: Mesh, rows: int) -> None:
+    def __init__(
+        self, config: Config, model: GPT, part: Part, zero: ZeroOptimizer, *, mesh: Mesh, rows: int
+    ) -> None:
         self.config, self.model, self.part, self.zero, self.rows = config, model, part, zero, rows
         self.group = mesh.group("pp")
         self.pipeline = self._pipeline(part.plan)
@@ -68,21 +84,36 @@ class Pipelined:
         self._keys: dict[str, int] = {}
 
     def _pipeline(self, plan: Schedule) -> Pipeline:
-        # The head gives the loss itself, in which whole logits never are; the optimizer sums what is tied.
-        return Pipeline(self.part.layers, schedule=plan, group=self.group, loss=lambda nats, _: nats, reduction="sum",
-                        boundaries=self.part.boundaries, before=self._before, tied=None)  # fmt: skip
+        # The head gives the loss itself, in which whole logits never are; the optimizer sums what
+        # is tied.
+        return Pipeline(
+            self.part.layers,
+            schedule=plan,
+            group=self.group,
+            loss=lambda nats, _: nats,
+            reduction="sum",
+            boundaries=self.part.boundaries,
+            before=self._before,
+            tied=None,
+        )
 
     @property
     def described(self) -> str:
         """The layout, in words."""
         ends = zip(self.part.boundaries, self.part.boundaries[1:], strict=False)
         names = self.part.names
-        stages = " | ".join(names[a] if b - a == 1 else f"{names[a]} .. {names[b - 1]}" for a, b in ends)
-        return f"pipeline {self.part.plan.name}, {self.part.plan.num_microbatches} micro-batches: {stages}"
+        stages = " | ".join(
+            names[a] if b - a == 1 else f"{names[a]} .. {names[b - 1]}" for a, b in ends
+        )
+        return (
+            f"pipeline {self.part.plan.name}, {self.part.plan.num_microbatches} "
+            f"micro-batches: {stages}"
+        )
 
     def differentiate(self, rows_BT: Tensor, *, scale: float, step: int, first_row: int) -> Tensor:
-        """Forward and backward of all `rows`: their nats, on every rank. Gradients are multiplied by `scale`; each stage's are
-        on their way to the other models when this returns. step, first_row: what keys dropout."""
+        """Forward and backward of all `rows`: their nats, on every rank. Gradients are multiplied
+        by `scale`; each stage's are on their way to the other models when this returns. step,
+        first_row: what keys dropout."""
         self._keys = {"step": step, "first_row": first_row}
         with self.zero.no_sync():
             return self.pipeline.step(scale=scale, **self._given(rows_BT))
@@ -99,13 +130,22 @@ class Pipelined:
         return total
 
     def _given(self, rows_BT: Tensor, *, lacking: int = 0) -> dict[str, Any]:
-        """Arguments of the pipeline for rows [B, T + 1]. lacking: rows to add, whose targets don't count."""
+        """Arguments of the pipeline for rows [B, T + 1]. lacking: rows to add, whose targets don't
+        count."""
         tokens_BT, targets_BT = rows_BT[:, :-1], rows_BT[:, 1:]
         if lacking:
             tokens_BT = torch.cat([tokens_BT, tokens_BT[:1].expand(lacking, -1)])
-            targets_BT = torch.cat([targets_BT, targets_BT.new_full((lacking, targets_BT.shape[1]), IGNORED)])
+            targets_BT = torch.cat(
+                [targets_BT, targets_BT.new_full((lacking, targets_BT.shape[1]), IGNORED)]
+            )
         shape = (self.rows // self.part.plan.num_microbatches, tokens_BT.shape[1])
-        return {"batch": tokens_BT, "target": targets_BT, "targets_BT": targets_BT, "shape": shape, "reduction": "sum"}
+        return {
+            "batch": tokens_BT,
+            "target": targets_BT,
+            "targets_BT": targets_BT,
+            "shape": shape,
+            "reduction": "sum",
+        }
 
     def _before(self, stage: Stage, number: int) -> None:
         """Key the dropout of a stage's layers by their names in the whole model."""
@@ -115,22 +155,35 @@ class Pipelined:
         size = self.rows // self.part.plan.num_microbatches
         for layer, name in zip(stage.layers, self.part.names[stage.first :], strict=False):
             set_dropout(
-                layer, seed=self.config.train.seed, step=self._keys["step"], shape=(size, model.sequence_length),
-                first_row=self._keys["first_row"] + number * size, prefix=f"{name}.",
-            )  # fmt: skip
+                layer,
+                seed=self.config.train.seed,
+                step=self._keys["step"],
+                shape=(size, model.sequence_length),
+                first_row=self._keys["first_row"] + number * size,
+                prefix=f"{name}.",
+            )
 
     def _done(self, action: Action) -> None:
-        """After each action: a stage whose gradients are complete has them reduced over the models."""
+        """After each action: a stage whose gradients are complete has them reduced over the
+        models."""
         if (stage := self._ends.get(action)) is not None:
-            self.zero.reduce(p for layer in self.pipeline.stages[stage].layers for p in layer.parameters())
+            self.zero.reduce(
+                p for layer in self.pipeline.stages[stage].layers for p in layer.parameters()
+            )
 
     def whole(self) -> nn.Module:
-        """The model as it is, for `sample`: tokens [1, T] -> logits [1, 1, V] of the last one, on every rank. All call it."""
+        """The model as it is, for `sample`: tokens [1, T] -> logits [1, 1, V] of the last one, on
+        every rank. All call it."""
         plan = self.part.plan
         orders = []
         for rank in range(plan.num_ranks):
             stages = plan.stages_of(rank)
-            orders.append([*(Action(s, "F", 0) for s in stages), *(Action(s, "B", 0) for s in reversed(stages))])
+            orders.append(
+                [
+                    *(Action(s, "F", 0) for s in stages),
+                    *(Action(s, "B", 0) for s in reversed(stages)),
+                ]
+            )
         return _Whole(self.model, self._pipeline(custom(orders, rank_of=plan.rank_of)))
 
 
@@ -147,5 +200,7 @@ class _Whole(nn.Module):
         else:
             last_BTV = logits_BTV[:, -1:].contiguous()
         with naming_lost_ranks("the broadcast of logits", group=self.pipeline.group):
-            dist.broadcast(last_BTV, group=self.pipeline.group, group_src=self.pipeline.schedule.rank_of[-1])
+            dist.broadcast(
+                last_BTV, group=self.pipeline.group, group_src=self.pipeline.schedule.rank_of[-1]
+            )
         return last_BTV

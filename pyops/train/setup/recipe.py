@@ -58,9 +58,12 @@ def _weight_decay_group(name: str, parameter: nn.Parameter) -> str:
 
 
 def _depth(name: str, num_blocks: int) -> int:
-    """The number of the layer of which this parameter is: 0 the embedding, then the blocks, then the head."""
+    """The number of the layer of which this parameter is: 0 the embedding, then the blocks, then
+    the head."""
     layer, *rest = name.split(".")
-    return {"embedding": 0, "head": num_blocks + 1}[layer] if layer != "blocks" else 1 + int(rest[0])
+    return (
+        {"embedding": 0, "head": num_blocks + 1}[layer] if layer != "blocks" else 1 + int(rest[0])
+    )
 
 
 def _codec(config: CommunicationConfig) -> Codec | None:
@@ -68,37 +71,52 @@ def _codec(config: CommunicationConfig) -> Codec | None:
 
 
 def make_model(config: Config, *, device: torch.device, tp_group: dist.ProcessGroup | None) -> GPT:
-    """The model with its first values; with [zero], or a pipeline, on the meta device: `make_zero` gives it memory and values
-    part by part.
+    """The model with its first values; with [zero], or a pipeline, on the meta device: `make_zero`
+    gives it memory and values part by part.
 
     tp_group: the ranks that share its layers. ConfigError for heads that they can't share.
     """
     later = config.zero.stage > 0 or config.parallel.pp > 1
     try:
         return GPT(
-            config.model, group=tp_group, sequence_parallel=config.parallel.sequence_parallel,
-            seed=None if later else config.train.seed, device="meta" if later else device,
+            config.model,
+            group=tp_group,
+            sequence_parallel=config.parallel.sequence_parallel,
+            seed=None if later else config.train.seed,
+            device="meta" if later else device,
             dtype=PRECISIONS[config.precision.dtype].dtype,
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise ConfigError(f"parallel.tp is {config.parallel.tp}: {error}") from None
 
 
-def make_data_parallel(config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> DataParallel:
+def make_data_parallel(
+    config: Config, model: nn.Module, *, group: dist.ProcessGroup | None
+) -> DataParallel:
     """`model` over the ranks of `group`; gradients are summed."""
     options = config.train
     codec = None if config.optimizer.communicates else _codec(config.communication)
     return DataParallel(
-        model, group=group, op="sum", algorithm=options.algorithm, bucket_bytes=int(options.bucket_mib * 2**20),
-        group_by=_weight_decay_group, codec=codec,
-    )  # fmt: skip
+        model,
+        group=group,
+        op="sum",
+        algorithm=options.algorithm,
+        bucket_bytes=int(options.bucket_mib * 2**20),
+        group_by=_weight_decay_group,
+        codec=codec,
+    )
 
 
-def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.ProcessGroup | None) -> Any:
+def make_optimizer(
+    config: Config, parallel: DataParallel, *, group: dist.ProcessGroup | None
+) -> Any:
     """The optimizer of `parallel`'s flat buffers: a torch.optim.Optimizer with `grad_norm`."""
     options = config.optimizer
     groups = [
-        {"params": [buffer.parameter], "weight_decay": options.weight_decay if key == "decayed" else 0.0}
+        {
+            "params": [buffer.parameter],
+            "weight_decay": options.weight_decay if key == "decayed" else 0.0,
+        }
         for key, buffer in zip(parallel.keys, parallel.flat, strict=True)
     ]
     arguments = _arguments(options)
@@ -106,38 +124,62 @@ def make_optimizer(config: Config, parallel: DataParallel, *, group: dist.Proces
     arguments["master_weights"] = PRECISIONS[config.precision.dtype].master_weights
     if options.communicates:
         arguments |= {
-            "warmup_steps": options.compression_warmup_steps, "group": group, "model": parallel, "op": "sum",
-            "codec": _codec(config.communication), "total_steps": config.train.steps,
-        }  # fmt: skip
+            "warmup_steps": options.compression_warmup_steps,
+            "group": group,
+            "model": parallel,
+            "op": "sum",
+            "codec": _codec(config.communication),
+            "total_steps": config.train.steps,
+        }
     return _class(options)(groups, **arguments)
 
 
 def make_zero(
-    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None, pp_group: dist.ProcessGroup | None,
-) -> ZeroOptimizer:  # fmt: skip
-    """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks of `group`; gradients are
-    summed."""
+    config: Config,
+    model: GPT,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+) -> ZeroOptimizer:
+    """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks
+    of `group`; gradients are summed."""
     options = config.optimizer
     keyed: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         keyed.setdefault(_weight_decay_group(name, parameter), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0} for key, some in keyed.items()
+        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0}
+        for key, some in keyed.items()
     ]
     return ZeroOptimizer(
-        model, _class(options), stage=config.zero.stage, group=group, tp_group=tp_group, pp_group=pp_group, params=groups,
-        op="sum", overlap=config.zero.overlap, bucket_bytes=int(config.train.bucket_mib * 2**20),
-        max_grad_norm=_max_grad_norm(options), offload=None if config.zero.offload == "none" else config.zero.offload,
-        tile_bytes=int(config.zero.tile_mib * 2**20), device=device,
-        initialise=lambda module: model.initialize(config.train.seed, only=module), **_arguments(options),
-    )  # fmt: skip
+        model,
+        _class(options),
+        stage=config.zero.stage,
+        group=group,
+        tp_group=tp_group,
+        pp_group=pp_group,
+        params=groups,
+        op="sum",
+        overlap=config.zero.overlap,
+        bucket_bytes=int(config.train.bucket_mib * 2**20),
+        max_grad_norm=_max_grad_norm(options),
+        offload=None if config.zero.offload == "none" else config.zero.offload,
+        tile_bytes=int(config.zero.tile_mib * 2**20),
+        device=device,
+        initialise=lambda module: model.initialize(config.train.seed, only=module),
+        **_arguments(options),
+    )
 
 
 def recompute_modules(model: nn.Module, options: RecomputeConfig) -> None:
-    """Let the chosen modules of `model` keep their inputs alone. ConfigError for names that no module has."""
+    """Let the chosen modules of `model` keep their inputs alone. ConfigError for names that no
+    module has."""
     try:
-        recompute.apply(model, options.modules, offload=None if options.offload == "none" else options.offload)
+        recompute.apply(
+            model, options.modules, offload=None if options.offload == "none" else options.offload
+        )
     except ValueError as error:
         raise ConfigError(f"recompute.modules: {error}") from None
 
@@ -147,23 +189,38 @@ def make_loss_scale(options: PrecisionConfig) -> LossScale:
     if not PRECISIONS[options.dtype].scaled:
         return LossScale(initial=1.0)
     return LossScale(
-        initial=options.initial_scale, window=options.scale_window, hysteresis=options.hysteresis, minimum=options.minimum_scale
+        initial=options.initial_scale,
+        window=options.scale_window,
+        hysteresis=options.hysteresis,
+        minimum=options.minimum_scale,
     )
 
 
-def make_named_optimizer(config: Config, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters alone, by their names in the model; with groups for each layer where its learning rate
-    is its own (`layer_decay`). The caller clips their gradients, and zeroes them."""
+def make_named_optimizer(
+    config: Config, named: Sequence[tuple[str, nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameters alone, by their names in the model; with groups for each
+    layer where its learning rate is its own (`layer_decay`). The caller clips their gradients, and
+    zeroes them."""
     options = config.optimizer
     keyed: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        rate = options.lr * options.layer_decay ** (config.num_blocks + 1 - _depth(name, config.num_blocks))
+        rate = options.lr * options.layer_decay ** (
+            config.num_blocks + 1 - _depth(name, config.num_blocks)
+        )
         keyed.setdefault((_weight_decay_group(name, parameter), rate), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": options.weight_decay if key == "decayed" else 0.0, "lr": rate}
+        {
+            "params": some,
+            "weight_decay": options.weight_decay if key == "decayed" else 0.0,
+            "lr": rate,
+        }
         for (key, rate), some in keyed.items()
     ]
-    arguments = {**_arguments(options), "master_weights": PRECISIONS[config.precision.dtype].master_weights}
+    arguments = {
+        **_arguments(options),
+        "master_weights": PRECISIONS[config.precision.dtype].master_weights,
+    }
     made: torch.optim.Optimizer = _class(options)(groups, **arguments)
     return made
 
@@ -181,7 +238,8 @@ def _class(options: OptimizerConfig) -> Any:
 
 
 def _max_grad_norm(options: OptimizerConfig) -> float:
-    """A limit of infinity never clips, but the norm is still taken, which finds gradients that are not finite."""
+    """A limit of infinity never clips, but the norm is still taken, which finds gradients that are
+    not finite."""
     return options.max_grad_norm or float("inf")
 
 

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of the optimizer and of compressed communication: by parameter name, so any layout reads any other.
+"""What a checkpoint holds of the optimizer and of compressed communication: by parameter name, so
+any layout reads any other.
 
     "optimizer":      {"head.weight": {"exp_avg": tensor [V, D], "exp_avg_sq": ..., "step": 7}, ...}
     "communication":  {"gradients": errors of DataParallel's codec, "optimizer": a one-bit optimizer's phase, errors}
@@ -34,8 +35,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel) ->
     return {"optimizer": moments, "communication": communication}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, parallel: DataParallel, state: Mapping[str, Any]) -> None:
-    """Take up `optimizer_state`, laid out as it is here. A collective. ConfigError for the state of another codec."""
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parallel: DataParallel, state: Mapping[str, Any]
+) -> None:
+    """Take up `optimizer_state`, laid out as it is here. A collective. ConfigError for the state of
+    another codec."""
     whole = optimizer.state_dict()
     for i, buffer in enumerate(parallel.flat):
         if flat := flat_state(state["optimizer"], buffer.layout):

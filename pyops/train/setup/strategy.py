@@ -1,4 +1,5 @@
-"""Where parameters, gradients and optimizer states lie, as `[zero] stage` says; the loop sees no difference.
+"""Where parameters, gradients and optimizer states lie, as `[zero] stage` says; the loop sees no
+difference.
 
     stage   parameters   gradients   states                 made of
     0       every rank   every rank  every rank             DataParallel and an optimizer over its flat buffers; with
@@ -31,7 +32,8 @@ __all__ = ["Replicated", "Strategy", "Zero", "make_strategy"]
 
 
 class Strategy(ABC):
-    """`forward` runs the model, `optimizer` has step() and grad_norm, `communicator` counts what is sent (None: nothing is)."""
+    """`forward` runs the model, `optimizer` has step() and grad_norm, `communicator` counts what is
+    sent (None: nothing is)."""
 
     forward: nn.Module
     optimizer: Any  # a torch.optim.Optimizer with grad_norm
@@ -51,7 +53,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """{"model", "optimizer", "communication"}, by parameter name; tensors, or this rank's `Shard`s of them."""
+        """{"model", "optimizer", "communication"}, by parameter name; tensors, or this rank's
+        `Shard`s of them."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
@@ -59,13 +62,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up `state`, of any strategy; tensors may be on disk still. A collective. ConfigError when it doesn't fit."""
+        """Take up `state`, of any strategy; tensors may be on disk still. A collective. ConfigError
+        when it doesn't fit."""
 
 
 class Replicated(Strategy):
     """Everything on every rank; gradients are reduced during backward."""
 
-    def __init__(self, config: Config, model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: Config, model: nn.Module, *, group: dist.ProcessGroup | None
+    ) -> None:
         self.model = model
         self.forward = self.parallel = make_data_parallel(config, model, group=group)
         self.optimizer = make_optimizer(config, self.parallel, group=group)
@@ -82,29 +88,40 @@ class Replicated(Strategy):
         return {"model": self.model.state_dict(), **optimizer_state(self.optimizer, self.parallel)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        state = read({key: state[key] for key in ("model", "optimizer", "communication") if key in state})
+        state = read(
+            {key: state[key] for key in ("model", "optimizer", "communication") if key in state}
+        )
         self.model.load_state_dict(state["model"])
         load_optimizer_state(self.optimizer, self.parallel, state)
 
     def memory(self) -> dict[str, int]:
         states = [value for entries in self.optimizer.state.values() for value in entries.values()]
         return {
-            "parameters": _bytes([*self.model.parameters(), *(buffer.data for buffer in self.parallel.flat)]),
-            "gradients": _bytes(buffer.grad for buffer in self.parallel.flat), "states": _bytes(states),
-        }  # fmt: skip
+            "parameters": _bytes(
+                [*self.model.parameters(), *(buffer.data for buffer in self.parallel.flat)]
+            ),
+            "gradients": _bytes(buffer.grad for buffer in self.parallel.flat),
+            "states": _bytes(states),
+        }
 
 
 class Zero(Strategy):
     """Shared out over the ranks, by pyops.zero."""
 
     def __init__(
-        self, config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
-        tp_group: dist.ProcessGroup | None, pp_group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        model: GPT,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        tp_group: dist.ProcessGroup | None,
+        pp_group: dist.ProcessGroup | None,
+    ) -> None:
         self.forward = model
         self.optimizer = self.zero = make_zero(
             config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group
-        )  # fmt: skip
+        )
         self.communicator = self.zero.communicator
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -118,16 +135,20 @@ class Zero(Strategy):
 
     def state(self) -> dict[str, Any]:
         return {
-            "model": self.zero.model_state_dict(), "optimizer": self.zero.state_dict()["state"],
+            "model": self.zero.model_state_dict(),
+            "optimizer": self.zero.state_dict()["state"],
             "communication": {"gradients": {}, "optimizer": {}},
-        }  # fmt: skip
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         try:
             self.zero.load_model_state_dict(state["model"])
             self.zero.load_state_dict(
-                {"state": state["optimizer"], "param_groups": self.zero.state_dict()["param_groups"]}
-            )  # fmt: skip
+                {
+                    "state": state["optimizer"],
+                    "param_groups": self.zero.state_dict()["param_groups"],
+                }
+            )
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this configuration: {error}") from None
 
@@ -137,18 +158,27 @@ class Zero(Strategy):
 
 def _bytes(tensors: Iterable[Any]) -> int:
     """Of the tensors' storages, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if isinstance(t, Tensor)
+    }
     return sum(storages.values())
 
 
 def make_strategy(
-    config: Config, model: GPT, *, device: torch.device, group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None = None, pp_group: dist.ProcessGroup | None = None,
-) -> Strategy:  # fmt: skip
+    config: Config,
+    model: GPT,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+) -> Strategy:
     """The strategy that `config` asks for; it gives a model on the meta device its memory.
 
-    group: the ranks that hold the same parts of the model and see other sequences; tp_group: those that share its layers.
-    pp_group: those that have its other layers.
+    group: the ranks that hold the same parts of the model and see other sequences; tp_group: those
+    that share its layers. pp_group: those that have its other layers.
     """
     if config.zero.stage or config.parallel.tp > 1 or config.parallel.pp > 1:
         return Zero(config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group)

@@ -1,4 +1,5 @@
-"""When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and let go of afterwards.
+"""When the parameters of a unit are whole: gathered just before use, the next unit's meanwhile, and
+let go of afterwards.
 
     forward     gather 0 | 0        | 1        | 2        | 3        |          backward begins with 3, so 3 is kept
                          | gather 1 | gather 2 | gather 3 |
@@ -6,8 +7,9 @@
                          | gather 2 | gather 1 | gather 0 |
                                     | reduce 3 | reduce 2 | reduce 1 | reduce 0
 
-What comes next is what came next the last time. If it is another unit, that one is gathered when it is needed: an order that
-changes costs time and never changes a result. All ranks must run the same units in the same order.
+What comes next is what came next the last time. If it is another unit, that one is gathered when it
+is needed: an order that changes costs time and never changes a result. All ranks must run the same
+units in the same order.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ LONGEST = 10_000  # turns of units that are remembered
 
 
 class Unit:
-    """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while there are works. there:
-    gathered, and in sight. open: the module whose forward is running. calls: forwards whose backward is still to come. wide:
-    its parameters are used outside of its forward, so they stay until the end of backward, as the root's do."""
+    """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while
+    there are works. there: gathered, and in sight. open: the module whose forward is running.
+    calls: forwards whose backward is still to come. wide: its parameters are used outside of its
+    forward, so they stay until the end of backward, as the root's do."""
 
-    def __init__(self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, *, is_root: bool, flats: Sequence[ShardedParameters]
+    ) -> None:
         self.name, self.module, self.is_root, self.flats = name, module, is_root, list(flats)
         self.works: list[Work] = []
         self.whole = self.there = self.wide = False
@@ -59,7 +64,8 @@ class Unit:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity whose backward tells that the gradients of a unit's inputs are there, so that its own backward is over."""
+    """Identity whose backward tells that the gradients of a unit's inputs are there, so that its
+    own backward is over."""
 
     @staticmethod
     def forward(ctx: Any, tell: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -109,13 +115,24 @@ class Trace:
 
 
 class Gathering:
-    """Hooks on the modules of the units. reduce: called with a unit when all its gradients are there, in backward."""
+    """Hooks on the modules of the units. reduce: called with a unit when all its gradients are
+    there, in backward."""
 
     def __init__(
-        self, units: Sequence[Unit], communicator: Communicator | None, *, overlap: bool, reduce: Callable[[Unit], None],
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator | None,
+        *,
+        overlap: bool,
+        reduce: Callable[[Unit], None],
         wire: Wire,
-    ) -> None:  # fmt: skip
-        self.units, self.communicator, self.overlap, self._reduce = list(units), communicator, overlap, reduce
+    ) -> None:
+        self.units, self.communicator, self.overlap, self._reduce = (
+            list(units),
+            communicator,
+            overlap,
+            reduce,
+        )
         self.wire = wire
         self._forward, self._backward = Trace(), Trace()
         self._phase = ""
@@ -123,7 +140,9 @@ class Gathering:
         self._holders: dict[ShardedParameters, int] = {}
         self._hooks: list[Any] = []
         self._spreading = Spreading(self._touched)
-        self._unit_of = {id(p): unit for unit in units for flat in unit.flats for p in flat.parameters}
+        self._unit_of = {
+            id(p): unit for unit in units for flat in unit.flats for p in flat.parameters
+        }
         self.is_active = any(flat.is_spread for unit in units for flat in unit.flats)
         if not self.is_active:
             return
@@ -135,21 +154,33 @@ class Gathering:
             for module in members:
                 if module is unit.module or any(True for _ in module.parameters(recurse=False)):
                     before, after = partial(self._before, unit), partial(self._after, unit)
-                    self._hooks.append(module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True))
-                    self._hooks.append(module.register_forward_hook(ModuleHook(after), always_call=True))
-            self._hooks.append(unit.module.register_state_dict_pre_hook(ModuleHook(partial(self._before_state_dict, unit))))
+                    self._hooks.append(
+                        module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True)
+                    )
+                    self._hooks.append(
+                        module.register_forward_hook(ModuleHook(after), always_call=True)
+                    )
+            self._hooks.append(
+                unit.module.register_state_dict_pre_hook(
+                    ModuleHook(partial(self._before_state_dict, unit))
+                )
+            )
 
-    # ------------------------------------------------------------------------------------------------ gathering
+    # ------------------------------------------------------------------------------------------------
+    # gathering
 
     def _start(self, unit: Unit, *, exact: bool = False) -> None:
         if not unit.whole and self.is_active:
             wire = None if exact else self.wire
-            unit.works = [flat.start_gather(self.communicator, async_op=self.overlap, wire=wire) for flat in unit.flats]
+            unit.works = [
+                flat.start_gather(self.communicator, async_op=self.overlap, wire=wire)
+                for flat in unit.flats
+            ]
             unit.whole = True
 
     def _need(self, unit: Unit, *, exact: bool = False) -> None:
-        """The unit's parameters are there when this returns; the next one's are on their way, if that is known. exact: as their
-        owners have them, whatever the wire."""
+        """The unit's parameters are there when this returns; the next one's are on their way, if
+        that is known. exact: as their owners have them, whatever the wire."""
         self._start(unit, exact=exact)
         for work in unit.works:
             work.wait()
@@ -173,7 +204,8 @@ class Gathering:
             unit.whole = unit.there = False
 
     def release_all(self) -> None:
-        """Nothing is whole afterwards: before parameters change. Forgets what is still to come of a broken-off backward."""
+        """Nothing is whole afterwards: before parameters change. Forgets what is still to come of a
+        broken-off backward."""
         for unit in self.units:
             self._release(unit)
             unit.open, unit.calls = None, 0
@@ -182,7 +214,8 @@ class Gathering:
         self._phase = ""
 
     def pin(self, wanted: bool) -> None:
-        """True: gather everything, and keep it. False: keep this rank's chunks as they are now, and let go of the rest."""
+        """True: gather everything, and keep it. False: keep this rank's chunks as they are now, and
+        let go of the rest."""
         if not self.is_active:
             return
         if wanted:
@@ -197,11 +230,14 @@ class Gathering:
         for unit in self.units:
             for flat in unit.flats:
                 flat.take_over()
-                if flat.holders() > self._holders[flat] and flat.partition.ranks > 1:  # a state_dict(), say
+                if (
+                    flat.holders() > self._holders[flat] and flat.partition.ranks > 1
+                ):  # a state_dict(), say
                     flat.leave()
         self.release_all()
 
-    # ------------------------------------------------------------------------------------------------ forward
+    # ------------------------------------------------------------------------------------------------
+    # forward
 
     def _enter(self, phase: str) -> None:
         if self._phase != phase:
@@ -249,10 +285,14 @@ class Gathering:
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        places = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         if not places:
             return None
-        watched = _AfterBackward.apply(partial(self._end_backward_of, unit), *(leaves[i] for i in places))
+        watched = _AfterBackward.apply(
+            partial(self._end_backward_of, unit), *(leaves[i] for i in places)
+        )
         for i, tensor in zip(places, watched, strict=True):
             leaves[i] = tensor
         return tree_unflatten(leaves, spec)
@@ -266,7 +306,10 @@ class Gathering:
         again = _in_backward()
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
         if not unit.wide and not unit.is_root and any(unit.holds(t) for t in tensors):
-            self._widen(unit, f"{type(module).__name__} returns a parameter of {unit.name}, or a view of one")
+            self._widen(
+                unit,
+                f"{type(module).__name__} returns a parameter of {unit.name}, or a view of one",
+            )
         wanted = [t for t in tensors if t.requires_grad]
         if torch.is_grad_enabled() and wanted:
             for tensor in wanted:
@@ -277,7 +320,8 @@ class Gathering:
             for other in self.units:
                 self._release(other)
 
-    # ------------------------------------------------------------------------------------------------ backward
+    # ------------------------------------------------------------------------------------------------
+    # backward
 
     def _begin_backward_of(self, unit: Unit, gradient: Tensor) -> None:
         if self._phase != "backward":
@@ -303,16 +347,25 @@ class Gathering:
             self._release(unit)
         self._phase = ""
 
-    # ------------------------------------------------------------------------------------------------ guards
+    # ------------------------------------------------------------------------------------------------
+    # guards
 
     def _touched(self, parameter: nn.Parameter) -> None:
-        """Somebody needs values that are not there: in forward and backward, which all ranks run alike, they are gathered."""
+        """Somebody needs values that are not there: in forward and backward, which all ranks run
+        alike, they are gathered."""
         unit = self._unit_of[id(parameter)]
-        name = next(name for flat in unit.flats for name, p in zip(flat.names, flat.parameters, strict=True) if p is parameter)
+        name = next(
+            name
+            for flat in unit.flats
+            for name, p in zip(flat.names, flat.parameters, strict=True)
+            if p is parameter
+        )
         if not (_in_backward() or any(other.open is not None for other in self.units)):
             raise RuntimeError(
-                f"{name} is spread over the ranks (ZeRO stage 3), its values are in memory only while {unit.name} computes; "
-                "to look at it, to copy, change, move or wrap the model, do so within `with optimizer.whole_parameters():`, "
+                f"{name} is spread over the ranks (ZeRO stage 3), its values are in "
+                f"memory only while {unit.name} computes; "
+                "to look at it, to copy, change, move or wrap the model, do so within "
+                "`with optimizer.whole_parameters():`, "
                 "which every rank enters; a forward goes through the model's own call"
             )
         if not unit.wide and not unit.is_root:
@@ -322,15 +375,19 @@ class Gathering:
     def _widen(self, unit: Unit, why: str) -> None:
         unit.wide = True
         warnings.warn(
-            f"ZeroOptimizer: {why}, so {unit.name} stays whole until the end of backward; the result is the same, and it takes "
+            f"ZeroOptimizer: {why}, so {unit.name} stays whole until the end of "
+            "backward; the result is the same, and it takes "
             "more memory; choose units= so that what uses a parameter lies in its unit",
             stacklevel=2,
         )
 
-    def _before_state_dict(self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _before_state_dict(
+        self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool
+    ) -> None:
         if not self._pinned and any(other.flats for other in self.units):
             raise RuntimeError(
-                "the parameters are spread over the ranks: take optimizer.model_state_dict(), each rank's part, or "
+                "the parameters are spread over the ranks: take "
+                "optimizer.model_state_dict(), each rank's part, or "
                 "`with optimizer.whole_parameters(): model.state_dict()` on every rank"
             )
 

@@ -1,4 +1,5 @@
-"""What a ZeroOptimizer has put in its place, and whether it is there still, before forward and before a step."""
+"""What a ZeroOptimizer has put in its place, and whether it is there still, before forward and
+before a step."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from pyops.zero.layout.parameters import FlatParameters
 __all__ = ["Kept"]
 
 FIX = (
-    "precision= casts the model, model_state_dict() and load_model_state_dict() save and load it, optimizer.close() lets go "
+    "precision= casts the model, model_state_dict() and load_model_state_dict() save and "
+    "load it, optimizer.close() lets go "
     "of it"
 )
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks of a module when it is made
+# what DistributedDataParallel asks of a module when it is made
+IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class Unwrapped:
-    """The names of parameters that DistributedDataParallel is to leave alone: it reads them first, and is told that it must
-    not be there at all."""
+    """The names of parameters that DistributedDataParallel is to leave alone: it reads them first,
+    and is told that it must not be there at all."""
 
     def __iter__(self) -> Iterator[str]:
         raise wrapped_in_ddp()
@@ -34,12 +37,19 @@ class Unwrapped:
 
 
 class Kept:
-    """The parameters of `model` in `flats` and in the units of `gathering`: claimed, and looked after."""
+    """The parameters of `model` in `flats` and in the units of `gathering`: claimed, and looked
+    after."""
 
     def __init__(
-        self, model: nn.Module, flats: Sequence[FlatParameters], gathering: Gathering, gradients: Gradients
-    ) -> None:  # fmt: skip
-        self._flats = list(dict.fromkeys([*flats, *(flat for unit in gathering.units for flat in unit.flats)]))
+        self,
+        model: nn.Module,
+        flats: Sequence[FlatParameters],
+        gathering: Gathering,
+        gradients: Gradients,
+    ) -> None:
+        self._flats = list(
+            dict.fromkeys([*flats, *(flat for unit in gathering.units for flat in unit.flats)])
+        )
         self._gradients = gradients
         self._in_place = InPlace("ZeroOptimizer", model, self._flats, fix=FIX)
         claim((p for flat in self._flats for p in flat.parameters), gradients, who="ZeroOptimizer")
@@ -49,12 +59,17 @@ class Kept:
 
     def before_forward(self, *_: Any) -> None:
         """Of the model: a hook."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and torch._C._current_graph_task_id() == -1
+        ):
             self.check()
         self._gradients.prepare()
 
     def check(self) -> None:
-        """ValueError where a parameter was moved or replaced; the other ranks hear of it in their next collective."""
+        """ValueError where a parameter was moved or replaced; the other ranks hear of it in their
+        next collective."""
         error = self._in_place.problem()
         if error is None:
             return

@@ -1,4 +1,5 @@
-"""ModuleHook: a hook that stays behind when its module is copied or pickled, such as for an average of the weights."""
+"""ModuleHook: a hook that stays behind when its module is copied or pickled, such as for an average
+of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """Calls `call` on the module that it was registered on, and does nothing on copies: `copy.deepcopy` copies hooks, too.
+    """Calls `call` on the module that it was registered on, and does nothing on copies:
+    `copy.deepcopy` copies hooks, too.
 
     Args:
         call: the hook, as `torch.nn.Module.register_forward_hook` and its relatives call it; None does nothing.

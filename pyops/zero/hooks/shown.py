@@ -22,22 +22,30 @@ __all__ = ["Shown", "gradients_set_by_hand"]
 
 
 def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
-    """What to raise where a step finds gradients that backward has not made. names: of their parameters on this rank."""
+    """What to raise where a step finds gradients that backward has not made. names: of their
+    parameters on this rank."""
     return RuntimeError(
-        "ZeroOptimizer takes gradients from backward(), which reduces them over the ranks; somebody has set .grad of "
-        f"{list(names[:3]) if names else 'a parameter on another rank'}: multiply the loss, or scale what is in .grad in place"
+        "ZeroOptimizer takes gradients from backward(), which reduces them over the "
+        "ranks; somebody has set .grad of "
+        f"{list(names[:3]) if names else 'a parameter on another rank'}: multiply the "
+        "loss, or scale what is in .grad in place"
     )
 
 
 class Shown:
-    """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts, None where this one owns
-    everything. partial_because: why gradients are not final before the step, None where they are. other_axes: of the
-    tensor-parallel ranks and of the pipeline stages."""
+    """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts,
+    None where this one owns everything. partial_because: why gradients are not final before the
+    step, None where they are. other_axes: of the tensor-parallel ranks and of the pipeline
+    stages."""
 
     def __init__(
-        self, gradients: Gradients, communicator: Communicator | None, *, partial_because: str | None,
+        self,
+        gradients: Gradients,
+        communicator: Communicator | None,
+        *,
+        partial_because: str | None,
         other_axes: Sequence[Communicator] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gradients = gradients
         self._places: list[tuple[nn.Parameter, GradientBucket, Piece, int]] = []
         for f, flat in enumerate(gradients.flats):
@@ -45,14 +53,20 @@ class Shown:
             for index, parameter in enumerate(flat.parameters):
                 bucket = gradients.of_flat[f][pieces[index].bucket]
                 self._places.append((parameter, bucket, pieces[index], len(self._places)))
-        norms = self._norms = Norms(self._parts, communicator, gradients.flats[0].device, partial_because, other_axes)
+        norms = self._norms = Norms(
+            self._parts, communicator, gradients.flats[0].device, partial_because, other_axes
+        )
         self._reduced = [
             ReducedGradient(
-                bucket.view_like(piece.index), bucket.flat.device, label=bucket.flat.names[piece.index], number=number,
-                norms=norms, local=partial(bucket.part, piece),
+                bucket.view_like(piece.index),
+                bucket.flat.device,
+                label=bucket.flat.names[piece.index],
+                number=number,
+                norms=norms,
+                local=partial(bucket.part, piece),
             )
             for _, bucket, piece, number in self._places
-        ]  # fmt: skip
+        ]
         gradients.before_backward = self.forget
         gradients.after_reducing = self.show
 
@@ -72,12 +86,15 @@ class Shown:
                 parameter.grad = reduced
 
     def _others(self, arriving: int | None = None) -> Iterator[tuple[int, Tensor | None]]:
-        """(number of a parameter, what is in its .grad) where that is neither what was put there nor still to be reduced.
+        """(number of a parameter, what is in its .grad) where that is neither what was put there
+        nor still to be reduced.
 
         arriving: the number of the parameter that has just got a gradient.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for (parameter, bucket, piece, number), reduced in zip(self._places, self._reduced, strict=True):
+            for (parameter, bucket, piece, number), reduced in zip(
+                self._places, self._reduced, strict=True
+            ):
                 found = parameter.grad
                 if bucket.takes(piece.index):
                     if bucket.was_dropped(piece.index, arriving=number == arriving):
@@ -98,12 +115,15 @@ class Shown:
         if any(bucket.chunk is not None for bucket in self._gradients.buckets):
             added = arriving, torch._C._current_graph_task_id()
             for number, _ in list(self._others(arriving)):
-                if number != arriving or self._norms.added != added:  # with create_graph=True the sum is another tensor
+                if (
+                    number != arriving or self._norms.added != added
+                ):  # with create_graph=True the sum is another tensor
                     self._drop(number)
 
     @torch.no_grad()
     def settle(self) -> list[str]:
-        """A step begins: what was forgotten doesn't count. The names of parameters with gradients that nothing will reduce."""
+        """A step begins: what was forgotten doesn't count. The names of parameters with gradients
+        that nothing will reduce."""
         strange = []
         for number, found in list(self._others()):
             if found is None:

@@ -1,10 +1,12 @@
-"""Parameters between their uses at stage 3: what touches values that are not there gets them, or an error with the fix.
+"""Parameters between their uses at stage 3: what touches values that are not there gets them, or an
+error with the fix.
 
     while its unit computes    p is what it was: an nn.Parameter over the gathered memory
     between two uses           p's class is a subclass whose operations first call `touched(p)`, which gathers or raises
 
-The object stays the same, so autograd, optimizers and modules know it still; only its class changes, as torch.nn's own
-UninitializedParameter changes its class when it is given memory. Shape, dtype, device, hooks and `.grad` are answered as ever.
+The object stays the same, so autograd, optimizers and modules know it still; only its class
+changes, as torch.nn's own UninitializedParameter changes its class when it is given memory. Shape,
+dtype, device, hooks and `.grad` are answered as ever.
 """
 
 from __future__ import annotations
@@ -23,13 +25,42 @@ Touched = Callable[[nn.Parameter], None]
 # What can be answered without the values. Whatever is not here needs them, for all that is known.
 _METHODS = frozenset(
     {
-        "size", "stride", "dim", "ndimension", "numel", "nelement", "__len__", "element_size", "storage_offset",
-        "is_complex", "is_floating_point", "is_contiguous", "is_signed", "is_inference", "is_conj", "is_neg", "get_device",
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage",
-        "has_names", "__hash__", "is_pinned", "is_shared", "is_distributed", "is_same_size", "__format__", "dim_order",
-        "_has_compatible_shallow_copy_type", "_is_view", "_typed_storage", "storage_type",
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "__len__",
+        "element_size",
+        "storage_offset",
+        "is_complex",
+        "is_floating_point",
+        "is_contiguous",
+        "is_signed",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "untyped_storage",
+        "has_names",
+        "__hash__",
+        "is_pinned",
+        "is_shared",
+        "is_distributed",
+        "is_same_size",
+        "__format__",
+        "dim_order",
+        "_has_compatible_shallow_copy_type",
+        "_is_view",
+        "_typed_storage",
+        "storage_type",
     }
-)  # fmt: skip
+)
 # Properties that look at, or are views of, the values.
 _VIEWS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
@@ -42,7 +73,11 @@ class _Spread:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -61,7 +96,11 @@ class _Spread:
 
 def _needs_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):  # of a property, whose name the descriptor behind the method tells
+    if name in (
+        "__get__",
+        "__set__",
+        "__delete__",
+    ):  # of a property, whose name the descriptor behind the method tells
         return name == "__get__" and getattr(func.__self__, "__name__", "") in _VIEWS
     if name in ("to", "type", "cpu", "float", "double", "half", "bfloat16"):
         return not _stays(name, args, kwargs)
@@ -72,7 +111,9 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the conversion gives the tensor itself."""
     tensor = args[0]
     layouts = [*args[1:], kwargs.get("memory_format", torch.preserve_format)]
-    if kwargs.get("copy", False) or any(isinstance(f, torch.memory_format) and f != torch.preserve_format for f in layouts):
+    if kwargs.get("copy", False) or any(
+        isinstance(f, torch.memory_format) and f != torch.preserve_format for f in layouts
+    ):
         return False
     if name == "to":
         if any(isinstance(each, Tensor) for each in args[1:]):
@@ -80,13 +121,20 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         given = {key: value for key, value in kwargs.items() if key != "copy"}
         device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **given)
         same_type = device is None or device.type == tensor.device.type
-        same_device = same_type and (device is None or device.index in (None, tensor.device.index) or device.type == "cpu")
+        same_device = same_type and (
+            device is None or device.index in (None, tensor.device.index) or device.type == "cpu"
+        )
         return same_device and dtype in (None, tensor.dtype)
     if name == "cpu":
         return bool(tensor.device.type == "cpu")
     if name == "type":
         return len(args) == 1 and not kwargs
-    wanted = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}[name]
+    wanted = {
+        "float": torch.float32,
+        "double": torch.float64,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }[name]
     return bool(tensor.dtype == wanted)
 
 
@@ -103,16 +151,22 @@ def _found(value: Any) -> Iterable[Any]:
 
 
 class Spreading:
-    """Takes parameters' values from sight, and gives them back. touched: a method, called with a parameter before an operation
-    that needs values which are not there; it brings them, or raises. Its object is not kept alive."""
+    """Takes parameters' values from sight, and gives them back. touched: a method, called with a
+    parameter before an operation that needs values which are not there; it brings them, or raises.
+    Its object is not kept alive."""
 
     def __init__(self, touched: Touched) -> None:
-        method = WeakMethod(touched)  # the classes below are garbage that only a collection of circles finds
+        method = WeakMethod(
+            touched
+        )  # the classes below are garbage that only a collection of circles finds
 
         def call(parameter: nn.Parameter) -> None:
             alive = method()
             if alive is None:
-                raise RuntimeError("a ZeroOptimizer spread the parameters over the ranks, and is gone; make the model anew")
+                raise RuntimeError(
+                    "a ZeroOptimizer spread the parameters over the ranks, and is gone; "
+                    "make the model anew"
+                )
             alive(parameter)
 
         self._touched = call
@@ -120,7 +174,11 @@ class Spreading:
 
     def _spread_class(self, own: type) -> type:
         if own not in self._classes:
-            members = {"_own_class": own, "_touched": staticmethod(self._touched), "__module__": own.__module__}
+            members = {
+                "_own_class": own,
+                "_touched": staticmethod(self._touched),
+                "__module__": own.__module__,
+            }
             self._classes[own] = type(own)(own.__name__, (_Spread, own), members)
         return self._classes[own]
 

@@ -1,4 +1,5 @@
-"""Models that were built on the meta device get their memory and first values, one part of the model at a time.
+"""Models that were built on the meta device get their memory and first values, one part of the
+model at a time.
 
     with torch.device("meta"): model = GPT(...)        no memory at all
     part by part: memory -> first values -> rank 0's values -> each rank keeps its chunk -> memory of the part is free again
@@ -13,7 +14,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initialise", "adopt", "device_for", "initialise_modules", "materialise_buffers", "on_meta"]
+__all__ = [
+    "Initialise",
+    "adopt",
+    "device_for",
+    "initialise_modules",
+    "materialise_buffers",
+    "on_meta",
+]
 
 Initialise = Callable[[nn.Module], None]
 
@@ -25,7 +33,8 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where parameters on meta get their memory: `device`, or that of the model's other tensors, or the CPU."""
+    """Where parameters on meta get their memory: `device`, or that of the model's other tensors, or
+    the CPU."""
     if device is not None:
         return torch.device(device)
     real = [t.device for t in [*model.parameters(), *model.buffers()] if not t.is_meta]
@@ -39,18 +48,26 @@ def check_initialise(model: nn.Module, initialise: Initialise | None) -> None:
     for name, module in model.named_modules():
         if on_meta(module) and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
-                f"ZeroOptimizer: {name or 'the model'} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(); pass initialise=, a function of a module that fills its own parameters and buffers"
+                f"ZeroOptimizer: {name or 'the model'} ({type(module).__name__}) is on "
+                "the meta device and has no "
+                "reset_parameters(); pass initialise=, a function of a module that fills "
+                "its own parameters and buffers"
             )
 
 
 def adopt(parameter: nn.Parameter, view: Tensor) -> None:
-    """Make the parameter a view: with its values, or without any where it was on meta. It stays the same object."""
+    """Make the parameter a view: with its values, or without any where it was on meta. It stays the
+    same object."""
     if parameter.is_meta:
-        torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
+        torch.utils.swap_tensors(
+            parameter, nn.Parameter(view, requires_grad=parameter.requires_grad)
+        )
         return
     view.copy_(parameter)
-    before, parameter.grad = parameter.grad, None  # a gradient of other strides would keep .data from being set
+    before, parameter.grad = (
+        parameter.grad,
+        None,
+    )  # a gradient of other strides would keep .data from being set
     parameter.data = view
     if before is not None:
         parameter.grad = before.contiguous()

@@ -1,4 +1,5 @@
-"""Parameters of one dtype and device in one buffer, whole on every rank, of which each rank owns a part.
+"""Parameters of one dtype and device in one buffer, whole on every rank, of which each rank owns a
+part.
 
     data     | head | pad | block 3 | ... | embedding | pad |        the parameters are views of it
                ^^^^               ^^^^^^^                            this rank's chunks of the buckets: views of it too
@@ -25,8 +26,8 @@ __all__ = ["FlatParameters"]
 
 
 class FlatParameters:
-    """named: (name, parameter) pairs of one dtype and device, in the order in which backward reaches them. device: of those on
-    the meta device, whose values are then still to be filled in.
+    """named: (name, parameter) pairs of one dtype and device, in the order in which backward
+    reaches them. device: of those on the meta device, whose values are then still to be filled in.
 
     partition     who owns what
     data          the buffer, whole
@@ -35,15 +36,24 @@ class FlatParameters:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], *, rank: int, ranks: int, bucket_bytes: int | None,
-        device: torch.device, label: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        rank: int,
+        ranks: int,
+        bucket_bytes: int | None,
+        device: torch.device,
+        label: str = "",
+    ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.rank, self.label = rank, label
         like = self.parameters[0]
         self.dtype, self.device = like.dtype, device if like.is_meta else like.device
         self.partition = Partition.plan(
-            [(name, p.shape) for name, p in named], ranks=ranks, item_size=like.element_size(), bucket_bytes=bucket_bytes
+            [(name, p.shape) for name, p in named],
+            ranks=ranks,
+            item_size=like.element_size(),
+            bucket_bytes=bucket_bytes,
         )
         layout = self.partition.layout
         self.data = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
@@ -71,9 +81,12 @@ class FlatParameters:
         """Bring all ranks' chunks of the bucket together, in place."""
         where = self.partition.buckets[bucket]
         found: Any = all_gather(
-            self.chunk(bucket), out=self.data[where.start : where.stop], communicator=communicator, async_op=async_op,
+            self.chunk(bucket),
+            out=self.data[where.start : where.stop],
+            communicator=communicator,
+            async_op=async_op,
             label=f"parameters{self.label}, bucket {bucket} of {len(self.partition.buckets)}",
-        )  # fmt: skip
+        )
         return found if async_op else Work(found)
 
     def published(self) -> list[int]:

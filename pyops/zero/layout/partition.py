@@ -6,8 +6,9 @@
     owners      | rank 0    | rank 1   | rank 2    |  0     |  1     |   2    |  0   |  1  |  2   |    equal chunks of a bucket
     rank 1's    | chunk of 0 | chunk of 1 | chunk of 2 |                                                1 / ranks of the buffer
 
-A reduce-scatter of a bucket leaves each rank its chunk, an all-gather puts the chunks together again: both in place. A tensor
-lies within one bucket, so a rank owns at most one stretch of it, a piece. Bucket sizes change who owns what, never a value.
+A reduce-scatter of a bucket leaves each rank its chunk, an all-gather puts the chunks together
+again: both in place. A tensor lies within one bucket, so a rank owns at most one stretch of it, a
+piece. Bucket sizes change who owns what, never a value.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["Bucket", "Partition", "Piece"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the buffer, which hold the tensors number `members` (and padding)."""
+    """Elements [start, stop) of the buffer, which hold the tensors number `members` (and
+    padding)."""
 
     start: int
     stop: int
@@ -34,8 +36,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank owns of tensor number `index`: elements `of_tensor` of the flattened tensor, which are elements
-    `of_chunk` of its chunk of bucket number `bucket`. Empty where it owns nothing."""
+    """What one rank owns of tensor number `index`: elements `of_tensor` of the flattened tensor,
+    which are elements `of_chunk` of its chunk of bucket number `bucket`. Empty where it owns
+    nothing."""
 
     index: int
     bucket: int
@@ -51,7 +54,8 @@ class Piece:
 class Partition:
     """A buffer cut into buckets, and each bucket into `ranks` chunks of one length.
 
-    layout: where the tensors lie in the buffer. All starts and ends are multiples of ALIGNMENT, those of buckets of
+    layout: where the tensors lie in the buffer. All starts and ends are multiples of ALIGNMENT,
+    those of buckets of
     ranks * ALIGNMENT.
     """
 
@@ -61,14 +65,22 @@ class Partition:
 
     @classmethod
     def plan(
-        cls, tensors: Sequence[tuple[str, Sequence[int]]], *, ranks: int, item_size: int, bucket_bytes: int | None
+        cls,
+        tensors: Sequence[tuple[str, Sequence[int]]],
+        *,
+        ranks: int,
+        item_size: int,
+        bucket_bytes: int | None,
     ) -> Partition:
-        """Lay out the (name, shape) pairs in the order given, in buckets of at most `bucket_bytes`; None: one bucket.
+        """Lay out the (name, shape) pairs in the order given, in buckets of at most `bucket_bytes`;
+        None: one bucket.
 
         item_size: bytes of an element. A tensor larger than `bucket_bytes` is a bucket of its own.
         """
         if bucket_bytes is not None and bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}; give the bytes of a bucket, such as 25 << 20")
+            raise ValueError(
+                f"bucket_bytes is {bucket_bytes}; give the bytes of a bucket, such as 25 << 20"
+            )
         names = tuple(name for name, _ in tensors)
         shapes = tuple(tuple(int(n) for n in shape) for _, shape in tensors)
         sizes = [-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
@@ -93,7 +105,9 @@ class Partition:
 
     def owned(self, bucket: int) -> builtins.slice:
         """Where a rank's chunk of the bucket lies among all its chunks, one after the other."""
-        return slice(self.buckets[bucket].start // self.ranks, self.buckets[bucket].stop // self.ranks)
+        return slice(
+            self.buckets[bucket].start // self.ranks, self.buckets[bucket].stop // self.ranks
+        )
 
     def pieces(self, rank: int) -> list[Piece]:
         """What the rank owns of each tensor, in the order of the tensors."""
@@ -108,7 +122,9 @@ class Partition:
                     found.append(Piece(index, number, slice(0, 0), slice(0, 0)))
                     continue
                 of_tensor = slice(low - whole.start, high - whole.start)
-                found.append(Piece(index, number, of_tensor, slice(low - chunk.start, high - chunk.start)))
+                found.append(
+                    Piece(index, number, of_tensor, slice(low - chunk.start, high - chunk.start))
+                )
         return found
 
     def padding(self, bucket: int) -> list[builtins.slice]:

@@ -1,11 +1,13 @@
-"""Parameters of one unit of the model, of which each rank keeps a chunk; they are whole only while the unit computes.
+"""Parameters of one unit of the model, of which each rank keeps a chunk; they are whole only while
+the unit computes.
 
     shard   | this rank's chunk |                               what the optimizer steps: always there, or in a file (stored.py)
     data    | chunk 0 | chunk 1 | chunk 2 |                     gathered before use, its memory given back after it
     kept    | its part in a small group |                       with secondary_group=, from the first gather to the step
               the parameters are views of it, whether there is memory behind or not
 
-A view that autograd has saved in forward points to the same storage in backward, so gathering again makes it valid again.
+A view that autograd has saved in forward points to the same storage in backward, so gathering again
+makes it valid again.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ __all__ = ["ShardedParameters"]
 
 
 class ShardedParameters(FlatParameters):
-    """As FlatParameters, in one bucket. After `scatter()` only `shard` has memory, until `start_gather`; nothing has when it is
-    in a file, its `region`. One rank alone has a shard only there: it is all of `data`."""
+    """As FlatParameters, in one bucket. After `scatter()` only `shard` has memory, until
+    `start_gather`; nothing has when it is in a file, its `region`. One rank alone has a shard only
+    there: it is all of `data`."""
 
     kept: Tensor | None = None
     region: Region | None = None
@@ -40,7 +43,10 @@ class ShardedParameters(FlatParameters):
             self.release()
         if file is not None:
             # A tensor without memory can't be cut, so all views of it are made before.
-            self._pieces = {p.index: super(ShardedParameters, self).piece(p) for p in self.partition.pieces(self.rank)}
+            self._pieces = {
+                p.index: super(ShardedParameters, self).piece(p)
+                for p in self.partition.pieces(self.rank)
+            }
             self.region = file.place(self.chunk(0))
 
     def piece(self, piece: Piece) -> Tensor:
@@ -70,8 +76,11 @@ class ShardedParameters(FlatParameters):
         if self.region is not None and self.kept is None and not self.is_whole:
             self.region.fetch()
 
-    def start_gather(self, communicator: Communicator | None, *, async_op: bool, wire: Wire | None = None) -> Work:
-        """Memory for all parameters, and all ranks' chunks on their way into it: as `wire` says, None for as they are."""
+    def start_gather(
+        self, communicator: Communicator | None, *, async_op: bool, wire: Wire | None = None
+    ) -> Work:
+        """Memory for all parameters, and all ranks' chunks on their way into it: as `wire` says,
+        None for as they are."""
         if communicator is None:
             assert self.region is not None
             self.region.fetch()
@@ -84,14 +93,17 @@ class ShardedParameters(FlatParameters):
         if self.region is not None:
             self.region.load()
         if wire is not None and wire.gather is not None and speaks(wire.gather, self.dtype):
-            work = coded_all_gather(self.shard, self.data, codec=wire.gather, communicator=communicator, **common)
+            work = coded_all_gather(
+                self.shard, self.data, codec=wire.gather, communicator=communicator, **common
+            )
         else:
             found = all_gather(self.shard, out=self.data, communicator=communicator, **common)
             work = found if async_op else Work(found)
         return work if self.region is None else Arrival(work, self.region)
 
     def keep(self, secondary: Communicator) -> None:
-        """Keep this rank's part in the small group of what has been gathered, for the next gathers; until `forget`."""
+        """Keep this rank's part in the small group of what has been gathered, for the next gathers;
+        until `forget`."""
         if self.kept is None:
             each = self.data.numel() // secondary.size
             self.kept = self.data[secondary.rank * each : (secondary.rank + 1) * each].clone()
@@ -113,10 +125,13 @@ class ShardedParameters(FlatParameters):
         return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """Leave the gathered memory, as it is, to whoever has views of it, and gather into another from now on."""
+        """Leave the gathered memory, as it is, to whoever has views of it, and gather into another
+        from now on."""
         layout = self.partition.layout
         data = torch.empty_like(self.data)
-        views = [data[layout.slice_at(i)].view(layout.shapes[i]) for i in range(len(self.parameters))]
+        views = [
+            data[layout.slice_at(i)].view(layout.shapes[i]) for i in range(len(self.parameters))
+        ]
         self.data.set_(data)  # type: ignore[call-overload]  # the same tensor, by which others know where the parameters lie
         data.untyped_storage().resize_(0)
         for parameter, view in zip(self.parameters, views, strict=True):

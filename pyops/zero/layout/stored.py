@@ -22,7 +22,15 @@ from pyops.comm.collectives.work import Work
 from pyops.offload import AsyncFile
 from pyops.offload.async_file import Transfer
 
-__all__ = ["Arrival", "ParameterFile", "Region", "in_memory", "in_turn", "open_file", "region_bytes"]
+__all__ = [
+    "Arrival",
+    "ParameterFile",
+    "Region",
+    "in_memory",
+    "in_turn",
+    "open_file",
+    "region_bytes",
+]
 
 PAGE = 4096
 
@@ -33,7 +41,8 @@ def region_bytes(nbytes: int) -> int:
 
 
 class Region:
-    """A tensor, 1-D and all of its storage, and where in the file it is. It has memory from `load` to `drop`."""
+    """A tensor, 1-D and all of its storage, and where in the file it is. It has memory from `load`
+    to `drop`."""
 
     def __init__(self, file: AsyncFile, offset: int, tensor: Tensor) -> None:
         self._file, self._offset, self.tensor, self._nbytes = file, offset, tensor, tensor.nbytes
@@ -56,7 +65,9 @@ class Region:
         if not self.tensor.is_cuda:
             return self.tensor
         if self._host is None:
-            self._host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True, device="cpu")
+            self._host = torch.empty(
+                self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True, device="cpu"
+            )
         return self._host
 
     def fetch(self) -> None:
@@ -105,7 +116,8 @@ class ParameterFile:
         self._end = 0
 
     def place(self, tensor: Tensor) -> Region:
-        """A region that holds what the tensor, which is all of its storage, holds now; its memory is given back."""
+        """A region that holds what the tensor, which is all of its storage, holds now; its memory
+        is given back."""
         region = Region(self.file, self._end, tensor)
         self._end += region_bytes(tensor.nbytes)
         assert self._end <= self.nbytes
@@ -128,7 +140,8 @@ def open_file(folder: str, *, nbytes: int, group: dist.ProcessGroup | None) -> P
 
 
 def in_turn(regions: Sequence[Region], *, changed: bool) -> Iterator[int]:
-    """Each region's number while it is in memory: the next one is read meanwhile, and the one before written if `changed`."""
+    """Each region's number while it is in memory: the next one is read meanwhile, and the one
+    before written if `changed`."""
     try:
         for number, region in enumerate(regions):
             region.fetch()
@@ -162,7 +175,8 @@ def in_memory(regions: Sequence[Region]) -> Iterator[None]:
 
 
 class Arrival(Work):
-    """A gather after which the region's memory is given back; without one, the read of the region itself."""
+    """A gather after which the region's memory is given back; without one, the read of the region
+    itself."""
 
     def __init__(self, work: Work | None, region: Region) -> None:
         self._work, self._region = work, region

@@ -1,4 +1,5 @@
-"""Which parameters are gathered together: the units of a model, by default the children of its lists of blocks.
+"""Which parameters are gathered together: the units of a model, by default the children of its
+lists of blocks.
 
 model.embedding   |                           |
 model.blocks      | block 0 | block 1 | ...   |    each a unit
@@ -21,20 +22,30 @@ IsUnit = Callable[[str, nn.Module], bool]
 
 @dataclass
 class UnitPlan:
-    """A unit: its module, and its own parameters by dtype, device and whether they are trained, in order of registration."""
+    """A unit: its module, and its own parameters by dtype, device and whether they are trained, in
+    order of registration."""
 
     name: str
     module: nn.Module
     is_root: bool
-    parameters: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+    parameters: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = (
+        field(default_factory=dict)
+    )
 
 
-def _unit_modules(model: nn.Module, wanted: IsUnit | Sequence[nn.Module] | None) -> list[tuple[str, nn.Module]]:
+def _unit_modules(
+    model: nn.Module, wanted: IsUnit | Sequence[nn.Module] | None
+) -> list[tuple[str, nn.Module]]:
     """The outermost modules that are units, in order of registration."""
     chosen: IsUnit
     if wanted is None:
         containers = (nn.ModuleList, nn.Sequential)
-        children = {id(child) for m in model.modules() if isinstance(m, containers) for child in m.children()}
+        children = {
+            id(child)
+            for m in model.modules()
+            if isinstance(m, containers)
+            for child in m.children()
+        }
 
         def chosen(_: str, module: nn.Module) -> bool:
             return id(module) in children
@@ -52,7 +63,9 @@ def _unit_modules(model: nn.Module, wanted: IsUnit | Sequence[nn.Module] | None)
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
             if not isinstance(child, nn.ModuleList | nn.ModuleDict) and chosen(path, child):
-                if any(True for _ in child.parameters()) and all(child is not other for _, other in found):
+                if any(True for _ in child.parameters()) and all(
+                    child is not other for _, other in found
+                ):
                     found.append((path, child))
             else:
                 visit(path, child)
@@ -62,13 +75,19 @@ def _unit_modules(model: nn.Module, wanted: IsUnit | Sequence[nn.Module] | None)
 
 
 def find_units(
-    model: nn.Module, *, wanted: IsUnit | Sequence[nn.Module] | None, trained: set[int], whole_below: int,
+    model: nn.Module,
+    *,
+    wanted: IsUnit | Sequence[nn.Module] | None,
+    trained: set[int],
+    whole_below: int,
     device: torch.device,
-) -> tuple[list[UnitPlan], list[tuple[str, nn.Parameter]]]:  # fmt: skip
-    """(units, the root first and the others in order of registration; (name, parameter) of those that stay whole).
+) -> tuple[list[UnitPlan], list[tuple[str, nn.Parameter]]]:
+    """(units, the root first and the others in order of registration; (name, parameter) of those
+    that stay whole).
 
-    wanted: (path, module) -> whether it is a unit, or the modules themselves; units don't lie within units. trained: ids of
-    parameters that are stepped. whole_below: parameters of fewer elements stay whole. device: of parameters on meta.
+    wanted: (path, module) -> whether it is a unit, or the modules themselves; units don't lie
+    within units. trained: ids of parameters that are stepped. whole_below: parameters of fewer
+    elements stay whole. device: of parameters on meta.
     """
     root = UnitPlan("the model's own", model, True)
     units = [UnitPlan(path, module, False) for path, module in _unit_modules(model, wanted)]

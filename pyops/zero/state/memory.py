@@ -14,7 +14,8 @@ __all__ = ["kept_bytes"]
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """{address: bytes} of the storages of the tensors among `tensors`, each once; those without memory left out."""
+    """{address: bytes} of the storages of the tensors among `tensors`, each once; those without
+    memory left out."""
     found = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
@@ -22,18 +23,26 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
     return found
 
 
-def kept_bytes(model: nn.Module, owned: Owned, gradients: Gradients, more: Iterable[Tensor] = ()) -> dict[str, int]:
-    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those of the pieces."""
+def kept_bytes(
+    model: nn.Module, owned: Owned, gradients: Gradients, more: Iterable[Tensor] = ()
+) -> dict[str, int]:
+    """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those
+    of the pieces."""
     shards = [getattr(flat, name, None) for flat in owned.flats for name in ("shard", "kept")]
     parameters = _storages([*model.parameters(), *(flat.data for flat in owned.flats), *shards])
-    states: list[Any] = [value for entries in owned.optimizer.state.values() for value in entries.values()]
+    states: list[Any] = [
+        value for entries in owned.optimizer.state.values() for value in entries.values()
+    ]
     pieces = owned.all_pieces()
-    masters = [each.parameter for each in pieces if each.target is not None] + [each.result for each in pieces]
+    masters = [each.parameter for each in pieces if each.target is not None] + [
+        each.result for each in pieces
+    ]
     kept = _storages([*states, *masters, *more])
     of_gradients = sum(bucket.kept_bytes for bucket in gradients.buckets)
     if owned.offloaded is not None:
         kept = {0: owned.offloaded.resident_bytes, **_storages(each.result for each in pieces)}
     return {
-        "parameters": sum(parameters.values()), "gradients": of_gradients,
+        "parameters": sum(parameters.values()),
+        "gradients": of_gradients,
         "states": sum(size for address, size in kept.items() if address not in parameters),
-    }  # fmt: skip
+    }

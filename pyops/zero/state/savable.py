@@ -18,7 +18,14 @@ from pyops.zero.hooks.gathering import Gathering
 from pyops.zero.hooks.gradients import Gradients
 from pyops.zero.layout.stored import in_memory
 from pyops.zero.state.memory import kept_bytes
-from pyops.zero.state.saving import check_names, collect, collect_model, distribute, distribute_model, regions_of
+from pyops.zero.state.saving import (
+    check_names,
+    collect,
+    collect_model,
+    distribute,
+    distribute_model,
+    regions_of,
+)
 from pyops.zero.update.delayed import Delayed
 from pyops.zero.update.one_bit import OneBit, check_phase
 from pyops.zero.update.owned import Coming, Owned
@@ -52,29 +59,41 @@ class Savable(torch.optim.Optimizer):
     _placements: Mapping[str, Placement]
 
     def state_dict(self) -> Group:  # type: ignore[override]
-        """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and names]}.
+        """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and
+        names]}.
 
-        Each rank's own part, sharing memory with the states in use, and read from a folder when it is used;
-        `pyops.checkpoint.save` writes all ranks' as one.
+        Each rank's own part, sharing memory with the states in use, and read from a folder when it
+        is used; `pyops.checkpoint.save` writes all ranks' as one.
         """
         if self.delayed is not None:
             self.delayed.wait()
         replica = self.stage == 0 and self.communicator is not None and self.communicator.rank > 0
         found = collect(self.owned, self.param_groups, self._names, replica=replica)
         found |= {} if self.one_bit is None else self.one_bit.state_dict()
-        return found | self.numbers.state_dict() | ({} if self.delayed is None else {"steps": self.delayed.steps})
+        return (
+            found
+            | self.numbers.state_dict()
+            | ({} if self.delayed is None else {"steps": self.delayed.steps})
+        )
 
     def memory(self) -> dict[str, int]:
-        """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage once; of gradients those
-        between backward and step. Buckets and blocks on their way come on top."""
-        return kept_bytes(self.model, self.owned, self.gradients, [] if self.one_bit is None else self.one_bit.kept())
+        """{"parameters", "gradients", "states"}: bytes that this rank keeps now, every storage
+        once; of gradients those between backward and step. Buckets and blocks on their way come on
+        top."""
+        return kept_bytes(
+            self.model,
+            self.owned,
+            self.gradients,
+            [] if self.one_bit is None else self.one_bit.kept(),
+        )
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Within the block the parameters are whole on every rank: to look at, to save, to load. A collective, at stage 3.
+        """Within the block the parameters are whole on every rank: to look at, to save, to load. A
+        collective, at stage 3.
 
-        What is written into them stays: each rank keeps its own part of its own values. Masters of 16-bit parameters are
-        set to them by `refresh_masters`.
+        What is written into them stays: each rank keeps its own part of its own values. Masters of
+        16-bit parameters are set to them by `refresh_masters`.
         """
         self.arriving.wait()
         self.gathering.pin(True)
@@ -84,7 +103,8 @@ class Savable(torch.optim.Optimizer):
             self.gathering.pin(False)
 
     def refresh_masters(self) -> None:
-        """Set every float32 master to its parameter: call it after loading weights into the model."""
+        """Set every float32 master to its parameter: call it after loading weights into the
+        model."""
         if self.delayed is not None:
             self.delayed.wait()
         self.owned.refresh_masters()
@@ -92,16 +112,21 @@ class Savable(torch.optim.Optimizer):
             self.one_bit.refresh_masters()
 
     def model_state_dict(self) -> Group:
-        """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard, this rank's part."""
+        """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard,
+        this rank's part."""
         self.arriving.wait()
         found = collect_model(self.model, self.gathering.units, self.communicator, self._placements)
-        others = (self.communicator, None if self.tensor_parallel is None else self.tensor_parallel.communicator)
+        others = (
+            self.communicator,
+            None if self.tensor_parallel is None else self.tensor_parallel.communicator,
+        )
         return found if self.stages is None else self.stages.share(found, copies=others)
 
     def load_model_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of ranks, or the model's own
-        state_dict(). Whole tensors, or ranges that hold this rank's part. ValueError, on every rank and before anything is
-        changed, for the state of another model. Masters are refreshed: load the optimizer's state afterwards."""
+        """Take up what `model_state_dict` gave, or a checkpoint of it, of any stage and number of
+        ranks, or the model's own state_dict(). Whole tensors, or ranges that hold this rank's part.
+        ValueError, on every rank and before anything is changed, for the state of another model.
+        Masters are refreshed: load the optimizer's state afterwards."""
 
         def filling() -> list[Callable[[], None]]:
             mine = state if self.stages is None else self.stages.take(state)
@@ -116,10 +141,12 @@ class Savable(torch.optim.Optimizer):
         self.refresh_masters()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and bucket size.
+        """Take up what `state_dict` gave, or a checkpoint of it: of any stage, number of ranks and
+        bucket size.
 
-        Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before anything is changed, for
-        the state of another model. The options of param groups are taken over, as torch.optim does.
+        Tensors may be whole, or ranges that hold this rank's. ValueError, on every rank and before
+        anything is changed, for the state of another model. The options of param groups are taken
+        over, as torch.optim does.
         """
 
         def parts() -> list[Coming]:
@@ -138,5 +165,7 @@ class Savable(torch.optim.Optimizer):
         if self.one_bit is not None:
             self.one_bit.load_state_dict(state_dict)
         if self.delayed is None and self.communicator is not None:
-            self.arriving.start(self.communicator, async_op=self.overlap)  # a state may be ahead of the model it came with
+            self.arriving.start(
+                self.communicator, async_op=self.overlap
+            )  # a state may be ahead of the model it came with
         self.state = self.owned.optimizer.state

@@ -1,10 +1,12 @@
-"""State by parameter name, each rank's part as a range of the flattened tensor: any stage and number of ranks reads any.
+"""State by parameter name, each rank's part as a range of the flattened tensor: any stage and
+number of ranks reads any.
 
     {"state": {"head.weight": {"exp_avg": Shard([V, D], from element 98304, tensor [98304]), "step": Shard([], tensor [])},
                ...},
      "param_groups": [{"lr": 1e-3, ..., "params": ["head.weight", ...]}, ...]}
 
-What a parameter has once (its `step`) is on every rank, and written by the one that owns its first element.
+What a parameter has once (its `step`) is on every rank, and written by the one that owns its first
+element.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from pyops.zero.layout.stored import Region, in_turn
 from pyops.zero.layout.stretch import Stretch
 from pyops.zero.update.owned import Coming, Owned, OwnedPiece
 
-__all__ = ["check_names", "collect", "collect_model", "distribute", "distribute_model", "regions_of"]
+__all__ = [
+    "check_names",
+    "collect",
+    "collect_model",
+    "distribute",
+    "distribute_model",
+    "regions_of",
+]
 
 Group = dict[str, Any]
 
@@ -41,18 +50,26 @@ def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> di
             found[key] = stretch.shards_elsewhere(value, copy=replica)
         elif value is not None:
             single = torch.as_tensor(value).detach()
-            found[key] = Shard(tuple(single.shape), (0,) * single.dim(), single, copy=copy or not once)
+            found[key] = Shard(
+                tuple(single.shape), (0,) * single.dim(), single, copy=copy or not once
+            )
     return found
 
 
-def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str], *, replica: bool) -> dict[str, Any]:
-    """The state dict. names: of the users' parameters, by id. replica: another rank holds all this, and writes it."""
+def collect(
+    owned: Owned, groups: Sequence[Group], names: Mapping[int, str], *, replica: bool
+) -> dict[str, Any]:
+    """The state dict. names: of the users' parameters, by id. replica: another rank holds all this,
+    and writes it."""
     state: dict[str, Any] = {}
     for each in owned.all_pieces():
         if each.piece.numel and (found := _entries(each, owned.states_of(each), replica=replica)):
             state[each.name] = found
     listed = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [names[id(p)] for p in group["params"]]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[id(p)] for p in group["params"]],
+        }
         for group in groups
     ]
     return {"state": state, "param_groups": listed}
@@ -61,16 +78,22 @@ def collect(owned: Owned, groups: Sequence[Group], names: Mapping[int, str], *, 
 def check_names(groups: Sequence[Group], saved: Any, names: Mapping[int, str]) -> None:
     """ValueError unless the saved groups hold the parameters of the optimizer's groups."""
     if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
-        raise ValueError('ZeroOptimizer: expected a state dict {"state": ..., "param_groups": ...}, as state_dict() gives it')
+        raise ValueError(
+            'ZeroOptimizer: expected a state dict {"state": ..., "param_groups": ...}, '
+            "as state_dict() gives it"
+        )
     mine = [[names[id(p)] for p in group["params"]] for group in groups]
     theirs = [list(group["params"]) for group in saved["param_groups"]]
     if len(mine) != len(theirs):
-        raise ValueError(f"ZeroOptimizer: the state has {len(theirs)} param groups, this optimizer {len(mine)}")
+        raise ValueError(
+            f"ZeroOptimizer: the state has {len(theirs)} param groups, this optimizer {len(mine)}"
+        )
     for number, (have, want) in enumerate(zip(theirs, mine, strict=True)):
         different = sorted({str(name) for name in have} ^ set(want))
         if different:
             raise ValueError(
-                f"ZeroOptimizer: param group {number} of the state holds other parameters than here: {different[:3]}; build "
+                f"ZeroOptimizer: param group {number} of the state holds other "
+                f"parameters than here: {different[:3]}; build "
                 "the optimizer with the groups of the one that was saved"
             )
 
@@ -78,28 +101,47 @@ def check_names(groups: Sequence[Group], saved: Any, names: Mapping[int, str]) -
 def _whole(value: Any, each: OwnedPiece, *, name: str) -> Tensor:
     """A state that every rank has whole, in its shape."""
     shape = tuple(value.global_shape if isinstance(value, Shard) else value.shape)
-    if len(shape) != len(each.shape) or any(n not in (1, m) for n, m in zip(shape, each.shape, strict=True)):
-        raise ValueError(f"{name} has shape {shape} in the state, of a parameter {each.shape}; it is of another model")
+    if len(shape) != len(each.shape) or any(
+        n not in (1, m) for n, m in zip(shape, each.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} has shape {shape} in the state, of a parameter {each.shape}; it is "
+            "of another model"
+        )
     if isinstance(value, Shard) and tuple(value.tensor.shape) != shape:
-        raise ValueError(f"the state has only a part of {name}; load whole tensors, as pyops.checkpoint.load gives them")
-    tensor: Tensor = value.read() if hasattr(value, "read_into") else value.tensor if isinstance(value, Shard) else value
+        raise ValueError(
+            f"the state has only a part of {name}; load whole tensors, as "
+            "pyops.checkpoint.load gives them"
+        )
+    tensor: Tensor = (
+        value.read()
+        if hasattr(value, "read_into")
+        else value.tensor
+        if isinstance(value, Shard)
+        else value
+    )
     return tensor.detach().clone()
 
 
 def distribute(owned: Owned, saved: Mapping[str, Any]) -> list[Coming]:
-    """What each piece of this rank takes from the state; what is on disk is compared now, and read when it is taken.
+    """What each piece of this rank takes from the state; what is on disk is compared now, and read
+    when it is taken.
 
     Nothing is changed. ValueError names what does not fit.
     """
     everywhere = getattr(owned.optimizer, "whole_states", ())
     return [
-        {key: _taken(value, each, key=key, whole=key in everywhere) for key, value in saved["state"].get(each.name, {}).items()}
+        {
+            key: _taken(value, each, key=key, whole=key in everywhere)
+            for key, value in saved["state"].get(each.name, {}).items()
+        }
         for each in owned.all_pieces()
     ]
 
 
 def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[], Any]:
-    """What gives the piece's part of one state, in memory of its own. whole: each rank has all of it."""
+    """What gives the piece's part of one state, in memory of its own. whole: each rank has all of
+    it."""
     name = f"state {key!r} of {each.name}"
     stored = hasattr(value, "read_into")
     if whole:
@@ -119,7 +161,8 @@ def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[
 
 
 def _spread(units: Sequence[Unit]) -> dict[int, tuple[Tensor, slice]]:
-    """By the id of each parameter that is spread over the ranks: (this rank's piece, its elements of the flattened tensor)."""
+    """By the id of each parameter that is spread over the ranks: (this rank's piece, its elements
+    of the flattened tensor)."""
     return {
         id(flat.parameters[piece.index]): (flat.piece(piece), piece.of_tensor)
         for unit in units
@@ -146,7 +189,8 @@ def _read(units: Sequence[Unit]) -> dict[int, Tensor]:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, shared ones under each of their names, and the buffers that belong into a state dict."""
+    """Parameters, shared ones under each of their names, and the buffers that belong into a state
+    dict."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -156,10 +200,13 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def collect_model(
-    model: nn.Module, units: Sequence[Unit], communicator: Communicator | None, placements: Mapping[str, Placement]
+    model: nn.Module,
+    units: Sequence[Unit],
+    communicator: Communicator | None,
+    placements: Mapping[str, Placement],
 ) -> dict[str, Any]:
-    """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of one leaves it out. What is
-    in a file is read, all of it."""
+    """{name: the parts of a parameter that is spread, else the tensor}; a rank that has nothing of
+    one leaves it out. What is in a file is read, all of it."""
     spread, copies, owners = _spread(units), _read(units), _placed(model, placements)
     found: dict[str, Any] = {}
     for name, tensor in _named_tensors(model).items():
@@ -167,9 +214,9 @@ def collect_model(
         if id(tensor) in spread:
             piece, where = spread[id(tensor)]
             if piece.numel():
-                found[name] = Stretch(tuple(tensor.shape), where.start, where.stop, placement).shards(
-                    copies.get(id(tensor), piece.detach())
-                )
+                found[name] = Stretch(
+                    tuple(tensor.shape), where.start, where.stop, placement
+                ).shards(copies.get(id(tensor), piece.detach()))
         elif placement is not None and placement.dim is not None:
             replica = communicator is not None and communicator.rank > 0
             found[name] = placement.shards(tensor.detach().reshape(-1), copy=replica)
@@ -179,25 +226,38 @@ def collect_model(
 
 
 def distribute_model(
-    model: nn.Module, units: Sequence[Unit], state: Mapping[str, Any], placements: Mapping[str, Placement]
+    model: nn.Module,
+    units: Sequence[Unit],
+    state: Mapping[str, Any],
+    placements: Mapping[str, Placement],
 ) -> list[Callable[[], None]]:
-    """What fills each tensor of this rank when it is called; what is on disk is compared now, and read then.
+    """What fills each tensor of this rank when it is called; what is on disk is compared now, and
+    read then.
 
     Nothing is changed. ValueError for the state of another model.
     """
     spread, owners = _spread(units), _placed(model, placements)
     mine = _named_tensors(model)
     # A rank that has nothing of a parameter leaves it out of its own state.
-    needed = {name for name, tensor in mine.items() if id(tensor) not in spread or spread[id(tensor)][0].numel()}
+    needed = {
+        name
+        for name, tensor in mine.items()
+        if id(tensor) not in spread or spread[id(tensor)][0].numel()
+    }
     if missing := sorted(needed - set(state)):
         raise ValueError(f"ZeroOptimizer: the state has no {missing[:3]}; it is of another model")
     if strange := sorted(set(state) - set(mine)):
-        raise ValueError(f"ZeroOptimizer: the model has no {strange[:3]}, which the state has; it is of another model")
+        raise ValueError(
+            f"ZeroOptimizer: the model has no {strange[:3]}, which the state has; it is "
+            "of another model"
+        )
     fill: list[Callable[[], None]] = []
     for name in sorted(needed):
         tensor = mine[name]
         here = id(tensor) in spread  # where it has no memory of its own
-        target, where = spread[id(tensor)] if here else (tensor.detach().view(-1), slice(0, tensor.numel()))
+        target, where = (
+            spread[id(tensor)] if here else (tensor.detach().view(-1), slice(0, tensor.numel()))
+        )
         stretch = Stretch(tuple(tensor.shape), where.start, where.stop, owners.get(id(tensor)))
         fill.append(partial(_fill, target, stretch.find(state[name], name)))
     return fill

@@ -5,8 +5,8 @@
     updates          gradients of 4       |      gradients of 5       |      gradients of 6
                                       step()                      step()     waits for the update: its result is in the model
 
-Ren et al., ZeRO-Offload, arXiv:2101.06840, section 5.2 (delayed parameter update): not in the first steps, in which gradients
-change fast.
+Ren et al., ZeRO-Offload, arXiv:2101.06840, section 5.2 (delayed parameter update): not in the first
+steps, in which gradients change fast.
 """
 
 from __future__ import annotations
@@ -27,19 +27,30 @@ def check_delayed(delayed_update: Any, *, stage: int, offload: str | None) -> No
     """TypeError or ValueError for an option of ZeroOptimizer that makes no sense."""
     who = "ZeroOptimizer: delayed_update"
     if not isinstance(delayed_update, bool | int):
-        raise TypeError(f"{who} is {delayed_update!r}; give True, False, or the number of steps before updates are delayed")
+        raise TypeError(
+            f"{who} is {delayed_update!r}; give True, False, or the number of steps "
+            "before updates are delayed"
+        )
     if delayed_update is not False and delayed_update < 0:
-        raise ValueError(f"{who} is {delayed_update}; give the number of steps before updates are delayed, 0 or more")
+        raise ValueError(
+            f"{who} is {delayed_update}; give the number of steps before updates are "
+            "delayed, 0 or more"
+        )
     if delayed_update is not False and offload is None:
-        raise ValueError(f"{who} is {delayed_update}, but offload is None: what is on the device has nothing to wait for")
+        raise ValueError(
+            f"{who} is {delayed_update}, but offload is None: what is on the device has "
+            "nothing to wait for"
+        )
     if delayed_update is not False and stage == 3 and offload != "cpu":
         raise ValueError(
-            f"{who} is {delayed_update}, but at stage 3 parameters lie in {offload} too; use offload='cpu', or stage 2"
+            f"{who} is {delayed_update}, but at stage 3 parameters lie in {offload} too; "
+            "use offload='cpu', or stage 2"
         )
 
 
 class Delayed:
-    """Updates of `owned` on a thread of its own. after: steps that are taken at once, before updates are delayed.
+    """Updates of `owned` on a thread of its own. after: steps that are taken at once, before
+    updates are delayed.
 
     steps: how many there were, for checkpoints.
     """
@@ -58,7 +69,8 @@ class Delayed:
         return self.steps >= self._after
 
     def wait(self) -> None:
-        """Return when no update is under way; the model has not got its result. Raises what went wrong in it."""
+        """Return when no update is under way; the model has not got its result. Raises what went
+        wrong in it."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -66,8 +78,8 @@ class Delayed:
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def start(self, factor: Tensor | None, *, reused: Sequence[bool]) -> None:
-        """Begin to step with the gradients that `owned` has, times `factor`. reused: by flat, whether the next backward's
-        gradients will lie where they do."""
+        """Begin to step with the gradients that `owned` has, times `factor`. reused: by flat,
+        whether the next backward's gradients will lie where they do."""
         for each in self._owned.all_pieces():
             if each.gradient is not None and reused[each.flat]:
                 each.gradient = each.gradient.clone()

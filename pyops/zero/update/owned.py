@@ -1,11 +1,13 @@
-"""What this rank steps: its piece of every parameter, given to an ordinary optimizer as parameters of their own.
+"""What this rank steps: its piece of every parameter, given to an ordinary optimizer as parameters
+of their own.
 
     parameter w [512, 512]      | rank 0: elements 0 .. 98303 | rank 1: 98304 .. 196607 | rank 2: 196608 .. 262143 |
     on rank 1, the optimizer    steps a flat parameter of 98304 elements, keeps its states, and knows nothing of the rest
 
-Each piece has its own state and its own count of steps, so a parameter that got no gradient anywhere is left alone, as it
-would be in one process. 16-bit parameters have float32 masters: pyops' optimizers keep them as a state of the 16-bit piece;
-for any other optimizer the piece itself is the master, and is rounded into the parameter after the step.
+Each piece has its own state and its own count of steps, so a parameter that got no gradient
+anywhere is left alone, as it would be in one process. 16-bit parameters have float32 masters:
+pyops' optimizers keep them as a state of the 16-bit piece; for any other optimizer the piece itself
+is the master, and is rounded into the parameter after the step.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class OwnedPiece:
     """A piece and the parameter that the inner optimizer steps.
 
-    tensor: the piece of the model. result: what a step makes of it, the same tensor or, where updates are delayed, one of its
-    own. target: the result where the inner parameter is a master that is rounded into it. gradient: in the piece's dtype.
+    tensor: the piece of the model. result: what a step makes of it, the same tensor or, where
+    updates are delayed, one of its own. target: the result where the inner parameter is a master
+    that is rounded into it. gradient: in the piece's dtype.
     """
 
     name: str
@@ -61,24 +64,35 @@ class OwnedPiece:
 
     @property
     def stretch(self) -> Stretch:
-        return Stretch(self.shape, self.piece.of_tensor.start, self.piece.of_tensor.stop, self.placement)
+        return Stretch(
+            self.shape, self.piece.of_tensor.start, self.piece.of_tensor.stop, self.placement
+        )
 
 
 class Owned:
     """The pieces of this rank, and the optimizer over them.
 
-    flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner one, with a group for
-    each of the user's. pieces[g]: those of group g, in the order of its parameters. offload: where its states are, None for
-    beside the parameters. tile_bytes: of states that are stepped at a time there. placements: of the parameters that a
-    tensor-parallel group shares, by name. delayed: a step leaves the model as it is, until `publish`. portion_bytes: of
+    flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner
+    one, with a group for each of the user's. pieces[g]: those of group g, in the order of its
+    parameters. offload: where its states are, None for beside the parameters. tile_bytes: of states
+    that are stepped at a time there. placements: of the parameters that a tensor-parallel group
+    shares, by name. delayed: a step leaves the model as it is, until `publish`. portion_bytes: of
     gradients that are there in float32 at a time, for masters that need them so.
     """
 
     def __init__(
-        self, flats: Sequence[FlatParameters], groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group, *, offload: str | None = None, tile_bytes: int = 32 << 20,
-        placements: Mapping[str, Placement] = MappingProxyType({}), delayed: bool = False, portion_bytes: int = 25 << 20,
-    ) -> None:  # fmt: skip
+        self,
+        flats: Sequence[FlatParameters],
+        groups: Sequence[Group],
+        optimizer_class: type[torch.optim.Optimizer],
+        arguments: Group,
+        *,
+        offload: str | None = None,
+        tile_bytes: int = 32 << 20,
+        placements: Mapping[str, Placement] = MappingProxyType({}),
+        delayed: bool = False,
+        portion_bytes: int = 25 << 20,
+    ) -> None:
         arguments = dict(arguments)
         fused = issubclass(optimizer_class, FusedOptimizer)
         if fused and not arguments.get("stochastic_rounding", False):
@@ -86,8 +100,17 @@ class Owned:
         # What sums over all parts of a tensor takes part in the sums also where it has none of it.
         self._in_parts = hasattr(optimizer_class, "reduce_sums")
         self._by_layers = self._in_parts or issubclass(optimizer_class, LayerwiseOptimizer)
-        self.flats, self._placements, self._delayed, self._portion_bytes = list(flats), placements, delayed, portion_bytes
-        self._elsewhere = offload is not None and not stays_with(offload, self.flats[0].device) if self.flats else False
+        self.flats, self._placements, self._delayed, self._portion_bytes = (
+            list(flats),
+            placements,
+            delayed,
+            portion_bytes,
+        )
+        self._elsewhere = (
+            offload is not None and not stays_with(offload, self.flats[0].device)
+            if self.flats
+            else False
+        )
         where = {
             id(flat.parameters[piece.index]): (f, piece)
             for f, flat in enumerate(self.flats)
@@ -111,19 +134,33 @@ class Owned:
             options = {key: value for key, value in group.items() if key != "params"}
             inner.append({**options, "params": [each.parameter for each in mine]})
             if fused:
-                inner[-1]["offsets"] = offsets  # so that random rounding draws what one process would
+                inner[-1]["offsets"] = (
+                    offsets  # so that random rounding draws what one process would
+                )
         self.optimizer = self._over(inner, optimizer_class, arguments)
         self.offloaded: Offloaded | None = None
         if offload is not None and self.all_pieces():
-            targets = {each.parameter: each.target for each in self.all_pieces() if each.target is not None}
-            self.offloaded = Offloaded(self.optimizer, offload, targets=targets, tile_bytes=tile_bytes)
+            targets = {
+                each.parameter: each.target for each in self.all_pieces() if each.target is not None
+            }
+            self.offloaded = Offloaded(
+                self.optimizer, offload, targets=targets, tile_bytes=tile_bytes
+            )
 
     def _over(
-        self, groups: Sequence[Group], optimizer_class: type[torch.optim.Optimizer], arguments: Group
+        self,
+        groups: Sequence[Group],
+        optimizer_class: type[torch.optim.Optimizer],
+        arguments: Group,
     ) -> torch.optim.Optimizer:
-        """The optimizer over the groups. It is made of stand-ins, for parameters that are in a file have no memory."""
-        kinds = {id(p): nn.Parameter(torch.zeros(1, dtype=p.dtype, device=p.device)) for g in groups for p in g["params"]
-                 if p.numel() and not p.untyped_storage().nbytes()}  # fmt: skip
+        """The optimizer over the groups. It is made of stand-ins, for parameters that are in a file
+        have no memory."""
+        kinds = {
+            id(p): nn.Parameter(torch.zeros(1, dtype=p.dtype, device=p.device))
+            for g in groups
+            for p in g["params"]
+            if p.numel() and not p.untyped_storage().nbytes()
+        }
         made = [{**g, "params": [kinds.get(id(p), p) for p in g["params"]]} for g in groups]
         optimizer = optimizer_class(made, **arguments)
         for group, given in zip(optimizer.param_groups, groups, strict=True):
@@ -137,28 +174,47 @@ class Owned:
         result = tensor.clone() if self._delayed else tensor
         placement = self._placements.get(name)
         if fused or flat.dtype not in SIXTEEN_BITS:
-            return OwnedPiece(name, shape, f, piece, tensor, result, nn.Parameter(result), None, placement)
+            return OwnedPiece(
+                name, shape, f, piece, tensor, result, nn.Parameter(result), None, placement
+            )
         region = getattr(flat, "region", None)
-        if self._elsewhere and tensor.numel() > 1 and region is None:  # the offload makes a master of the target
+        if (
+            self._elsewhere and tensor.numel() > 1 and region is None
+        ):  # the offload makes a master of the target
             master = tensor.new_zeros(1, dtype=torch.float32).expand(tensor.shape)
-            return OwnedPiece(name, shape, f, piece, tensor, result, nn.Parameter(master), result, placement)
+            return OwnedPiece(
+                name, shape, f, piece, tensor, result, nn.Parameter(master), result, placement
+            )
         with in_memory([] if region is None else [region]):
-            return OwnedPiece(name, shape, f, piece, tensor, result, nn.Parameter(tensor.float()), result, placement)
+            return OwnedPiece(
+                name,
+                shape,
+                f,
+                piece,
+                tensor,
+                result,
+                nn.Parameter(tensor.float()),
+                result,
+                placement,
+            )
 
     def all_pieces(self) -> list[OwnedPiece]:
         return [each for group in self.pieces for each in group]
 
-    # ------------------------------------------------------------------------------------------------ stepping
+    # ------------------------------------------------------------------------------------------------
+    # stepping
 
     def take_gradients(self, gradients: Gradients, absent: set[tuple[int, int]]) -> None:
-        """Give every piece its gradient; None to those of `absent`, pairs of a flat's number and a parameter's."""
+        """Give every piece its gradient; None to those of `absent`, pairs of a flat's number and a
+        parameter's."""
         for each in self.all_pieces():
             chunk = gradients.of_flat[each.flat][each.piece.bucket].chunk
             gone = chunk is None or (each.flat, each.piece.index) in absent
             each.gradient = None if gone or chunk is None else chunk[each.piece.of_chunk]
 
     def squared_norm(self, device: torch.device) -> Tensor:
-        """float64 [2]: of the gradients given, the sum of squares and the number that are not finite.
+        """float64 [2]: of the gradients given, the sum of squares and the number that are not
+        finite.
 
         Of what several ranks of a tensor-parallel group hold alike, the first measures.
         """
@@ -166,12 +222,16 @@ class Owned:
         found = [
             each.gradient
             for each in self.all_pieces()
-            if each.gradient is not None and each.piece.numel and (each.placement is None or each.placement.first)
+            if each.gradient is not None
+            and each.piece.numel
+            and (each.placement is None or each.placement.first)
         ]
         together: dict[torch.device, list[Tensor]] = {}
         for gradient in found:
             if gradient.dtype == torch.float64:
-                total += torch.stack([gradient.square().sum(), (~gradient.isfinite()).sum().double()]).to(device)
+                total += torch.stack(
+                    [gradient.square().sum(), (~gradient.isfinite()).sum().double()]
+                ).to(device)
             else:
                 together.setdefault(gradient.device, []).append(gradient)
         for some in together.values():
@@ -200,7 +260,9 @@ class Owned:
     def _step(self, factor: Tensor | None) -> None:
         if self.offloaded is not None and self._elsewhere:
             for some in self._turns(lambda each: each.gradient is not None):
-                given = {each.parameter: each.gradient for each in some if each.gradient is not None}
+                given = {
+                    each.parameter: each.gradient for each in some if each.gradient is not None
+                }
                 self.offloaded.step(gradients=given, factor=factor)
             return
         if any(each.target is not None for each in self.all_pieces()):
@@ -232,7 +294,9 @@ class Owned:
         for each in portion:
             assert each.gradient is not None
             each.parameter.grad = _scaled(each.gradient.to(each.parameter.dtype), factor)
-        self.optimizer.param_groups = [{**group, "params": [p for p in group["params"] if p in chosen]} for group in whole]
+        self.optimizer.param_groups = [
+            {**group, "params": [p for p in group["params"] if p in chosen]} for group in whole
+        ]
         try:
             self.optimizer.step()
         finally:
@@ -242,8 +306,11 @@ class Owned:
             if each.target is not None:
                 each.target.copy_(each.parameter)
 
-    def _turns(self, chosen: Callable[[OwnedPiece], bool] = lambda each: True) -> Iterator[list[OwnedPiece]]:
-        """The pieces that are chosen, in lists whose parameters are in memory together; what becomes of those is kept."""
+    def _turns(
+        self, chosen: Callable[[OwnedPiece], bool] = lambda each: True
+    ) -> Iterator[list[OwnedPiece]]:
+        """The pieces that are chosen, in lists whose parameters are in memory together; what
+        becomes of those is kept."""
         of_flat: dict[int, list[OwnedPiece]] = {}
         for each in self.all_pieces():
             if chosen(each):
@@ -263,8 +330,8 @@ class Owned:
                 each.tensor.copy_(each.result)
 
     def states_of(self, each: OwnedPiece) -> Group:
-        """A piece's states by name, its master among them where there is one, those in use, or to be read from where they are;
-        {} before the first step."""
+        """A piece's states by name, its master among them where there is one, those in use, or to
+        be read from where they are; {} before the first step."""
         if self.offloaded is not None:
             found = self.offloaded.look(each.parameter)
         else:
@@ -272,7 +339,8 @@ class Owned:
             found |= {} if each.target is None else {"master": each.parameter.detach()}
         return found | {AHEAD: each.result} if found and each.result is not each.tensor else found
 
-    # ------------------------------------------------------------------------------------------------ loading
+    # ------------------------------------------------------------------------------------------------
+    # loading
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -286,7 +354,9 @@ class Owned:
                     self.offloaded.write(each.parameter, {"master": each.target.float()})
                 elif "master" in self.offloaded.look(each.parameter):
                     states = self.offloaded.read(each.parameter)
-                    self.offloaded.write(each.parameter, states | {"master": each.parameter.float()})
+                    self.offloaded.write(
+                        each.parameter, states | {"master": each.parameter.float()}
+                    )
             return
         for each in self.all_pieces():
             if each.target is not None:
@@ -303,8 +373,15 @@ class Owned:
         for each in self.all_pieces():
             if each.result is not each.tensor:
                 each.result.copy_(each.tensor)
-        self._load([{key: take for key, take in of_piece.items() if key != AHEAD} for of_piece in coming], outer)
-        ahead = {id(each): found[AHEAD] for each, found in zip(self.all_pieces(), coming, strict=True) if AHEAD in found}
+        self._load(
+            [{key: take for key, take in of_piece.items() if key != AHEAD} for of_piece in coming],
+            outer,
+        )
+        ahead = {
+            id(each): found[AHEAD]
+            for each, found in zip(self.all_pieces(), coming, strict=True)
+            if AHEAD in found
+        }
         for each in chain.from_iterable(self._turns(lambda each: id(each) in ahead)):
             each.result.copy_(ahead[id(each)]())
 
@@ -312,11 +389,19 @@ class Owned:
         if self.offloaded is not None:
             for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
                 own.update({key: value for key, value in theirs.items() if key != "params"})
-            given = {id(each): of_piece for each, of_piece in zip(self.all_pieces(), coming, strict=True)}
+            given = {
+                id(each): of_piece for each, of_piece in zip(self.all_pieces(), coming, strict=True)
+            }
             for each in chain.from_iterable(self._turns(lambda each: bool(given[id(each)]))):
-                self.offloaded.write(each.parameter, {key: take() for key, take in given[id(each)].items()})
+                self.offloaded.write(
+                    each.parameter, {key: take() for key, take in given[id(each)].items()}
+                )
             return
-        states = {number: {key: take() for key, take in of_piece.items()} for number, of_piece in enumerate(coming) if of_piece}
+        states = {
+            number: {key: take() for key, take in of_piece.items()}
+            for number, of_piece in enumerate(coming)
+            if of_piece
+        }
         masters = {
             number: states[number].pop("master")
             for number, each in enumerate(self.all_pieces())
@@ -338,4 +423,8 @@ def _scaled(gradient: Tensor, factor: Tensor | None) -> Tensor:
     """The gradient times the factor, in place."""
     if factor is None:
         return gradient
-    return gradient.mul_(factor.to(gradient.device, gradient.dtype if gradient.dtype == torch.float64 else torch.float32))
+    return gradient.mul_(
+        factor.to(
+            gradient.device, gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+        )
+    )

@@ -20,7 +20,9 @@ from pyops.zero.update.owned import Owned
 __all__ = ["squares_by_name"]
 
 
-def squares_by_name(owned: Owned, flats: Sequence[FlatParameters], communicator: Communicator | None) -> dict[str, Tensor]:
+def squares_by_name(
+    owned: Owned, flats: Sequence[FlatParameters], communicator: Communicator | None
+) -> dict[str, Tensor]:
     """{name: sum of squares of the gradient}, float64, 0 where there is none; views of one tensor.
 
     communicator: of the ranks that own parts; None where this one owns everything.
@@ -31,7 +33,11 @@ def squares_by_name(owned: Owned, flats: Sequence[FlatParameters], communicator:
     for each in owned.all_pieces():
         gradient = each.gradient
         if gradient is not None and gradient.numel():
-            whole = gradient.square().sum() if gradient.dtype == torch.float64 else squared_norm([gradient])[0]
+            whole = (
+                gradient.square().sum()
+                if gradient.dtype == torch.float64
+                else squared_norm([gradient])[0]
+            )
             squares[place[each.name]] = whole.to(squares.device)
     if communicator is not None:
         all_reduce(squares, communicator=communicator, label="squares of gradients")

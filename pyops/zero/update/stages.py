@@ -33,13 +33,16 @@ def _alone(pp_group: dist.ProcessGroup | None) -> bool:
     return pp_group is None or dist.get_world_size(pp_group) == 1
 
 
-def check_stages(pp_group: dist.ProcessGroup | None, *, group: dist.ProcessGroup | None, stage: int) -> None:
+def check_stages(
+    pp_group: dist.ProcessGroup | None, *, group: dist.ProcessGroup | None, stage: int
+) -> None:
     """ValueError for stage 2 or 3 with a pp_group, or unless the groups meet in this rank alone."""
     if _alone(pp_group) or pp_group is None:
         return
     if stage > 1:
         raise ValueError(
-            f"ZeroOptimizer: stage is {stage}, but over the stages of a pipeline gradients add up whole until the last "
+            f"ZeroOptimizer: stage is {stage}, but over the stages of a pipeline "
+            "gradients add up whole until the last "
             "micro-batch; take stage 0 or 1, or pp_group=None"
         )
     check_crossing("pp", pp_group, group)
@@ -47,8 +50,9 @@ def check_stages(pp_group: dist.ProcessGroup | None, *, group: dist.ProcessGroup
 
 def agree_over_stages(
     error: Exception | None, *, pp_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
-) -> None:  # fmt: skip
-    """As `agree`, over all ranks of both groups: an error of one stage is raised on all, in all copies of the model."""
+) -> None:
+    """As `agree`, over all ranks of both groups: an error of one stage is raised on all, in all
+    copies of the model."""
     if not _alone(pp_group):
         try:
             agree(error, group=pp_group)
@@ -58,9 +62,11 @@ def agree_over_stages(
 
 
 class Stages:
-    """What ZeroOptimizer does over `pp_group`, each of whose ranks has some of the model's parameters, by their names there.
+    """What ZeroOptimizer does over `pp_group`, each of whose ranks has some of the model's
+    parameters, by their names there.
 
-    holders: {name: ranks of the group} of the parameters that several of them have. Those must begin with the same values.
+    holders: {name: ranks of the group} of the parameters that several of them have. Those must
+    begin with the same values.
     """
 
     @classmethod
@@ -78,9 +84,12 @@ class Stages:
             if len(having) > 1:
                 self.holders[name] = having
         self.apart = {id(p) for name, p in model.named_parameters() if name in self.holders}
-        # A second name of a parameter is in a state, too, and the first holder of it may not have that.
+        # A second name of a parameter is in a state, too, and the first holder of it may not have
+        # that.
         states = gather(list(model.state_dict()), group=pp_group)
-        self._written = set(states[self.rank]) - {name for names in states[: self.rank] for name in names}
+        self._written = set(states[self.rank]) - {
+            name for names in states[: self.rank] for name in names
+        }
         self._elsewhere = {name for names in states for name in names} - set(states[self.rank])
         self._exchanges = 0
 
@@ -89,7 +98,10 @@ class Stages:
         found = dict(placements)
         for name, parameter in model.named_parameters():
             if self.rank in self.holders.get(name, [])[1:]:
-                found[name] = replace(found.get(name) or Placement.whole(parameter.shape, rank=0, ranks=1), first=False)
+                found[name] = replace(
+                    found.get(name) or Placement.whole(parameter.shape, rank=0, ranks=1),
+                    first=False,
+                )
         return found
 
     def sum(self, told: Tensor) -> None:
@@ -97,15 +109,25 @@ class Stages:
         all_reduce(told, communicator=self.communicator, label="what to step, over the stages")
 
     def finish(self, pieces: Sequence[OwnedPiece], gradients: Gradients) -> None:
-        """Sum the gradients of what several ranks have, in the order of the ranks: the same bits on each; in place."""
+        """Sum the gradients of what several ranks have, in the order of the ranks: the same bits on
+        each; in place."""
         self._exchanges += 1
-        for each in sorted((piece for piece in pieces if piece.name in self.holders), key=lambda piece: piece.name):
+        for each in sorted(
+            (piece for piece in pieces if piece.name in self.holders), key=lambda piece: piece.name
+        ):
             chunk = gradients.of_flat[each.flat][each.piece.bucket].chunk
             if chunk is None or not each.piece.numel:
                 continue
             mine = chunk[each.piece.of_chunk]
-            parts = {rank: mine if rank == self.rank else torch.empty_like(mine) for rank in self.holders[each.name]}
-            self._exchange(mine, {rank: part for rank, part in parts.items() if rank != self.rank}, name=each.name)
+            parts = {
+                rank: mine if rank == self.rank else torch.empty_like(mine)
+                for rank in self.holders[each.name]
+            }
+            self._exchange(
+                mine,
+                {rank: part for rank, part in parts.items() if rank != self.rank},
+                name=each.name,
+            )
             total = parts[min(parts)].clone()
             for rank in sorted(parts)[1:]:
                 total += parts[rank]
@@ -125,14 +147,19 @@ class Stages:
                 work.wait()
         except RuntimeError as error:
             what = f"the sum of the gradients of {name} over the stages"
-            raise lost_peer(what, group=self.group, cause=error, sequence=self._exchanges) from error
+            raise lost_peer(
+                what, group=self.group, cause=error, sequence=self._exchanges
+            ) from error
 
     def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a whole model without what only other ranks have."""
         return {name: value for name, value in state.items() if name not in self._elsewhere}
 
-    def share(self, state: Mapping[str, Any], *, copies: Sequence[Communicator | None]) -> dict[str, Any]:
-        """The model's state as every rank writes its own layers': parts of a whole that not every rank has.
+    def share(
+        self, state: Mapping[str, Any], *, copies: Sequence[Communicator | None]
+    ) -> dict[str, Any]:
+        """The model's state as every rank writes its own layers': parts of a whole that not every
+        rank has.
 
         copies: the ranks that have the same layers, in which the first one writes whole tensors.
         """
@@ -141,8 +168,12 @@ class Stages:
         for name, value in state.items():
             writes = name in self._written
             if isinstance(value, Tensor):
-                found[name] = Shard(tuple(value.shape), (0,) * value.dim(), value, copy=copy or not writes)
+                found[name] = Shard(
+                    tuple(value.shape), (0,) * value.dim(), value, copy=copy or not writes
+                )
             else:
                 parts = (value,) if isinstance(value, Shard) else tuple(value)
-                found[name] = Shards(tuple(replace(part, copy=part.copy or not writes) for part in parts))
+                found[name] = Shards(
+                    tuple(replace(part, copy=part.copy or not writes) for part in parts)
+                )
         return found

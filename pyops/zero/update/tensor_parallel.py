@@ -1,4 +1,5 @@
-"""The other axis: ranks that share parameters out among them, each with its own data-parallel group.
+"""The other axis: ranks that share parameters out among them, each with its own data-parallel
+group.
 
            tp ->   0        1
 dp  0           [W left] [W right]      reduce-scatter and all-gather down a column, as without tensor parallelism;
@@ -25,26 +26,39 @@ __all__ = ["TensorParallel"]
 
 
 class TensorParallel:
-    """What ZeroOptimizer does over `group`, whose ranks share the model's parameters as their placements say.
+    """What ZeroOptimizer does over `group`, whose ranks share the model's parameters as their
+    placements say.
 
     placements: of every parameter, by name.
     """
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer_class: type, *, tp_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+        cls,
+        model: nn.Module,
+        optimizer_class: type,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None,
     ) -> TensorParallel | None:
-        """None without a tp_group of several ranks. ValueError unless the groups meet in this rank alone."""
+        """None without a tp_group of several ranks. ValueError unless the groups meet in this rank
+        alone."""
         if tp_group is None or dist.get_world_size(tp_group) == 1:
             return None
-        if issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(optimizer_class, "reduce_sums"):
+        if issubclass(optimizer_class, LayerwiseOptimizer) or hasattr(
+            optimizer_class, "reduce_sums"
+        ):
             raise ValueError(
-                f"ZeroOptimizer: {optimizer_class.__name__} goes by sums over each layer, of which a tensor-parallel rank "
-                "has a part; take an optimizer that steps each element by itself, such as AdamW, or tp_group=None"
+                f"ZeroOptimizer: {optimizer_class.__name__} goes by sums over each "
+                "layer, of which a tensor-parallel rank "
+                "has a part; take an optimizer that steps each element by itself, such "
+                "as AdamW, or tp_group=None"
             )
         return cls(model, tp_group=tp_group, group=group)
 
-    def __init__(self, model: nn.Module, *, tp_group: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, *, tp_group: dist.ProcessGroup, group: dist.ProcessGroup | None
+    ) -> None:
         check_crossing("tp", tp_group, group)
         self.communicator = Communicator.of(tp_group)
         rank, ranks = self.communicator.rank, self.communicator.size
@@ -56,26 +70,40 @@ class TensorParallel:
 
     def sum(self, told: Tensor) -> None:
         """Over the ranks, in place."""
-        all_reduce(told, communicator=self.communicator, label="what to step, over tensor-parallel ranks")
+        all_reduce(
+            told, communicator=self.communicator, label="what to step, over tensor-parallel ranks"
+        )
 
     def finish(self, pieces: Sequence[OwnedPiece], gradients: Gradients) -> None:
-        """Sum what each rank has of a gradient only in part, in one message for each dtype; in place."""
+        """Sum what each rank has of a gradient only in part, in one message for each dtype; in
+        place."""
         partial: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
         size, rank = self.communicator.size, self.communicator.rank
         for each in pieces:
             chunk = gradients.of_flat[each.flat][each.piece.bucket].chunk
-            if each.placement is None or not each.placement.partial or chunk is None or not each.piece.numel:
+            if (
+                each.placement is None
+                or not each.placement.partial
+                or chunk is None
+                or not each.piece.numel
+            ):
                 continue
             # Ranks that hold other elements of the parameter send them side by side.
             groups, index = size // each.placement.copies, rank // each.placement.copies
             partial.setdefault(chunk.dtype, []).append((chunk[each.piece.of_chunk], groups, index))
         for dtype, parts in partial.items():
-            message = torch.zeros(sum(t.numel() * n for t, n, _ in parts), dtype=dtype, device=parts[0][0].device)
+            message = torch.zeros(
+                sum(t.numel() * n for t, n, _ in parts), dtype=dtype, device=parts[0][0].device
+            )
             places, at = [], 0
             for gradient, groups, index in parts:
                 n = gradient.numel()
                 places.append(message[at + index * n : at + (index + 1) * n].copy_(gradient))
                 at += groups * n
-            all_reduce(message, communicator=self.communicator, label="partial gradients of tensor-parallel ranks")
+            all_reduce(
+                message,
+                communicator=self.communicator,
+                label="partial gradients of tensor-parallel ranks",
+            )
             for (gradient, _, _), place in zip(parts, places, strict=True):
                 gradient.copy_(place)

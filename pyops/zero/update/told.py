@@ -1,6 +1,7 @@
 """What the ranks tell each other before a step: sums over all of them, in one message.
 
-| a backward to be reduced? | options, their square | gradients set by hand | sum of squares, not finite | what got a gradient |
+| a backward to be reduced? | options, their square | gradients set by hand | sum of squares, not
+finite | what got a gradient |
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ class Told:
         return self.sums[STRANGE] != 0
 
     def unused(self, flats: Sequence[FlatParameters]) -> set[tuple[int, int]]:
-        """The parameters, as (number of the buffer, number within), that got a gradient on no rank."""
+        """The parameters, as (number of the buffer, number within), that got a gradient on no
+        rank."""
         places = ((f, i) for f, flat in enumerate(flats) for i in range(len(flat.parameters)))
         return {place for place, used in zip(places, self.sums[USED:], strict=True) if not used}
 
     def norm(self, scale: Any) -> float:
         """Of all gradients, divided by the loss scale (None: 1); nan where it can't be told."""
         squares = self.sums[SQUARES]
-        return math.sqrt(squares) * (1.0 if scale is None else 1.0 / float(scale)) if squares >= 0 else math.nan
+        return (
+            math.sqrt(squares) * (1.0 if scale is None else 1.0 / float(scale))
+            if squares >= 0
+            else math.nan
+        )
 
     def factor(self, *, scale: Any, max_grad_norm: float | None) -> tuple[Tensor | None, bool]:
         """(what to multiply gradients by, whether to skip the step)."""
@@ -67,18 +73,31 @@ class Told:
             factor *= min(1.0, max_grad_norm / (norm + EPSILON))
         if self.sums[NONFINITE]:
             return None, True
-        return (None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=self.device)), False
+        return (
+            None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=self.device)
+        ), False
 
 
 def tell(
-    owned: Owned, gradients: Gradients, groups: Sequence[Group], *, communicator: Communicator | None, measures: bool,
-    shared: bool, found_inf: Any, tensor_parallel: TensorParallel | None, stages: Stages | None,
-    squares: Tensor | None = None, strange: int = 0,
-) -> Told:  # fmt: skip
-    """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options differ.
+    owned: Owned,
+    gradients: Gradients,
+    groups: Sequence[Group],
+    *,
+    communicator: Communicator | None,
+    measures: bool,
+    shared: bool,
+    found_inf: Any,
+    tensor_parallel: TensorParallel | None,
+    stages: Stages | None,
+    squares: Tensor | None = None,
+    strange: int = 0,
+) -> Told:
+    """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options
+    differ.
 
-    measures: whether gradients are measured. shared: whether each rank measures its own part, or everything. squares: what it
-    has measured already. strange: gradients that no backward has reduced.
+    measures: whether gradients are measured. shared: whether each rank measures its own part, or
+    everything. squares: what it has measured already. strange: gradients that no backward has
+    reduced.
     """
     device = owned.flats[0].device
     told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
@@ -103,7 +122,8 @@ def tell(
     sums: list[float] = told.tolist()
     if sums[OPTIONS_SQUARED] * ranks != sums[OPTIONS] ** 2:
         raise DisagreementError(
-            f"ZeroOptimizer: the ranks would step with different options; on this rank {options}; set the same lr and other "
+            "ZeroOptimizer: the ranks would step with different options; on this rank "
+            f"{options}; set the same lr and other "
             "options on every rank"
         )
     if stages is not None:  # whose ranks have other parameters, in other groups
@@ -115,6 +135,10 @@ def tell(
 
 def _options(groups: Sequence[Group]) -> list[Group]:
     return [
-        {key: value.tolist() if isinstance(value, Tensor) else value for key, value in sorted(group.items()) if key != "params"}
+        {
+            key: value.tolist() if isinstance(value, Tensor) else value
+            for key, value in sorted(group.items())
+            if key != "params"
+        }
         for group in groups
     ]

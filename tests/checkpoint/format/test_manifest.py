@@ -23,7 +23,13 @@ def test_tree_names_tensors_by_their_path():
 def test_round_trip_keeps_types_keys_and_values():
     a, b = torch.arange(3), torch.zeros(())
     group = {"betas": (0.9, 0.999), "lr": math.inf, "fused": None, "on": True}
-    state = {"state": {0: {"step": a}, 1: {}}, "groups": [group], "a": {"b": a}, "a.b": b, "$tensor": "no tensor"}
+    state = {
+        "state": {0: {"step": a}, 1: {}},
+        "groups": [group],
+        "a": {"b": a},
+        "a.b": b,
+        "$tensor": "no tensor",
+    }
     tensors: dict[str, torch.Tensor] = {}
     tree = take_apart(state, tensors)
     again = restore(tree, lambda node, name: tensors[node["$tensor"]])

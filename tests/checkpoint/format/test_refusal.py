@@ -1,4 +1,5 @@
-"""A manifest that was written to harm is refused by name, before what it names is opened: nothing outside, nothing huge."""
+"""A manifest that was written to harm is refused by name, before what it names is opened: nothing
+outside, nothing huge."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ SHARED, SHARDS, OWN = "shared.safetensors", "shards-00000.safetensors", "own-000
 @pytest.fixture
 def folder(tmp_path) -> Path:
     halves = Shards((Shard((4, 3), (0,), torch.ones(5)), Shard((4, 3), (5,), torch.ones(7))))
-    save(tmp_path / "c", {"a": torch.ones(3), "b": [torch.zeros(2), 7], "e": halves}, own={"rng": torch.arange(4)})
+    save(
+        tmp_path / "c",
+        {"a": torch.ones(3), "b": [torch.zeros(2), 7], "e": halves},
+        own={"rng": torch.arange(4)},
+    )
     (tmp_path / "secret.safetensors").write_bytes((tmp_path / "c" / SHARED).read_bytes())
     return tmp_path / "c"
 
@@ -69,20 +74,44 @@ for _ in range(300):
     DEEP = [DEEP]
 
 HOSTILE = {
-    "a path upwards": (rename(SHARDS, "shards-/../../secret.safetensors"), "which is no .safetensors file within the folder"),
-    "an absolute path": (rename(OWN, "/etc/passwd"), "'/etc/passwd', which is no .safetensors file"),
+    "a path upwards": (
+        rename(SHARDS, "shards-/../../secret.safetensors"),
+        "which is no .safetensors file within the folder",
+    ),
+    "an absolute path": (
+        rename(OWN, "/etc/passwd"),
+        "'/etc/passwd', which is no .safetensors file",
+    ),
     "a path of another system": (rename(SHARDS, "shards-\\..\\x.safetensors"), "within the folder"),
-    "a file that is no tensor file": (rename(SHARDS, "manifest.json"), "'manifest.json', which is no"),
+    "a file that is no tensor file": (
+        rename(SHARDS, "manifest.json"),
+        "'manifest.json', which is no",
+    ),
     "a hidden file": (rename(SHARDS, ".safetensors"), "within the folder"),
-    "a part from another file": (part(0, file=SHARED, name="a"), "'shared.safetensors', which is no file of shards"),
-    "a part from nowhere": (part(0, file="shards-00009.safetensors"), "no file of shards that has it"),
-    "an absurd shape": (put(*E, "$shards", "shape", [1 << 40, 1 << 40]), "the shape .*, which no tensor has"),
-    "a shape larger than its parts": (put(*E, "$shards", "shape", [1 << 20, 3]), r"its shards hold 12 of the 3145728 elements"),
+    "a part from another file": (
+        part(0, file=SHARED, name="a"),
+        "'shared.safetensors', which is no file of shards",
+    ),
+    "a part from nowhere": (
+        part(0, file="shards-00009.safetensors"),
+        "no file of shards that has it",
+    ),
+    "an absurd shape": (
+        put(*E, "$shards", "shape", [1 << 40, 1 << 40]),
+        "the shape .*, which no tensor has",
+    ),
+    "a shape larger than its parts": (
+        put(*E, "$shards", "shape", [1 << 20, 3]),
+        r"its shards hold 12 of the 3145728 elements",
+    ),
     "a negative shape": (put(*E, "$shards", "shape", [-4, -3]), "which no tensor has"),
     "a shape of too many dims": (put(*E, "$shards", "shape", [1] * 65), "which no tensor has"),
     "a shape that is no list": (put(*E, "$shards", "shape", "43"), "which no tensor has"),
     "a shape of fractions": (put(*E, "$shards", "shape", [4.0, 3]), "which no tensor has"),
-    "a dtype that is another thing of torch": (put(*E, "$shards", "dtype", "load"), "the dtype 'load'; there are float64"),
+    "a dtype that is another thing of torch": (
+        put(*E, "$shards", "dtype", "load"),
+        "the dtype 'load'; there are float64",
+    ),
     "another dtype than its parts": (
         put(*E, "$shards", "dtype", "int32"),
         "which in shards-00000.safetensors has shape .* dtype float32",
@@ -94,10 +123,19 @@ HOSTILE = {
     "a part beyond the end": (part(1, offset=[6]), r"at \[6\], which is not within \[4, 3\]"),
     "a part before the beginning": (part(0, offset=[-1]), "which is not within"),
     "a part at no place": (part(0, offset=[]), "which is not within"),
-    "a part of another shape": (part(0, shape=[50]), r"of a part of shape \[50\], which in .* has shape \[5\]"),
+    "a part of another shape": (
+        part(0, shape=[50]),
+        r"of a part of shape \[50\], which in .* has shape \[5\]",
+    ),
     "a part twice": (lambda m: parts(m).append(dict(parts(m)[0])), "overlaps"),
-    "one tensor under many names": (put(*STATE, "x", [{"$tensor": "a"}] * 1000), "names the tensor 'a' of .* twice"),
-    "shards used twice": (lambda m: m["tree"]["state"].update(f=m["tree"]["state"]["e"]), "of shards-00000.safetensors twice"),
+    "one tensor under many names": (
+        put(*STATE, "x", [{"$tensor": "a"}] * 1000),
+        "names the tensor 'a' of .* twice",
+    ),
+    "shards used twice": (
+        lambda m: m["tree"]["state"].update(f=m["tree"]["state"]["e"]),
+        "of shards-00000.safetensors twice",
+    ),
     "a tensor that is nowhere": (
         put(*STATE, "x", {"$tensor": "zz"}),
         "the tensor 'zz', which shared.safetensors does not hold",
@@ -107,18 +145,27 @@ HOSTILE = {
         lambda m: m["own"].update({"0": m["tree"]["state"]["e"]}),
         "own.0 has shards",
     ),
-    "an own state of no rank": (put("own", "../0", None), "a state of rank '../0', which is no number"),
+    "an own state of no rank": (
+        put("own", "../0", None),
+        "a state of rank '../0', which is no number",
+    ),
     "a depth that no state has": (put(*STATE, "x", DEEP), "more than 200 levels deep"),
     "a tuple that is none": (put(*STATE, "x", {"$tuple": 5}), "tuple is 5; it must be a list"),
     "pairs that are none": (put(*STATE, "x", {"$pairs": [5]}), "pairs has 5, which is no pair"),
-    "a key that can be none": (put(*STATE, "x", {"$pairs": [[[1], 2]]}), "which is no pair of a key and a value"),
+    "a key that can be none": (
+        put(*STATE, "x", {"$pairs": [[[1], 2]]}),
+        "which is no pair of a key and a value",
+    ),
     "tensors of no file": (put("tensors", "x.safetensors", {}), "which is none of its files"),
     "tensors larger than the file": (put("tensors", SHARED, "a", "shape", [1 << 40]), "which has"),
     "a size that is no number": (put("files", SHARED, "bytes", "many"), "has bytes = 'many'"),
     "a negative size": (put("files", SHARED, "bytes", -1), "has bytes = -1"),
     "an absurd block": (put("files", SHARED, "block", 0), "checksums, of block = 0 bytes"),
     "too few checksums": (put("files", SHARED, "crc32", []), "a crc32 of 0 checksums"),
-    "checksums that are none": (put("files", SHARED, "crc32", ["x"]), "a crc32 of .* that is no number"),
+    "checksums that are none": (
+        put("files", SHARED, "crc32", ["x"]),
+        "a crc32 of .* that is no number",
+    ),
     "no files": (lambda m: m.pop("files"), "it has no files"),
     "files that are a list": (put("files", [1]), "files is .1.; it must be an object"),
     "no tree": (put("tree", 5), "tree is 5; it must be an object"),
@@ -133,10 +180,14 @@ def test_a_hostile_manifest(folder, monkeypatch, name):
     del given["crc32"]
     change(given)
     (folder / "manifest.json").write_text(json.dumps(seal(given)))
-    monkeypatch.setattr("pyops.checkpoint.loading.TensorFile", lambda *a: pytest.fail(f"{a[0]} was opened"))
+    monkeypatch.setattr(
+        "pyops.checkpoint.loading.TensorFile", lambda *a: pytest.fail(f"{a[0]} was opened")
+    )
     into = torch.full((3,), -1.0)
     for options in {}, {"lazy": True}, {"into": {"a": into}}:
-        with pytest.raises(CheckpointError, match=f"manifest.json is refused: .*({message})") as caught:
+        with pytest.raises(
+            CheckpointError, match=f"manifest.json is refused: .*({message})"
+        ) as caught:
             load(folder, **options)
         assert f"; delete {folder} and use an earlier checkpoint" in str(caught.value)
         assert len(str(caught.value)) < 1500
@@ -144,12 +195,19 @@ def test_a_hostile_manifest(folder, monkeypatch, name):
 
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [at, *(place for key, value in items for place in places(value, (*at, key)))]
 
 
 def test_a_value_of_another_type_is_named_by_file_and_key(folder):
-    """At every place of a manifest that is sealed again. What a state may hold as well is read as what it says."""
+    """At every place of a manifest that is sealed again. What a state may hold as well is read as
+    what it says."""
     sound = json.loads((folder / "manifest.json").read_text())
     del sound["crc32"]
     refused = 0
@@ -182,7 +240,9 @@ def test_a_value_of_another_type_is_named_by_file_and_key(folder):
             else:
                 assert at[0] in ("tree", "own"), f"{at} is not read"
                 rest = [
-                    t for t in (state, own, *(state.values() if isinstance(state, dict) else ())) if isinstance(t, torch.Tensor)
+                    t
+                    for t in (state, own, *(state.values() if isinstance(state, dict) else ()))
+                    if isinstance(t, torch.Tensor)
                 ]
                 assert all(len(t) in (2, 3, 4) for t in rest), (at, value)
     assert refused > 300
@@ -217,7 +277,9 @@ def test_a_manifest_that_is_too_large_is_not_read(folder, monkeypatch):
     with open(folder / "manifest.json", "ab") as file:
         file.truncate((256 << 20) + 1)  # a hole: it takes no room on the disk
     monkeypatch.setattr(manifest.json, "loads", lambda text: pytest.fail("it was read"))
-    with pytest.raises(CheckpointError, match=r"manifest.json has 268435457 bytes, a manifest at most 268435456"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json has 268435457 bytes, a manifest at most 268435456"
+    ):
         load(folder)
 
 
@@ -229,7 +291,8 @@ def test_a_manifest_that_is_a_pipe_is_not_waited_for(folder):
 
 
 def test_a_link_out_of_the_folder(folder):
-    """Also one to a file of the right size and contents: what is outside may change, or be another's."""
+    """Also one to a file of the right size and contents: what is outside may change, or be
+    another's."""
     (folder / SHARED).rename(folder.parent / "elsewhere.safetensors")
     (folder / SHARED).symlink_to(folder.parent / "elsewhere.safetensors")
     with pytest.raises(CheckpointError, match=r"shared.safetensors leads out of the folder"):
@@ -241,7 +304,9 @@ def test_a_link_out_of_the_folder(folder):
 def test_a_file_that_is_gone_or_cut_is_named_at_once(folder, name, lazy):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:-4])
-    with pytest.raises(CheckpointError, match=rf"{name} has {len(data) - 4} bytes, {len(data)} by the manifest"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has {len(data) - 4} bytes, {len(data)} by the manifest"
+    ):
         load(folder, lazy=lazy)
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=rf"{name} can't be read: No such file"):
@@ -249,14 +314,18 @@ def test_a_file_that_is_gone_or_cut_is_named_at_once(folder, name, lazy):
 
 
 def test_a_file_that_holds_other_tensors(folder):
-    """Sound in itself and of the right size, with checksums to match: the manifest's list does not."""
+    """Sound in itself and of the right size, with checksums to match: the manifest's list does
+    not."""
     data = (folder / SHARED).read_bytes().replace(b'"a"', b'"z"')
     (folder / SHARED).write_bytes(data)
     given = json.loads((folder / "manifest.json").read_text())
     del given["crc32"]
     given["files"][SHARED]["crc32"] = [zlib.crc32(data)]
     (folder / "manifest.json").write_text(json.dumps(seal(given)))
-    with pytest.raises(CheckpointError, match=r"shared.safetensors does not hold the tensors that the manifest lists"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"shared.safetensors does not hold the tensors that the manifest lists",
+    ):
         load(folder)
 
 

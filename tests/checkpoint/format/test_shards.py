@@ -1,4 +1,5 @@
-"""What ranks hold in parts is loaded as one tensor; parts that don't make one are refused, by their path, on every rank."""
+"""What ranks hold in parts is loaded as one tensor; parts that don't make one are refused, by their
+path, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.cpu_only
 
 
 def layout() -> FlatLayout:
-    return FlatLayout.plan([("a", (7,)), ("b", (3, 5)), ("c", (64,)), ("unused", (0,))], alignment=4)
+    return FlatLayout.plan(
+        [("a", (7,)), ("b", (3, 5)), ("c", (64,)), ("unused", (0,))], alignment=4
+    )
 
 
 def flat(row: int) -> Tensor:
@@ -26,24 +29,42 @@ def flat(row: int) -> Tensor:
 
 
 def of_rank(rank: int, size: int) -> dict[str, Any]:
-    """Rows: each rank the whole of its own; ranges: a third of the flat buffer, so names are missing on some ranks."""
+    """Rows: each rank the whole of its own; ranges: a third of the flat buffer, so names are
+    missing on some ranks."""
     plan, cuts = layout(), [layout().numel * r // size for r in range(size + 1)]
     rows = {
-        name: Shard((size, *shape), (rank, *(0 for _ in shape)), flat(rank)[plan.slice(name)].view(1, *shape))
+        name: Shard(
+            (size, *shape),
+            (rank, *(0 for _ in shape)),
+            flat(rank)[plan.slice(name)].view(1, *shape),
+        )
         for name, shape in zip(plan.names, plan.shapes, strict=True)
     }
     ranges = {
-        name: Shard((plan.slice(name).stop - plan.slice(name).start,), (part.start,), flat(9)[place])
+        name: Shard(
+            (plan.slice(name).stop - plan.slice(name).start,), (part.start,), flat(9)[place]
+        )
         for name, part, place in plan.shards(cuts[rank], cuts[rank + 1])
     }
-    return {"step": 7, "w": torch.ones(2) * rank, "errors": {"rows": rows, "ranges": ranges, "codec": "onebit"}}
+    return {
+        "step": 7,
+        "w": torch.ones(2) * rank,
+        "errors": {"rows": rows, "ranges": ranges, "codec": "onebit"},
+    }
 
 
 def whole(size: int) -> dict[str, Any]:
     plan = layout()
-    rows = {n: torch.stack([flat(r)[plan.slice(n)].view(s) for r in range(size)]) for n, s in zip(plan.names, plan.shapes)}  # noqa: B905
+    rows = {
+        n: torch.stack([flat(r)[plan.slice(n)].view(s) for r in range(size)])
+        for n, s in zip(plan.names, plan.shapes, strict=True)
+    }
     ranges = {n: flat(9)[plan.slice(n)] for n in ("a", "b", "c")}
-    return {"step": 7, "w": torch.zeros(2), "errors": {"rows": rows, "ranges": ranges, "codec": "onebit"}}
+    return {
+        "step": 7,
+        "w": torch.zeros(2),
+        "errors": {"rows": rows, "ranges": ranges, "codec": "onebit"},
+    }
 
 
 def save_and_load(rank: int, group: Any, path: str) -> tuple[Any, Any]:
@@ -71,7 +92,8 @@ def test_one_rank_alone_and_a_state_without_shards(tmp_path):
 
 
 def in_buckets(rank: int, size: int, *, bucket: int, value: float = 0.0) -> dict[str, Any]:
-    """Each rank a chunk of each bucket of a flat buffer, as optimizers with states over ranks have it."""
+    """Each rank a chunk of each bucket of a flat buffer, as optimizers with states over ranks have
+    it."""
     plan = layout()
     chunk = bucket // size
     starts = range(rank * chunk, plan.numel, bucket)
@@ -88,7 +110,9 @@ def save_buckets(rank: int, group: Any, path: str, bucket: int) -> Any:
 @pytest.mark.parametrize("bucket", [6, 12, 48, 1000])
 def test_ranges_of_every_bucket_become_tensors_of_their_shape(world, tmp_path, bucket: int):
     plan = layout()
-    wanted = {n: flat(0)[plan.slice(n)].view(s) for n, s in zip(plan.names, plan.shapes, strict=True)}
+    wanted = {
+        n: flat(0)[plan.slice(n)].view(s) for n, s in zip(plan.names, plan.shapes, strict=True)
+    }
     for state in world(3).run(save_buckets, str(tmp_path / "c"), bucket):
         assert equal(state, {"step": 0, "moments": wanted})
     assert equal(load(tmp_path / "c")[0]["moments"], wanted), "one process reads what several wrote"
@@ -99,33 +123,81 @@ def shard(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
 
 
 def merged(*states: Any) -> Any:
-    return insert(states[0], merge([describe(find_shards(s), file=f"{r}")[0] for r, s in enumerate(states)]))
+    return insert(
+        states[0], merge([describe(find_shards(s), file=f"{r}")[0] for r, s in enumerate(states)])
+    )
 
 
 @pytest.mark.parametrize(
     ("states", "message"),
     [
-        ([{"e": shard((4, 3), (0, 0), (2, 3))}, {"e": shard((4, 3), (3, 0), (1, 3))}], r"state\['e'\] has a gap.* 9 of the 12"),
-        ([{"e": shard((4, 3), (0, 0), (3, 3))}, {"e": shard((4, 3), (2, 1), (2, 1))}], r"'e'.*rank 1 at .*\[2, 1\] overlaps"),
-        ([{"e": shard((4,), (0,), (4,))}, {"e": shard((4,), (0,), (4,))}], r"state\['e'\].*overlaps that of rank 0"),
-        # volumes add up, yet some elements are there twice and others not at all
-        ([{"e": shard((4,), (0,), (2,))}, {"e": shard((4,), (1,), (2,))}], r"state\['e'\].*overlaps"),
-        ([{"e": shard((2, 2), (0, 0), (2, 1))}, {"e": shard((2, 2), (0, 0), (1, 2))}], r"state\['e'\].*overlaps"),
         (
-            [{"e": shard((6,), (0,), (2,))}, {"e": shard((6,), (4,), (2,))}, {"e": shard((6,), (1,), (2,))}],
+            [{"e": shard((4, 3), (0, 0), (2, 3))}, {"e": shard((4, 3), (3, 0), (1, 3))}],
+            r"state\['e'\] has a gap.* 9 of the 12",
+        ),
+        (
+            [{"e": shard((4, 3), (0, 0), (3, 3))}, {"e": shard((4, 3), (2, 1), (2, 1))}],
+            r"'e'.*rank 1 at .*\[2, 1\] overlaps",
+        ),
+        (
+            [{"e": shard((4,), (0,), (4,))}, {"e": shard((4,), (0,), (4,))}],
+            r"state\['e'\].*overlaps that of rank 0",
+        ),
+        # volumes add up, yet some elements are there twice and others not at all
+        (
+            [{"e": shard((4,), (0,), (2,))}, {"e": shard((4,), (1,), (2,))}],
+            r"state\['e'\].*overlaps",
+        ),
+        (
+            [{"e": shard((2, 2), (0, 0), (2, 1))}, {"e": shard((2, 2), (0, 0), (1, 2))}],
+            r"state\['e'\].*overlaps",
+        ),
+        (
+            [
+                {"e": shard((6,), (0,), (2,))},
+                {"e": shard((6,), (4,), (2,))},
+                {"e": shard((6,), (1,), (2,))},
+            ],
             r"state\['e'\].*rank 2 at offset \[1\] overlaps that of rank 0",
         ),
         ([{"e": shard((4,), (0,), (0,))}], r"state\['e'\] has a gap.*0 of the 4"),
-        ([{"e": {"x": shard((4,), (0,), (2,))}}, {"e": {"x": shard((5,), (2,), (3,))}}], r"'e.x'.*global_shape \[4\].*\[5\]"),
-        ([{"e": shard((4,), (0,), (2,))}, {"e": Shard((4,), (2,), torch.ones(2).int())}], r"'e'.*dtype float32.*int32"),
-        ([{"e": shard((4, 3), (0,), (5,))}, {"e": shard((4, 3), (6,), (6,))}], r"'e'.* has a gap.* 11 of the 12.*\[4, 3\]"),
-        ([{"e": shard((4, 3), (0,), (7,))}, {"e": shard((4, 3), (6,), (6,))}], r"'e'.* rank 1 at offset \[6\] overlaps"),
-        ([{"e": shard((4, 3), (0,), (6,))}, {"e": shard((4, 3), (2, 0), (2, 3))}], r"'e'.* in ranges .* in boxes of 2 dims"),
-        ([{"e": Shards((shard((4,), (0,), (2,)), shard((4,), (1,), (2,))))}], r"'e'.* at offset \[1\] overlaps.* rank 0"),
+        (
+            [{"e": {"x": shard((4,), (0,), (2,))}}, {"e": {"x": shard((5,), (2,), (3,))}}],
+            r"'e.x'.*global_shape \[4\].*\[5\]",
+        ),
+        (
+            [{"e": shard((4,), (0,), (2,))}, {"e": Shard((4,), (2,), torch.ones(2).int())}],
+            r"'e'.*dtype float32.*int32",
+        ),
+        (
+            [{"e": shard((4, 3), (0,), (5,))}, {"e": shard((4, 3), (6,), (6,))}],
+            r"'e'.* has a gap.* 11 of the 12.*\[4, 3\]",
+        ),
+        (
+            [{"e": shard((4, 3), (0,), (7,))}, {"e": shard((4, 3), (6,), (6,))}],
+            r"'e'.* rank 1 at offset \[6\] overlaps",
+        ),
+        (
+            [{"e": shard((4, 3), (0,), (6,))}, {"e": shard((4, 3), (2, 0), (2, 3))}],
+            r"'e'.* in ranges .* in boxes of 2 dims",
+        ),
+        (
+            [{"e": Shards((shard((4,), (0,), (2,)), shard((4,), (1,), (2,))))}],
+            r"'e'.* at offset \[1\] overlaps.* rank 0",
+        ),
         ([{"e": Shards(())}, {"e": shard((4,), (0,), (3,))}], r"'e'.* has a gap"),
-        ([{"e": torch.ones(4)}, {"e": shard((4,), (0,), (4,))}], r"'e'.* on another rank, on rank 0 a Tensor"),
-        ([{"e": [1]}, {"e": [1, shard((4,), (0,), (4,))]}], r"state\['e.1'\].*state\['e'\] is a list without it"),
-        ([{"e": 3}, {"e": {"x": shard((4,), (0,), (4,))}}], r"state\['e.x'\].*state\['e'\] is a int without it"),
+        (
+            [{"e": torch.ones(4)}, {"e": shard((4,), (0,), (4,))}],
+            r"'e'.* on another rank, on rank 0 a Tensor",
+        ),
+        (
+            [{"e": [1]}, {"e": [1, shard((4,), (0,), (4,))]}],
+            r"state\['e.1'\].*state\['e'\] is a list without it",
+        ),
+        (
+            [{"e": 3}, {"e": {"x": shard((4,), (0,), (4,))}}],
+            r"state\['e.x'\].*state\['e'\] is a int without it",
+        ),
     ],
 )
 def test_shards_that_make_no_whole(states: list[Any], message: str):
@@ -160,7 +232,9 @@ def refuse(rank: int, group: Any, path: str) -> list[str]:
             save(path, state, own=own, group=group)
         except (CheckpointError, TypeError) as error:
             told.append(str(error))
-    assert load(path, group=group)[0]["e"].tolist() == [0, 0, 1, 1], "what was there before is whole"
+    assert load(path, group=group)[0]["e"].tolist() == [0, 0, 1, 1], (
+        "what was there before is whole"
+    )
     group.barrier().wait()
     if rank == 1:
         flip(Path(path) / "shards-00001.safetensors")

@@ -19,7 +19,9 @@ from pyops.checkpoint.format.tensor_file import DTYPES, TensorFile, bytes_of, wr
 def tensors(device: torch.device) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     flat = torch.randn(100, device=device)
-    found = {str(dtype): (torch.randn(3, 5, device=device) * 50).to(dtype) for dtype in DTYPES.values()}
+    found = {
+        str(dtype): (torch.randn(3, 5, device=device) * 50).to(dtype) for dtype in DTYPES.values()
+    }
     found["view of a flat buffer"] = flat[10:40].view(5, 6)
     found["another view"] = flat[30:60]
     found["transposed"] = torch.randn(4, 7, device=device).t()
@@ -51,7 +53,10 @@ def test_bits_come_back_to_us_and_to_others(tmp_path, device):
             assert again[name].dtype == tensor.dtype
             assert again[name].shape == tensor.shape
             assert bits(again[name]) == bits(tensor), name
-    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in given.items()}, tmp_path / "theirs")
+    save_file(
+        {name: tensor.cpu().contiguous().clone() for name, tensor in given.items()},
+        tmp_path / "theirs",
+    )
     assert set(read_all(tmp_path / "theirs")) == set(given)
 
 
@@ -59,7 +64,9 @@ def test_checksums_are_those_of_the_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "BLOCK", 1 << 10)
     monkeypatch.setattr(tensor_file, "MAX_BLOCKS", 8)
     monkeypatch.setattr(tensor_file, "PIECE", 700)
-    entry = write_tensors(tmp_path / "t", {"a": torch.randn(5000), "b": torch.ones(3, dtype=torch.int8)})
+    entry = write_tensors(
+        tmp_path / "t", {"a": torch.randn(5000), "b": torch.ones(3, dtype=torch.int8)}
+    )
     data = (tmp_path / "t").read_bytes()
     assert entry["block"] == 4096, "grown until there are at most 8"
     assert entry["crc32"] == [zlib.crc32(data[at : at + 4096]) for at in range(0, len(data), 4096)]
@@ -79,7 +86,9 @@ def test_only_the_blocks_of_what_is_read_are_compared(tmp_path, monkeypatch):
     start, target = file.entries["a"].start, torch.empty(500)
     file.read(start + 4 * 100, bytes_of(target))
     assert torch.equal(target, given["a"][100:600])
-    with pytest.raises(ValueError, match="the checksum of bytes 8192 to 9216 is not the manifest's"):
+    with pytest.raises(
+        ValueError, match="the checksum of bytes 8192 to 9216 is not the manifest's"
+    ):
         file.read(start, bytes_of(torch.empty(4096)))
     data[-1] ^= 1
     path.write_bytes(data)
@@ -94,13 +103,21 @@ def test_only_the_blocks_of_what_is_read_are_compared(tmp_path, monkeypatch):
 
 def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
     inner = os.write
-    monkeypatch.setattr(tensor_file.os, "write", lambda fd, data: inner(fd, data[: 1 + len(data) // 2]))
+    monkeypatch.setattr(
+        tensor_file.os, "write", lambda fd, data: inner(fd, data[: 1 + len(data) // 2])
+    )
     given = {"a": torch.randn(1000)}
-    assert torch.equal(read_all(tmp_path / "t", write_tensors(tmp_path / "t", given))["a"], given["a"])
+    assert torch.equal(
+        read_all(tmp_path / "t", write_tensors(tmp_path / "t", given))["a"], given["a"]
+    )
 
 
 def test_what_a_file_cannot_hold(tmp_path):
-    for tensor in torch.zeros(2, dtype=torch.complex64), torch.zeros(2, device="meta"), torch.eye(2).to_sparse():
+    for tensor in (
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(2, device="meta"),
+        torch.eye(2).to_sparse(),
+    ):
         with pytest.raises(TypeError, match=r"state\['x'\] is a torch.* tensor, which"):
             write_tensors(tmp_path / "t", {"x": tensor})
     assert not (tmp_path / "t").exists()

@@ -36,7 +36,9 @@ def test_one_buffer_of_three_parameters():
 def test_buffers_are_merged_by_when_their_buckets_are_complete():
     weights = FlatLayout.plan([("head.w", (64,)), ("block.w", (64,))])
     biases = FlatLayout.plan([("head.b", (64,)), ("block.b", (64,))])
-    plan = plan_buckets([weights, biases], item_sizes=[4, 4], bucket_bytes=256, positions=[[1, 3], [0, 2]])
+    plan = plan_buckets(
+        [weights, biases], item_sizes=[4, 4], bucket_bytes=256, positions=[[1, 3], [0, 2]]
+    )
     assert [(b.buffer, b.parameters) for b in plan] == [(1, (0,)), (0, (0,)), (1, (1,)), (0, (1,))]
 
 
@@ -45,8 +47,12 @@ def test_bucket_bytes_must_be_positive():
         plan_buckets([FlatLayout.plan([("w", (1,))])], item_sizes=[4], bucket_bytes=0)
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 4000), st.integers(1, 7))
-def test_buckets_cover_every_buffer_exactly_once(sizes: list[int], bucket_bytes: int, multiple_of: int):
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 4000), st.integers(1, 7)
+)
+def test_buckets_cover_every_buffer_exactly_once(
+    sizes: list[int], bucket_bytes: int, multiple_of: int
+):
     layout = FlatLayout.plan([(str(i), (n,)) for i, n in enumerate(sizes)], multiple_of=multiple_of)
     plan = plan_buckets([layout], item_sizes=[4], bucket_bytes=bucket_bytes)
     assert [b.start for b in plan] == [0, *(b.stop for b in plan[:-1])]

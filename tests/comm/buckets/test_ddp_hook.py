@@ -1,4 +1,5 @@
-"""The hook for torch's DistributedDataParallel: errors follow their parameters when DDP lays its buckets out anew."""
+"""The hook for torch's DistributedDataParallel: errors follow their parameters when DDP lays its
+buckets out anew."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CODEC = OneBit(block=64)
 
 
 class Net(nn.Module):
-    """Layers used in another order than they are registered in, so that DDP moves them between buckets."""
+    """Layers used in another order than they are registered in, so that DDP moves them between
+    buckets."""
 
     def __init__(self, *, with_unused: bool = False) -> None:
         super().__init__()
@@ -69,7 +71,9 @@ def carried(state: Any, group: Any) -> dict[str, Tensor]:
             place = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
             found.setdefault(key, torch.full(shape, torch.nan).double())[place] = tensor.double()
     return {
-        n: rows.mean(dim=0) + found["server", n].view(rows.shape[1:]) for (kind, n), rows in found.items() if kind == "worker"
+        n: rows.mean(dim=0) + found["server", n].view(rows.shape[1:])
+        for (kind, n), rows in found.items()
+        if kind == "worker"
     }
 
 
@@ -81,7 +85,9 @@ def make(group: Any, *, codec: Any = CODEC, **options: Any) -> tuple[Distributed
     return ddp, state
 
 
-def _steps(rank: int, group: Any, options: dict[str, Any], accumulate: bool, steps: int) -> tuple[Any, ...]:
+def _steps(
+    rank: int, group: Any, options: dict[str, Any], accumulate: bool, steps: int
+) -> tuple[Any, ...]:
     ddp, state = make(group, **options)
     total = {name: torch.zeros_like(p).double() for name, p in ddp.module.named_parameters()}
     buckets = []
@@ -109,17 +115,24 @@ def _steps(rank: int, group: Any, options: dict[str, Any], accumulate: bool, ste
         (4, {}, True),
     ],
 )
-def test_nothing_is_lost_when_buckets_change(world, size: int, options: dict[str, Any], accumulate: bool):
-    """Sum of DDP's gradients + what the errors carry = sum of the exact means, to the rounding of fp32 additions."""
+def test_nothing_is_lost_when_buckets_change(
+    world, size: int, options: dict[str, Any], accumulate: bool
+):
+    """Sum of DDP's gradients + what the errors carry = sum of the exact means, to the rounding of
+    fp32 additions."""
     steps = 12
     given = [local_gradients(rank, steps) for rank in range(size)]
     found = world(size).run(_steps, options, accumulate, steps)
     for total, carry, moved, number in found:
         assert number > 1
-        assert moved == (not options.get("find_unused_parameters")), "without a new layout this test shows less than it says"
+        assert moved == (not options.get("find_unused_parameters")), (
+            "without a new layout this test shows less than it says"
+        )
         for name, exact in given[0].items():
             mean = sum((g[name] for g in given), torch.zeros_like(exact)) / size
-            torch.testing.assert_close(total[name] + carry[name], mean, rtol=0, atol=steps * size * 2.0**-24 * 8)
+            torch.testing.assert_close(
+                total[name] + carry[name], mean, rtol=0, atol=steps * size * 2.0**-24 * 8
+            )
             assert carry[name].abs().max() > 1e-3
             assert torch.equal(total[name], found[0][0][name])
 
@@ -197,7 +210,9 @@ def _alone(rank: int, group: Any) -> bool:
     loss_of(ddp, rank, 0).backward()
     exact = local_gradients(rank, 1)
     assert state.state_dict()["worker"] == {}
-    return all(torch.equal(p.grad.double(), exact[name]) for name, p in ddp.module.named_parameters())
+    return all(
+        torch.equal(p.grad.double(), exact[name]) for name, p in ddp.module.named_parameters()
+    )
 
 
 def test_one_rank_alone_is_exact(world):

@@ -1,4 +1,5 @@
-"""The reduce-scatter for torch's FSDP2: what it leaves out of one backward comes with the next, and FSDP trains with it."""
+"""The reduce-scatter for torch's FSDP2: what it leaves out of one backward comes with the next, and
+FSDP trains with it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,14 @@ class Recording(FSDPReduceScatter):
         super().__init__(codec)
         self.given, self.came, self.calls = torch.zeros(()).double(), torch.zeros(()).double(), 0
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         before = input_tensor.clone()
         result = super().__call__(output_tensor, input_tensor, group, op, async_op)
         assert torch.equal(input_tensor, before)
@@ -60,7 +68,9 @@ def build(codec: Any, *, make: Any = fsdp_reduce_scatter) -> tuple[nn.Module, li
     fully_shard(net, mesh=mesh)
     made = []
     for module in net.modules():
-        if isinstance(module, FSDPModule) and module is not net:  # the root has no parameters of its own
+        if (
+            isinstance(module, FSDPModule) and module is not net
+        ):  # the root has no parameters of its own
             made.append(make(codec))
             module.set_custom_reduce_scatter(made[-1])
     return net, made
@@ -85,13 +95,18 @@ def _steps(rank: int, group: Any, codec: Any, steps: int) -> list[tuple[float, f
         together = torch.stack([scatter.given, memory.worker.double()])
         dist.all_reduce(together, group=group)
         given, carried = (row.chunk(size)[rank] / size for row in together)
-        found.append((float((scatter.came + carried - given).abs().max()), float(carried.abs().max())))
+        found.append(
+            (float((scatter.came + carried - given).abs().max()), float(carried.abs().max()))
+        )
     return found
 
 
-@pytest.mark.parametrize(("size", "codec"), [(2, OneBit(block=64)), (3, OneBit(block=64)), (4, Int8()), (2, TopK(0.1))])
+@pytest.mark.parametrize(
+    ("size", "codec"), [(2, OneBit(block=64)), (3, OneBit(block=64)), (4, Int8()), (2, TopK(0.1))]
+)
 def test_nothing_is_lost(world, size: int, codec: Any):
-    """Sum of the outputs + mean of the errors = sum of the mean inputs, to the rounding of fp32 additions."""
+    """Sum of the outputs + mean of the errors = sum of the mean inputs, to the rounding of fp32
+    additions."""
     steps = 12
     for found in world(size).run(_steps, codec, steps):
         for lost, carried in found:
@@ -133,7 +148,11 @@ def _resume(rank: int, group: Any, path: str) -> bool:
     for step in range(3):
         net.zero_grad()
         loss_of(net, rank, step).backward()
-    save(path, {"scatter": {str(i): scatter.state_dict() for i, scatter in enumerate(made)}}, group=group)
+    save(
+        path,
+        {"scatter": {str(i): scatter.state_dict() for i, scatter in enumerate(made)}},
+        group=group,
+    )
     again, others = build(BF16())
     for i, scatter in enumerate(others):
         scatter.load_state_dict(load(path, group=group)[0]["scatter"][str(i)])
@@ -144,7 +163,10 @@ def _resume(rank: int, group: Any, path: str) -> bool:
         same.append([p.grad.to_local().clone() for p in n.parameters()])
     plain, _ = build(BF16())
     loss_of(plain, rank, 3).backward()
-    assert any(not torch.equal(p.grad.to_local(), g) for p, g in zip(plain.parameters(), same[0], strict=True)), "errors matter"
+    assert any(
+        not torch.equal(p.grad.to_local(), g)
+        for p, g in zip(plain.parameters(), same[0], strict=True)
+    ), "errors matter"
     return all(torch.equal(a, b) for a, b in zip(*same, strict=True))
 
 
@@ -167,7 +189,9 @@ def _refuse(rank: int, group: Any, path: str) -> list[str]:
         lambda: other(torch.ones(length // 3), torch.ones(length), group, dist.ReduceOp.AVG),
         lambda: fsdp_reduce_scatter(PowerSGD(2)),
         lambda: fsdp_reduce_scatter("int8"),
-        lambda: fsdp_reduce_scatter(Int8() if rank else BF16())(out.clone(), x[:2].repeat(3), group, dist.ReduceOp.SUM),
+        lambda: fsdp_reduce_scatter(Int8() if rank else BF16())(
+            out.clone(), x[:2].repeat(3), group, dist.ReduceOp.SUM
+        ),
     ]
     for call in calls:
         with pytest.raises((ValueError, TypeError)) as caught:

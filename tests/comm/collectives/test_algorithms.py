@@ -1,4 +1,5 @@
-"""The algorithms over virtual ranks: many sizes, dtypes and numbers of ranks; sums against float64, bits against each other."""
+"""The algorithms over virtual ranks: many sizes, dtypes and numbers of ranks; sums against float64,
+bits against each other."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 7, 63, 200, 1001)
 
 
-def inputs(size: int, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Tensor]:
+def inputs(
+    size: int, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * size + numel)
     if dtype.is_floating_point:
         rows = torch.randn(size, numel, generator=generator, dtype=torch.float64).to(dtype)
@@ -30,7 +33,9 @@ def inputs(size: int, numel: int, dtype: torch.dtype, device: torch.device | str
     return [row.clone().to(device) for row in rows]
 
 
-def reduced(rows: list[Tensor], name: str, *, segment: int = 50, scale: float = 1.0, offset: int = 0) -> list[Tensor]:
+def reduced(
+    rows: list[Tensor], name: str, *, segment: int = 50, scale: float = 1.0, offset: int = 0
+) -> list[Tensor]:
     """Every rank's result of an all-reduce of `rows`."""
 
     def body(transport):
@@ -69,32 +74,51 @@ def test_all_reduce_of_floats(device, name, size, dtype):
 
 
 @pytest.mark.parametrize("name", ["ring", "two_shot"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str
+)
 def test_all_reduce_of_integers_wraps_and_of_bool_is_or(device, name, dtype):
     for numel in (1, 130):
         rows = inputs(3, numel, dtype, device)
         stacked = torch.stack(rows)
-        expected = stacked.any(0) if dtype == torch.bool else stacked.sum(0, dtype=torch.int64).to(dtype)
+        expected = (
+            stacked.any(0) if dtype == torch.bool else stacked.sum(0, dtype=torch.int64).to(dtype)
+        )
         assert all(torch.equal(found, expected) for found in reduced(rows, name))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.uint32], ids=str)
 def test_views_of_other_dtypes_have_the_same_sums(dtype):
-    a = torch.arange(5).to(torch.float32).to(dtype) if dtype.is_complex else torch.tensor([1, 2, 3, 60000, 5]).to(dtype)
+    a = (
+        torch.arange(5).to(torch.float32).to(dtype)
+        if dtype.is_complex
+        else torch.tensor([1, 2, 3, 60000, 5]).to(dtype)
+    )
     rows = [summable_view(a.clone()) for _ in range(2)]
     found = reduced(rows, "ring")[0].view(dtype)
     expected = (a.to(torch.complex128) if dtype.is_complex else a.to(torch.int64)) * 2
-    assert torch.equal(found.to(expected.dtype), expected % 2**16 if dtype == torch.uint16 else expected)
+    assert torch.equal(
+        found.to(expected.dtype), expected % 2**16 if dtype == torch.uint16 else expected
+    )
 
 
 def test_pieces_by_hand():
     # The tensor is elements 8 to 20 of its buffer; pieces of 5 of the buffer, three ranks.
-    assert ring.pieces_of(12, size=3, segment=5, offset=8) == [[(0, 0), (0, 2), (2, 7)], [(7, 12), (0, 0), (0, 0)]]
+    assert ring.pieces_of(12, size=3, segment=5, offset=8) == [
+        [(0, 0), (0, 2), (2, 7)],
+        [(7, 12), (0, 0), (0, 0)],
+    ]
     assert ring.pieces_of(0, size=3, segment=5) == []
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 4), st.integers(1, 90), st.integers(1, 40), st.lists(st.integers(1, 300), max_size=4), st.booleans())
+@given(
+    st.integers(1, 4),
+    st.integers(1, 90),
+    st.integers(1, 40),
+    st.lists(st.integers(1, 300), max_size=4),
+    st.booleans(),
+)
 def test_the_ring_does_not_depend_on_the_buckets(size, segment, head, cuts, half):
     """Any cut of a buffer into tensors gives the bits of the whole buffer."""
     numel = 300
@@ -109,7 +133,8 @@ def test_the_ring_does_not_depend_on_the_buckets(size, segment, head, cuts, half
 
 
 def test_the_ring_without_offsets_would_depend_on_them():
-    """The guard of the test above: three ranks sum in another order when the position is not told."""
+    """The guard of the test above: three ranks sum in another order when the position is not
+    told."""
     rows = inputs(3, 300, torch.float32)
     whole = reduced(rows, "ring", segment=50)[0]
     second = reduced([row[50:] for row in rows], "ring", segment=50)[0]
@@ -117,7 +142,12 @@ def test_the_ring_without_offsets_would_depend_on_them():
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 4), st.integers(0, 400), st.integers(1, 200), st.sampled_from(["ring", "two_shot"]))
+@given(
+    st.integers(1, 4),
+    st.integers(0, 400),
+    st.integers(1, 200),
+    st.sampled_from(["ring", "two_shot"]),
+)
 def test_reduce_scatter_and_all_gather_make_an_all_reduce(size, numel, segment, name):
     module = ring if name == "ring" else two_shot
     rows = inputs(size, numel, torch.bfloat16)
@@ -126,7 +156,9 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce(size, numel, segment, 
     def body(transport):
         x = rows[transport.rank].clone()
         part = x.new_empty(starts[transport.rank + 1] - starts[transport.rank])
-        module.reduce_scatter(x, part, starts=starts, transport=transport, segment=segment, scale=1 / size)
+        module.reduce_scatter(
+            x, part, starts=starts, transport=transport, segment=segment, scale=1 / size
+        )
         assert torch.equal(x, rows[transport.rank]), "the input is left as it is"
         out = x.new_empty(numel)
         module.all_gather(part, out, starts=starts, transport=transport, segment=segment)
@@ -177,7 +209,16 @@ def test_rounds_overlap_within_the_window():
             yield Note(f"{name}{step}")
 
     run_staggered((steps(name) for name in "ab"), window=2)
-    assert log == ["post a0", "post b0", "wait a0", "post a1", "wait b0", "post b1", "wait a1", "wait b1"]
+    assert log == [
+        "post a0",
+        "post b0",
+        "wait a0",
+        "post a1",
+        "wait b0",
+        "post b1",
+        "wait a1",
+        "wait b1",
+    ]
 
 
 def test_bytes_go_round():
@@ -187,7 +228,9 @@ def test_bytes_go_round():
         run_virtual(1, lambda t: exchange_bytes(t, b"x" * 5, width=4))
 
 
-@pytest.mark.parametrize("pieces", [1, ring.AHEAD - 1, ring.AHEAD, ring.AHEAD + 1, 3 * ring.AHEAD + 5])
+@pytest.mark.parametrize(
+    "pieces", [1, ring.AHEAD - 1, ring.AHEAD, ring.AHEAD + 1, 3 * ring.AHEAD + 5]
+)
 def test_a_ring_of_two_with_more_pieces_than_it_receives_ahead(pieces: int):
     segment = 7
     rows = torch.randn(2, pieces * segment - 3, generator=torch.Generator().manual_seed(pieces))

@@ -1,4 +1,5 @@
-"""The public collectives on gloo ranks: every algorithm, odd tensors, asynchronous order, disagreement, what they refuse."""
+"""The public collectives on gloo ranks: every algorithm, odd tensors, asynchronous order,
+disagreement, what they refuse."""
 
 from __future__ import annotations
 
@@ -8,12 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyops.comm import Communicator, DisagreementError, all_gather, all_reduce, reduce_scatter, release
+from pyops.comm import (
+    Communicator,
+    DisagreementError,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    release,
+)
 from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.library import native
 from tests.comm.collectives.test_algorithms import assert_rounded_once, inputs
 
-SHARED_MEMORY = pytest.param("shared_memory", marks=pytest.mark.skipif(native() is None, reason="built without kernels"))
+SHARED_MEMORY = pytest.param(
+    "shared_memory", marks=pytest.mark.skipif(native() is None, reason="built without kernels")
+)
 OWN = ["auto", "ring", "two_shot", SHARED_MEMORY]
 ALGORITHMS = [*OWN, "native"]
 
@@ -24,7 +34,9 @@ def _all_reduce(rank: int, group: Any, device: torch.device, algorithm: str) -> 
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for numel in (0, 1, 7, 3001, 300_000):  # the last one is beyond a small message and a chunk
             x = inputs(size, numel, dtype, device)[rank]
-            returned = all_reduce(x, group=group, op="mean", algorithm=algorithm, segment_bytes=64 << 10)
+            returned = all_reduce(
+                x, group=group, op="mean", algorithm=algorithm, segment_bytes=64 << 10
+            )
             assert returned is x
             found.append(x.cpu())
     return found
@@ -66,12 +78,17 @@ def _odd_tensors(rank: int, group: Any, device: torch.device, algorithm: str) ->
     check(torch.tensor(2.0, device=device), torch.tensor(2.0 * n, device=device))
     check(torch.ones(3, 0, device=device), torch.ones(3, 0, device=device))
     check(torch.full((5,), 1 + 2j, device=device), torch.full((5,), n * (1 + 2j), device=device))
-    check(torch.full((5,), 1 + 2j, device=device).conj(), torch.full((5,), n * (1 - 2j), device=device))
+    check(
+        torch.full((5,), 1 + 2j, device=device).conj(),
+        torch.full((5,), n * (1 - 2j), device=device),
+    )
     check(
         torch.full((9,), 100, dtype=torch.uint8, device=device),
         torch.full((9,), 100 * n % 256, dtype=torch.uint8, device=device),
     )
-    check(torch.tensor([rank == 0, False], device=device), torch.tensor([True, False], device=device))
+    check(
+        torch.tensor([rank == 0, False], device=device), torch.tensor([True, False], device=device)
+    )
     leaf = torch.nn.Parameter(torch.ones(3, device=device))
     check(leaf, torch.full((3,), float(n), device=device))
     assert leaf.requires_grad
@@ -103,8 +120,13 @@ def _scatter_and_gather(rank: int, group: Any, device: torch.device, algorithm: 
         assert gathered.dtype == dtype
         assert gathered.shape == (2 * n, 3)
         for r in range(n):
-            assert torch.equal(gathered[2 * r : 2 * r + 2].cpu().float(), torch.full((2, 3), r + 1).to(dtype).float())
-    assert all_gather(torch.tensor(rank, device=device), group=group, algorithm=algorithm).tolist() == list(range(n))
+            assert torch.equal(
+                gathered[2 * r : 2 * r + 2].cpu().float(),
+                torch.full((2, 3), r + 1).to(dtype).float(),
+            )
+    assert all_gather(
+        torch.tensor(rank, device=device), group=group, algorithm=algorithm
+    ).tolist() == list(range(n))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -118,7 +140,9 @@ def test_reduce_scatter_and_all_gather(world, device, size, algorithm):
 
 def _native(rank: int, group: Any, device: torch.device) -> None:
     x = torch.full((5,), rank + 1.0, device=device)
-    assert torch.equal(all_reduce(x, group=group, op="mean", algorithm="native").cpu(), torch.full((5,), 1.5))
+    assert torch.equal(
+        all_reduce(x, group=group, op="mean", algorithm="native").cpu(), torch.full((5,), 1.5)
+    )
 
 
 def test_native(world, device):
@@ -156,17 +180,34 @@ def _disagree(rank: int, group: Any, algorithm: str) -> list[str]:
         messages.append(str(caught.value))
 
     size = 100_000
-    expect(lambda: all_reduce(torch.ones(size + (rank == odd)), group=group, algorithm=algorithm, label="bucket 3 of 7"))
     expect(
-        lambda: all_reduce(torch.ones(8, dtype=torch.int32 if rank == odd else torch.float32), group=group, algorithm=algorithm)
+        lambda: all_reduce(
+            torch.ones(size + (rank == odd)),
+            group=group,
+            algorithm=algorithm,
+            label="bucket 3 of 7",
+        )
     )
-    expect(lambda: all_reduce(torch.ones(8), op="mean" if rank == odd else "sum", group=group, algorithm=algorithm))
+    expect(
+        lambda: all_reduce(
+            torch.ones(8, dtype=torch.int32 if rank == odd else torch.float32),
+            group=group,
+            algorithm=algorithm,
+        )
+    )
+    expect(
+        lambda: all_reduce(
+            torch.ones(8), op="mean" if rank == odd else "sum", group=group, algorithm=algorithm
+        )
+    )
     if rank == odd:
         expect(lambda: reduce_scatter(torch.ones(8), group=group, algorithm=algorithm))
     else:
         expect(lambda: all_reduce(torch.ones(8), group=group, algorithm=algorithm))
     # The group is as good as before.
-    assert all_reduce(torch.ones(2), group=group, algorithm=algorithm)[0] == dist.get_world_size(group)
+    assert all_reduce(torch.ones(2), group=group, algorithm=algorithm)[0] == dist.get_world_size(
+        group
+    )
     return messages
 
 
@@ -180,19 +221,37 @@ def test_ranks_that_disagree_all_raise_and_none_hangs(world, size, algorithm):
         assert "100000 elements of" in messages[0]
         assert "100001 elements of" in messages[0]
         assert f"rank {size - 1 if rank < size - 1 else 0}" in messages[0]
-        assert all("ranks must call the same collectives in the same order" in text for text in messages)
+        assert all(
+            "ranks must call the same collectives in the same order" in text for text in messages
+        )
 
 
 def _refuse(rank: int, group: Any) -> None:
     x = torch.ones(4)
     for call, error, words in [
-        (lambda: all_reduce(x, group=group, op="max"), ValueError, "op must be 'sum' or 'mean', got 'max'"),
-        (lambda: all_reduce(x, group=group, algorithm="rings"), ValueError, "algorithm must be one of .* got 'rings'"),
+        (
+            lambda: all_reduce(x, group=group, op="max"),
+            ValueError,
+            "op must be 'sum' or 'mean', got 'max'",
+        ),
+        (
+            lambda: all_reduce(x, group=group, algorithm="rings"),
+            ValueError,
+            "algorithm must be one of .* got 'rings'",
+        ),
         (lambda: all_reduce(x.int(), group=group, op="mean"), TypeError, "the mean of torch.int32"),
-        (lambda: all_reduce(x.to(torch.float8_e5m2), group=group), TypeError, "float8_e5m2 tensors can't be summed"),
+        (
+            lambda: all_reduce(x.to(torch.float8_e5m2), group=group),
+            TypeError,
+            "float8_e5m2 tensors can't be summed",
+        ),
         (lambda: all_reduce(x.to_sparse(), group=group), ValueError, "to_dense"),
         (lambda: all_reduce(x[:1].expand(3), group=group), ValueError, "expanded tensor"),
-        (lambda: all_reduce(x.to("meta"), group=group, algorithm="shared_memory"), ValueError, "a tensor on meta"),
+        (
+            lambda: all_reduce(x.to("meta"), group=group, algorithm="shared_memory"),
+            ValueError,
+            "a tensor on meta",
+        ),
         (lambda: all_gather(x.to("meta"), group=group), ValueError, "a tensor on meta"),
         (lambda: all_reduce(x, group=group, segment_bytes=5), ValueError, "segment_bytes is 5"),
         (lambda: all_reduce(x, group=group, offset=-1), ValueError, "offset is -1"),
@@ -211,7 +270,9 @@ def test_what_is_refused_is_refused_before_anything_changes(world):
 
 
 def test_without_a_group():
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised; start with torchrun"):
+    with pytest.raises(
+        ValueError, match=r"torch\.distributed is not initialised; start with torchrun"
+    ):
         all_reduce(torch.ones(1))
 
 
@@ -229,7 +290,9 @@ def _groups_come_and_go(rank: int, group: Any) -> None:
                 assert Communicator.of(half) is not first
                 assert all_reduce(torch.ones(2), group=half)[0] == 2
         else:
-            with pytest.raises(ValueError, match="group must be a process group that this rank is in"):
+            with pytest.raises(
+                ValueError, match="group must be a process group that this rank is in"
+            ):
                 all_reduce(torch.ones(2), group=half)
         dist.barrier(group)
         if rank < 2:

@@ -1,4 +1,5 @@
-"""What "auto" chooses by: a line through two timings for each candidate, the first unless another is clearly faster."""
+"""What "auto" chooses by: a line through two timings for each candidate, the first unless another
+is clearly faster."""
 
 from __future__ import annotations
 
@@ -39,15 +40,23 @@ def test_a_line_goes_through_both_timings(monkeypatch: pytest.MonkeyPatch):
         return seconds[name, nbytes] / (1000 if first else 1)
 
     monkeypatch.setattr(probe, "_time", timed)
-    runners = {name: lambda x, name=name: calls.append((name, x.numel() * x.element_size())) for name in "ab"}
+    runners = {
+        name: lambda x, name=name: calls.append((name, x.numel() * x.element_size()))
+        for name in "ab"
+    }
     table = probe.measure(runners, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert table["a"].seconds(4096) == pytest.approx(5e-6)
     assert table["a"].seconds(1 << 20) == pytest.approx(105e-6)
-    assert table["b"] == Cost(pytest.approx(50e-6), 0.0), "a larger tensor that took less time says nothing of bandwidth"
+    assert table["b"] == Cost(pytest.approx(50e-6), 0.0), (
+        "a larger tensor that took less time says nothing of bandwidth"
+    )
 
 
 def test_a_table_goes_round_unchanged_and_fits():
-    table = {name: Cost(1.2345678901234567e-05, 1.2345678901234567e-10) for name in ("shared_memory", "two_shot", "native")}
+    table = {
+        name: Cost(1.2345678901234567e-05, 1.2345678901234567e-10)
+        for name in ("shared_memory", "two_shot", "native")
+    }
     text = probe.to_json(table)
     assert len(text.encode()) <= _TABLE_WIDTH
     assert probe.from_json(text) == table
@@ -59,7 +68,9 @@ def _measured(rank: int, group: Any) -> Any:
         for costs in ({}, presumed, {("cpu", "torch.float32"): {"ring": Cost(1e-9, 0.0)}}):
             Communicator.presumed_costs = costs
             fresh = dist.new_group(backend="gloo")
-            assert torch.equal(pyops.comm.all_reduce(torch.ones(5), group=fresh), torch.full((5,), 2.0))
+            assert torch.equal(
+                pyops.comm.all_reduce(torch.ones(5), group=fresh), torch.full((5,), 2.0)
+            )
             tables.append(Communicator.of(fresh)._costs[("cpu", "torch.float32")])
     finally:
         Communicator.presumed_costs = presumed

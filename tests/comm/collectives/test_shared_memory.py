@@ -1,4 +1,5 @@
-"""Shared memory among threads that play ranks: every dtype at sizes around its chunks, signatures, and what it refuses."""
+"""Shared memory among threads that play ranks: every dtype at sizes around its chunks, signatures,
+and what it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.library import native
 from tests.comm.collectives.test_algorithms import inputs
 
-pytestmark = [pytest.mark.cpu_only, pytest.mark.skipif(native() is None, reason="built without kernels")]
+pytestmark = [
+    pytest.mark.cpu_only,
+    pytest.mark.skipif(native() is None, reason="built without kernels"),
+]
 
 CHUNK, SMALL = 8192, 4096
 
@@ -32,7 +36,9 @@ def run_ranks(size: int, body: Any, *, timeout: float = 20.0) -> list[Any]:
             shared._ring = native().SharedMemoryRing(name, 0, size, True, CHUNK, SMALL)
         made.wait()
         if transport.rank > 0:
-            shared._ring = native().SharedMemoryRing(name, transport.rank, size, False, CHUNK, SMALL)
+            shared._ring = native().SharedMemoryRing(
+                name, transport.rank, size, False, CHUNK, SMALL
+            )
         made.wait()
         if transport.rank == 0:
             shared._ring.unlink()
@@ -43,12 +49,25 @@ def run_ranks(size: int, body: Any, *, timeout: float = 20.0) -> list[Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool], ids=str
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool],
+    ids=str,
 )
 def test_sums_are_those_of_sum_rows_at_every_size(size, dtype):
     item = dtype.itemsize
     chunk = CHUNK // item
-    sizes = [0, 1, 7, SMALL // item, SMALL // item + 1, chunk - 1, chunk, chunk + 1, 5 * chunk + 77, 12 * chunk]
+    sizes = [
+        0,
+        1,
+        7,
+        SMALL // item,
+        SMALL // item + 1,
+        chunk - 1,
+        chunk,
+        chunk + 1,
+        5 * chunk + 77,
+        12 * chunk,
+    ]
     rows_of = {numel: inputs(size, numel, dtype) for numel in sizes}
     scale = 1.0 / size if dtype.is_floating_point else 1.0
 
@@ -67,14 +86,19 @@ def test_sums_are_those_of_sum_rows_at_every_size(size, dtype):
             sum_rows_reference(expected, rows, scale=scale)
         else:
             stacked = torch.stack(rows)
-            expected = stacked.any(0) if dtype == torch.bool else stacked.sum(0, dtype=torch.int64).to(dtype)
+            expected = (
+                stacked.any(0)
+                if dtype == torch.bool
+                else stacked.sum(0, dtype=torch.int64).to(dtype)
+            )
         for of_rank in found:
             assert torch.equal(of_rank[numel], expected), (numel, dtype)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_many_collectives_of_all_kinds_in_a_row(size):
-    """Slots are taken over again and again, by collectives of other kinds and sizes, with ranks at different speeds."""
+    """Slots are taken over again and again, by collectives of other kinds and sizes, with ranks at
+    different speeds."""
     generator = torch.Generator().manual_seed(size)
     lengths = torch.randint(1, 9000, (60,), generator=generator).tolist()
 
@@ -117,7 +141,10 @@ def test_ranks_that_disagree_all_raise_and_go_on():
         return str(caught.value)
 
     found = run_ranks(3, body)
-    assert "this rank called all_reduce of 100 elements of torch.float32, rank 2 called all_reduce of 100000 elem" in found[0]
+    assert (
+        "this rank called all_reduce of 100 elements of torch.float32, rank 2 called "
+        "all_reduce of 100000 elem" in found[0]
+    )
     assert "rank 0 called all_reduce of 100 elements" in found[2]
 
 
@@ -128,11 +155,14 @@ def test_a_late_rank_is_named_and_told():
         x = torch.ones(10)
         if shared.rank == 2:
             everyone_gave_up.wait()
-            with pytest.raises(CommunicationError, match="the others gave up, because this rank came too late"):
+            with pytest.raises(
+                CommunicationError, match="the others gave up, because this rank came too late"
+            ):
                 shared.all_reduce(x)
             return
         with pytest.raises(
-            CommunicationError, match=r"rank 2 stalled: no sign of it within the group's timeout of 0\.3 s"
+            CommunicationError,
+            match=r"rank 2 stalled: no sign of it within the group's timeout of 0\.3 s",
         ) as caught:
             shared.all_reduce(x)
         assert caught.value.ranks == (2,)

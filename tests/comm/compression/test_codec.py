@@ -74,7 +74,12 @@ def test_names() -> None:
     assert parse("fp8_e5m2") == FP8(format="e5m2")
     with pytest.raises(ValueError, match=r"no codec 'zip'.*onebit"):
         parse("zip")
-    for make in (lambda: OneBit(block=100), lambda: Int8(block=0), lambda: OneBit(rule="l2"), lambda: FP8(format="e3m4")):
+    for make in (
+        lambda: OneBit(block=100),
+        lambda: Int8(block=0),
+        lambda: OneBit(rule="l2"),
+        lambda: FP8(format="e3m4"),
+    ):
         with pytest.raises(ValueError, match=r"give a multiple of 64|choose"):
             make()
 
@@ -104,7 +109,9 @@ def test_the_codecs_of_the_documentation_are_found_where_it_says():
     assert {"Identity", "BF16", "Int8", "FP8", "OneBit", "TopK", "PowerSGD"} == set(names)
     for name in names:
         assert issubclass(getattr(codecs, name), codecs.Codec), name
-    with pytest.raises(AttributeError, match=r"module 'pyops.comm' has no attribute 'LowRank'; it has"):
+    with pytest.raises(
+        AttributeError, match=r"module 'pyops.comm' has no attribute 'LowRank'; it has"
+    ):
         _ = codecs.LowRank
 
 

@@ -1,4 +1,5 @@
-"""Compressed collectives over process groups: one result everywhere, errors for all when ranks disagree."""
+"""Compressed collectives over process groups: one result everywhere, errors for all when ranks
+disagree."""
 
 from __future__ import annotations
 
@@ -35,14 +36,18 @@ def _several(rank: int, group: dist.ProcessGroup, codec: Codec) -> list[torch.Te
         error = ErrorFeedback(size, codec=codec, communicator=Communicator.of(group))
         for asynchronous in (False, True):
             x = numbers(rank, size)
-            work = compressed_all_reduce(x, codec=codec, error=error, group=group, segment_bytes=4096, async_op=asynchronous)
+            work = compressed_all_reduce(
+                x, codec=codec, error=error, group=group, segment_bytes=4096, async_op=asynchronous
+            )
             assert (work.wait() if asynchronous else work) is x
             found.append(x)
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("codec", [OneBit(), OneBit(block=None), Int8(), FP8(), BF16()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [OneBit(), OneBit(block=None), Int8(), FP8(), BF16()], ids=lambda c: c.name
+)
 def test_every_rank_has_the_same_bits(world, size: int, codec: Codec) -> None:
     results = world(size).run(_several, codec)
     for found in results[1:]:
@@ -101,7 +106,9 @@ def _nodes(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
             error = ErrorFeedback(part, codec=codec, communicator=Communicator.of(across))
             for asynchronous in (False, True):
                 x = numbers(rank, size)
-                work = compressed_all_reduce(x, codec=codec, error=error, group=across, within=within, async_op=asynchronous)
+                work = compressed_all_reduce(
+                    x, codec=codec, error=error, group=across, within=within, async_op=asynchronous
+                )
                 assert (work.wait() if asynchronous else work) is x
                 found.append(x)
     return found

@@ -1,4 +1,5 @@
-"""Errors kept from call to call: nothing is lost over many rounds, and their sum outlives a change of the number of ranks."""
+"""Errors kept from call to call: nothing is lost over many rounds, and their sum outlives a change
+of the number of ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +33,23 @@ def memory(error: ErrorFeedback, *, seed: int = 0) -> shots.Memory:
     return shots.Memory(error.worker, error.server, error.overflowed, seed)
 
 
-def rounds(codec: Codec, errors: list[ErrorFeedback], *, count: int, first: int = 0) -> list[Tensor]:
-    """The results of `count` means over as many virtual ranks as there are errors, equal on all of them."""
+def rounds(
+    codec: Codec, errors: list[ErrorFeedback], *, count: int, first: int = 0
+) -> list[Tensor]:
+    """The results of `count` means over as many virtual ranks as there are errors, equal on all of
+    them."""
 
     def body(transport: Transport) -> list[Tensor]:
         error, found = errors[transport.rank], []
         for k in range(first, first + count):
             x = numbers(100 * k + transport.rank, error.numel)
             shots.all_reduce(
-                x, codec=codec, transport=transport, segment=128, memory=memory(error, seed=k), scale=1 / transport.size
+                x,
+                codec=codec,
+                transport=transport,
+                segment=128,
+                memory=memory(error, seed=k),
+                scale=1 / transport.size,
             )
             found.append(x)
         return found
@@ -67,10 +76,14 @@ def test_what_was_seen_and_what_is_left_make_up_the_means(codec: Codec, size: in
     errors = make(codec, size, tensors=1000)
     count = 50
     seen = sum(x.double() for x in rounds(codec, errors, count=count))
-    means = sum(numbers(100 * k + rank, 1000).double() for k in range(count) for rank in range(size)) / size
+    means = (
+        sum(numbers(100 * k + rank, 1000).double() for k in range(count) for rank in range(size))
+        / size
+    )
     largest = float(torch.cat([part.abs() for e in errors for part in (e.worker, e.server)]).max())
     assert largest > 0  # else there was nothing to remember
-    # Each round rounds x + error twice at each end, and the sum once: 5 roundings of numbers below 4 + the largest error.
+    # Each round rounds x + error twice at each end, and the sum once: 5 roundings of numbers below
+    # 4 + the largest error.
     assert (seen + left_out(errors) - means).abs().max() <= count * 5 * 2.0**-24 * (4 + 2 * largest)
 
 
@@ -81,7 +94,9 @@ def test_one_round_is_the_mean_less_the_errors(numel: int) -> None:
         (out,) = rounds(Int8(block=64), errors, count=1)
         mean = sum(numbers(rank, numel).double() for rank in range(size)) / size
         # The encoders of 8 bits are exact; the owner's fp32 sum and its scaling round.
-        assert torch.allclose(out.double() + left_out(errors), mean, rtol=0, atol=(size + 1) * 2.0**-23)
+        assert torch.allclose(
+            out.double() + left_out(errors), mean, rtol=0, atol=(size + 1) * 2.0**-23
+        )
 
 
 def test_a_large_tensor_in_many_segments() -> None:
@@ -91,7 +106,9 @@ def test_a_large_tensor_in_many_segments() -> None:
     def body(transport: Transport) -> Tensor:
         x = numbers(transport.rank, numel)
         error = memory(errors[transport.rank])
-        shots.all_reduce(x, codec=codec, transport=transport, segment=1 << 14, memory=error, scale=1 / 3)
+        shots.all_reduce(
+            x, codec=codec, transport=transport, segment=1 << 14, memory=error, scale=1 / 3
+        )
         return x
 
     first, *others = run_virtual(3, body)
@@ -135,10 +152,14 @@ def test_the_sum_of_the_errors_outlives_changes_of_the_number_of_ranks() -> None
         errors = make(codec, size)
         for error in errors:
             error.load_state_dict(state)
-        covered = torch.cat([torch.arange(s.start, s.stop) for s in (LAYOUT.slice(n) for n in LAYOUT.names)])
+        covered = torch.cat(
+            [torch.arange(s.start, s.stop) for s in (LAYOUT.slice(n) for n in LAYOUT.names)]
+        )
         assert before[covered].abs().max() > 0
         largest = float(max(e.worker.abs().max() for e in errors))
-        assert (left_out(errors) - before)[covered].abs().max() <= 2.0**-24 * largest  # one rounding of the mean
+        assert (left_out(errors) - before)[
+            covered
+        ].abs().max() <= 2.0**-24 * largest  # one rounding of the mean
         rounds(codec, errors, count=2)
 
 
@@ -172,8 +193,12 @@ def test_states_that_can_not_be_loaded_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("codec", [OneBit(block=64), Int8(block=64), BF16(), OneBit(block=None)], ids=lambda c: c.name)
-def test_a_number_that_is_not_finite_reaches_all_and_enters_no_error(codec: Codec, bad: float) -> None:
+@pytest.mark.parametrize(
+    "codec", [OneBit(block=64), Int8(block=64), BF16(), OneBit(block=None)], ids=lambda c: c.name
+)
+def test_a_number_that_is_not_finite_reaches_all_and_enters_no_error(
+    codec: Codec, bad: float
+) -> None:
     errors = make(codec, 3, tensors=640)
     rounds(codec, errors, count=1)
     kept = [(e.worker.clone(), e.server.clone()) for e in errors]
@@ -183,11 +208,22 @@ def test_a_number_that_is_not_finite_reaches_all_and_enters_no_error(codec: Code
         x = numbers(transport.rank, 640)
         if transport.rank == 1:
             x[place] = bad
-        shots.all_reduce(x, codec=codec, transport=transport, segment=128, memory=memory(errors[transport.rank]), scale=1 / 3)
+        shots.all_reduce(
+            x,
+            codec=codec,
+            transport=transport,
+            segment=128,
+            memory=memory(errors[transport.rank]),
+            scale=1 / 3,
+        )
         return x
 
     results = run_virtual(3, body)
-    block = slice(64, 128) if codec.multiple == 64 and codec != BF16() and codec.streams else slice(place, place + 1)
+    block = (
+        slice(64, 128)
+        if codec.multiple == 64 and codec != BF16() and codec.streams
+        else slice(place, place + 1)
+    )
     for x in results:
         assert x[block].isnan().all()
         assert not x.isinf().any()

@@ -1,4 +1,5 @@
-"""PowerSGD: algorithm 2 of the paper step by step in float64, nothing lost, the same bits on every rank."""
+"""PowerSGD: algorithm 2 of the paper step by step in float64, nothing lost, the same bits on every
+rank."""
 
 from __future__ import annotations
 
@@ -11,18 +12,33 @@ from torch import Tensor
 
 from pyops.comm.collectives import two_shot
 from pyops.comm.collectives.transport import Transport, run_virtual
-from pyops.comm.compression.low_rank import Family, families, orthonormal, product, sum_last, unit_columns
+from pyops.comm.compression.low_rank import (
+    Family,
+    families,
+    orthonormal,
+    product,
+    sum_last,
+    unit_columns,
+)
 from pyops.comm.compression.power_sgd import PowerSGD, PowerSGDMemory, low_rank_mean
 from pyops.flat import FlatLayout
 
 LAYOUT = FlatLayout.plan(
-    [("a", (24, 16)), ("bias", (5,)), ("conv", (24, 4, 4)), ("small", (3, 2)), ("b", (10, 31)), ("none", (0,))]
+    [
+        ("a", (24, 16)),
+        ("bias", (5,)),
+        ("conv", (24, 4, 4)),
+        ("small", (3, 2)),
+        ("b", (10, 31)),
+        ("none", (0,)),
+    ]
 )
 COMPRESSED = ("a", "conv", "b")
 
 
 def gradients(rank: int, steps: int, layout: FlatLayout = LAYOUT) -> Tensor:
-    """[steps, numel] for one rank: zero in the padding, a common part, so that there is something to find."""
+    """[steps, numel] for one rank: zero in the padding, a common part, so that there is something
+    to find."""
     common, own = torch.Generator().manual_seed(100), torch.Generator().manual_seed(rank)
     rows = torch.zeros(steps, layout.numel)
     for name in layout.names:
@@ -32,7 +48,9 @@ def gradients(rank: int, steps: int, layout: FlatLayout = LAYOUT) -> Tensor:
     return rows
 
 
-def train(transport: Transport, memory: PowerSGDMemory, rows: Tensor, *, factor: float = 1.0) -> Tensor:
+def train(
+    transport: Transport, memory: PowerSGDMemory, rows: Tensor, *, factor: float = 1.0
+) -> Tensor:
     def exchange(x: Tensor) -> None:
         two_shot.all_reduce(x, transport=transport, segment=64, scale=1.0 / transport.size)
 
@@ -42,7 +60,9 @@ def train(transport: Transport, memory: PowerSGDMemory, rows: Tensor, *, factor:
     return outs
 
 
-def run(size: int, steps: int, *, rank: int = 2, drop_errors: bool = False, factor: float = 1.0) -> list[tuple[Tensor, Any]]:
+def run(
+    size: int, steps: int, *, rank: int = 2, drop_errors: bool = False, factor: float = 1.0
+) -> list[tuple[Tensor, Any]]:
     def body(transport: Transport) -> tuple[Tensor, Any]:
         memory = PowerSGDMemory(LAYOUT, codec=PowerSGD(rank), rank=transport.rank, size=size)
         rows = gradients(transport.rank, steps)
@@ -58,9 +78,15 @@ def run(size: int, steps: int, *, rank: int = 2, drop_errors: bool = False, fact
 
 
 def reference(
-    size: int, steps: int, rank: int, *, layout: FlatLayout = LAYOUT, compressed: Sequence[str] = COMPRESSED
+    size: int,
+    steps: int,
+    rank: int,
+    *,
+    layout: FlatLayout = LAYOUT,
+    compressed: Sequence[str] = COMPRESSED,
 ) -> tuple[Tensor, Tensor]:
-    """(out [steps, numel], worker errors [size, numel]) of algorithm 2 in float64, with QR for the orthogonal columns."""
+    """(out [steps, numel], worker errors [size, numel]) of algorithm 2 in float64, with QR for the
+    orthogonal columns."""
     b = torch.stack([gradients(r, steps, layout) for r in range(size)]).double()
     start = PowerSGDMemory(layout, codec=PowerSGD(rank), rank=0, size=size).state_dict()["basis"]
     out, errors = b.mean(dim=0), torch.zeros(size, layout.numel, dtype=torch.float64)
@@ -82,19 +108,23 @@ def reference(
 def test_follows_the_paper(size: int):
     expected, errors = reference(size, 6, 2)
     found = run(size, 6)
-    assert (expected[-1] - torch.stack([gradients(r, 6) for r in range(size)]).double().mean(0)[-1]).abs().max() > 0.1, (
-        "it compresses"
-    )
+    assert (
+        expected[-1] - torch.stack([gradients(r, 6) for r in range(size)]).double().mean(0)[-1]
+    ).abs().max() > 0.1, "it compresses"
     for rank, (outs, memory) in enumerate(found):
         torch.testing.assert_close(outs.double(), expected, rtol=2e-4, atol=2e-5)
         torch.testing.assert_close(memory.worker.double(), errors[rank], rtol=2e-4, atol=5e-5)
         assert torch.equal(outs, found[0][0]), "every rank has the same bits"
-        assert all(torch.equal(mine, first) for mine, first in zip(memory.bases, found[0][1].bases, strict=True))
+        assert all(
+            torch.equal(mine, first)
+            for mine, first in zip(memory.bases, found[0][1].bases, strict=True)
+        )
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_nothing_is_lost(factor: float):
-    """sum of out over the steps = factor * (sum of the mean gradients - mean of the last errors), to rounding."""
+    """sum of out over the steps = factor * (sum of the mean gradients - mean of the last errors),
+    to rounding."""
     steps, size = 30, 3
     found = run(size, steps, factor=factor)
     came = found[0][0].double().sum(dim=0) / factor
@@ -111,7 +141,9 @@ def test_what_is_small_is_exact():
     found = run(size, 4)
     mean = torch.stack([gradients(r, 4) for r in range(size)]).double().mean(dim=0).float()
     for name in ("bias", "small"):
-        torch.testing.assert_close(found[0][0][:, LAYOUT.slice(name)], mean[:, LAYOUT.slice(name)], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            found[0][0][:, LAYOUT.slice(name)], mean[:, LAYOUT.slice(name)], rtol=1e-6, atol=1e-6
+        )
         assert found[0][1].worker[LAYOUT.slice(name)].abs().max() == 0
     padding = torch.ones(LAYOUT.numel, dtype=torch.bool)
     for name in LAYOUT.names:
@@ -161,7 +193,9 @@ def test_what_is_not_finite_stays_out_of_errors_and_directions(bad: float):
         assert torch.equal(memory.worker[place], worker[place])
         assert memory.worker.isfinite().all()
         assert all(b.isfinite().all() for b in memory.bases)
-        family, member = next((i, f.members.index(2)) for i, f in enumerate(memory.families) if 2 in f.members)
+        family, member = next(
+            (i, f.members.index(2)) for i, f in enumerate(memory.families) if 2 in f.members
+        )
         assert torch.equal(memory.bases[family][member], bases[family][member])
         assert out[LAYOUT.slice("a")].isfinite().all(), "a matrix is alone in its ruin"
         assert not torch.equal(memory.worker[LAYOUT.slice("a")], worker[LAYOUT.slice("a")])
@@ -173,10 +207,15 @@ def test_columns():
     p[1, 2], p[2] = 2 * p[1, 0] + p[1, 1], 0
     found = orthonormal(p)
     gram = found.double() @ found.double().transpose(1, 2)
-    expected = torch.stack([torch.eye(4), torch.diag(torch.tensor([1.0, 1, 0, 1])), torch.zeros(4, 4)]).double()
+    expected = torch.stack(
+        [torch.eye(4), torch.diag(torch.tensor([1.0, 1, 0, 1])), torch.zeros(4, 4)]
+    ).double()
     torch.testing.assert_close(gram, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(
-        found[0].double().t() @ (found[0].double() @ p[0].t().double()), p[0].t().double(), atol=1e-5, rtol=0
+        found[0].double().t() @ (found[0].double() @ p[0].t().double()),
+        p[0].t().double(),
+        atol=1e-5,
+        rtol=0,
     )
     q = torch.randn(3, 4, 7)
     torch.testing.assert_close(product(found, q), found.transpose(1, 2) @ q, rtol=1e-5, atol=1e-6)
@@ -191,7 +230,11 @@ def _bits_with_threads(threads: int) -> Tensor:
     torch.set_num_threads(threads)
     try:
         torch.manual_seed(0)
-        p, q, long = torch.randn(1, 4, 70_001), torch.randn(1, 4, 9), torch.randn(1, 1_000_003, dtype=torch.float64)
+        p, q, long = (
+            torch.randn(1, 4, 70_001),
+            torch.randn(1, 4, 9),
+            torch.randn(1, 1_000_003, dtype=torch.float64),
+        )
         p = orthonormal(p)
         results = [p, product(p, q), unit_columns(p, fresh=p), sum_last(long)]
         return torch.cat([x.double().flatten() for x in results])

@@ -1,4 +1,5 @@
-"""PowerSGD takes matrices of one shape as a batch, through strided views: each comes out as it would by itself."""
+"""PowerSGD takes matrices of one shape as a batch, through strided views: each comes out as it
+would by itself."""
 
 from __future__ import annotations
 
@@ -29,9 +30,14 @@ LAYOUTS = {alignment: FlatLayout.plan(NAMED, alignment=alignment) for alignment 
 
 @pytest.mark.parametrize("alignment", LAYOUTS)
 @pytest.mark.parametrize(("rank", "factor"), [(1, 1.0), (1, 3.0), (2, 1.0), (4, 3.0)])
-@pytest.mark.parametrize("band", [40, 800, 1 << 16], ids=["rows of a matrix", "some matrices", "all matrices"])
-def test_each_matrix_of_a_batch_follows_the_paper(alignment: int, rank: int, factor: float, band: int, monkeypatch: Any):
-    """Two ranks, the flat tensor a part of a larger one, against float64; the surroundings and the padding stay as they are."""
+@pytest.mark.parametrize(
+    "band", [40, 800, 1 << 16], ids=["rows of a matrix", "some matrices", "all matrices"]
+)
+def test_each_matrix_of_a_batch_follows_the_paper(
+    alignment: int, rank: int, factor: float, band: int, monkeypatch: Any
+):
+    """Two ranks, the flat tensor a part of a larger one, against float64; the surroundings and the
+    padding stay as they are."""
     monkeypatch.setattr(low_rank, "BAND", band)
     layout, size = LAYOUTS[alignment], 2
     expected, errors = reference(size, STEPS, rank, layout=layout, compressed=MATRICES)
@@ -81,7 +87,11 @@ def test_one_matrix_of_a_batch_that_is_not_finite_leaves_the_others_as_they_are(
     for name in set(layout.names) - {"a1"}:
         assert torch.equal(ruined[layout.slice(name)], clean[layout.slice(name)])
         assert torch.equal(memory.worker[layout.slice(name)], good.worker[layout.slice(name)])
-    assert all(torch.equal(memory.state_dict()["basis"][n], good.state_dict()["basis"][n]) for n in before if n != "a1")
+    assert all(
+        torch.equal(memory.state_dict()["basis"][n], good.state_dict()["basis"][n])
+        for n in before
+        if n != "a1"
+    )
 
 
 def test_a_sum_that_overflows_after_the_first_exchange_leaves_error_and_directions():
@@ -108,7 +118,11 @@ def test_batches_and_pieces(monkeypatch: Any):
     family = next(f for f in found if f.rows == 24)
     numel = 24 * 16
     batches = whole_batches(layout, family)
-    assert [(b.first, b.count, b.distance) for b in batches] == [(0, 3, numel + 5), (3, 2, numel + 5), (5, 1, 0)]
+    assert [(b.first, b.count, b.distance) for b in batches] == [
+        (0, 3, numel + 5),
+        (3, 2, numel + 5),
+        (5, 1, 0),
+    ]
     for band in (40, 800, 1 << 16):
         monkeypatch.setattr(low_rank, "BAND", band)
         seen = torch.zeros(len(family.members), family.rows)

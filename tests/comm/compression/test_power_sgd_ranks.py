@@ -1,4 +1,5 @@
-"""PowerSGD where it is used: DataParallel, torch's DDP, a checkpoint in the middle; a descent that needs its errors."""
+"""PowerSGD where it is used: DataParallel, torch's DDP, a checkpoint in the middle; a descent that
+needs its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.b, self.a, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(10, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.b, self.a, self.c = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(10, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         for p in self.parameters():
             p.data.normal_(std=0.3, generator=generator)
 
@@ -78,10 +83,17 @@ def _data_parallel(rank: int, group: Any, path: str, first: bool) -> tuple[Any, 
         again = make()
         again.load_communication_state(load(path, group=group)[0])
         one, two = (accumulate(m, m.module, rank, range(6, 9)) for m in (model, again))
-        assert all(torch.equal(one[name], two[name]) for name in one), "resumed, it goes on as it would have"
+        assert all(torch.equal(one[name], two[name]) for name in one), (
+            "resumed, it goes on as it would have"
+        )
     saved = load(path, group=group)[0]
     rows = {n: s.tensor[0].double() for n, s in model.communication_state()["worker"].items()}
-    return total, {n: r.double().mean(dim=0) for n, r in saved["worker"].items()}, rows, sorted(saved["basis"])
+    return (
+        total,
+        {n: r.double().mean(dim=0) for n, r in saved["worker"].items()},
+        rows,
+        sorted(saved["basis"]),
+    )
 
 
 def test_data_parallel_saves_resumes_and_changes_its_number_of_ranks(world, tmp_path):
@@ -95,7 +107,9 @@ def test_data_parallel_saves_resumes_and_changes_its_number_of_ranks(world, tmp_
     found = world(3).run(_data_parallel, str(tmp_path / "c"), False)
     for name, exact in exact_means(3, range(6, 9)).items():
         left = sum(rows[name] for _, _, rows, _ in found) / 3
-        torch.testing.assert_close(found[0][0][name] + left, exact + carried[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            found[0][0][name] + left, exact + carried[name], rtol=0, atol=1e-5
+        )
         assert torch.equal(found[0][0][name], found[2][0][name])
 
 
@@ -105,9 +119,20 @@ def _ddp(rank: int, group: Any, steps: int) -> tuple[Any, ...]:
     ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.005)
     ddp.register_comm_hook(state, hook)
     total = accumulate(ddp, net, rank, range(1))
-    before, directions = sorted(state._memories), {n: q.clone() for n, q in state.state_dict()["basis"].items()}
-    state.memory([net.b.weight, net.a.weight], communicator=Communicator.of(group), device=torch.device("cpu"))
-    kept = all(torch.equal(q, directions[n]) for n, q in state.state_dict()["basis"].items() if n[0] in "ab")
+    before, directions = (
+        sorted(state._memories),
+        {n: q.clone() for n, q in state.state_dict()["basis"].items()},
+    )
+    state.memory(
+        [net.b.weight, net.a.weight],
+        communicator=Communicator.of(group),
+        device=torch.device("cpu"),
+    )
+    kept = all(
+        torch.equal(q, directions[n])
+        for n, q in state.state_dict()["basis"].items()
+        if n[0] in "ab"
+    )
     rest = accumulate(ddp, net, rank, range(1, steps))
     rows = {n: s.tensor[0].double() for n, s in state.state_dict()["worker"].items()}
     return {n: total[n] + rest[n] for n in total}, rows, before != sorted(state._memories), kept
@@ -123,7 +148,8 @@ def test_ddp_keeps_errors_and_directions_when_buckets_change(world):
 
 
 def _regression(rank: int, group: Any, forget: bool) -> float:
-    """Least squares for a full matrix by rank-1 steps; the distance to the solution but for the row that is shaken."""
+    """Least squares for a full matrix by rank-1 steps; the distance to the solution but for the row
+    that is shaken."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(40, 16, generator=generator)
     truth = torch.randn(16, 16, generator=generator)
@@ -132,7 +158,9 @@ def _regression(rank: int, group: Any, forget: bool) -> float:
     rows = slice(20 * rank, 20 * rank + 20)
     for step in range(300):
         model.zero_grad()
-        shake = model.module.weight[0].sum() * (20.0 if step % 2 else -20.0)  # the strongest direction, and of no use
+        shake = model.module.weight[0].sum() * (
+            20.0 if step % 2 else -20.0
+        )  # the strongest direction, and of no use
         ((model(x[rows]) - x[rows] @ truth.t()).square().sum() / 20 + shake).backward()
         with torch.no_grad():
             model.module.weight -= 0.02 * model.module.weight.grad
@@ -149,10 +177,14 @@ def test_descent_gets_there_only_with_its_errors(world):
 
 def test_refuses():
     x, layout = torch.zeros(400), FlatLayout.plan([("w", (20, 20))])
-    with pytest.raises(ValueError, match="needs the shapes of the tensors; pass error=PowerSGDMemory"):
+    with pytest.raises(
+        ValueError, match="needs the shapes of the tensors; pass error=PowerSGDMemory"
+    ):
         compressed_all_reduce(x, codec=CODEC)
     memory = PowerSGDMemory(layout, codec=PowerSGD(3), rank=0, size=1)
-    with pytest.raises(ValueError, match=r"power_sgd\(rank=3, seed=0\).*this call has 400 with power_sgd\(rank=2"):
+    with pytest.raises(
+        ValueError, match=r"power_sgd\(rank=3, seed=0\).*this call has 400 with power_sgd\(rank=2"
+    ):
         compressed_all_reduce(x, codec=CODEC, error=memory)
     with pytest.raises(ValueError, match="writes whole matrices, not pieces"):
         compressed_reduce_scatter(x, codec=CODEC)

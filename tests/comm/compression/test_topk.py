@@ -1,4 +1,5 @@
-"""TopK: the largest numbers arrive exactly, the others wait in the error; nothing is lost between ranks."""
+"""TopK: the largest numbers arrive exactly, the others wait in the error; nothing is lost between
+ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def encoded(codec: TopK, x: Tensor, **options: Any) -> Tensor:
     return payload
 
 
-def decoded(codec: TopK, payload: Tensor, n: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def decoded(
+    codec: TopK, payload: Tensor, n: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     out = torch.full((n,), torch.nan, dtype=dtype)
     codec.decode(payload, out, scale=scale)
     return out
@@ -76,13 +79,16 @@ def _reduce(rank: int, group: Any, n: int, steps: int, op: str) -> tuple[Tensor,
     error = ErrorFeedback(n, codec=codec, rank=rank, size=size)
     total = torch.zeros(n).double()
     for row in gradients(rank, steps, n):
-        out = compressed_all_reduce(row, codec=codec, error=error, group=group, op=op, segment_bytes=1024)
+        out = compressed_all_reduce(
+            row, codec=codec, error=error, group=group, op=op, segment_bytes=1024
+        )
         total += out.double()
     return total, out, error.worker, error.server
 
 
 @pytest.mark.parametrize(
-    ("size", "n", "op"), [(1, 1000, "mean"), (2, 1, "mean"), (2, 3001, "sum"), (3, 5000, "mean"), (4, 777, "sum")]
+    ("size", "n", "op"),
+    [(1, 1000, "mean"), (2, 1, "mean"), (2, 3001, "sum"), (3, 5000, "mean"), (4, 777, "sum")],
 )
 def test_nothing_is_lost_between_ranks(world, size: int, n: int, op: str):
     steps = 20
@@ -91,11 +97,15 @@ def test_nothing_is_lost_between_ranks(world, size: int, n: int, op: str):
     given = sum(gradients(rank, steps, n).double().sum(dim=0) for rank in range(size)) / divisor
     workers = sum(worker.double() for *_, worker, _ in found) / divisor
     servers = torch.cat([server.double() for *_, server in found])
-    torch.testing.assert_close(found[0][0] + workers + servers, given, rtol=0, atol=steps * size * 2.0**-24 * 16)
+    torch.testing.assert_close(
+        found[0][0] + workers + servers, given, rtol=0, atol=steps * size * 2.0**-24 * 16
+    )
     assert all(torch.equal(total, found[0][0]) for total, *_ in found)
     if n > 100:
         assert workers.abs().max() > 0.5
-        assert int((found[0][1] != 0).sum()) < 0.15 * n, "an owner sends a twentieth of each piece of its sum"
+        assert int((found[0][1] != 0).sum()) < 0.15 * n, (
+            "an owner sends a twentieth of each piece of its sum"
+        )
 
 
 def _alone(n: int, steps: int) -> tuple[Tensor, ...]:
@@ -113,9 +123,9 @@ def _descend(forget: bool) -> float:
     b, codec = a @ torch.randn(40, generator=generator), TopK(0.05)
     w, error = torch.zeros(40), ErrorFeedback(40, codec=codec)
     for _ in range(3000):
-        gradient = 2 * a.t() @ (a @ w - b) / 60 + torch.where(torch.arange(40) < 2, 30.0, 0.0) * torch.randn(
-            40, generator=generator
-        )
+        gradient = 2 * a.t() @ (a @ w - b) / 60 + torch.where(
+            torch.arange(40) < 2, 30.0, 0.0
+        ) * torch.randn(40, generator=generator)
         compressed_all_reduce(gradient, codec=codec, error=error)
         w -= 0.002 * gradient
         if forget:
@@ -124,7 +134,8 @@ def _descend(forget: bool) -> float:
 
 
 def test_descent_gets_there_only_with_its_errors():
-    """Two loud coordinates of pure noise are always the largest: the others move by way of the error, or never."""
+    """Two loud coordinates of pure noise are always the largest: the others move by way of the
+    error, or never."""
     assert _descend(forget=False) < 0.5 * _descend(forget=True)
 
 

@@ -1,4 +1,5 @@
-"""The cache: what was put, to the bit, for its depth and seed alone; shared by processes, and gone with them."""
+"""The cache: what was put, to the bit, for its depth and seed alone; shared by processes, and gone
+with them."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ def test_too_much_and_unequal_are_refused_on_all(world):
 
 
 def memory_of_caches() -> set[str]:
-    """What the kernel calls the pieces that this process has, mapped or open. "(deleted)": no file system knows it, so that it
-    ends with the last process that has it."""
+    """What the kernel calls the pieces that this process has, mapped or open. "(deleted)": no file
+    system knows it, so that it ends with the last process that has it."""
     files = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists them
@@ -153,7 +154,8 @@ def test_what_is_put_while_it_is_read_is_not_found(monkeypatch):
 def test_a_budget_below_one_sample_leaves_a_run_without_a_cache(caplog):
     assert open_cache(4, shape=(3, 2), budget=4100) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "frozen layers have no cache in this run, which goes on without it: a budget of 4100 bytes holds no sample of 24; "
+        "frozen layers have no cache in this run, which goes on without it: a budget of "
+        "4100 bytes holds no sample of 24; "
         "give 4136 or more"
     ]
 
@@ -170,13 +172,22 @@ def test_half_a_put_is_none():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda cache: cache.put(torch.arange(2), values_of(3), depth=1), r"values are \(3, 3, 2\); expected \(2, 3, 2\)"),
-        (lambda cache: cache.put(torch.arange(2), values_of(2).double(), depth=1), "values are torch.float64"),
+        (
+            lambda cache: cache.put(torch.arange(2), values_of(3), depth=1),
+            r"values are \(3, 3, 2\); expected \(2, 3, 2\)",
+        ),
+        (
+            lambda cache: cache.put(torch.arange(2), values_of(2).double(), depth=1),
+            "values are torch.float64",
+        ),
         (lambda cache: cache.get(torch.tensor([4]), depth=1), "numbers from 0 to 3"),
         (lambda cache: cache.get(torch.tensor([-1]), depth=1), "numbers from 0 to 3"),
         (lambda cache: cache.get(torch.arange(2), depth=-1), "depth is -1"),
         (lambda cache: ActivationCache(0, shape=(2,)), "0 samples"),
-        (lambda cache: ActivationCache(4, shape=(2,), budget=4100), "holds no sample of 8; give 4120 or more"),
+        (
+            lambda cache: ActivationCache(4, shape=(2,), budget=4100),
+            "holds no sample of 8; give 4120 or more",
+        ),
     ],
 )
 def test_bad_input(call, message):

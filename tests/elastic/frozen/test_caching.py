@@ -1,4 +1,5 @@
-"""Elastic runs that keep and read what frozen layers say have the bits of those that compute it, wherever it is kept."""
+"""Elastic runs that keep and read what frozen layers say have the bits of those that compute it,
+wherever it is kept."""
 
 from __future__ import annotations
 
@@ -37,9 +38,17 @@ def example(samples: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 def made(cache: dict[str, Any], **options: Any) -> Elastic:
     return Elastic(
-        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
-        policy=Bound(1 / 3), held_out=networks.HELD_OUT, cache=CacheOptions(example=example, **cache), **options,
-    )  # fmt: skip
+        networks.layers(BLOCKS),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        policy=Bound(1 / 3),
+        held_out=networks.HELD_OUT,
+        cache=CacheOptions(example=example, **cache),
+        **options,
+    )
 
 
 def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> list[float]:
@@ -48,13 +57,17 @@ def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> l
     for _ in range(epochs):
         for share in elastic.shares():
             x, y = networks.rows(share.samples)
-            found.append(elastic.step(x, y, share=share, lr=factor * networks.lr_of(share.step)).loss)
+            found.append(
+                elastic.step(x, y, share=share, lr=factor * networks.lr_of(share.step)).loss
+            )
         found.append(
             elastic.evaluate(
-                networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right,
+                networks.HELD_OUT,
+                lambda share: (*networks.rows(share.samples, held_out=True), {}),
+                score=networks.right,
                 cached=True,
             )
-        )  # fmt: skip
+        )
         elastic.decide()
     return found
 
@@ -67,14 +80,21 @@ def kept(elastic: Elastic) -> int:
     return int((torch.from_numpy(cache._tags.copy())[:, 0] > 0).sum()) if cache.room else 0
 
 
-def run(rank: int, group: Any, caches: list[dict[str, Any]], options: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Of each of these ways to keep: (what training said, bits of this rank's weights, how many samples are kept, read?)."""
+def run(
+    rank: int, group: Any, caches: list[dict[str, Any]], options: dict[str, Any]
+) -> list[tuple[Any, ...]]:
+    """Of each of these ways to keep: (what training said, bits of this rank's weights, how many
+    samples are kept, read?)."""
     found = []
     for cache in caches:
         elastic = made(cache, **options)
         said = trained(elastic)
         states = elastic.states()
-        weights = {name: t.numpy().tobytes() for each in states.values() for name, t in each["parameters"].items()}
+        weights = {
+            name: t.numpy().tobytes()
+            for each in states.values()
+            for name, t in each["parameters"].items()
+        }
         found.append((said, weights, kept(elastic), elastic.is_cached))
         elastic.close()
     return found
@@ -85,11 +105,22 @@ ALL = networks.SAMPLES + networks.HELD_OUT
 
 @pytest.mark.parametrize(
     ("ranks", "ways", "options"),
-    [(1, 5, {}), (2, 5, {"stages": 2}), (4, 2, {"stages": 4}), (4, 2, {"stages": 4, "replicate": False})],
+    [
+        (1, 5, {}),
+        (2, 5, {"stages": 2}),
+        (4, 2, {"stages": 4}),
+        (4, 2, {"stages": 4, "replicate": False}),
+    ],
 )
 def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options):
     small = {"mode": "on", "budget": 4096 + 16 * ALL + 9 * EACH}
-    caches = [{"mode": "off"}, {"mode": "on"}, {**small, "disk": str(tmp_path)}, small, {"mode": "on", "budget": 4100}][:ways]
+    caches = [
+        {"mode": "off"},
+        {"mode": "on"},
+        {**small, "disk": str(tmp_path)},
+        small,
+        {"mode": "on", "budget": 4100},
+    ][:ways]
     runs = [run(0, None, caches, options)] if ranks == 1 else world(ranks).run(run, caches, options)
     wanted = [(0, False), (ALL, True), (ALL, True), (19, True), (0, False)][:ways]
     for off, *others in runs:
@@ -104,7 +135,8 @@ def test_reading_has_the_bits_of_computing(world, tmp_path, ranks, ways, options
 
 
 def read_where(rank: int, group: Any) -> list[tuple[int, bool]]:
-    """(stages, whether this rank says that it is cached) from one decision to the next, until the cache is lost on rank 0."""
+    """(stages, whether this rank says that it is cached) from one decision to the next, until the
+    cache is lost on rank 0."""
     elastic, found = made({"mode": "on"}, stages=2), []
     for epoch in range(3):
         for share in elastic.shares():
@@ -127,7 +159,9 @@ def test_ranks_say_whether_frozen_layers_are_read(world):
 
 def test_16_bits_are_the_same_run_read_or_computed():
     rounded = {"stored": torch.bfloat16}
-    off, on, exact = run(0, None, [{"mode": "off", **rounded}, {"mode": "on", **rounded}, {"mode": "off"}], {})
+    off, on, exact = run(
+        0, None, [{"mode": "off", **rounded}, {"mode": "on", **rounded}, {"mode": "off"}], {}
+    )
     assert on[:2] == off[:2]
     assert on[2:] == (ALL, True)
     assert exact[0] != off[0]
@@ -151,14 +185,23 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
     inner = caching.measure
     try:
         for compute in (10.0, 8.0):
-            caching.measure = lambda *args, compute=compute, **named: (inner(*args, **named), Times(compute, 5.0, 4.0))[1]
-            keeper = Caching(CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group)
+            caching.measure = lambda *args, compute=compute, **named: (
+                inner(*args, **named),
+                Times(compute, 5.0, 4.0),
+            )[1]
+            keeper = Caching(
+                CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group
+            )
             prefix = Prefix([torch.nn.Linear(7, networks.WIDTH)], chunk=1) if rank == 0 else None
             found.append(keeper.attach(prefix, replica=0))
             assert prefix is None or (prefix.cache is not None) == found[-1]
             if found[-1]:  # deeper, it is not measured again
                 caching.measure = lambda *args, **named: Times(0.0, 5.0, 4.0)
-                deeper = Prefix([*prefix.layers, torch.nn.Tanh()], chunk=1) if prefix is not None else None
+                deeper = (
+                    Prefix([*prefix.layers, torch.nn.Tanh()], chunk=1)
+                    if prefix is not None
+                    else None
+                )
                 found.append(keeper.attach(deeper, replica=0))
                 assert deeper is None or deeper.cache is not None
             keeper.close()
@@ -167,9 +210,13 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
             raise ValueError("rows of another shape")
 
         caching.measure = fail
-        keeper = Caching(CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group)
+        keeper = Caching(
+            CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group
+        )
         with pytest.raises(ValueError, match="rows of another shape"):
-            keeper.attach(Prefix([torch.nn.Linear(7, networks.WIDTH)]) if rank == 0 else None, replica=0)
+            keeper.attach(
+                Prefix([torch.nn.Linear(7, networks.WIDTH)]) if rank == 0 else None, replica=0
+            )
         keeper.close()
     finally:
         caching.measure = inner
@@ -195,7 +242,10 @@ def test_a_cache_that_fails_in_training_is_lost_once(monkeypatch, caplog):
     assert not elastic.is_cached
     elastic.close()
     assert said == wanted
-    assert len([record for record in caplog.records if "the memory is gone" in record.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if "the memory is gone" in record.getMessage()])
+        == 1
+    )
 
 
 def scored(elastic: Elastic, *, held_out: bool, **named: Any) -> float:
@@ -215,8 +265,12 @@ def test_another_set_of_as_many_samples_has_its_own_score():
     assert wanted[0] != wanted[1]
     assert scored(with_cache, held_out=True, cached=True) == wanted[0]
     assert scored(with_cache, held_out=False) == wanted[1]
-    with pytest.raises(ValueError, match="count is 5, but cached=True is of the 13 samples of held_out="):
-        with_cache.evaluate(5, lambda share: (*networks.rows(share.samples), {}), score=networks.loss, cached=True)
+    with pytest.raises(
+        ValueError, match="count is 5, but cached=True is of the 13 samples of held_out="
+    ):
+        with_cache.evaluate(
+            5, lambda share: (*networks.rows(share.samples), {}), score=networks.loss, cached=True
+        )
     for each in (with_cache, without):
         each.close()
 

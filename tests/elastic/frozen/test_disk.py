@@ -1,4 +1,5 @@
-"""The cache's file: the bits of the memory's, read ahead, gone when nobody has it, and training goes on without it."""
+"""The cache's file: the bits of the memory's, read ahead, gone when nobody has it, and training
+goes on without it."""
 
 from __future__ import annotations
 
@@ -29,22 +30,31 @@ def values_of(samples: torch.Tensor, depth: int = 0) -> torch.Tensor:
 
 
 def cache_of(folder: Path, *, memory: int = 10, **options) -> ActivationCache:
-    return ActivationCache(40, shape=SHAPE, disk=str(folder), budget=4096 + 16 * 40 + memory * (EACH + 16), **options)
+    return ActivationCache(
+        40, shape=SHAPE, disk=str(folder), budget=4096 + 16 * 40 + memory * (EACH + 16), **options
+    )
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_memory(tmp_path, stored):
-    cache, memory = cache_of(tmp_path, stored=stored), ActivationCache(40, shape=SHAPE, stored=stored)
+    cache, memory = (
+        cache_of(tmp_path, stored=stored),
+        ActivationCache(40, shape=SHAPE, stored=stored),
+    )
     assert 10 <= cache.capacity < 40 == cache.room
     generator = torch.Generator().manual_seed(0)
     for depth in (1, 2):
         for samples in torch.randperm(40, generator=generator).split(7):
             for each in (cache, memory):
-                assert each.put(samples, values_of(samples, depth), depth=depth, seed=5) == len(samples)
+                assert each.put(samples, values_of(samples, depth), depth=depth, seed=5) == len(
+                    samples
+                )
         for samples in torch.randperm(40, generator=generator).split(9):
             if depth == 2:
                 cache.prefetch(samples, seed=5)
-            (found, there), (wanted, _) = (each.get(samples, depth=depth, seed=5) for each in (cache, memory))
+            (found, there), (wanted, _) = (
+                each.get(samples, depth=depth, seed=5) for each in (cache, memory)
+            )
             assert there.all()
             assert torch.equal(found, wanted)
     assert not cache.get(samples, depth=1, seed=5)[1].any()
@@ -128,9 +138,13 @@ def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(tmp_path, caplog, monkeypatch):
+def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(
+    tmp_path, caplog, monkeypatch
+):
     reserve = os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: reserve(file, start, min(size, 1 << 30)))
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda file, start, size: reserve(file, start, min(size, 1 << 30))
+    )
     options = {"shape": (1 << 22,), "disk": str(tmp_path)}
     with pytest.raises(OSError, match=r"no file of \d+ bytes in .*: No space left on device"):
         ActivationCache(1 << 16, budget=1 << 25, **options)
@@ -138,7 +152,9 @@ def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(tmp_pa
         cache = open_cache(1 << 16, budget=1 << 25, **options)
     assert cache.capacity == cache.room > 0
     (message,) = warnings_of(caplog)
-    assert message.startswith("frozen layers have no cache on disk in this run, which goes on without it: no file of ")
+    assert message.startswith(
+        "frozen layers have no cache on disk in this run, which goes on without it: no file of "
+    )
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="pyops"):
         assert open_cache(1 << 30, budget=1 << 60, shape=(1 << 20,)) is None
@@ -162,9 +178,13 @@ def test_a_disk_that_fails_later_is_given_up_and_memory_goes_on(tmp_path, caplog
                 prefix.prefetch(samples)
             assert torch.equal(prefix(x, samples=samples), wanted)
     assert len(warnings_of(caplog)) == 1
-    assert warnings_of(caplog)[0].startswith("the cache's file is not used any more, and training goes on without it: ")
+    assert warnings_of(caplog)[0].startswith(
+        "the cache's file is not used any more, and training goes on without it: "
+    )
     assert prefix.cache is cache
-    assert (cache.depths(samples, seed=prefix.key) == 1).tolist() == [True] * cache.capacity + [False] * (40 - cache.capacity)
+    assert (cache.depths(samples, seed=prefix.key) == 1).tolist() == [True] * cache.capacity + [
+        False
+    ] * (40 - cache.capacity)
 
 
 def test_a_closed_cache_keeps_and_finds_nothing(tmp_path):
@@ -226,7 +246,10 @@ def _die(rank: int, group: dist.ProcessGroup, folder: str, where: str) -> list[b
         else:
             cache._disk._file = _HalfPut(cache._disk._file)
         cache.put(lost, values_of(lost, 2), depth=2)
-    while Path(f"/proc/{other}/stat").exists() and " Z " not in Path(f"/proc/{other}/stat").read_text():
+    while (
+        Path(f"/proc/{other}/stat").exists()
+        and " Z " not in Path(f"/proc/{other}/stat").read_text()
+    ):
         time.sleep(0.01)
     old[lost] = False
     found, there = cache.get(samples, depth=1)
@@ -241,7 +264,9 @@ def _die(rank: int, group: dist.ProcessGroup, folder: str, where: str) -> list[b
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_process_that_is_killed_in_a_put_leaves_the_others_whole_and_its_own_without_a_value(tmp_path, where):
+def test_a_process_that_is_killed_in_a_put_leaves_the_others_whole_and_its_own_without_a_value(
+    tmp_path, where
+):
     ends = spawn_ranks(2, _die, str(tmp_path), where)
     assert ends[1].exitcode == -signal.SIGKILL
     assert ends[0].result == [True] * 4, ends[0].error

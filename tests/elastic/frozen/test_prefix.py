@@ -1,4 +1,5 @@
-"""Prefix: what frozen layers say has the same bits computed or read, in whatever micro-batches, on any rank."""
+"""Prefix: what frozen layers say has the same bits computed or read, in whatever micro-batches, on
+any rank."""
 
 from __future__ import annotations
 
@@ -33,10 +34,18 @@ def one_thread():
 
 def model_of(kind: str) -> nn.Module:
     if kind == "vit":
-        return ViT(ViTConfig(num_labels=3, image_size=4, patch_size=2, num_channels=2, dropout=0.1, **SMALL))
+        return ViT(
+            ViTConfig(
+                num_labels=3, image_size=4, patch_size=2, num_channels=2, dropout=0.1, **SMALL
+            )
+        )
     if kind == "bert":
-        return BERT(BERTConfig(vocab_size=11, sequence_length=TOKENS, dropout=0.1, tied_head=False, **SMALL))
-    return GPT(GPTConfig(vocab_size=11, sequence_length=TOKENS, dropout=0.1, tied_head=False, **SMALL))
+        return BERT(
+            BERTConfig(vocab_size=11, sequence_length=TOKENS, dropout=0.1, tied_head=False, **SMALL)
+        )
+    return GPT(
+        GPTConfig(vocab_size=11, sequence_length=TOKENS, dropout=0.1, tied_head=False, **SMALL)
+    )
 
 
 def layers_of(kind: str) -> list[nn.Module]:
@@ -53,7 +62,9 @@ def batch_of(kind: str, samples: Tensor) -> tuple[Any, dict[str, Any]]:
     if kind == "gpt":
         return tokens, {}
     types = torch.randint(2, (SAMPLES, TOKENS), generator=draw)[samples]
-    mask = torch.arange(TOKENS) < torch.randint(2, TOKENS + 1, (SAMPLES, 1), generator=draw)[samples]
+    mask = (
+        torch.arange(TOKENS) < torch.randint(2, TOKENS + 1, (SAMPLES, 1), generator=draw)[samples]
+    )
     return (tokens, types), {"mask_BT": mask}
 
 
@@ -62,7 +73,11 @@ def called(prefix: Prefix, kind: str, samples: Tensor, *, micro_batches: int = 1
     for part in samples.tensor_split(micro_batches):
         inputs, named = batch_of(kind, part)
         shape = {} if kind == "gpt" else {"shape": (len(part), TOKENS)}
-        found.append(prefix(*(inputs if type(inputs) is tuple else (inputs,)), samples=part, **named, **shape))
+        found.append(
+            prefix(
+                *(inputs if type(inputs) is tuple else (inputs,)), samples=part, **named, **shape
+            )
+        )
     return torch.cat(found)
 
 
@@ -73,17 +88,23 @@ class Counted(nn.Module):
         super().__init__()
         self.layer, self.rows = layer, 0
         self.forward = layer.forward  # type: ignore[method-assign]  # with its signature
-        self.register_forward_pre_hook(lambda module, x: setattr(self, "rows", self.rows + len(x[0])))
+        self.register_forward_pre_hook(
+            lambda module, x: setattr(self, "rows", self.rows + len(x[0]))
+        )
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "gpt"])
 def test_read_computed_and_in_other_micro_batches_are_the_same_bits(kind: str):
     layers = layers_of(kind)
-    cache = ActivationCache(SAMPLES, shape=(TOKENS, DIM), budget=4096 + 15 * (TOKENS * DIM * 4 + 16))
+    cache = ActivationCache(
+        SAMPLES, shape=(TOKENS, DIM), budget=4096 + 15 * (TOKENS * DIM * 4 + 16)
+    )
     assert cache.capacity == 15
     sampler, before = Sampler(SAMPLES, batch=9, seed=3), 0
     for epoch, depth in enumerate(FROZEN):
-        reading, plain, other = (Prefix(layers[:depth], cache=c, chunk=4) for c in (cache, None, None))
+        reading, plain, other = (
+            Prefix(layers[:depth], cache=c, chunk=4) for c in (cache, None, None)
+        )
         for share in sampler.rest():
             wanted = called(plain, kind, share.samples)
             assert torch.equal(called(reading, kind, share.samples), wanted)
@@ -94,7 +115,10 @@ def test_read_computed_and_in_other_micro_batches_are_the_same_bits(kind: str):
                 some = {name: value for name, value in named.items() if layer is not layers[0]}
                 x = layer(*x) if type(x) is tuple else layer(x, **some)
             torch.testing.assert_close(wanted, x)
-        assert cache.depths(torch.arange(SAMPLES), seed=reading.key).tolist() == [depth] * 15 + [-1] * 7
+        assert (
+            cache.depths(torch.arange(SAMPLES), seed=reading.key).tolist()
+            == [depth] * 15 + [-1] * 7
+        )
         assert epoch == 0 or depth >= before
         before = depth
 
@@ -113,12 +137,15 @@ def test_what_is_there_is_not_computed_and_what_is_there_less_deep_is_gone_on_fr
     for layer in layers:
         layer.rows = 0
     mixed = torch.tensor([3, 15, 4, 16, 17])  # two are there, three are not
-    assert torch.equal(called(prefix, "vit", mixed), called(Prefix(layers[:4], chunk=1), "vit", mixed))
+    assert torch.equal(
+        called(prefix, "vit", mixed), called(Prefix(layers[:4], chunk=1), "vit", mixed)
+    )
     assert layers[0].rows == 3 + 5
 
 
 class Fickle(nn.Module):
-    """Bits that depend on the number of rows; with `place` rows or more on the place, of `some` rows; `others`: on them."""
+    """Bits that depend on the number of rows; with `place` rows or more on the place, of `some`
+    rows; `others`: on them."""
 
     def __init__(self, place: int = 1000, others: int = 1000, some: bool = False) -> None:
         super().__init__()
@@ -134,7 +161,13 @@ class Fickle(nn.Module):
 
 @pytest.mark.parametrize(
     ("layer", "chunk"),
-    [(Fickle(), 8), (Fickle(place=4), 2), (Fickle(others=3), 2), (Fickle(others=2), 1), (Fickle(place=3, some=True), 2)],
+    [
+        (Fickle(), 8),
+        (Fickle(place=4), 2),
+        (Fickle(others=3), 2),
+        (Fickle(others=2), 1),
+        (Fickle(place=3, some=True), 2),
+    ],
 )
 def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
     x, samples = torch.randn(30, 6), torch.randperm(30)
@@ -146,19 +179,25 @@ def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
     for part in samples.split(7):
         parts(x[part], samples=part)
     assert torch.equal(parts(x[samples], samples=samples), wanted[samples])
-    assert not torch.equal(layer(x), wanted), "this layer depends on nothing, and the test shows nothing"
+    assert not torch.equal(layer(x), wanted), (
+        "this layer depends on nothing, and the test shows nothing"
+    )
 
 
 def test_what_was_computed_in_other_chunks_is_not_used():
     cache, x, samples = ActivationCache(4, shape=(6,)), torch.randn(4, 6), torch.arange(4)
     Prefix([Fickle()], chunk=4, cache=cache)(x, samples=samples)
-    assert torch.equal(Prefix([Fickle()], chunk=2, cache=cache)(x, samples=samples), Prefix([Fickle()], chunk=2)(x))
+    assert torch.equal(
+        Prefix([Fickle()], chunk=2, cache=cache)(x, samples=samples), Prefix([Fickle()], chunk=2)(x)
+    )
 
 
 class Nosy(nn.Module):
     """Looks at what it is given."""
 
-    def forward(self, x: Tensor, shape: tuple[int, int], mask: Tensor, factor: Tensor, other: None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, shape: tuple[int, int], mask: Tensor, factor: Tensor, other: None = None
+    ) -> Tensor:
         assert (shape, len(x), len(mask), factor.shape) == ((4, 9), 4, 4, (6,))
         return torch.where(mask, x, 0) * factor
 
@@ -205,16 +244,26 @@ def test_it_stays_in_evaluation_and_wants_no_gradients():
 
 def test_16_bits_are_a_run_with_rounded_features():
     layers = layers_of("vit")
-    cache = ActivationCache(SAMPLES, shape=(TOKENS, DIM), stored=torch.bfloat16, budget=4096 + 15 * (TOKENS * DIM * 2 + 16))
+    cache = ActivationCache(
+        SAMPLES,
+        shape=(TOKENS, DIM),
+        stored=torch.bfloat16,
+        budget=4096 + 15 * (TOKENS * DIM * 2 + 16),
+    )
     for epoch, depth in enumerate(FROZEN):
-        reading, rounding = Prefix(layers[:depth], cache=cache), Prefix(layers[:depth], stored=torch.bfloat16)
+        reading, rounding = (
+            Prefix(layers[:depth], cache=cache),
+            Prefix(layers[:depth], stored=torch.bfloat16),
+        )
         samples = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
         exact = called(Prefix(layers[:depth]), "vit", samples)
         found = called(reading, "vit", samples, micro_batches=3)
         assert torch.equal(found, called(rounding, "vit", samples))
         assert not torch.equal(found, exact)
         assert torch.equal(found, found.bfloat16().float())
-        torch.testing.assert_close(found, exact, rtol=0, atol=float(exact.abs().max()) * depth * 2**-8)
+        torch.testing.assert_close(
+            found, exact, rtol=0, atol=float(exact.abs().max()) * depth * 2**-8
+        )
         if depth == 1:
             assert torch.equal(found, exact.bfloat16().float())
     assert (cache.depths(samples, seed=reading.key) == depth).sum() == 15
@@ -235,14 +284,20 @@ def test_without_memory_training_goes_on_and_says_so_once(what: str, monkeypatch
         for _ in range(3):
             assert torch.equal(prefix(x, samples=samples), wanted)
     assert [record.getMessage() for record in caplog.records] == [
-        "the cache of frozen layers is off, and training goes on without it: [Errno 28] No space left on device"
+        "the cache of frozen layers is off, and training goes on without it: [Errno 28] "
+        "No space left on device"
     ]
 
 
 def trained(
-    cache: ActivationCache | None, *, micro_batches: int = 3, group: dist.ProcessGroup | None = None, stages: int = 1
+    cache: ActivationCache | None,
+    *,
+    micro_batches: int = 3,
+    group: dist.ProcessGroup | None = None,
+    stages: int = 1,
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses, and the weights that this rank trained, of a pipeline with deeper and deeper prefixes."""
+    """Losses, and the weights that this rank trained, of a pipeline with deeper and deeper
+    prefixes."""
     layers, sampler, losses = layers_of("bert"), Sampler(SAMPLES, batch=8, seed=3), []
     for layer in layers:
         layer.eval()  # dropout is no part of this
@@ -252,19 +307,31 @@ def trained(
         parts = [prefix, *layers[depth:]]
         boundaries = [0, len(parts)] if stages == 1 else [0, 1, len(parts)]
         pipeline = Pipeline(
-            parts, schedule=plan, group=group, boundaries=boundaries, reduction="sum",
-            loss=lambda y, target: nn.functional.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum"),
-        )  # fmt: skip
-        optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad] or [nn.Parameter()], lr=0.01)
+            parts,
+            schedule=plan,
+            group=group,
+            boundaries=boundaries,
+            reduction="sum",
+            loss=lambda y, target: nn.functional.cross_entropy(
+                y.flatten(0, 1), target.flatten(), reduction="sum"
+            ),
+        )
+        optimizer = torch.optim.SGD(
+            [p for p in pipeline.parameters() if p.requires_grad] or [nn.Parameter()], lr=0.01
+        )
         for share in sampler.rest():
             samples = share.samples[: len(share.samples) // micro_batches * micro_batches]
             inputs, named = batch_of("bert", samples)
             shape = (len(samples) // micro_batches, TOKENS)
-            losses.append(float(pipeline.step(inputs, inputs[0], samples=samples, shape=shape, **named)))
+            losses.append(
+                float(pipeline.step(inputs, inputs[0], samples=samples, shape=shape, **named))
+            )
             optimizer.step()
             optimizer.zero_grad()
         for parameter in nn.ModuleList(layers[depth:]).parameters() if stages > 1 else ():
-            dist.broadcast(parameter.data, src=1, group=group)  # rank 0 freezes some of what rank 1 has trained
+            dist.broadcast(
+                parameter.data, src=1, group=group
+            )  # rank 0 freezes some of what rank 1 has trained
     return losses, [p.detach() for p in pipeline.parameters()]
 
 
@@ -291,10 +358,16 @@ def test_in_a_pipeline_of_two_ranks(world):
 
 def _replicas(rank: int, group: dist.ProcessGroup) -> list[int]:
     """Rows that this replica computed in each epoch, after checking what it got."""
-    layers, cache = [Counted(layer) for layer in layers_of("vit")], ActivationCache(SAMPLES, shape=(TOKENS, DIM), group=group)
+    layers, cache = (
+        [Counted(layer) for layer in layers_of("vit")],
+        ActivationCache(SAMPLES, shape=(TOKENS, DIM), group=group),
+    )
     sampler, computed = Sampler(SAMPLES, batch=8, seed=5, rank=rank, replicas=2), []
     for depth in FROZEN:
-        prefix, plain = Prefix(layers[:depth], cache=cache, chunk=1), Prefix(layers[:depth], chunk=1)
+        prefix, plain = (
+            Prefix(layers[:depth], cache=cache, chunk=1),
+            Prefix(layers[:depth], chunk=1),
+        )
         computed.append(0)
         for share in sampler.rest():
             before = layers[depth - 1].rows
@@ -313,13 +386,31 @@ def test_replicas_read_what_others_kept(world):
     ("make", "error", "message"),
     [
         (lambda: Prefix([]), ValueError, "a prefix of no layers"),
-        (lambda: Prefix([nn.Identity()], chunk=0), ValueError, "chunk is 0; it must be a whole number, 1 or more"),
-        (lambda: Prefix([nn.Identity()], cache=ActivationCache(2, shape=(2,)), stored=torch.half), ValueError, "one of them"),
+        (
+            lambda: Prefix([nn.Identity()], chunk=0),
+            ValueError,
+            "chunk is 0; it must be a whole number, 1 or more",
+        ),
+        (
+            lambda: Prefix(
+                [nn.Identity()], cache=ActivationCache(2, shape=(2,)), stored=torch.half
+            ),
+            ValueError,
+            "one of them",
+        ),
         (lambda: Prefix([nn.Identity()])(torch.zeros(0, 2)), ValueError, "were given no rows"),
-        (lambda: Prefix([nn.Identity()])(torch.zeros(3, 2), samples=torch.arange(2)), ValueError, "the batch has 3 rows"),
-        (lambda: Prefix([nn.LSTM(2, 2)])(torch.zeros(3, 2)), TypeError, "last frozen layer returned a tuple"),
+        (
+            lambda: Prefix([nn.Identity()])(torch.zeros(3, 2), samples=torch.arange(2)),
+            ValueError,
+            "the batch has 3 rows",
+        ),
+        (
+            lambda: Prefix([nn.LSTM(2, 2)])(torch.zeros(3, 2)),
+            TypeError,
+            "last frozen layer returned a tuple",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input(make, error, message):
     with pytest.raises(error, match=message):
         make()

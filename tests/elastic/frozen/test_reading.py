@@ -30,15 +30,22 @@ def test_the_rule(times, pays):
 
 
 def test_epochs_by_the_rule_take_no_longer_than_without_a_cache():
-    """Seconds of epochs with so many layers frozen, each put at the depth of its epoch: the first one computes all of it."""
+    """Seconds of epochs with so many layers frozen, each put at the depth of its epoch: the first
+    one computes all of it."""
     layer, times = 1.0, Times(compute=3.0, put=1.9, get=1.0)  # of 3 layers
     for depths in ([3, 4], [3, 3, 3], [3, 5, 6, 6]):
         plain = sum(layer * depth for depth in depths)
         read = 0.0
         for before, depth in zip([0, *depths], depths, strict=False):
-            read += layer * (depth - before) + (times.get if before else 0) + (times.put if depth != before else 0)
+            read += (
+                layer * (depth - before)
+                + (times.get if before else 0)
+                + (times.put if depth != before else 0)
+            )
         assert reading_pays(times)
-        assert read - times.put * (depths[-1] != depths[-2]) < plain  # the last epoch's entries nobody reads
+        assert (
+            read - times.put * (depths[-1] != depths[-2]) < plain
+        )  # the last epoch's entries nobody reads
 
 
 class Clock:
@@ -79,7 +86,9 @@ def test_what_is_measured(monkeypatch):
     monkeypatch.setattr(cache, "get", slow_get)
     prefix, x = Prefix([Slow(clock)], cache=cache, chunk=4), torch.randn(8, 6)
     samples = torch.tensor([1, 3, 5, 8, 9, 15, 19, PADDING])
-    assert measure(prefix, x, samples=samples) == Times(compute=1.0, put=10.0, get=4.0)  # five are kept
+    assert measure(prefix, x, samples=samples) == Times(
+        compute=1.0, put=10.0, get=4.0
+    )  # five are kept
     assert torch.equal(cache.get(samples[:5], depth=1, seed=prefix.key)[0], x[:5] + 1)
     prefix.cache = None
     assert measure(prefix, x, samples=samples) is None
@@ -101,7 +110,9 @@ def test_nothing_kept_and_a_lost_cache_are_nothing_to_read(monkeypatch):
 
 def _decide(rank: int, group: dist.ProcessGroup) -> list[bool]:
     def of(*saved: float | None) -> bool:
-        return reading_pays(None if saved[rank] is None else Times(10 + saved[rank], 6, 4), group=group)
+        return reading_pays(
+            None if saved[rank] is None else Times(10 + saved[rank], 6, 4), group=group
+        )
 
     found = [of(3, -1), of(1, -3), of(None, 1), of(-1, None), of(None, None)]
     with pytest.raises(ValueError, match="cache is 'of'; choose one of auto, on, off"):

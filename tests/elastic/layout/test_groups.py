@@ -1,4 +1,5 @@
-"""The groups of a layout: who is in which, and that nothing is left of them when they are closed."""
+"""The groups of a layout: who is in which, and that nothing is left of them when they are
+closed."""
 
 from __future__ import annotations
 
@@ -42,10 +43,32 @@ def members_body(rank, group, layouts):
 
 
 def test_members(world):
-    layouts = [Layout(4, 2, 2, (0, 1, 3)), Layout(4, 1, 3, (0, 3)), Layout(4, 3, 1, (0, 1, 2, 3)), Layout(4, 1, 1, (0, 3))]
+    layouts = [
+        Layout(4, 2, 2, (0, 1, 3)),
+        Layout(4, 1, 3, (0, 3)),
+        Layout(4, 3, 1, (0, 1, 2, 3)),
+        Layout(4, 1, 1, (0, 3)),
+    ]
     found = world(4).run(members_body, layouts)
     none = (None, None)
-    assert found[0] == [[0, 1], 11, [0, 2], 101, none, None, [0, 1, 2], 111, none, [0, 1, 2], 111, None, none, None, None, none]
+    assert found[0] == [
+        [0, 1],
+        11,
+        [0, 2],
+        101,
+        none,
+        None,
+        [0, 1, 2],
+        111,
+        none,
+        [0, 1, 2],
+        111,
+        None,
+        none,
+        None,
+        None,
+        none,
+    ]
     assert found[1] == [
         [0, 1],
         11,
@@ -64,7 +87,22 @@ def test_members(world):
         None,
         none,
     ]
-    assert found[3] == [[2, 3], 1100, [1, 3], 1010, none, None, None, none, None, None, none, None, None, none]
+    assert found[3] == [
+        [2, 3],
+        1100,
+        [1, 3],
+        1010,
+        none,
+        None,
+        None,
+        none,
+        None,
+        None,
+        none,
+        None,
+        None,
+        none,
+    ]
 
 
 def refused_body(rank, group, layouts):
@@ -88,15 +126,23 @@ def test_one_process_alone():
     active.close()
 
 
-# -------------------------------------------------------------------------------------------------- nothing is left
+# --------------------------------------------------------------------------------------------------
+# nothing is left
 
 
 def elastic_body(rank, group):
-    """The message group of a run that was closed, while the run itself is still known; None: it is gone."""
+    """The message group of a run that was closed, while the run itself is still known; None: it is
+    gone."""
     elastic = Elastic(
-        networks.layers(4), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
-        stages=2, policy=Bound(1 / 2),
-    )  # fmt: skip
+        networks.layers(4),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        stages=2,
+        policy=Bound(1 / 2),
+    )
     for share in elastic.shares():
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
     assert elastic.decide() is not None
@@ -110,7 +156,11 @@ def test_a_closed_run_keeps_no_group(world):
     assert world(2).run(elastic_body) == [True, True]
 
 
-LAYOUTS = [Layout(4, 4, 1, (0, 2, 3, 4, 6), 0, 4), Layout(4, 2, 2, (0, 3, 6), 1, 4), Layout(4, 1, 4, (0, 6), 2, 2)]
+LAYOUTS = [
+    Layout(4, 4, 1, (0, 2, 3, 4, 6), 0, 4),
+    Layout(4, 2, 2, (0, 3, 6), 1, 4),
+    Layout(4, 1, 4, (0, 6), 2, 2),
+]
 WARM = 9  # transitions, after which nothing grows
 
 
@@ -124,13 +174,26 @@ def held() -> tuple[int, int, int, int]:
 
 
 def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakref.ref]:
-    """A step in a layout, from its groups to their end; what must be gone afterwards. alone: a group of this rank."""
+    """A step in a layout, from its groups to their end; what must be gone afterwards. alone: a
+    group of this rank."""
     active = Active(layout, message=message)
     pipeline = Pipeline(
-        layers, schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
-        group=active.pipeline, boundaries=layout.boundaries, loss=nn.functional.mse_loss, tied=None,
-    )  # fmt: skip
-    zero = ZeroOptimizer(pipeline, AdamW, stage=0, group=active.line or alone, pp_group=active.pipeline, op="sum", lr=1e-3)
+        layers,
+        schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
+        group=active.pipeline,
+        boundaries=layout.boundaries,
+        loss=nn.functional.mse_loss,
+        tied=None,
+    )
+    zero = ZeroOptimizer(
+        pipeline,
+        AdamW,
+        stage=0,
+        group=active.line or alone,
+        pp_group=active.pipeline,
+        op="sum",
+        lr=1e-3,
+    )
     x = torch.randn(8, 256)
     with zero.no_sync():
         pipeline.step(x, x)
@@ -143,7 +206,9 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
     active.close()
     assert groups
     assert not [each() for each in groups if each() is not None], "somebody keeps a group"
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in pipeline.parameters()), "a layer keeps others' memory"
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in pipeline.parameters()), (
+        "a layer keeps others' memory"
+    )
     return [weakref.ref(pipeline), weakref.ref(zero)]
 
 
@@ -151,7 +216,9 @@ def transitions_body(rank, group, count):
     message = message_group()
     alone = [dist.new_group([each]) for each in range(4)][rank]
     layers = [nn.Linear(256, 256) for _ in range(6)]
-    AdamW(layers[0].parameters())  # what torch imports for its first optimizer keeps tracebacks of whoever made it
+    AdamW(
+        layers[0].parameters()
+    )  # what torch imports for its first optimizer keeps tracebacks of whoever made it
     repeats, probe._REPEATS = probe._REPEATS, 1  # the choice of an algorithm is not what is tested
     gc.disable()
     found = []
@@ -187,7 +254,8 @@ CYCLE = 4  # decisions, each of which changes the layout; then the run goes back
 
 
 def elastic_transitions_body(rank, group, count, folder):
-    """What this rank holds where an elastic run begins again, each time after CYCLE changes of layout."""
+    """What this rank holds where an elastic run begins again, each time after CYCLE changes of
+    layout."""
     named = {
         "embedding": nn.Linear(7, 512),
         **{f"blocks.{i}": nn.Linear(512, 512) for i in range(8)},
@@ -195,9 +263,16 @@ def elastic_transitions_body(rank, group, count, folder):
     }
     repeats, probe._REPEATS = probe._REPEATS, 1
     elastic = Elastic(
-        named, optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=4,
-        policy=Bound(1 / 2), cache=CacheOptions("on", example=lambda samples: (networks.rows(samples)[0], {})),
-    )  # fmt: skip
+        named,
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        stages=4,
+        policy=Bound(1 / 2),
+        cache=CacheOptions("on", example=lambda samples: (networks.rows(samples)[0], {})),
+    )
     found = []
     save(folder, elastic.state_dict())
     gc.disable()
@@ -221,6 +296,8 @@ def elastic_transitions_body(rank, group, count, folder):
 
 
 def test_an_elastic_run_keeps_nothing_of_50_changes(world, tmp_path):
-    for rank, found in enumerate(world(4).run(elastic_transitions_body, 52, str(tmp_path / "begin"), timeout=120)):
+    for rank, found in enumerate(
+        world(4).run(elastic_transitions_body, 52, str(tmp_path / "begin"), timeout=120)
+    ):
         assert len(found) == 13
         check_nothing_grows(found[3:], rank)

@@ -10,14 +10,22 @@ pytestmark = pytest.mark.cpu_only
 
 
 def test_who_holds_what():
-    layout = Layout(ranks=9, stages=4, replicas=2, boundaries=(0, 3, 5, 6, 8), frozen=2, micro_batches=8)
+    layout = Layout(
+        ranks=9, stages=4, replicas=2, boundaries=(0, 3, 5, 6, 8), frozen=2, micro_batches=8
+    )
     assert [layout.is_active(rank) for rank in range(9)] == [True] * 8 + [False]
     assert [layout.replica(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [layout.stage(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [list(layout.layers(rank)) for rank in (0, 5, 7, 8)] == [[0, 1, 2], [3, 4], [6, 7], []]
     assert layout.members(1) == (4, 5, 6, 7)
     assert layout.line(2) == (2, 6)
-    assert [layout.holders(layer) for layer in (0, 2, 3, 5, 7)] == [(0, 4), (0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [layout.holders(layer) for layer in (0, 2, 3, 5, 7)] == [
+        (0, 4),
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
     assert (layout.layer_count, layout.active) == (8, 8)
 
 
@@ -38,7 +46,14 @@ def test_who_holds_what():
     ],
 )
 def test_what_makes_no_sense_is_named(change, message):
-    right = {"ranks": 4, "stages": 2, "replicas": 2, "boundaries": (0, 2, 5), "frozen": 2, "micro_batches": 4}
+    right = {
+        "ranks": 4,
+        "stages": 2,
+        "replicas": 2,
+        "boundaries": (0, 2, 5),
+        "frozen": 2,
+        "micro_batches": 4,
+    }
     assert Layout(**right).boundaries == (0, 2, 5)
     with pytest.raises(ValueError, match=message):
         Layout(**(right | change))
@@ -46,7 +61,9 @@ def test_what_makes_no_sense_is_named(change, message):
 
 def test_a_rank_that_is_idle_or_is_none():
     layout = Layout(ranks=3, stages=2, replicas=1, boundaries=[0, 1, 2])
-    assert layout == Layout(ranks=3, stages=2, replicas=1, boundaries=(0, 1, 2)), "a list is as good"
+    assert layout == Layout(ranks=3, stages=2, replicas=1, boundaries=(0, 1, 2)), (
+        "a list is as good"
+    )
     for call, message in (
         (lambda: layout.stage(2), "rank 2 is idle"),
         (lambda: layout.replica(2), "rank 2 is idle"),

@@ -1,4 +1,5 @@
-"""Rows that only fill a share up: their number is an index of nothing, so no loop trains on a wrong sample unnoticed."""
+"""Rows that only fill a share up: their number is an index of nothing, so no loop trains on a wrong
+sample unnoticed."""
 
 import numpy as np
 import pytest
@@ -12,8 +13,13 @@ from tests.elastic import networks
 def last_share_of_five() -> torch.Tensor:
     """The numbers of an epoch's last share: one sample is left for four rows."""
     elastic = Elastic(
-        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, samples=5, batch=4, seed=0
-    )  # fmt: skip
+        networks.layers(2),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=5,
+        batch=4,
+        seed=0,
+    )
     numbers = [share.samples for share in elastic.shares()]
     elastic.close()
     assert [len(each) for each in numbers] == [4, 4]
@@ -40,7 +46,11 @@ def test_a_row_of_padding_can_not_be_taken_for_a_sample(rows):
 @pytest.mark.parametrize("length", [2, 3, 512, 1024, 131072, 1 << 20])
 def test_nor_can_what_is_computed_from_it(length):
     tokens = torch.zeros(1000)
-    for number in (room.PADDING * length, int(torch.tensor(room.PADDING).mul(length)), room.PADDING + length):
+    for number in (
+        room.PADDING * length,
+        int(torch.tensor(room.PADDING).mul(length)),
+        room.PADDING + length,
+    ):
         with pytest.raises(IndexError):
             tokens[number]
     with pytest.raises(IndexError):
@@ -62,7 +72,9 @@ def test_the_number_that_padding_once_had_is_refused():
     for call in (
         lambda: room.indices_of(old),
         lambda: prefix(torch.zeros(2, 3), samples=old),
-        lambda: measure(Prefix([torch.nn.Linear(3, 4)], cache=cache), torch.zeros(2, 3), samples=old),
+        lambda: measure(
+            Prefix([torch.nn.Linear(3, 4)], cache=cache), torch.zeros(2, 3), samples=old
+        ),
     ):
         with pytest.raises(ValueError, match=r"numbered -1; .* pyops.elastic.PADDING"):
             call()

@@ -13,14 +13,20 @@ from pyops.elastic import Sampler
 
 pytestmark = pytest.mark.cpu_only
 
-CHANGES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=6)  # (batches, replicas from then on)
+CHANGES = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=6
+)  # (batches, replicas from then on)
 
 
 def run(
     samples: int, batch: int, changes: list[tuple[int, int]], policy: str, *, seed: int = 1
 ) -> list[list[tuple[int, list]]]:
-    """For each batch, of each replica (epoch, samples), while replicas come and go: new ones load the state of replica 0."""
-    everyone = [Sampler(samples, batch=batch, seed=seed, batch_policy=policy, rank=r, replicas=3) for r in range(3)]
+    """For each batch, of each replica (epoch, samples), while replicas come and go: new ones load
+    the state of replica 0."""
+    everyone = [
+        Sampler(samples, batch=batch, seed=seed, batch_policy=policy, rank=r, replicas=3)
+        for r in range(3)
+    ]
     found = []
     for batches, replicas in changes:
         for _ in range(batches):
@@ -36,7 +42,9 @@ def run(
         for rank, each in enumerate(everyone := everyone[:replicas]):
             each.resize(rank=rank, replicas=replicas)
         for rank in range(len(everyone), replicas):
-            new = Sampler(samples, batch=batch, seed=seed, batch_policy=policy, rank=rank, replicas=replicas)
+            new = Sampler(
+                samples, batch=batch, seed=seed, batch_policy=policy, rank=rank, replicas=replicas
+            )
             new.load_state_dict(state)
             everyone.append(new)
     return found
@@ -104,7 +112,11 @@ def test_an_epoch_at_a_time():
     sampler = Sampler(10, batch=4, seed=0)
     sampler.next()
     assert [len(share.samples) for share in sampler.rest()] == [4, 2]
-    assert [(len(share.samples), share.epoch) for share in sampler.rest()] == [(4, 1), (4, 1), (2, 1)]
+    assert [(len(share.samples), share.epoch) for share in sampler.rest()] == [
+        (4, 1),
+        (4, 1),
+        (2, 1),
+    ]
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("constant", 1.0)])

@@ -1,4 +1,5 @@
-"""Transitions: each rank ends with its layers, with the bits that another had, whatever the two layouts are."""
+"""Transitions: each rank ends with its layers, with the bits that another had, whatever the two
+layouts are."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def changes(draw) -> tuple[Layout, Layout]:
 def state_of(layer: int, frozen: int) -> dict:
     """Values that no other layer has, of several types, sizes and strides."""
     x = torch.arange(12.0).reshape(3, 4) + 100 * layer
-    parameters = {"weight": x.t(), "bias": (x[0, : layer % 3] + 0.1).to(torch.bfloat16), "scale": torch.tensor(0.1 + layer)}
+    parameters = {
+        "weight": x.t(),
+        "bias": (x[0, : layer % 3] + 0.1).to(torch.bfloat16),
+        "scale": torch.tensor(0.1 + layer),
+    }
     slots = {
         "weight": {"exp_avg": -x.t(), "step": torch.tensor(7.0), "count": 3},
         "bias": {"rate": 0.1 + 0.2, "seen": x[0] > 101},
@@ -46,15 +51,26 @@ def state_of(layer: int, frozen: int) -> dict:
 
 
 def states_of(layout: Layout) -> list[dict]:
-    return [{layer: state_of(layer, layout.frozen) for layer in layout.layers(rank)} for rank in range(layout.ranks)]
+    return [
+        {layer: state_of(layer, layout.frozen) for layer in layout.layers(rank)}
+        for rank in range(layout.ranks)
+    ]
 
 
 def flat(value: object, name: str = "") -> dict:
     """{path: (type, bits)}"""
     if isinstance(value, dict):
-        return {path: leaf for key in value for path, leaf in flat(value[key], f"{name}/{key}").items()}
+        return {
+            path: leaf for key in value for path, leaf in flat(value[key], f"{name}/{key}").items()
+        }
     if isinstance(value, torch.Tensor):
-        return {name: (value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist())}
+        return {
+            name: (
+                value.dtype,
+                tuple(value.shape),
+                value.contiguous().reshape(-1).view(torch.uint8).tolist(),
+            )
+        }
     return {name: (type(value), value)}
 
 
@@ -77,7 +93,9 @@ def test_every_rank_has_its_layers_afterwards(change):
         assert list(state) == list(new.layers(rank))
         for layer, each in state.items():
             assert flat(each) == flat(state_of(layer, new.frozen)), (rank, layer)
-    assert [flat(state) for state in before] == [flat(state) for state in states_of(old)], "the old states are left alone"
+    assert [flat(state) for state in before] == [flat(state) for state in states_of(old)], (
+        "the old states are left alone"
+    )
     tensors = [leaf for state in after for each in state.values() for leaf in leaves(each)]
     assert len({id(leaf) for leaf in tensors}) == len(tensors), "no rank has a tensor of another"
 
@@ -92,11 +110,20 @@ def leaves(value: object) -> list[torch.Tensor]:
 @given(changes())
 def test_what_goes_where(change):
     old, new = change
-    wanted = Counter((layer, r) for layer in range(new.layer_count) for r in new.holders(layer) if r not in old.holders(layer))
+    wanted = Counter(
+        (layer, r)
+        for layer in range(new.layer_count)
+        for r in new.holders(layer)
+        if r not in old.holders(layer)
+    )
     plan = moves(old, new)
-    assert Counter((move.layer, target) for move in plan for target in move.targets) == wanted, "each once, and nothing else"
+    assert Counter((move.layer, target) for move in plan for target in move.targets) == wanted, (
+        "each once, and nothing else"
+    )
     assert all(move.source in old.holders(move.layer) and move.targets for move in plan)
-    assert max(Counter((move.layer, move.source) for move in plan).values(), default=1) == 1, "none sends a layer twice"
+    assert max(Counter((move.layer, move.source) for move in plan).values(), default=1) == 1, (
+        "none sends a layer twice"
+    )
 
 
 def test_the_work_is_shared():
@@ -109,7 +136,9 @@ def test_the_work_is_shared():
     assert sent == {0: 10, 1: 10, 2: 10, 3: 10}
     old = Layout(ranks=4, stages=4, replicas=1, boundaries=(0, 9, 10, 11, 12), frozen=9)
     plan = moves(old, Layout(ranks=4, stages=1, replicas=4, boundaries=(0, 12), frozen=9))
-    assert [(move.source, move.targets) for move in plan[:9]] == [(0, (1, 2, 3))] * 9, "a chain: rank 0 sends each layer once"
+    assert [(move.source, move.targets) for move in plan[:9]] == [(0, (1, 2, 3))] * 9, (
+        "a chain: rank 0 sends each layer once"
+    )
     old = Layout(ranks=6, stages=1, replicas=2, boundaries=(0, 10))
     sent = counted_moves(old, Layout(ranks=6, stages=1, replicas=3, boundaries=(0, 10)))
     assert sent == {0: 5, 1: 5}
@@ -141,11 +170,14 @@ def test_states_of_other_layers_are_refused():
     layout = Layout(ranks=2, stages=2, replicas=1, boundaries=(0, 2, 3))
     states = states_of(layout)
     del states[0][1]
-    with pytest.raises(ValueError, match=r"rank 0 gives states of layers \[0\], but holds \[0, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 gives states of layers \[0\], but holds \[0, 1\]"
+    ):
         transition(states, layout, layout)
 
 
-# ------------------------------------------------------------------------------------------------------------ over ranks
+# ------------------------------------------------------------------------------------------------------------
+# over ranks
 
 
 def carry_body(rank, group, ways):
@@ -165,10 +197,23 @@ def ways(ranks: int) -> list[list[Layout]]:
     whole = Layout(ranks, 1, 1, (0, 6))
     deep = Layout(ranks, ranks, 1, (0, *range(6 - ranks + 1, 6), 6), frozen=1)
     wide = Layout(ranks, 1, ranks, (0, 6), frozen=4)
-    found = [[whole, deep, wide], [wide, whole_frozen(ranks), wide], [deep, wide, Layout(ranks, 2, 1, (0, 5, 6), frozen=5)]]
+    found = [
+        [whole, deep, wide],
+        [wide, whole_frozen(ranks), wide],
+        [deep, wide, Layout(ranks, 2, 1, (0, 5, 6), frozen=5)],
+    ]
     if ranks == 4:
-        found.append([deep, Layout(4, 2, 2, (0, 3, 6), frozen=2), Layout(4, 2, 2, (0, 5, 6), frozen=2), wide])
-        found.append([whole, Layout(4, 1, 3, (0, 6)), Layout(4, 2, 1, (0, 1, 6)), Layout(4, 2, 2, (0, 4, 6), frozen=4)])
+        found.append(
+            [deep, Layout(4, 2, 2, (0, 3, 6), frozen=2), Layout(4, 2, 2, (0, 5, 6), frozen=2), wide]
+        )
+        found.append(
+            [
+                whole,
+                Layout(4, 1, 3, (0, 6)),
+                Layout(4, 2, 1, (0, 1, 6)),
+                Layout(4, 2, 2, (0, 4, 6), frozen=4),
+            ]
+        )
     return found
 
 
@@ -184,7 +229,9 @@ def test_carried_over_ranks_are_the_bits_of_the_pure_function(world, ranks):
         for old, new in itertools.pairwise(way):
             states = transition(states, old, new)
         for rank in range(ranks):
-            assert found[rank][number] == {layer: flat(each) for layer, each in states[rank].items()}, (number, rank)
+            assert found[rank][number] == {
+                layer: flat(each) for layer, each in states[rank].items()
+            }, (number, rank)
 
 
 def mistakes_body(rank, group):
@@ -218,7 +265,11 @@ def test_a_mistake_of_one_rank_is_raised_on_both(world):
 
 
 def alone_body(rank, group):
-    return carry({0: state_of(0, 0), 1: state_of(1, 0)}, Layout(1, 1, 1, (0, 2)), Layout(1, 1, 1, (0, 2), frozen=1))
+    return carry(
+        {0: state_of(0, 0), 1: state_of(1, 0)},
+        Layout(1, 1, 1, (0, 2)),
+        Layout(1, 1, 1, (0, 2), frozen=1),
+    )
 
 
 def test_one_process_alone():

@@ -35,7 +35,9 @@ def test_the_simulators_best_few_are_tried_in_turn():
     found = confirm(packing(), measure, rounds=2)
     assert tried == [4, 2, 6, 4, 2, 6]
     assert found.micro_batches == 2
-    assert replace(found, micro_batches=4, reason=packing().reason, time=packing().time) == packing()
+    assert (
+        replace(found, micro_batches=4, reason=packing().reason, time=packing().time) == packing()
+    )
     assert found.time == dict(packing().simulated)[2]
     assert found.reason.endswith("; of micro-batches tried (4: 2 s, 2: 1 s, 6: 3 s) 2 are fastest")
 
@@ -51,7 +53,11 @@ def test_one_number_is_not_tried():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"most": 0}, "most is 0"), ({"rounds": 0}, "rounds is 0"), ({"rounds": True}, "rounds is True")],
+    [
+        ({"most": 0}, "most is 0"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"rounds": True}, "rounds is True"),
+    ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -38,7 +38,9 @@ def test_it_is_measured_with_few_rows_and_with_many(monkeypatch):
 
     monkeypatch.setattr(overhead, "profile", profiled)
     layers = [nn.Identity(), nn.Linear(3, 3)]
-    found = rows_besides(lambda: layers, rows_of, loss=lambda y, target: (y - target).sum(), rows=16, rounds=1)
+    found = rows_besides(
+        lambda: layers, rows_of, loss=lambda y, target: (y - target).sum(), rows=16, rounds=1
+    )
     assert asked == [4, 16]
     assert found == pytest.approx(5.0)
     assert layers[1].weight.grad is None
@@ -53,7 +55,9 @@ def test_few_micro_batches_where_each_costs_much():
     several = {}
     for besides in (0.0, 0.5, 5.0, 100.0):
         machine = replace(machine_of(layers_with(*costs), besides=besides, stages=4), devices=4)
-        several[besides] = pack(list(map(float, costs)), frozen=0, stages=4, machine=machine, batch=64).micro_batches
+        several[besides] = pack(
+            list(map(float, costs)), frozen=0, stages=4, machine=machine, batch=64
+        ).micro_batches
     assert several[0.0] == 32
     assert several[100.0] == 4
     assert list(several.values()) == sorted(several.values(), reverse=True)
@@ -63,7 +67,13 @@ def test_few_micro_batches_where_each_costs_much():
 def test_its_unit_is_a_row():
     # One stage has all: a micro-batch of 8 rows that costs 8 rows besides takes as long as 16 rows.
     plain, dear = (
-        pack([3.0, 6.0, 3.0], frozen=0, stages=1, machine=machine_of(layers_with(3, 6, 3), besides=besides, stages=1), batch=8)
+        pack(
+            [3.0, 6.0, 3.0],
+            frozen=0,
+            stages=1,
+            machine=machine_of(layers_with(3, 6, 3), besides=besides, stages=1),
+            batch=8,
+        )
         for besides in (0.0, 8.0)
     )
     assert (plain.micro_batches, dear.micro_batches) == (1, 1)

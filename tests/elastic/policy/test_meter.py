@@ -1,4 +1,5 @@
-"""The meter: norms are those of the gradients, averaged over steps, alone and shared out over ranks."""
+"""The meter: norms are those of the gradients, averaged over steps, alone and shared out over
+ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def step(layers: nn.ModuleList, seed: int, scale: float = 1.0) -> list[float]:
     for layer in layers:
         x = layer(x).tanh()
     (x.square().sum() * scale).backward()
-    found = [sum(p.grad.square().sum().item() for p in layer.parameters() if p.grad is not None) for layer in layers]
+    found = [
+        sum(p.grad.square().sum().item() for p in layer.parameters() if p.grad is not None)
+        for layer in layers
+    ]
     return [each / scale**2 for each in found]
 
 
@@ -43,7 +47,9 @@ def test_is_the_mean_of_squares_over_steps():
     assert min(found) > 0.01
     last = step(layers, 7)
     meter.observe()
-    assert meter.take() == pytest.approx([math.sqrt(each) for each in last], rel=1e-12), "begun anew"
+    assert meter.take() == pytest.approx([math.sqrt(each) for each in last], rel=1e-12), (
+        "begun anew"
+    )
 
 
 def test_frozen_layers_and_missing_gradients_are_nothing():
@@ -138,7 +144,9 @@ def test_squares_by_name():
 
 def test_names_go_with_squares_and_parameters_without():
     one = torch.ones((), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"names of parameters, so observe\(\) needs their squares"):
+    with pytest.raises(
+        ValueError, match=r"names of parameters, so observe\(\) needs their squares"
+    ):
         Meter([["a"]]).observe()
     with pytest.raises(ValueError, match="parameters, not names"):
         Meter(list(layers_of())).observe({"a": one})

@@ -1,4 +1,5 @@
-"""Freeze policies: the paper's sequences, the gradient rule against one written down apart, and what nobody may decide."""
+"""Freeze policies: the paper's sequences, the gradient rule against one written down apart, and
+what nobody may decide."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_the_papers_sequences(layers: int, alpha: Fraction):
 
 
 @pytest.mark.parametrize("layers", [12, 24])
-@pytest.mark.parametrize("alpha", [Fraction(1, 5), Fraction(1, 4), Fraction(1, 3), Fraction(2, 5), Fraction(1, 2)])
+@pytest.mark.parametrize(
+    "alpha", [Fraction(1, 5), Fraction(1, 4), Fraction(1, 3), Fraction(2, 5), Fraction(1, 2)]
+)
 def test_equals_the_closed_form(layers: int, alpha: Fraction):
     wanted = [math.ceil(layers * (1 - (1 - alpha) ** t)) for t in range(30)]
     assert sequence(Bound(float(alpha)), layers, 29) == wanted
@@ -80,7 +83,9 @@ def test_gradient_rule_on_recorded_norms(layers: int, alpha: Fraction):
 
 def test_the_gradient_rule_by_hand():
     policy = GradientNorm(0.5)
-    assert policy.decide([3, 1, 2, 4, 5, 6, 7, 8], 0) == 2, "layer 1 has converged, and what is below it"
+    assert policy.decide([3, 1, 2, 4, 5, 6, 7, 8], 0) == 2, (
+        "layer 1 has converged, and what is below it"
+    )
     assert policy.decide([0, 0, 2, 4, 5, 6, 7, 1], 2) == 5, (
         "the bound: half of what is active; frozen layers' norms are nothing"
     )
@@ -104,8 +109,12 @@ def test_begins_anew_from_what_the_caller_froze():
 def test_percentile_of_change():
     policy = PercentileOfChange(50)
     assert policy.decide([1.0, 1.0, 1.0, 1.0, 1.0], 0) == 0, "nothing to compare with"
-    assert policy.decide([1.1, 1.2, 2.0, 1.05, 1.3], 0) == 1, "0.1 is less than the median 0.2, 0.2 is not"
-    assert policy.decide([9.0, 1.2, 2.0, 2.0, 1.31], 1) == 3, "of the active: 0, 0, 0.9, 0.008; less than 0.004 are two"
+    assert policy.decide([1.1, 1.2, 2.0, 1.05, 1.3], 0) == 1, (
+        "0.1 is less than the median 0.2, 0.2 is not"
+    )
+    assert policy.decide([9.0, 1.2, 2.0, 2.0, 1.31], 1) == 3, (
+        "of the active: 0, 0, 0.9, 0.008; less than 0.004 are two"
+    )
     assert policy.decide([9.0, 1.2, 2.0, 2.0, 9.31], 3) == 4, "the change of 0 at layer 3"
     assert policy.decide([9.0, 1.2, 2.0, 2.0, 9.31], 4) == 4, "the last layer stays"
 
@@ -114,7 +123,9 @@ def test_policies_that_freeze_nothing():
     draw = random.Random(0)
     norms = [[draw.random() for _ in range(6)] for _ in range(8)]
     assert sequence(PercentileOfChange(0), 6, 8, norms) == [0] * 9
-    assert sequence(PercentileOfChange(50), 6, 8) == [0] * 9, "no change is less than that of the others"
+    assert sequence(PercentileOfChange(50), 6, 8) == [0] * 9, (
+        "no change is less than that of the others"
+    )
     assert sequence(Callback(lambda norms, frozen: frozen), 6, 8) == [0] * 9
 
 
@@ -131,12 +142,20 @@ def test_a_change_from_or_to_nothing():
     assert policy.decide([0.0, 5.0, 1.1], 0) == 1, "changes 0, infinite, 0.1"
 
 
-@pytest.mark.parametrize("policy", [Bound(1 / 3), GradientNorm(1 / 3), PercentileOfChange(40)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "policy",
+    [Bound(1 / 3), GradientNorm(1 / 3), PercentileOfChange(40)],
+    ids=lambda p: type(p).__name__,
+)
 def test_state_goes_through_json(policy: Policy):
     draw = random.Random(3)
     norms = [[draw.lognormvariate(0, 1) for _ in range(24)] for _ in range(9)]
     first = sequence(policy, 24, 4, norms)
-    other = {Bound: Bound(1 / 3), GradientNorm: GradientNorm(1 / 3), PercentileOfChange: PercentileOfChange(40)}[type(policy)]
+    other = {
+        Bound: Bound(1 / 3),
+        GradientNorm: GradientNorm(1 / 3),
+        PercentileOfChange: PercentileOfChange(40),
+    }[type(policy)]
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     one, two = [first[-1]], [first[-1]]
     for now in norms[4:]:

@@ -1,4 +1,5 @@
-"""Elastic runs that can't be, or that are at the end of what can: said on every rank alike, and no rank waits for another."""
+"""Elastic runs that can't be, or that are at the end of what can: said on every rank alike, and no
+rank waits for another."""
 
 from __future__ import annotations
 
@@ -30,19 +31,37 @@ def one_thread():
 
 
 def make(layers: dict[str, nn.Module] | None = None, **options: Any) -> Elastic:
-    given: dict[str, Any] = {"samples": networks.SAMPLES, "batch": BATCH, "seed": 5, "max_grad_norm": 0.5, **options}
-    return Elastic(layers or networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, **given)
+    given: dict[str, Any] = {
+        "samples": networks.SAMPLES,
+        "batch": BATCH,
+        "seed": 5,
+        "max_grad_norm": 0.5,
+        **options,
+    }
+    return Elastic(
+        layers or networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, **given
+    )
 
 
-def run(policy: Policy, *, epochs: int = 2, **options: Any) -> tuple[list[float], dict[str, Any], list[tuple[int, int, int]]]:
+def run(
+    policy: Policy, *, epochs: int = 2, **options: Any
+) -> tuple[list[float], dict[str, Any], list[tuple[int, int, int]]]:
     """(losses, weights of this rank, (frozen, stages, replicas) of each epoch)."""
     elastic, losses, layouts = make(policy=policy, **options), [], []
     for _ in range(epochs):
         layouts.append((elastic.frozen, elastic.layout.stages, elastic.layout.replicas))
         for share in elastic.shares():
-            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+            losses.append(
+                elastic.step(
+                    *networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)
+                ).loss
+            )
         elastic.decide()
-    weights = {name: t.clone() for each in elastic.states().values() for name, t in each["parameters"].items()}
+    weights = {
+        name: t.clone()
+        for each in elastic.states().values()
+        for name, t in each["parameters"].items()
+    }
     elastic.close()
     return losses, weights, layouts
 
@@ -68,7 +87,9 @@ def normed(norm: nn.Module) -> dict[str, nn.Module]:
 def table_of_two() -> dict[str, nn.Module]:
     found = networks.layers(BLOCKS)
     for name in ("blocks.0", "blocks.2"):
-        found[name].register_module("rotary", found["blocks.0"].rotary if name != "blocks.0" else nn.Module())
+        found[name].register_module(
+            "rotary", found["blocks.0"].rotary if name != "blocks.0" else nn.Module()
+        )
     found["blocks.0"].rotary.register_buffer("table", torch.ones(3))
     return found
 
@@ -82,16 +103,44 @@ def table_on_meta() -> dict[str, nn.Module]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": {**networks.layers(BLOCKS), "head": nn.Linear(5, 5, device="meta")}}, "head.weight is on the meta device"),
-        ({"layers": table_on_meta()}, "blocks.1.table is on the meta device, and nothing .*; give initialise="),
-        ({"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}}, "there are 2 layers; give an embedding, blocks"),
+        (
+            {"layers": {**networks.layers(BLOCKS), "head": nn.Linear(5, 5, device="meta")}},
+            "head.weight is on the meta device",
+        ),
+        (
+            {"layers": table_on_meta()},
+            "blocks.1.table is on the meta device, and nothing .*; give initialise=",
+        ),
+        (
+            {"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}},
+            "there are 2 layers; give an embedding, blocks",
+        ),
         ({"layers": tied()}, r"blocks.3.up.weight is a parameter of blocks.0 too"),
-        ({"layers": fixed()}, "embedding.bias has requires_grad False, but active layers are trained whole; register it as a"),
-        ({"layers": normed(nn.BatchNorm1d(12))}, "blocks.2.norm is a BatchNorm1d, .*; use a norm over a row's own values"),
-        ({"layers": normed(nn.BatchNorm2d(12, track_running_stats=False).eval())}, "blocks.2.norm is a BatchNorm2d"),
-        ({"layers": normed(nn.InstanceNorm1d(12, track_running_stats=True))}, "blocks.2.norm is a InstanceNorm1d"),
-        ({"layers": table_of_two()}, r"blocks.2.rotary.table is a buffer of blocks.0 too, .*persistent=False"),
-        ({"device": "cuda"}, "embedding.weight is on cpu, but device is cuda; move it, or give device="),
+        (
+            {"layers": fixed()},
+            "embedding.bias has requires_grad False, but active layers are trained "
+            "whole; register it as a",
+        ),
+        (
+            {"layers": normed(nn.BatchNorm1d(12))},
+            "blocks.2.norm is a BatchNorm1d, .*; use a norm over a row's own values",
+        ),
+        (
+            {"layers": normed(nn.BatchNorm2d(12, track_running_stats=False).eval())},
+            "blocks.2.norm is a BatchNorm2d",
+        ),
+        (
+            {"layers": normed(nn.InstanceNorm1d(12, track_running_stats=True))},
+            "blocks.2.norm is a InstanceNorm1d",
+        ),
+        (
+            {"layers": table_of_two()},
+            r"blocks.2.rotary.table is a buffer of blocks.0 too, .*persistent=False",
+        ),
+        (
+            {"device": "cuda"},
+            "embedding.weight is on cpu, but device is cuda; move it, or give device=",
+        ),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
         ({"stages": 0}, "stages is 0"),
         ({"every": -1}, "every is -1; it must be 0"),
@@ -112,7 +161,7 @@ def table_on_meta() -> dict[str, nn.Module]:
         ({"packing": {"by": "memory"}}, "give a Profile"),
         ({"costs": [1.0] * 3, "packing": {"together": [(0, 5)]}}, "layers 0 and 5"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
@@ -138,7 +187,10 @@ def step_while_idle(rank: int, group: Any) -> str:
 
 
 def test_a_rank_without_work_can_not_step(world):
-    assert world(2).run(step_while_idle) == ["", "rank 1 is idle, and has no step to take; call step() for what shares() gives"]
+    assert world(2).run(step_while_idle) == [
+        "",
+        "rank 1 is idle, and has no step to take; call step() for what shares() gives",
+    ]
 
 
 def test_bad_alpha():
@@ -147,9 +199,12 @@ def test_bad_alpha():
 
 
 def test_a_policy_that_freezes_nothing():
-    still, plain = run(Callback(lambda norms, frozen: frozen)), networks.plain(
-        BLOCKS, epochs=2, batch=BATCH, policy=Callback(lambda norms, frozen: frozen)
-    )  # fmt: skip
+    still, plain = (
+        run(Callback(lambda norms, frozen: frozen)),
+        networks.plain(
+            BLOCKS, epochs=2, batch=BATCH, policy=Callback(lambda norms, frozen: frozen)
+        ),
+    )
     assert still[2] == [(0, 1, 1)] * 2
     torch.testing.assert_close(torch.tensor(still[0]), torch.tensor(plain[0]), rtol=1e-6, atol=1e-6)
 
@@ -163,11 +218,15 @@ def all_at_once(rank: int, group: Any) -> Any:
 
 
 def test_a_policy_that_freezes_everything(world):
-    losses, weights, _, depths = networks.plain(BLOCKS, epochs=2, batch=BATCH, policy=Callback(everything))
+    losses, weights, _, depths = networks.plain(
+        BLOCKS, epochs=2, batch=BATCH, policy=Callback(everything)
+    )
     assert depths == [0, BLOCKS]
     for theirs in world(4).run(all_at_once):
         assert theirs[2] == [(0, 2, 2), (BLOCKS, 1, 4)], "the head learns on"
-        torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(theirs[0]), torch.tensor(losses), rtol=1e-6, atol=1e-6
+        )
         for name, value in theirs[1].items():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
         assert "head.weight" in theirs[1]
@@ -182,7 +241,9 @@ def test_fewer_samples_than_replicas(world):
     alone = run(Bound(1 / 2), epochs=4, samples=3, batch=4)
     assert runs[0][2][-1][1:] == (1, 4), "four replicas of three samples"
     for theirs in runs:
-        torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(alone[0]), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(theirs[0]), torch.tensor(alone[0]), rtol=1e-6, atol=1e-6
+        )
         for name, value in theirs[1].items():
             torch.testing.assert_close(value, alone[1][name], rtol=0, atol=1e-6)
 
@@ -209,11 +270,27 @@ def errors_of(rank: int, group: Any) -> list[str]:
     caught(lambda: make(stages=2, costs=[1.0 + 9 * odd] + [1.0] * (BLOCKS + 1)))
     caught(lambda: make(policy=Bound(0.5) if odd else None))
     caught(lambda: make(policy=Bound(0.5 if odd else 0.25)))
-    caught(lambda: make(cache=CacheOptions("auto", example=lambda samples: (networks.rows(samples)[0], {})) if odd else None))
+    caught(
+        lambda: make(
+            cache=CacheOptions("auto", example=lambda samples: (networks.rows(samples)[0], {}))
+            if odd
+            else None
+        )
+    )
     caught(lambda: make(chunk=4 if odd else None))
     caught(lambda: make(held_out=3 * odd))
-    caught(lambda: make(stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None))
-    order = ["embedding", "blocks.0", *(["blocks.2", "blocks.1"] if odd else ["blocks.1", "blocks.2"]), "blocks.3", "head"]
+    caught(
+        lambda: make(
+            stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None
+        )
+    )
+    order = [
+        "embedding",
+        "blocks.0",
+        *(["blocks.2", "blocks.1"] if odd else ["blocks.1", "blocks.2"]),
+        "blocks.3",
+        "head",
+    ]
     caught(lambda: make({name: networks.layers(BLOCKS)[name] for name in order}, stages=2))
     caught(lambda: make(batch=9, batch_policy="replica"))
     layers = networks.layers(3 if odd else 2)
@@ -234,23 +311,29 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
         "seed is 5 on rank 0, but 6 on rank 1; give all ranks the same",
         "packing is Packing(frozen=0, stages=2, ",
         "policy is 'NoneType' on rank 0, but 'Bound' on rank 1",
-        "the policy is {'alpha': Fraction(1, 4)} on rank 0, but {'alpha': Fraction(1, 2)} on rank 1; give all ranks the same",
-        "cache is {'mode': 'off', 'disk': False} on rank 0, but {'mode': 'auto', 'disk': False} on rank 1",
+        "the policy is {'alpha': Fraction(1, 4)} on rank 0, but {'alpha': Fraction(1, "
+        "2)} on rank 1; give all ranks the same",
+        "cache is {'mode': 'off', 'disk': False} on rank 0, but {'mode': 'auto', 'disk': "
+        "False} on rank 1",
         "chunk is None on rank 0, but 4 on rank 1",
         "held_out is 0 on rank 0, but 3 on rank 1",
         "trial is 'None' on rank 0, but 'given' on rank 1",
-        "the order of layers is ['embedding', 'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3', 'head'] on rank 0, but ['emb",
-        "batch is 9, which 2 replicas can't share evenly, but batch_policy 'replica' gives each as many; take a multiple of 2",
+        "the order of layers is ['embedding', 'blocks.0', 'blocks.1', 'blocks.2', "
+        "'blocks.3', 'head'] on rank 0, but ['emb",
+        "batch is 9, which 2 replicas can't share evenly, but batch_policy 'replica' "
+        "gives each as many; take a multiple of 2",
         "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
         "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
-        "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, 4] float32, ",
+        "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, "
+        "4] float32, ",
     )
     for text, beginning in zip(first, beginnings, strict=True):
         assert text.startswith(beginning)
 
 
 def deciding_otherwise(rank: int, group: Any) -> tuple[str, tuple[int, int, int], bool]:
-    """What a rank is told in a run whose policy says something else on each; the layout then; whether the next step counts."""
+    """What a rank is told in a run whose policy says something else on each; the layout then;
+    whether the next step counts."""
     elastic = make(stages=2, policy=Callback(lambda norms, frozen: 1 + rank))
     for share in elastic.shares():
         elastic.step(*networks.rows(share.samples), share=share, lr=0.01)
@@ -282,7 +365,9 @@ def another(what: str) -> dict[str, Any]:
         layers["blocks.2"].down = nn.Linear(2 * networks.WIDTH, networks.WIDTH, bias=False)
     elif what == "data":
         options = {"samples": networks.SAMPLES + 1}
-    elastic = make(layers, policy={"policy": GradientNorm(0.4), "no policy": None}.get(what, policy), **options)
+    elastic = make(
+        layers, policy={"policy": GradientNorm(0.4), "no policy": None}.get(what, policy), **options
+    )
     state = elastic.state_dict()
     elastic.close()
     return {"model": state["model"]} if what == "kind" else state
@@ -310,7 +395,11 @@ def refused(rank: int, group: Any, folder: Path) -> tuple[list[str], bool, list[
     unchanged = elastic.state_dict()["elastic"] == before
     for _ in range(2):
         for share in elastic.shares():
-            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+            losses.append(
+                elastic.step(
+                    *networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)
+                ).loss
+            )
         elastic.decide()
     elastic.close()
     return told, unchanged, losses
@@ -321,7 +410,9 @@ def test_the_state_of_another_run_changes_nothing(world, tmp_path):
         save(tmp_path / what, another(what))
     losses, *_ = networks.plain(BLOCKS, epochs=2, batch=BATCH, policy=Bound(0.4))
     for told, unchanged, theirs in world(2).run(refused, tmp_path):
-        assert [text[: len(expected)] for text, expected in zip(told, MESSAGES.values(), strict=True)] == [*MESSAGES.values()]
+        assert [
+            text[: len(expected)] for text, expected in zip(told, MESSAGES.values(), strict=True)
+        ] == [*MESSAGES.values()]
         assert unchanged
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor(losses), rtol=1e-6, atol=1e-6)
 
@@ -339,7 +430,9 @@ class Overflowing(nn.Linear):
         return nn.functional.linear(x, weight, self.bias)
 
 
-def overflowing(rank: int, group: Any, stages: int) -> tuple[list[tuple[int, tuple[float, ...]]], list[int]]:
+def overflowing(
+    rank: int, group: Any, stages: int
+) -> tuple[list[tuple[int, tuple[float, ...]]], list[int]]:
     """What the policy was asked, and after how many steps; steps that were not taken."""
     layers, asked, skipped = networks.layers(BLOCKS), [], []
     head = Overflowing(networks.WIDTH, networks.LABELS)
@@ -349,11 +442,15 @@ def overflowing(rank: int, group: Any, stages: int) -> tuple[list[tuple[int, tup
         asked.append((elastic.steps, norms))
         return 3 if elastic.steps >= 4 else frozen
 
-    elastic = make({**layers, "head": head}, policy=Callback(keep), stages=stages, every=2, replicate=False)
+    elastic = make(
+        {**layers, "head": head}, policy=Callback(keep), stages=stages, every=2, replicate=False
+    )
     for _ in range(4):
         for share in elastic.shares():
             head.now = share.step in (1, 4, 5)
-            found = elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step))
+            found = elastic.step(
+                *networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)
+            )
             if not math.isfinite(found.grad_norm):
                 skipped.append(share.step)
         elastic.decide()

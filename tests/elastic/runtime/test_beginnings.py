@@ -1,4 +1,5 @@
-"""How layouts begin and end: replicas alike, decisions when they are due, and nothing of the old one left."""
+"""How layouts begin and end: replicas alike, decisions when they are due, and nothing of the old
+one left."""
 
 from __future__ import annotations
 
@@ -20,9 +21,14 @@ BLOCKS = 4
 
 def make(*, seed: int = 3, **options: Any) -> Elastic:
     return Elastic(
-        networks.layers(BLOCKS, seed=seed), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8,
-        seed=5, **options,
-    )  # fmt: skip
+        networks.layers(BLOCKS, seed=seed),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        **options,
+    )
 
 
 def steps(elastic: Elastic) -> None:
@@ -31,7 +37,11 @@ def steps(elastic: Elastic) -> None:
 
 
 def values(elastic: Elastic) -> dict[str, Tensor]:
-    return {name: t.clone() for each in elastic.states().values() for name, t in each["parameters"].items()}
+    return {
+        name: t.clone()
+        for each in elastic.states().values()
+        for name, t in each["parameters"].items()
+    }
 
 
 def begun_otherwise(rank: int, group: Any) -> list[dict[str, Tensor]]:
@@ -50,15 +60,25 @@ def test_replicas_begin_with_the_values_of_the_first(world):
         for mine, theirs in zip(ranks[first], ranks[second], strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    drawn = {f"{name}.{key}": t for seed in (3, 4) for name, layer in networks.layers(BLOCKS, seed=seed).items()
-             for key, t in layer.state_dict().items() if (name in ("head", "blocks.3")) == (seed == 4)}  # fmt: skip
+    drawn = {
+        f"{name}.{key}": t
+        for seed in (3, 4)
+        for name, layer in networks.layers(BLOCKS, seed=seed).items()
+        for key, t in layer.state_dict().items()
+        if (name in ("head", "blocks.3")) == (seed == 4)
+    }
     begun = ranks[0][0] | ranks[1][0]
     for name in ("embedding.weight", "blocks.3.up.weight", "head.bias"):
         assert torch.equal(begun[name], drawn[name])
-    assert not torch.equal(ranks[0][0]["embedding.weight"], ranks[0][1]["embedding.weight"]), "nothing was learnt"
+    assert not torch.equal(ranks[0][0]["embedding.weight"], ranks[0][1]["embedding.weight"]), (
+        "nothing was learnt"
+    )
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, [4, 8, 12, 16]), (6, [6, 12]), (3, [3, 6, 9, 12, 15]), (4, [4, 8, 12, 16])])
+@pytest.mark.parametrize(
+    ("every", "due"),
+    [(0, [4, 8, 12, 16]), (6, [6, 12]), (3, [3, 6, 9, 12, 15]), (4, [4, 8, 12, 16])],
+)
 def test_decisions_come_every_so_many_steps_over_the_ends_of_epochs(every, due):
     asked: list[int] = []
 
@@ -76,7 +96,8 @@ def test_decisions_come_every_so_many_steps_over_the_ends_of_epochs(every, due):
 
 
 def test_what_a_layout_had_is_gone_with_it():
-    """At once: where it waited for Python to look for circles, old gradients and states would lie beside the new ones."""
+    """At once: where it waited for Python to look for circles, old gradients and states would lie
+    beside the new ones."""
     elastic = make(policy=Callback(lambda norms, frozen: frozen + 1))
     gc.collect()
     gc.disable()

@@ -1,4 +1,5 @@
-"""An elastic run on the device under test: freezing, changes and a cache, with the losses of a plain run on the CPU."""
+"""An elastic run on the device under test: freezing, changes and a cache, with the losses of a
+plain run on the CPU."""
 
 from __future__ import annotations
 
@@ -16,15 +17,24 @@ def test_freezing_with_a_cache_on_the_device(device):
         return x.to(device), y.to(device)
 
     elastic = Elastic(
-        {name: layer.to(device) for name, layer in networks.layers(BLOCKS).items()}, optimizer=networks.optimizer,
-        loss=networks.loss, samples=networks.SAMPLES, batch=BATCH, seed=5, policy=Bound(1 / 3), max_grad_norm=0.5,
-        device=device, cache=CacheOptions("on", example=lambda samples: (rows(samples)[0], {})),
-    )  # fmt: skip
+        {name: layer.to(device) for name, layer in networks.layers(BLOCKS).items()},
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=BATCH,
+        seed=5,
+        policy=Bound(1 / 3),
+        max_grad_norm=0.5,
+        device=device,
+        cache=CacheOptions("on", example=lambda samples: (rows(samples)[0], {})),
+    )
     losses, frozen = [], []
     for _ in range(EPOCHS):
         frozen.append(elastic.frozen)
         for share in elastic.shares():
-            losses.append(elastic.step(*rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+            losses.append(
+                elastic.step(*rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss
+            )
         elastic.decide()
     assert elastic.is_cached
     for state in elastic.states().values():

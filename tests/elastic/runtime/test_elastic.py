@@ -1,4 +1,5 @@
-"""Elastic runs equal plain ones: losses, weights, the optimizer's states, whatever the ranks and their layouts."""
+"""Elastic runs equal plain ones: losses, weights, the optimizer's states, whatever the ranks and
+their layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-Run = tuple[list[float], dict[str, Any], dict[str, Any], list[tuple[int, int, int]], list[Any], float]
+Run = tuple[
+    list[float], dict[str, Any], dict[str, Any], list[tuple[int, int, int]], list[Any], float
+]
 
 
 def make_policy(name: str) -> Policy:
@@ -35,9 +38,17 @@ def make_policy(name: str) -> Policy:
 
 def elastic_run(rank: int, group: Any, stages: int, policy: str, options: dict[str, Any]) -> Run:
     elastic = Elastic(
-        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=BATCH,
-        seed=5, stages=stages, policy=make_policy(policy), max_grad_norm=0.5, **options,
-    )  # fmt: skip
+        networks.layers(BLOCKS),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=BATCH,
+        seed=5,
+        stages=stages,
+        policy=make_policy(policy),
+        max_grad_norm=0.5,
+        **options,
+    )
     losses, layouts, changes = [], [], []
     for _ in range(EPOCHS):
         layouts.append((elastic.frozen, elastic.layout.stages, elastic.layout.replicas))
@@ -47,30 +58,41 @@ def elastic_run(rank: int, group: Any, stages: int, policy: str, options: dict[s
         if (change := elastic.decide()) is not None:
             changes.append(change)
     found = elastic.evaluate(
-        networks.HELD_OUT, lambda share: (*networks.rows(share.samples, held_out=True), {}), score=networks.right
-    )  # fmt: skip
+        networks.HELD_OUT,
+        lambda share: (*networks.rows(share.samples, held_out=True), {}),
+        score=networks.right,
+    )
     states = elastic.states()
-    weights = {name: t.clone() for each in states.values() for name, t in each["parameters"].items()}
+    weights = {
+        name: t.clone() for each in states.values() for name, t in each["parameters"].items()
+    }
     slots = {name: dict(slots) for each in states.values() for name, slots in each["slots"].items()}
     elastic.close()
     return losses, weights, slots, layouts, changes, found
 
 
 def check_equal(runs: list[Run], policy: str, *, tolerance: float = 1e-6) -> None:
-    losses, weights, slots, depths = networks.plain(BLOCKS, epochs=EPOCHS, batch=BATCH, policy=make_policy(policy))
+    losses, weights, slots, depths = networks.plain(
+        BLOCKS, epochs=EPOCHS, batch=BATCH, policy=make_policy(policy)
+    )
     seen_weights, seen_slots = set(), set()
     for theirs in runs:
         assert [frozen for frozen, _, _ in theirs[3]] == depths
         if len(theirs[0]) == len(losses):
-            torch.testing.assert_close(torch.tensor(theirs[0]), torch.tensor(losses), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                torch.tensor(theirs[0]), torch.tensor(losses), rtol=tolerance, atol=tolerance
+            )
         for name, value in theirs[1].items():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=tolerance)
             seen_weights.add(name)
         for name, state in theirs[2].items():
             for key in ("exp_avg", "exp_avg_sq", "step"):
                 torch.testing.assert_close(
-                    torch.as_tensor(state[key]).float(), torch.as_tensor(slots[name][key]).float(), rtol=0, atol=tolerance
-                )  # fmt: skip
+                    torch.as_tensor(state[key]).float(),
+                    torch.as_tensor(slots[name][key]).float(),
+                    rtol=0,
+                    atol=tolerance,
+                )
             seen_slots.add(name)
     assert seen_weights == set(weights)
     assert seen_slots == set(slots)
@@ -84,7 +106,10 @@ def test_one_process_equals_a_plain_run(policy):
     assert len(run[4]) > 2
 
 
-@pytest.mark.parametrize(("ranks", "stages", "policy"), [(4, 4, "bound"), (4, 2, "norm"), (2, 2, "bound"), (3, 1, "norm")])
+@pytest.mark.parametrize(
+    ("ranks", "stages", "policy"),
+    [(4, 4, "bound"), (4, 2, "norm"), (2, 2, "bound"), (3, 1, "norm")],
+)
 def test_ranks_that_change_their_layout_equal_a_plain_run(world, ranks, stages, policy):
     runs = world(ranks).run(elastic_run, stages, policy, {})
     check_equal(runs, policy)
@@ -102,15 +127,27 @@ def test_idle_ranks_and_kept_stages_change_no_result(world):
         layouts = runs[0][3]
         # With 5 of 6 blocks frozen there are too few layers for 4 stages.
         kept = [(4, 1)] * 3 + [(2, 2)] * 2
-        assert [layout[1:] for layout in layouts] == kept if "compress" in options else layouts[-1][1:] == (1, 1)
+        assert (
+            [layout[1:] for layout in layouts] == kept
+            if "compress" in options
+            else layouts[-1][1:] == (1, 1)
+        )
 
 
 def stopped_short(rank: int, group: Any, stages: int) -> tuple[list[float], list[Any]]:
-    """Losses, and the place in the run before and after decisions that come two steps after the last."""
+    """Losses, and the place in the run before and after decisions that come two steps after the
+    last."""
     elastic = Elastic(
-        networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=BATCH,
-        seed=5, stages=stages, policy=make_policy("bound"), replicate=False,
-    )  # fmt: skip
+        networks.layers(BLOCKS),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=BATCH,
+        seed=5,
+        stages=stages,
+        policy=make_policy("bound"),
+        replicate=False,
+    )
     losses, places = [], []
     for _ in range(7):
         for i, share in enumerate(elastic.shares()):
@@ -147,7 +184,8 @@ def with_nothing_named(share: Any) -> Any:
 
 
 class Turned(nn.Module):
-    """A block that shares a table, which no state_dict has, with the others, and ties two of its own parameters."""
+    """A block that shares a table, which no state_dict has, with the others, and ties two of its
+    own parameters."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()

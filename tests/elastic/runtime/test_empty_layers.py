@@ -1,4 +1,5 @@
-"""Layers without parameters, an activation say, are held by every rank, saved by none, and change nothing."""
+"""Layers without parameters, an activation say, are held by every rank, saved by none, and change
+nothing."""
 
 from __future__ import annotations
 
@@ -26,21 +27,35 @@ def one_more(norms: Any, frozen: int) -> int:
     return min(frozen + 2, 3)
 
 
-def trained(rank: int, group: Any, folder: str, stages: int) -> tuple[list[float], list[tuple[int, int]]]:
-    """Losses, and of each epoch (frozen, stages); the second and the last go on from a checkpoint."""
+def trained(
+    rank: int, group: Any, folder: str, stages: int
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """Losses, and of each epoch (frozen, stages); the second and the last go on from a
+    checkpoint."""
     losses, layouts = [], []
 
     def make() -> Elastic:
         return Elastic(
-            layers(), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
-            policy=Callback(one_more), stages=stages, compress=False,
-        )  # fmt: skip
+            layers(),
+            optimizer=networks.optimizer,
+            loss=networks.loss,
+            samples=networks.SAMPLES,
+            batch=8,
+            seed=5,
+            policy=Callback(one_more),
+            stages=stages,
+            compress=False,
+        )
 
     elastic = make()
     for epoch in range(EPOCHS):
         layouts.append((elastic.frozen, elastic.layout.stages))
         for share in elastic.shares():
-            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+            losses.append(
+                elastic.step(
+                    *networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)
+                ).loss
+            )
         elastic.decide()
         if epoch in (0, 2):
             save(folder, elastic.state_dict())

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.cpu_only
 
 
 def _step(rank: int, group: dist.ProcessGroup | None) -> list[tuple[bool, float]]:
-    """Of each layer here, whether it has a gradient, and how far that is from one process' without a pipeline."""
+    """Of each layer here, whether it has a gradient, and how far that is from one process' without
+    a pipeline."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4).double() for _ in range(4)]
     for layer in layers[:2]:
@@ -27,12 +28,20 @@ def _step(rank: int, group: dist.ProcessGroup | None) -> list[tuple[bool, float]
     packing = pack([4.0, 4.0, 4.0, 1.0], frozen=2, stages=2, lambda_frozen=1.0, batch=8)
     assert packing.boundaries[1] <= 2, "the first stage learns something, and this test nothing"
     plan = schedule("1f1b", num_stages=packing.stages, num_microbatches=packing.micro_batches)
-    pipeline = Pipeline(layers, schedule=plan, group=group, loss=nn.functional.mse_loss, boundaries=packing.boundaries)
+    pipeline = Pipeline(
+        layers,
+        schedule=plan,
+        group=group,
+        loss=nn.functional.mse_loss,
+        boundaries=packing.boundaries,
+    )
     pipeline.step(x, target)
     last = layers[3].weight.grad
     error = 0.0 if last is None else float((last - wanted).abs().max())
-    return [(any(layer.weight.grad is not None for layer in layers[:2]), error),
-            (last is not None and bool(last.abs().max() > 1e-3), 0.0)]  # fmt: skip
+    return [
+        (any(layer.weight.grad is not None for layer in layers[:2]), error),
+        (last is not None and bool(last.abs().max() > 1e-3), 0.0),
+    ]
 
 
 def test_in_one_process():

@@ -1,4 +1,5 @@
-"""Ranks that wait and ranks that die: who is idle sleeps, and every rank hears of a lost one, wherever it stands."""
+"""Ranks that wait and ranks that die: who is idle sleeps, and every rank hears of a lost one,
+wherever it stands."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def idle_body(rank, group):
     if layout.is_active(rank):
         layers = [nn.Linear(8, 8) for _ in range(2)]
         plan = schedule("1f1b", num_stages=2, num_microbatches=2)
-        pipeline = Pipeline(layers, schedule=plan, group=active.pipeline, loss=nn.functional.mse_loss)
+        pipeline = Pipeline(
+            layers, schedule=plan, group=active.pipeline, loss=nn.functional.mse_loss
+        )
         x = torch.randn(4, 8)
         pipeline.step(x, x)
         if rank == 1:
@@ -74,7 +77,8 @@ def test_idle_ranks_sleep_and_hear_of_a_rank_that_died_elsewhere():
 
 
 def carry_body(rank, group, victim):
-    """Rank 0 gives eight layers on to 1, 1 to 2, 2 to 3, and has the rest from the others; the victim dies amidst that."""
+    """Rank 0 gives eight layers on to 1, 1 to 2, 2 to 3, and has the rest from the others; the
+    victim dies amidst that."""
     old, new = Layout(4, 4, 1, (0, 8, 9, 10, 11)), Layout(4, 1, 4, (0, 11))
     post, posts = ProcessGroupTransport.post, []
 
@@ -99,7 +103,8 @@ def test_a_rank_that_dies_while_layers_are_carried(victim):
             assert ranks == (victim,), (outcome.rank, message)
 
 
-# -------------------------------------------------------------------------------------------------- an elastic run
+# --------------------------------------------------------------------------------------------------
+# an elastic run
 
 TIMEOUT = 4.0  # seconds, of the default group; idle ranks would wait for a day
 
@@ -112,7 +117,8 @@ def wait_until_all_heard(ranks: int) -> None:
 
 
 def lost_body(rank, group, place, victim, replicate):
-    """What each rank hears of the victim, which dies or hangs at this place in a run of four stages, then of two."""
+    """What each rank hears of the victim, which dies or hangs at this place in a run of four
+    stages, then of two."""
     failure.PATIENCE, groups.GRACE = 1.0, 3.0
     made = []
 
@@ -129,9 +135,16 @@ def lost_body(rank, group, place, victim, replicate):
         return *networks.rows(share.samples, held_out=True), {}
 
     elastic = Elastic(
-        networks.layers(6), optimizer=optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=4,
-        policy=Bound(1 / 3), replicate=replicate,
-    )  # fmt: skip
+        networks.layers(6),
+        optimizer=optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        stages=4,
+        policy=Bound(1 / 3),
+        replicate=replicate,
+    )
     for decisions in range(3):
         for share in elastic.shares():
             elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
@@ -139,7 +152,12 @@ def lost_body(rank, group, place, victim, replicate):
             break
         elastic.decide()
     if place != "hangs in a change":
-        assert [elastic.layout.is_active(each) for each in range(4)] == [True, True, replicate, replicate]
+        assert [elastic.layout.is_active(each) for each in range(4)] == [
+            True,
+            True,
+            replicate,
+            replicate,
+        ]
     if place == "hangs before a decision" and rank == victim:
         wait_until_all_heard(4)
     if place.endswith("before a decision") and rank == victim:
@@ -166,7 +184,9 @@ def lost_body(rank, group, place, victim, replicate):
     ],
 )
 def test_all_ranks_of_a_run_hear_of_one_that_is_lost(place, victim, replicate):
-    for outcome in spawn_ranks(4, lost_body, place, victim, replicate, timeout=50, group_timeout=TIMEOUT):
+    for outcome in spawn_ranks(
+        4, lost_body, place, victim, replicate, timeout=50, group_timeout=TIMEOUT
+    ):
         if outcome.rank != victim:
             assert outcome.error is None, outcome.error
             message, ranks = outcome.result

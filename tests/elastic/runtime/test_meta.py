@@ -1,4 +1,5 @@
-"""Layers that come on the meta device: each rank gives memory and first values to its own, and to no others."""
+"""Layers that come on the meta device: each rank gives memory and first values to its own, and to
+no others."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def layers() -> dict[str, nn.Module]:
     return made
 
 
-def trained(rank: int, group: Any, on_meta: bool) -> tuple[list[str], list[str], list[float], dict[str, Tensor]]:
+def trained(
+    rank: int, group: Any, on_meta: bool
+) -> tuple[list[str], list[str], list[float], dict[str, Tensor]]:
     """(layers that were given first values at the start, in all, losses, weights)"""
     real, filled = layers(), []
 
@@ -59,17 +62,36 @@ def trained(rank: int, group: Any, on_meta: bool) -> tuple[list[str], list[str],
         for layer in given.values():
             layer.to("meta")
     elastic = Elastic(
-        given, optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5, stages=4,
-        policy=Bound(1 / 2), max_grad_norm=0.5, initialise=initialise if on_meta else None, costs=[4.0] + [1.0] * 5,
-    )  # fmt: skip
+        given,
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        stages=4,
+        policy=Bound(1 / 2),
+        max_grad_norm=0.5,
+        initialise=initialise if on_meta else None,
+        costs=[4.0] + [1.0] * 5,
+    )
     first = list(filled)
-    assert [name for name, layer in given.items() if is_held(layer)] == (first or list(elastic_names(elastic)))
+    assert [name for name, layer in given.items() if is_held(layer)] == (
+        first or list(elastic_names(elastic))
+    )
     losses = []
     for _ in range(EPOCHS):
         for share in elastic.shares():
-            losses.append(elastic.step(*networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)).loss)
+            losses.append(
+                elastic.step(
+                    *networks.rows(share.samples), share=share, lr=networks.lr_of(share.step)
+                ).loss
+            )
         elastic.decide()
-    weights = {name: t.clone() for each in elastic.states().values() for name, t in each["parameters"].items()}
+    weights = {
+        name: t.clone()
+        for each in elastic.states().values()
+        for name, t in each["parameters"].items()
+    }
     assert elastic.layout.stages == 1
     elastic.close()
     return first, filled, losses, weights
@@ -95,7 +117,9 @@ def elastic_names(elastic: Elastic) -> list[str]:
 
 def test_a_run_from_meta_equals_one_from_memory(world):
     ours, theirs = (world(4).run(trained, on_meta) for on_meta in (True, False))
-    assert sorted(name for first, *_ in ours for name in first) == sorted(layers()), "each layer on one rank"
+    assert sorted(name for first, *_ in ours for name in first) == sorted(layers()), (
+        "each layer on one rank"
+    )
     assert ours[0][0] == ["embedding"]
     assert "blocks.0" in ours[0][1], "whose table nobody sends"
     for own, other in zip(ours, theirs, strict=True):

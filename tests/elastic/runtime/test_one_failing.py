@@ -1,4 +1,5 @@
-"""What goes wrong on one rank of an elastic run, while others take part in the same, is raised on all of them."""
+"""What goes wrong on one rank of an elastic run, while others take part in the same, is raised on
+all of them."""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ def rows_failing_on(where: int | None, rank: int) -> Any:
 
 
 def in_a_step(rank: int, group: Any) -> tuple[str, list[float]]:
-    """What each rank is told of a label that replica 1 alone has; losses of the steps that follow."""
+    """What each rank is told of a label that replica 1 alone has; losses of the steps that
+    follow."""
     elastic = make(stages=2)
     shares = elastic.shares()
     share = next(shares)
     x, y = networks.rows(share.samples)
     text = told(lambda: elastic.step(x, y + 99 * (rank >= 2), share=share, lr=0.1))
-    losses = [elastic.step(*networks.rows(share.samples), share=share, lr=0.1).loss for share in shares]
+    losses = [
+        elastic.step(*networks.rows(share.samples), share=share, lr=0.1).loss for share in shares
+    ]
     elastic.close()
     return text, losses
 
@@ -59,10 +63,15 @@ def without_optimizer(rank: int, group: Any) -> str:
 
     return told(
         lambda: Elastic(
-            networks.layers(BLOCKS), optimizer=optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=BATCH, seed=5,
+            networks.layers(BLOCKS),
+            optimizer=optimizer,
+            loss=networks.loss,
+            samples=networks.SAMPLES,
+            batch=BATCH,
+            seed=5,
             stages=2,
         )
-    )  # fmt: skip
+    )
 
 
 def test_an_optimizer_that_one_rank_can_not_make(world):
@@ -128,7 +137,8 @@ def called(elastic: Elastic, name: str, shares: Any, rank: int) -> None:
 
 
 def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
-    """What each rank is told next after rank 1's optimizer failed in a step, twice; and losses after going back."""
+    """What each rank is told next after rank 1's optimizer failed in a step, twice; and losses
+    after going back."""
     found: list[Any] = []
     for number, name in enumerate(NEXT):
         elastic = make(stages=2, policy=Bound(1 / 3))
@@ -138,14 +148,23 @@ def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
             failing(elastic._here.worker.optimizer)
         shares = elastic.shares()
         share = next(shares)
-        elastic.step(*networks.rows(share.samples), share=share, lr=0.1)  # not known yet that one has not taken it
+        elastic.step(
+            *networks.rows(share.samples), share=share, lr=0.1
+        )  # not known yet that one has not taken it
         for _ in range(2):
-            with pytest.raises((ArithmeticError, RuntimeError)) as error:  # a pipeline tells its ranks where, too
+            with pytest.raises(
+                (ArithmeticError, RuntimeError)
+            ) as error:  # a pipeline tells its ranks where, too
                 called(elastic, name, shares, rank)
             found.append(str(error.value).removeprefix("rank 1 of the pipeline failed in 1F0: "))
             shares = elastic.shares()
         elastic.load_state_dict(load(saved)[0])
-        found.append([elastic.step(*networks.rows(s.samples), share=s, lr=0.1).loss for s in elastic.shares()])
+        found.append(
+            [
+                elastic.step(*networks.rows(s.samples), share=s, lr=0.1).loss
+                for s in elastic.shares()
+            ]
+        )
         elastic.close()
     return found
 
@@ -159,11 +178,19 @@ def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world,
 
 
 def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
-    """What each rank hears where two of four are idle, and rank 0's optimizer, or rank 1's, failed in the last step."""
+    """What each rank hears where two of four are idle, and rank 0's optimizer, or rank 1's, failed
+    in the last step."""
     elastic = Elastic(
-        networks.layers(6), optimizer=networks.optimizer, loss=networks.loss, samples=networks.SAMPLES, batch=8, seed=5,
-        stages=4, policy=Bound(1 / 3), replicate=False,
-    )  # fmt: skip
+        networks.layers(6),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        samples=networks.SAMPLES,
+        batch=8,
+        seed=5,
+        stages=4,
+        policy=Bound(1 / 3),
+        replicate=False,
+    )
     while elastic.layout.stages != stages:
         called(elastic, "step", elastic.shares(), rank)
         elastic.decide()
@@ -174,7 +201,11 @@ def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
         failing(elastic._here.worker.optimizer)
     for share in shares[-1:]:
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
-    found = told(elastic.decide if rank >= stages or then == "decide" else lambda: elastic.load_state_dict({}))
+    found = told(
+        elastic.decide
+        if rank >= stages or then == "decide"
+        else lambda: elastic.load_state_dict({})
+    )
     elastic.close()
     return found
 
@@ -187,7 +218,9 @@ def test_idle_ranks_hear_of_what_went_wrong_in_an_optimizer(world, stages):
 def test_ranks_that_call_one_thing_while_idle_ones_wait_for_another(world):
     found = world(4).run(with_idle_ranks, 2, "load_state_dict")
     assert found == [found[0]] * 4
-    assert found[0].startswith("rank 0 called load_state_dict, but rank 2 decide; call the same on all ranks")
+    assert found[0].startswith(
+        "rank 0 called load_state_dict, but rank 2 decide; call the same on all ranks"
+    )
 
 
 def test_one_process_alone_is_told_at_once():

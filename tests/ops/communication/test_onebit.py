@@ -1,4 +1,5 @@
-"""One-bit compression: the bits of its definition everywhere, nothing lost but one rounding, nothing bad kept."""
+"""One-bit compression: the bits of its definition everywhere, nothing lost but one rounding,
+nothing bad kept."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from pyops.ops.communication import onebit
 
 F = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 64, 65, 128, 8 * 311 - 1, 4099)
-BLOCKS = (64, 192, 2048, 4160)  # half a line of sums, lines in part, the default, more than a kernel holds
+BLOCKS = (
+    64,
+    192,
+    2048,
+    4160,
+)  # half a line of sums, lines in part, the default, more than a kernel holds
 
 
 def numbers(n: int, dtype: torch.dtype, device: torch.device, *, seed: int = 1) -> torch.Tensor:
@@ -24,7 +30,9 @@ def numbers(n: int, dtype: torch.dtype, device: torch.device, *, seed: int = 1) 
 def empty(n: int, block: int | None, device: torch.device, *, shift: int = 1) -> torch.Tensor:
     """A payload `shift` bytes into a buffer with room behind it."""
     size = onebit.payload_bytes(n, block=block)
-    return torch.full((size + shift + 8,), 77, dtype=torch.uint8, device=device)[shift : shift + size]
+    return torch.full((size + shift + 8,), 77, dtype=torch.uint8, device=device)[
+        shift : shift + size
+    ]
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -59,7 +67,9 @@ def test_by_hand(device: torch.device, isa: str):
 
 @pytest.mark.parametrize("rule", onebit.RULES)
 @pytest.mark.parametrize("dtype", F, ids=str)
-def test_bits_are_those_of_the_definition(dtype: torch.dtype, rule: str, device: torch.device, isa: str):
+def test_bits_are_those_of_the_definition(
+    dtype: torch.dtype, rule: str, device: torch.device, isa: str
+):
     for n in SIZES:
         for block in BLOCKS:
             for bad in (False, True):
@@ -91,9 +101,27 @@ def test_decoding_is_its_definition(dtype: torch.dtype, device: torch.device, is
         scales = torch.tensor([0.3, 1.7, -0.4], device=device)
         before = numbers(n, dtype, device, seed=9)
         for op, reference, payloads, given, options in (
-            (onebit.onebit_decode_, onebit.onebit_decode_reference, rows[0], None, {"accumulate": False}),
-            (onebit.onebit_decode_, onebit.onebit_decode_reference, rows[0], None, {"accumulate": True}),
-            (onebit.onebit_decode_, onebit.onebit_decode_reference, bits[1], scales[1:2], {"accumulate": True}),
+            (
+                onebit.onebit_decode_,
+                onebit.onebit_decode_reference,
+                rows[0],
+                None,
+                {"accumulate": False},
+            ),
+            (
+                onebit.onebit_decode_,
+                onebit.onebit_decode_reference,
+                rows[0],
+                None,
+                {"accumulate": True},
+            ),
+            (
+                onebit.onebit_decode_,
+                onebit.onebit_decode_reference,
+                bits[1],
+                scales[1:2],
+                {"accumulate": True},
+            ),
             (onebit.onebit_sum_rows_, onebit.onebit_sum_rows_reference, rows, None, {}),
             (onebit.onebit_sum_rows_, onebit.onebit_sum_rows_reference, rows[:1], None, {}),
             (onebit.onebit_sum_rows_, onebit.onebit_sum_rows_reference, bits, scales, {}),
@@ -106,7 +134,8 @@ def test_decoding_is_its_definition(dtype: torch.dtype, device: torch.device, is
 
 @pytest.mark.parametrize("rule", onebit.RULES)
 def test_nothing_is_lost_but_one_rounding(rule: str, device: torch.device, isa: str):
-    """scale * sgn + error' = x + error: error' is the fp32 number nearest to the difference, often the difference itself."""
+    """scale * sgn + error' = x + error: error' is the fp32 number nearest to the difference, often
+    the difference itself."""
     n = 1_000_003
     x, error = numbers(n, torch.float32, device), numbers(n, torch.float32, device, seed=2)
     u = (x + error).double()
@@ -123,7 +152,8 @@ def test_nothing_is_lost_but_one_rounding(rule: str, device: torch.device, isa: 
 
 
 def test_the_sum_telescopes(device: torch.device, isa: str):
-    """What was sent in 50 rounds, and the error that is left, is what was given: no round's error is dropped or doubled."""
+    """What was sent in 50 rounds, and the error that is left, is what was given: no round's error
+    is dropped or doubled."""
     n = 5003
     error = torch.zeros(n, device=device)
     given, sent, allowed = (torch.zeros(n, dtype=torch.float64, device=device) for _ in range(3))
@@ -143,7 +173,11 @@ def test_the_server_step_is_sum_then_encode(device: torch.device, isa: str):
     for n in (1, 65, 8 * 311 - 1):
         rows = [encoded(numbers(n, torch.float32, device, seed=s), 128) for s in range(4)]
         one, other = (numbers(n, torch.float32, device, seed=7) for _ in range(2))
-        payload, two_steps, total = empty(n, 128, device), empty(n, 128, device), torch.empty(n, device=device)
+        payload, two_steps, total = (
+            empty(n, 128, device),
+            empty(n, 128, device),
+            torch.empty(n, device=device),
+        )
         onebit.onebit_reencode_(payload, rows, one, n=n, block=128, scale=0.25)
         onebit.onebit_sum_rows_(total, rows, block=128, scale=0.25)
         onebit.onebit_encode_(two_steps, total, other, block=128)
@@ -155,7 +189,11 @@ def test_the_server_step_is_sum_then_encode(device: torch.device, isa: str):
 def test_what_is_not_finite_stays_out_of_the_errors(bad: float, device: torch.device, isa: str):
     n, before = 300, numbers(300, torch.float32, device, seed=2)
     for where in ("x", "error"):
-        x, error, flag = numbers(n, torch.float32, device), before.clone(), torch.zeros(1, device=device)
+        x, error, flag = (
+            numbers(n, torch.float32, device),
+            before.clone(),
+            torch.zeros(1, device=device),
+        )
         clean = before.clone()
         onebit.onebit_encode_(empty(n, 64, device), x, clean, flag, block=64)
         assert flag.item() == 0.0
@@ -173,7 +211,9 @@ def test_what_is_not_finite_stays_out_of_the_errors(bad: float, device: torch.de
         total, server = torch.empty(n, device=device), torch.zeros(n, device=device)
         onebit.onebit_sum_rows_(total, [encoded(clean), payload], block=64)
         assert torch.equal(total.isnan(), result.isnan())
-        onebit.onebit_reencode_(empty(n, 64, device), [encoded(clean), payload], server, flag, n=n, block=64)
+        onebit.onebit_reencode_(
+            empty(n, 64, device), [encoded(clean), payload], server, flag, n=n, block=64
+        )
         assert server.isfinite().all()
         onebit.onebit_encode_(payload, clean, clean, flag, block=64)
         assert flag.item() == 1.0, "the flag is never cleared"
@@ -196,7 +236,9 @@ def test_padding_enters_no_scale(device: torch.device, isa: str):
     for n in (1, 65, 8 * 9 - 1):
         payload = encoded(torch.full((n,), -2.5, device=device))
         assert (decoded(payload, n) == -2.5).all()
-        assert not payload[4 * -(-n // 64) :].any(), "negative everywhere, and the bits beyond are 0"
+        assert not payload[4 * -(-n // 64) :].any(), (
+            "negative everywhere, and the bits beyond are 0"
+        )
         around = payload.as_strided((payload.numel() + 9,), (1,), 0)
         assert around[0] == 77
         assert (around[-8:] == 77).all()
@@ -207,7 +249,9 @@ def test_one_scale_for_a_whole_tensor(device: torch.device, isa: str):
         for dtype in F:
             x, before = numbers(n, dtype, device), numbers(n, torch.float32, device, seed=2)
             total = onebit.onebit_norm(x, before)
-            torch.testing.assert_close(total, onebit.onebit_norm_reference(x, before), rtol=1e-13, atol=0)
+            torch.testing.assert_close(
+                total, onebit.onebit_norm_reference(x, before), rtol=1e-13, atol=0
+            )
             assert n < 2 or 0 < total[0] != total[1]
             for scale in (0.8, torch.nan):
                 results = []
@@ -228,7 +272,10 @@ def test_one_scale_for_a_whole_tensor(device: torch.device, isa: str):
 @pytest.mark.cpu_only
 def test_threads_change_no_bit(isa: str):
     n, before = 300_007, torch.get_num_threads()
-    x, start = numbers(n, torch.float32, torch.device("cpu")), numbers(n, torch.float32, torch.device("cpu"), seed=2)
+    x, start = (
+        numbers(n, torch.float32, torch.device("cpu")),
+        numbers(n, torch.float32, torch.device("cpu"), seed=2),
+    )
     results = []
     try:
         for threads in (1, 2, 3):
@@ -247,19 +294,43 @@ def test_refusals(device: torch.device):
     x, payload = torch.zeros(70, device=device), empty(70, 64, device)
     for text, call in (
         ("multiple of 64, got 100", lambda: onebit.onebit_encode_(payload, x, block=100)),
-        ("rule must be one of l1, rms, got max", lambda: onebit.onebit_encode_(payload, x, block=64, rule="max")),
-        ("must have 17 bytes for these numbers, got 13", lambda: onebit.onebit_encode_(payload[4:], x, block=64)),
+        (
+            "rule must be one of l1, rms, got max",
+            lambda: onebit.onebit_encode_(payload, x, block=64, rule="max"),
+        ),
+        (
+            "must have 17 bytes for these numbers, got 13",
+            lambda: onebit.onebit_encode_(payload[4:], x, block=64),
+        ),
         ("payload must be uint8", lambda: onebit.onebit_encode_(payload.char(), x, block=64)),
-        ("x must be float32, bfloat16 or float16", lambda: onebit.onebit_encode_(payload, x.double(), block=64)),
-        ("x must be float32, bfloat16 or float16", lambda: onebit.onebit_encode_(payload, x.long(), block=64)),
-        ("error must have 70 elements, got 3", lambda: onebit.onebit_encode_(payload, x, x[:3], block=64)),
+        (
+            "x must be float32, bfloat16 or float16",
+            lambda: onebit.onebit_encode_(payload, x.double(), block=64),
+        ),
+        (
+            "x must be float32, bfloat16 or float16",
+            lambda: onebit.onebit_encode_(payload, x.long(), block=64),
+        ),
+        (
+            "error must have 70 elements, got 3",
+            lambda: onebit.onebit_encode_(payload, x, x[:3], block=64),
+        ),
         ("error must be float32", lambda: onebit.onebit_encode_(payload, x, x.half(), block=64)),
         ("flag must have 1 elements", lambda: onebit.onebit_encode_(payload, x, x, x, block=64)),
-        ("contiguous", lambda: onebit.onebit_encode_(payload, torch.zeros(140, device=device)[::2], block=64)),
-        ("scales must have 2 elements", lambda: onebit.onebit_sum_rows_(x, [payload[:9]] * 2, x[:1])),
+        (
+            "contiguous",
+            lambda: onebit.onebit_encode_(payload, torch.zeros(140, device=device)[::2], block=64),
+        ),
+        (
+            "scales must have 2 elements",
+            lambda: onebit.onebit_sum_rows_(x, [payload[:9]] * 2, x[:1]),
+        ),
         ("at least one payload", lambda: onebit.onebit_sum_rows_(x, [])),
         ("at least one payload", lambda: onebit.onebit_reencode_(payload, [], n=70, block=64)),
-        ("must have 17 bytes", lambda: onebit.onebit_reencode_(payload, [payload[1:]], n=70, block=64)),
+        (
+            "must have 17 bytes",
+            lambda: onebit.onebit_reencode_(payload, [payload[1:]], n=70, block=64),
+        ),
     ):
         with pytest.raises((RuntimeError, ValueError), match=text):
             call()

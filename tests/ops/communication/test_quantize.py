@@ -1,4 +1,5 @@
-"""Eight-bit compression: the bits of its definition everywhere, errors that are exact, nothing bad kept."""
+"""Eight-bit compression: the bits of its definition everywhere, errors that are exact, nothing bad
+kept."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ FORMAT = pytest.mark.parametrize("format", quantize.FORMATS)
 
 def empty(n: int, block: int, device: torch.device, *, shift: int = 1) -> torch.Tensor:
     size = quantize.payload_bytes(n, block=block)
-    return torch.full((size + shift + 8,), 77, dtype=torch.uint8, device=device)[shift : shift + size]
+    return torch.full((size + shift + 8,), 77, dtype=torch.uint8, device=device)[
+        shift : shift + size
+    ]
 
 
 def encoded(u: torch.Tensor, block: int = 256, **options: object) -> torch.Tensor:
@@ -33,22 +36,44 @@ def decoded(payload: torch.Tensor, n: int, block: int = 256, format: str = "int8
 
 def test_by_hand(device: torch.device, isa: str):
     x = torch.tensor([254.0, -254.0, 1.0, 3.0, -3.0, 0.0, 100.9], device=device)
-    payload, error = torch.zeros(11, dtype=torch.uint8, device=device), torch.zeros(7, device=device)
+    payload, error = (
+        torch.zeros(11, dtype=torch.uint8, device=device),
+        torch.zeros(7, device=device),
+    )
     quantize.quantize_encode_(payload, x, error)
     assert payload[:4].clone().view(torch.float32).item() == 2.0
-    assert payload[4:].view(torch.int8).tolist() == [127, -127, 0, 2, -2, 0, 50], "half-way cases go to the even neighbour"
+    assert payload[4:].view(torch.int8).tolist() == [127, -127, 0, 2, -2, 0, 50], (
+        "half-way cases go to the even neighbour"
+    )
     assert error.tolist() == [0.0, 0.0, 1.0, -1.0, 1.0, 0.0, (x[6] - 100).item()]
     x = torch.tensor([448.0, -0.001953125, 17.0, 0.0009765625], device=device)
-    assert decoded(encoded(x, format="e4m3"), 4, format="e4m3").tolist() == [448.0, -0.001953125, 16.0, 0.0]
+    assert decoded(encoded(x, format="e4m3"), 4, format="e4m3").tolist() == [
+        448.0,
+        -0.001953125,
+        16.0,
+        0.0,
+    ]
     x = torch.tensor([57344.0, -9.0, 2.0**-16, 2.0**-17], device=device)
-    assert decoded(encoded(x, format="e5m2"), 4, format="e5m2").tolist() == [57344.0, -8.0, 2.0**-16, 0.0]
+    assert decoded(encoded(x, format="e5m2"), 4, format="e5m2").tolist() == [
+        57344.0,
+        -8.0,
+        2.0**-16,
+        0.0,
+    ]
     assert not encoded(torch.zeros(3, device=device)).any()
 
 
 @FORMAT
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-def test_bits_are_those_of_the_definition(format: str, stochastic: bool, device: torch.device, isa: str):
-    options = {"format": format, "stochastic_rounding": stochastic, "seed": (1 << 63) + 12345, "offset": 13}
+def test_bits_are_those_of_the_definition(
+    format: str, stochastic: bool, device: torch.device, isa: str
+):
+    options = {
+        "format": format,
+        "stochastic_rounding": stochastic,
+        "seed": (1 << 63) + 12345,
+        "offset": 13,
+    }
     for dtype in F:
         for n in SIZES:
             for block in BLOCKS:
@@ -65,7 +90,11 @@ def test_bits_are_those_of_the_definition(format: str, stochastic: bool, device:
                     error, server = before.clone(), before.flip(0).contiguous()
                     flags = torch.zeros(2, device=device)
                     encode(payload, x, error, flags[:1], block=block, **options)
-                    rows = [payload, encoded(numbers(n, dtype, device, seed=3), block, format=format), payload]
+                    rows = [
+                        payload,
+                        encoded(numbers(n, dtype, device, seed=3), block, format=format),
+                        payload,
+                    ]
                     reencode(again, rows, server, flags[1:], n=n, block=block, scale=0.3, **options)
                     results.append([payload, error, again, server, flags])
                 for actual, expected in zip(*results, strict=True):
@@ -76,12 +105,24 @@ def test_bits_are_those_of_the_definition(format: str, stochastic: bool, device:
 @FORMAT
 def test_decoding_is_its_definition(format: str, device: torch.device, isa: str):
     for n in SIZES:
-        rows = [encoded(numbers(n, torch.float32, device, seed=s), 96, format=format) for s in range(3)]
+        rows = [
+            encoded(numbers(n, torch.float32, device, seed=s), 96, format=format) for s in range(3)
+        ]
         for dtype in F:
             before = numbers(n, dtype, device, seed=9)
             for op, reference, payloads, options in (
-                (quantize.quantize_decode_, quantize.quantize_decode_reference, rows[0], {"accumulate": False}),
-                (quantize.quantize_decode_, quantize.quantize_decode_reference, rows[1], {"accumulate": True}),
+                (
+                    quantize.quantize_decode_,
+                    quantize.quantize_decode_reference,
+                    rows[0],
+                    {"accumulate": False},
+                ),
+                (
+                    quantize.quantize_decode_,
+                    quantize.quantize_decode_reference,
+                    rows[1],
+                    {"accumulate": True},
+                ),
                 (quantize.quantize_sum_rows_, quantize.quantize_sum_rows_reference, rows, {}),
                 (quantize.quantize_sum_rows_, quantize.quantize_sum_rows_reference, rows[:1], {}),
             ):
@@ -104,7 +145,8 @@ def test_every_code_decodes(format: str, device: torch.device, isa: str):
 
 @FORMAT
 def test_no_error_is_lost(format: str, device: torch.device, isa: str):
-    """decoded + error' == x + error as real numbers: rounded to nearest, the difference is an fp32 number."""
+    """decoded + error' == x + error as real numbers: rounded to nearest, the difference is an fp32
+    number."""
     n = 1_000_003
     x, error = numbers(n, torch.float32, device), numbers(n, torch.float32, device, seed=2)
     u = x + error
@@ -112,9 +154,18 @@ def test_no_error_is_lost(format: str, device: torch.device, isa: str):
     quantize.quantize_encode_(payload, x, error, format=format)
     value = decoded(payload, n, format=format).double()
     assert torch.equal(value + error.double(), u.double())
-    largest = torch.nn.functional.pad(u.abs(), (0, -n % 256)).view(-1, 256).amax(1).repeat_interleave(256)[:n].double()
-    step = {"int8": largest / 127, "e4m3": torch.maximum(u.abs().double() / 8, largest / 448 / 512),
-            "e5m2": torch.maximum(u.abs().double() / 4, largest / 57344 / 65536)}[format]  # fmt: skip
+    largest = (
+        torch.nn.functional.pad(u.abs(), (0, -n % 256))
+        .view(-1, 256)
+        .amax(1)
+        .repeat_interleave(256)[:n]
+        .double()
+    )
+    step = {
+        "int8": largest / 127,
+        "e4m3": torch.maximum(u.abs().double() / 8, largest / 448 / 512),
+        "e5m2": torch.maximum(u.abs().double() / 4, largest / 57344 / 65536),
+    }[format]
     # Half a step; ratio and scale have a rounding of 2^-24 each, by which the half-way point moves.
     assert (error.double().abs() <= step / 2 + 2.0**-23 * u.abs().double()).all()
     assert (error != 0).double().mean() > 0.5
@@ -136,7 +187,9 @@ def test_the_sum_telescopes(format: str, device: torch.device, isa: str):
 
 
 @FORMAT
-def test_stochastic_rounding_is_unbiased_and_knows_its_place(format: str, device: torch.device, isa: str):
+def test_stochastic_rounding_is_unbiased_and_knows_its_place(
+    format: str, device: torch.device, isa: str
+):
     n = 1 << 17
     x = torch.full((n,), 0.3137, device=device)
     x[::256] = 1.0  # the largest of each block
@@ -154,7 +207,11 @@ def test_stochastic_rounding_is_unbiased_and_knows_its_place(format: str, device
 def test_what_is_not_finite_stays_out_of_the_errors(format: str, device: torch.device, isa: str):
     n, before = 300, numbers(300, torch.float32, device, seed=2)
     for bad in (torch.inf, -torch.inf, torch.nan):
-        x, error, flag = numbers(n, torch.float32, device), before.clone(), torch.zeros(1, device=device)
+        x, error, flag = (
+            numbers(n, torch.float32, device),
+            before.clone(),
+            torch.zeros(1, device=device),
+        )
         clean = before.clone()
         quantize.quantize_encode_(empty(n, 64, device), x, clean, flag, block=64, format=format)
         assert flag.item() == 0.0
@@ -169,7 +226,9 @@ def test_what_is_not_finite_stays_out_of_the_errors(format: str, device: torch.d
         assert result[64:128].isnan().all()
         assert result.isnan().sum() == 64
         server = torch.zeros(n, device=device)
-        quantize.quantize_reencode_(empty(n, 64, device), [payload] * 2, server, flag, n=n, block=64, format=format)
+        quantize.quantize_reencode_(
+            empty(n, 64, device), [payload] * 2, server, flag, n=n, block=64, format=format
+        )
         assert server.isfinite().all()
 
 
@@ -177,7 +236,10 @@ def test_the_smallest_numbers(device: torch.device, isa: str):
     """Where the scale is subnormal or zero, what can't be sent stays in the error."""
     for size in (1e-44, 3e-42, 1e-38):
         for format in quantize.FORMATS:
-            x, error = size * torch.linspace(-1, 1, 65, device=device), torch.zeros(65, device=device)
+            x, error = (
+                size * torch.linspace(-1, 1, 65, device=device),
+                torch.zeros(65, device=device),
+            )
             payload = empty(65, 256, device)
             quantize.quantize_encode_(payload, x, error, format=format)
             value = decoded(payload, 65, format=format)
@@ -188,7 +250,10 @@ def test_the_smallest_numbers(device: torch.device, isa: str):
 @pytest.mark.cpu_only
 def test_threads_change_no_bit(isa: str):
     n, before = 300_007, torch.get_num_threads()
-    x, start = numbers(n, torch.float32, torch.device("cpu")), numbers(n, torch.float32, torch.device("cpu"), seed=2)
+    x, start = (
+        numbers(n, torch.float32, torch.device("cpu")),
+        numbers(n, torch.float32, torch.device("cpu"), seed=2),
+    )
     results = []
     try:
         for threads in (1, 2, 3):
@@ -211,13 +276,28 @@ def test_refusals(device: torch.device):
             "format must be one of int8, e4m3, e5m2, got int4",
             lambda: quantize.quantize_encode_(payload, x, block=64, format="int4"),
         ),
-        ("must have 78 bytes for these numbers, got 74", lambda: quantize.quantize_encode_(payload[4:], x, block=64)),
+        (
+            "must have 78 bytes for these numbers, got 74",
+            lambda: quantize.quantize_encode_(payload[4:], x, block=64),
+        ),
         ("uint8", lambda: quantize.quantize_decode_(x, payload.char(), block=64)),
-        ("x must be float32, bfloat16 or float16", lambda: quantize.quantize_encode_(payload, x.long(), block=64)),
-        ("error must have 70 elements, got 3", lambda: quantize.quantize_encode_(payload, x, x[:3], block=64)),
-        ("flag must have 1 elements", lambda: quantize.quantize_encode_(payload, x, x, x, block=64)),
+        (
+            "x must be float32, bfloat16 or float16",
+            lambda: quantize.quantize_encode_(payload, x.long(), block=64),
+        ),
+        (
+            "error must have 70 elements, got 3",
+            lambda: quantize.quantize_encode_(payload, x, x[:3], block=64),
+        ),
+        (
+            "flag must have 1 elements",
+            lambda: quantize.quantize_encode_(payload, x, x, x, block=64),
+        ),
         ("at least one payload", lambda: quantize.quantize_sum_rows_(x, [], block=64)),
-        ("must have 78 bytes", lambda: quantize.quantize_reencode_(payload, [payload[1:]], n=70, block=64)),
+        (
+            "must have 78 bytes",
+            lambda: quantize.quantize_reencode_(payload, [payload[1:]], n=70, block=64),
+        ),
     ):
         with pytest.raises((RuntimeError, ValueError), match=text):
             call()
@@ -227,7 +307,8 @@ def test_refusals(device: torch.device):
 @pytest.mark.cpu_only
 @FORMAT
 def test_the_definition_divides_by_tensors(format: str):
-    """By a Python number, torch multiplies with its reciprocal on CUDA, so that the last bit would be another one there."""
+    """By a Python number, torch multiplies with its reciprocal on CUDA, so that the last bit would
+    be another one there."""
 
     class Divisors(TorchDispatchMode):
         found: tuple[object, ...] = ()
@@ -238,6 +319,8 @@ def test_the_definition_divides_by_tensors(format: str):
             return func(*args, **(kwargs or {}))
 
     with Divisors() as divisors:
-        quantize.quantize_encode_reference(empty(64, 32, torch.device("cpu")), torch.randn(64), block=32, format=format)
+        quantize.quantize_encode_reference(
+            empty(64, 32, torch.device("cpu")), torch.randn(64), block=32, format=format
+        )
     assert len(divisors.found) == 2
     assert all(isinstance(divisor, torch.Tensor) for divisor in divisors.found)

@@ -1,4 +1,5 @@
-"""accumulate_, sum_rows_, scale_cast_: bit for bit what plain torch gives in fp32 with one rounding."""
+"""accumulate_, sum_rows_, scale_cast_: bit for bit what plain torch gives in fp32 with one
+rounding."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ PAIRS = [*itertools.product(F, F), (torch.float64, torch.float64)]
 
 
 def values(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers of many sizes, with infinities, nans, zeros and subnormals of the dtype among them."""
-    x = torch.randn(n, device=device, dtype=torch.float64) * torch.exp2(torch.randint(-6, 7, (n,), device=device))
+    """Numbers of many sizes, with infinities, nans, zeros and subnormals of the dtype among
+    them."""
+    x = torch.randn(n, device=device, dtype=torch.float64) * torch.exp2(
+        torch.randint(-6, 7, (n,), device=device)
+    )
     x = x.to(dtype)
     tiny = torch.finfo(dtype).tiny
-    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, tiny / 4, tiny, -torch.finfo(dtype).max])
+    special = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, tiny / 4, tiny, -torch.finfo(dtype).max]
+    )
     if n >= 64:
         x[8:24] = special.to(x).repeat(2)
         x[-8:] = special.to(x)
@@ -71,7 +77,8 @@ def test_the_order_of_the_list_is_the_order_of_the_sum(device: torch.device, isa
 
 
 def test_one_rounding_for_many_16_bit_rows(device: torch.device, isa: str):
-    """Seven rows of 1 on top of 256: each addition alone would be lost in bf16, whose spacing is 2 there."""
+    """Seven rows of 1 on top of 256: each addition alone would be lost in bf16, whose spacing is 2
+    there."""
     rows = [torch.full((33,), x, device=device, dtype=torch.bfloat16) for x in (256.0, *[1.0] * 7)]
     out = torch.empty(33, device=device, dtype=torch.bfloat16)
     reduce.sum_rows_(out, rows)

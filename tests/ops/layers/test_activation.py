@@ -1,4 +1,5 @@
-"""bias_activation and bias_gated: values and gradients against float64, special numbers, shapes, and what they save."""
+"""bias_activation and bias_gated: values and gradients against float64, special numbers, shapes,
+and what they save."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "silu": functional.silu,
 }
-SHAPES = ((7,), (3, 5), (2, 3, 64), (2100, 17), (5, 2080))  # 2100 rows: several blocks, the last not full; 2080: two tiles
+SHAPES = (
+    (7,),
+    (3, 5),
+    (2, 3, 64),
+    (2100, 17),
+    (5, 2080),
+)  # 2100 rows: several blocks, the last not full; 2080: two tiles
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -32,17 +39,23 @@ def plain(x: Tensor, bias: Tensor | None, name: str, *, gated: bool) -> Tensor:
 
 
 def ours(x: Tensor, bias: Tensor | None, name: str, *, gated: bool) -> Tensor:
-    return (activation.bias_gated if gated else activation.bias_activation)(x, bias, activation=name)
+    return (activation.bias_gated if gated else activation.bias_activation)(
+        x, bias, activation=name
+    )
 
 
-def results(f: Callable[..., Tensor], x: Tensor, bias: Tensor | None, dy: Tensor, name: str, *, gated: bool) -> list[Tensor]:
+def results(
+    f: Callable[..., Tensor], x: Tensor, bias: Tensor | None, dy: Tensor, name: str, *, gated: bool
+) -> list[Tensor]:
     """y, dx and, with a bias, dbias."""
     leaves = [t.detach().requires_grad_() for t in (x, bias) if t is not None]
     y = f(*leaves, *[None] * (2 - len(leaves)), name, gated=gated)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-def operands(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+def operands(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """x, bias and dy for a y of `shape`."""
     width = 2 * shape[-1] if gated else shape[-1]
     x = 3 * torch.randn(*shape[:-1], width, device=device, dtype=torch.float64)
@@ -51,7 +64,8 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *
 
 
 def largest_terms(x: Tensor, bias: Tensor | None, dy: Tensor, *, gated: bool) -> list[Tensor]:
-    """What is rounded on the way to y, dx and dbias, in float64: 1 + erf, not the small number that it may leave, times z."""
+    """What is rounded on the way to y, dx and dbias, in float64: 1 + erf, not the small number that
+    it may leave, times z."""
     z, dy = (x if bias is None else x + bias).double().abs(), dy.double().abs()
     gate, up = z.chunk(2, dim=-1) if gated else (z, torch.ones_like(z))
     dx = torch.cat([dy * up, dy * gate], dim=-1) if gated else dy
@@ -61,15 +75,28 @@ def largest_terms(x: Tensor, bias: Tensor | None, dy: Tensor, *, gated: bool) ->
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, name: str, gated: bool, device: torch.device, isa: str):
+def test_no_worse_than_twice_plain_torch(
+    dtype: torch.dtype, name: str, gated: bool, device: torch.device, isa: str
+):
     for i, shape in enumerate(SHAPES):
         x, b, dy = operands(shape, dtype, device, gated=gated)
         bias = b if i % 2 else None
-        exact = results(plain, x.double(), None if bias is None else bias.double(), dy.double(), name, gated=gated)
+        exact = results(
+            plain,
+            x.double(),
+            None if bias is None else bias.double(),
+            dy.double(),
+            name,
+            gated=gated,
+        )
         torchs = results(plain, x, bias, dy, name, gated=gated)
         terms = largest_terms(x, bias, dy, gated=gated)
         for actual, other, reference, term in zip(
-            results(ours, x, bias, dy, name, gated=gated), torchs, exact, terms, strict=bias is not None
+            results(ours, x, bias, dy, name, gated=gated),
+            torchs,
+            exact,
+            terms,
+            strict=bias is not None,
         ):
             assert reference.abs().max() > 0, "a zero gradient would pass"
             tiny = torch.finfo(dtype).eps * reference.abs() + 2 * EPS * term
@@ -81,7 +108,9 @@ def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, name: str, gated: b
 def test_float64(name: str, gated: bool, device: torch.device):
     x, bias, dy = operands((70, 33), torch.float64, device, gated=gated)
     for actual, expected in zip(
-        results(ours, x, bias, dy, name, gated=gated), results(plain, x, bias, dy, name, gated=gated), strict=True
+        results(ours, x, bias, dy, name, gated=gated),
+        results(plain, x, bias, dy, name, gated=gated),
+        strict=True,
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -97,7 +126,8 @@ def test_gradcheck(name: str, device: torch.device):
 
 @pytest.mark.cpu_only
 def test_a_small_gelu_keeps_its_digits(device: torch.device, isa: str):
-    """z Phi(z) for z down to -9 within 48 units in the last place, where 1 + erf(z / sqrt(2)) has no digit left.
+    """z Phi(z) for z down to -9 within 48 units in the last place, where 1 + erf(z / sqrt(2)) has
+    no digit left.
 
     Half of the rounding of z^2 is 40 units at -9; nearer to 0 it is as little as everywhere.
     """
@@ -112,16 +142,36 @@ def test_a_small_gelu_keeps_its_digits(device: torch.device, isa: str):
 
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_special_numbers_are_plain_torchs(name: str, device: torch.device, isa: str):
-    """Infinities, a nan, numbers whose cube or exponential overflows: in registers and in what is left over."""
-    special = [torch.inf, -torch.inf, torch.nan, 0.0, 1e30, -1e30, 1e-40, -1e-40, 88.0, -88.0, -104.0, -2000.0]
+    """Infinities, a nan, numbers whose cube or exponential overflows: in registers and in what is
+    left over."""
+    special = [
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        0.0,
+        1e30,
+        -1e30,
+        1e-40,
+        -1e-40,
+        88.0,
+        -88.0,
+        -104.0,
+        -2000.0,
+    ]
     z = torch.tensor(special * 3, device=device)
     y, dx = results(ours, z, None, torch.ones_like(z), name, gated=False)
-    exact = results(plain, z.double().cpu(), None, torch.ones_like(z).double().cpu(), name, gated=False)
+    exact = results(
+        plain, z.double().cpu(), None, torch.ones_like(z).double().cpu(), name, gated=False
+    )
     torch.testing.assert_close(y.cpu(), exact[0].float(), equal_nan=True, rtol=1e-5, atol=1e-30)
     wide = ours(z.double(), None, name, gated=False)
     torch.testing.assert_close(wide.cpu(), exact[0], equal_nan=True, rtol=1e-12, atol=1e-30)
-    finite = z.isfinite().cpu() | z.isnan().cpu()  # at infinity plain torch's slope is nan where there is a limit of 0 or 1
-    torch.testing.assert_close(dx.cpu()[finite], exact[1].float()[finite], equal_nan=True, rtol=1e-5, atol=1e-30)
+    finite = (
+        z.isfinite().cpu() | z.isnan().cpu()
+    )  # at infinity plain torch's slope is nan where there is a limit of 0 or 1
+    torch.testing.assert_close(
+        dx.cpu()[finite], exact[1].float()[finite], equal_nan=True, rtol=1e-5, atol=1e-30
+    )
 
 
 def test_any_strides_and_sizes(device: torch.device, isa: str):
@@ -134,8 +184,14 @@ def test_any_strides_and_sizes(device: torch.device, isa: str):
         x, bias, dy = operands((6, 5, 8), torch.float32, device, gated=gated)
         expected = results(ours, x, bias, dy, "silu", gated=gated)
         gaps = torch.stack([x, x], dim=-1)[..., 0]
-        strided = results(ours, gaps, torch.stack([bias, bias], -1)[:, 0], dy.transpose(0, 1).contiguous().transpose(0, 1),
-                          "silu", gated=gated)  # fmt: skip
+        strided = results(
+            ours,
+            gaps,
+            torch.stack([bias, bias], -1)[:, 0],
+            dy.transpose(0, 1).contiguous().transpose(0, 1),
+            "silu",
+            gated=gated,
+        )
         assert all(torch.equal(a, b) for a, b in zip(expected, strided, strict=True))
         assert strided[0].is_contiguous()
         assert not gaps.is_contiguous()
@@ -151,7 +207,9 @@ def test_the_bits_depend_on_no_number_of_threads(isa: str):
             found.append(results(ours, x, bias, dy, "silu", gated=True))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 @pytest.mark.cpu_only
@@ -168,7 +226,9 @@ def test_saves_its_input_and_nothing_else(device: torch.device):
     for gated in (False, True):
         x, bias, _ = operands((4, 8), torch.float32, device, gated=gated)
         x, bias, saved = x.requires_grad_(), bias.requires_grad_(), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
             ours(x, bias, "silu", gated=gated)
         assert {t.data_ptr() for t in saved} == {x.data_ptr(), bias.data_ptr()}
 
@@ -180,13 +240,17 @@ def test_only_what_is_asked_for(device: torch.device):
     assert bias.grad is not None
     assert x.grad is None
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        (g,) = torch.autograd.grad(ours(x.requires_grad_(), None, "gelu", gated=False).sum(), x, create_graph=True)
+        (g,) = torch.autograd.grad(
+            ours(x.requires_grad_(), None, "gelu", gated=False).sum(), x, create_graph=True
+        )
         g.sum().backward()
 
 
 def test_refusals(device: torch.device):
     x = torch.zeros(2, 5, device=device)
-    with pytest.raises(ValueError, match=r"activation must be one of gelu, gelu_tanh, relu, silu; got 'tanh'"):
+    with pytest.raises(
+        ValueError, match=r"activation must be one of gelu, gelu_tanh, relu, silu; got 'tanh'"
+    ):
         activation.bias_activation(x, activation="tanh")
     with pytest.raises(ValueError, match="its size is even"):
         activation.bias_gated(x)

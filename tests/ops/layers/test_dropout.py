@@ -1,4 +1,5 @@
-"""bias_dropout_add and dropout: the mask's bits are those of pyops.random, forward and backward, for any part of a whole."""
+"""bias_dropout_add and dropout: the mask's bits are those of pyops.random, forward and backward,
+for any part of a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def state_at(offset: int, device: torch.device) -> Tensor:
     return torch.tensor([signed64(random.key_of(SEED, NAME)), offset], device=device)
 
 
-def plain(x: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, p: float) -> Tensor:
+def plain(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor | None, p: float
+) -> Tensor:
     y = x if bias is None else x + bias
     if mask is not None:
         y = y * mask * (1.0 / (1.0 - p))
@@ -29,11 +32,17 @@ def plain(x: Tensor, bias: Tensor | None, residual: Tensor | None, mask: Tensor 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients(dtype: torch.dtype, device: torch.device, isa: str):  # noqa: F811
-    for i, (shape, offset) in enumerate([((7,), 0), ((3, 5), 3), ((2100, 17), 1 << 33), ((4, 2085), 1), ((2, 3, 256), 0)]):
+    for i, (shape, offset) in enumerate(
+        [((7,), 0), ((3, 5), 3), ((2100, 17), 1 << 33), ((4, 2085), 1), ((2, 3, 256), 0)]
+    ):
         p, numel = 0.1 + 0.2 * i, torch.Size(shape).numel()
-        x, residual, dy = (torch.randn(shape, device=device, dtype=torch.float64).to(dtype) for _ in range(3))
+        x, residual, dy = (
+            torch.randn(shape, device=device, dtype=torch.float64).to(dtype) for _ in range(3)
+        )
         bias = torch.randn(shape[-1], device=device, dtype=torch.float64).to(dtype)
-        mask = random.dropout_mask(SEED, NAME, (numel,), p=p, offset=offset, device=device).view(shape)
+        mask = random.dropout_mask(SEED, NAME, (numel,), p=p, offset=offset, device=device).view(
+            shape
+        )
         for b, r, state in (
             (bias, residual, state_at(offset, device)),
             (bias, residual, None),
@@ -51,9 +60,13 @@ def test_values_and_gradients(dtype: torch.dtype, device: torch.device, isa: str
             for k, (actual, other, reference) in enumerate(zip(found, results, exact, strict=True)):
                 assert reference.abs().max() > 0
                 terms = (
-                    dy.double().abs().reshape(-1, shape[-1]).sum(0) / (1 - p) if k == 2 and b is not None else reference.abs()
+                    dy.double().abs().reshape(-1, shape[-1]).sum(0) / (1 - p)
+                    if k == 2 and b is not None
+                    else reference.abs()
                 )
-                assert_close_to_reference(actual, other, reference, tiny=(torch.finfo(dtype).eps * terms).cpu())  # type: ignore[arg-type]
+                assert_close_to_reference(
+                    actual, other, reference, tiny=(torch.finfo(dtype).eps * terms).cpu()
+                )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,14 +86,21 @@ def test_part_of_each_row_of_a_whole(device: torch.device, isa: str):  # noqa: F
     B, H, T, S = 3, 6, 4, 7
     x = torch.ones(B, H, T, S, device=device)
     whole = ops.dropout(x, p=0.4, state=state_at(9, device))
-    assert torch.equal(whole != 0, random.dropout_mask(SEED, NAME, (x.numel(),), p=0.4, offset=9, device=device).view(x.shape))
+    assert torch.equal(
+        whole != 0,
+        random.dropout_mask(SEED, NAME, (x.numel(),), p=0.4, offset=9, device=device).view(x.shape),
+    )
     own = x[:, 2:4].clone().requires_grad_()
-    part = ops.dropout(own, p=0.4, state=state_at(9 + 2 * T * S, device), row=2 * T * S, row_stride=H * T * S)
+    part = ops.dropout(
+        own, p=0.4, state=state_at(9 + 2 * T * S, device), row=2 * T * S, row_stride=H * T * S
+    )
     assert torch.equal(part, whole[:, 2:4])
     part.backward(3 * torch.ones_like(part))
     assert torch.equal(own.grad, 3 * whole[:, 2:4])
     strided = x.permute(3, 1, 0, 2)  # counted in its own order
-    assert torch.equal(ops.dropout(strided, p=0.4, state=state_at(9, device)).flatten(), whole.flatten())
+    assert torch.equal(
+        ops.dropout(strided, p=0.4, state=state_at(9, device)).flatten(), whole.flatten()
+    )
 
 
 def test_what_is_dropped_is_zero_whatever_it_was(device: torch.device, isa: str):  # noqa: F811
@@ -103,7 +123,9 @@ def test_nothing_to_do_is_nothing(device: torch.device):
         y.backward(torch.ones_like(y))
         assert y.shape == x.grad.shape == shape
         assert bias.grad.shape == (shape[-1],)
-        dx, dbias = ops.bias_dropout_add_backward_reference(torch.ones_like(y), state, p=0.5, bias_grad=True)
+        dx, dbias = ops.bias_dropout_add_backward_reference(
+            torch.ones_like(y), state, p=0.5, bias_grad=True
+        )
         assert (dx.shape, dbias.shape) == (shape, (shape[-1],))
 
 
@@ -129,17 +151,27 @@ def test_the_bits_depend_on_no_number_of_threads(isa: str):  # noqa: F811
             found.append([y, *torch.autograd.grad(y, leaves, x)])
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_gradcheck(device: torch.device):
-    x, residual = (torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    bias, state = torch.randn(4, device=device, dtype=torch.float64, requires_grad=True), state_at(2, device)
+    x, residual = (
+        torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    bias, state = (
+        torch.randn(4, device=device, dtype=torch.float64, requires_grad=True),
+        state_at(2, device),
+    )
     for s in (state, None):
         assert torch.autograd.gradcheck(
-            lambda *a, s=s: ops.bias_dropout_add(*a, p=0.4, state=s), (x, bias, residual.mT.clone().mT)
+            lambda *a, s=s: ops.bias_dropout_add(*a, p=0.4, state=s),
+            (x, bias, residual.mT.clone().mT),
         )
-    assert torch.autograd.gradcheck(lambda a: ops.dropout(a, p=0.4, state=state, row=4, row_stride=9), (x,))
+    assert torch.autograd.gradcheck(
+        lambda a: ops.dropout(a, p=0.4, state=state, row=4, row_stride=9), (x,)
+    )
 
 
 def test_refusals(device: torch.device):

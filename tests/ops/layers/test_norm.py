@@ -1,4 +1,5 @@
-"""layer_norm, rms_norm and their forms with the residual addition: values, gradients, statistics, what they refuse."""
+"""layer_norm, rms_norm and their forms with the residual addition: values, gradients, statistics,
+what they refuse."""
 
 from __future__ import annotations
 
@@ -13,16 +14,27 @@ from pyops.ops.layers import norm
 from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-WIDTHS = (1, 3, 16, 65, 512, 1031)  # one number, below a register, a register, past four of them, a whole row, and neither
+WIDTHS = (
+    1,
+    3,
+    16,
+    65,
+    512,
+    1031,
+)  # one number, below a register, a register, past four of them, a whole row, and neither
 OFFSET = 0.7
 NORMS = ("layer", "layer without bias", "rms")
 
 
-def random(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+def random(
+    *shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0, mean: float = 0.0
+) -> Tensor:
     return (torch.randn(shape, device=device, dtype=F64) * scale + mean).to(dtype)
 
 
-def ours(kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+def ours(
+    kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
     """(y,) or (y, sum)."""
     if kind == "rms":
         if residual is None:
@@ -34,24 +46,40 @@ def ours(kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Te
     return norm.add_layer_norm(x, residual, weight, b, eps=1e-3)
 
 
-def plain(kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+def plain(
+    kind: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
     """The same by torch's own functions."""
     s = x if residual is None else x + residual
     w = weight if s.dtype == weight.dtype else weight.to(s.dtype)
     if kind == "rms":
         y = functional.rms_norm(s, s.shape[-1:], w + OFFSET, 1e-3)
     else:
-        y = functional.layer_norm(s, s.shape[-1:], w, bias.to(w.dtype) if kind == "layer" else None, 1e-3)
+        y = functional.layer_norm(
+            s, s.shape[-1:], w, bias.to(w.dtype) if kind == "layer" else None, 1e-3
+        )
     return (y,) if residual is None else (y, s)
 
 
-def results(form: Callable[..., tuple[Tensor, ...]], kind: str, tensors: list[Tensor | None], dtype: torch.dtype | None,
-            seeds: list[Tensor]) -> list[Tensor]:  # fmt: skip
-    """Outputs and the gradients of all tensors that take part, computed in `dtype` (None: each in its own)."""
-    x, residual, weight, bias = (None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors)
+def results(
+    form: Callable[..., tuple[Tensor, ...]],
+    kind: str,
+    tensors: list[Tensor | None],
+    dtype: torch.dtype | None,
+    seeds: list[Tensor],
+) -> list[Tensor]:
+    """Outputs and the gradients of all tensors that take part, computed in `dtype` (None: each in
+    its own)."""
+    x, residual, weight, bias = (
+        None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors
+    )
     outputs = form(kind, x, residual, weight, bias)
-    taking_part = [t for t in (x, residual, weight, bias if kind == "layer" else None) if t is not None]
-    gradients = torch.autograd.grad(outputs, taking_part, [s.to(o.dtype) for s, o in zip(seeds, outputs, strict=False)])
+    taking_part = [
+        t for t in (x, residual, weight, bias if kind == "layer" else None) if t is not None
+    ]
+    gradients = torch.autograd.grad(
+        outputs, taking_part, [s.to(o.dtype) for s, o in zip(seeds, outputs, strict=False)]
+    )
     return [*outputs, *gradients]
 
 
@@ -66,45 +94,74 @@ def size_of_terms(kind: str, s: Tensor, dy: Tensor, weight: Tensor) -> float:
 def compare(kind: str, tensors: list[Tensor | None]) -> None:
     x, residual, weight, _ = tensors
     out = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    seeds = [random(*x.shape, dtype=out, device=x.device) for _ in range(1 if residual is None else 2)]
+    seeds = [
+        random(*x.shape, dtype=out, device=x.device) for _ in range(1 if residual is None else 2)
+    ]
     actual, torchs = (results(form, kind, tensors, None, seeds) for form in (ours, plain))
     reference = results(plain, kind, tensors, F64, seeds)
     s = x.double() if residual is None else x.double() + residual.double()
     terms = size_of_terms(kind, s, seeds[0].double(), weight.double())
-    rounded = 0.0 if residual is None else torch.finfo(out).eps  # the sum is, and is then what is normalised
+    rounded = (
+        0.0 if residual is None else torch.finfo(out).eps
+    )  # the sum is, and is then what is normalised
     for a, p, r in zip(actual, torchs, reference, strict=True):
         size = max(1.0, terms, float(r.detach().abs().max())) if r.numel() else 1.0
-        assert_close_to_reference(a, p.to(a.dtype), r, tiny=4 * max(rounded, torch.finfo(a.dtype).eps) * size)
+        assert_close_to_reference(
+            a, p.to(a.dtype), r, tiny=4 * max(rounded, torch.finfo(a.dtype).eps) * size
+        )
         assert x.shape[-1] == 1 or not x.numel() or a.abs().max() > 0
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_against_float64(dtype: torch.dtype, kind: str, added: bool, device: torch.device, isa: str):
+def test_against_float64(
+    dtype: torch.dtype, kind: str, added: bool, device: torch.device, isa: str
+):
     for width in WIDTHS:
         x = random(7, width, dtype=dtype, device=device, scale=2.0, mean=0.5)
         residual = random(7, width, dtype=dtype, device=device) if added else None
-        compare(kind, [x, residual, *(random(width, dtype=dtype, device=device, mean=1.0) for _ in range(2))])
+        compare(
+            kind,
+            [x, residual, *(random(width, dtype=dtype, device=device, mean=1.0) for _ in range(2))],
+        )
 
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     ("x", "residual", "weight"),
-    [(BF16, None, F32), (F32, None, F16), (BF16, F32, F32), (F32, F16, BF16), (F16, BF16, F32), (BF16, BF16, F32)], ids=str,
-)  # fmt: skip
-def test_dtypes_may_differ(x: torch.dtype, residual: torch.dtype | None, weight: torch.dtype, kind: str,
-                           device: torch.device, isa: str):  # fmt: skip
+    [
+        (BF16, None, F32),
+        (F32, None, F16),
+        (BF16, F32, F32),
+        (F32, F16, BF16),
+        (F16, BF16, F32),
+        (BF16, BF16, F32),
+    ],
+    ids=str,
+)
+def test_dtypes_may_differ(
+    x: torch.dtype,
+    residual: torch.dtype | None,
+    weight: torch.dtype,
+    kind: str,
+    device: torch.device,
+    isa: str,
+):
     first = random(5, 37, dtype=x, device=device)
     other = None if residual is None else random(5, 37, dtype=residual, device=device)
     vectors = [random(37, dtype=weight, device=device) for _ in range(2)]
     compare(kind, [first, other, *vectors])
     outputs = ours(kind, first, other, *vectors)
-    assert all(o.dtype == (x if residual is None else torch.promote_types(x, residual)) for o in outputs)
+    assert all(
+        o.dtype == (x if residual is None else torch.promote_types(x, residual)) for o in outputs
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_what_is_normalised_is_the_sum_as_rounded(dtype: torch.dtype, device: torch.device, isa: str):
+def test_what_is_normalised_is_the_sum_as_rounded(
+    dtype: torch.dtype, device: torch.device, isa: str
+):
     x, residual = (random(4, 200, dtype=dtype, device=device) for _ in range(2))
     vectors = [random(200, dtype=F32, device=device) for _ in range(2)]
     for kind in NORMS:
@@ -119,9 +176,15 @@ def test_gradients_by_finite_differences(kind: str, device: torch.device, isa: s
         shapes = [(2, 3, width)] * 2 + [(width,)] * 2
         tensors = [random(*shape, dtype=F64, device=device).requires_grad_() for shape in shapes]
         x, _, weight, bias = tensors
-        assert torch.autograd.gradcheck(lambda x, w, b: ours(kind, x, None, w, b), (x, weight, bias))
+        assert torch.autograd.gradcheck(
+            lambda x, w, b: ours(kind, x, None, w, b), (x, weight, bias)
+        )
         assert torch.autograd.gradcheck(lambda *t: ours(kind, *t), tensors)
-        assert width == 1 or torch.autograd.grad(ours(kind, *tensors)[0].square().sum(), weight)[0].abs().max() > 0
+        assert (
+            width == 1
+            or torch.autograd.grad(ours(kind, *tensors)[0].square().sum(), weight)[0].abs().max()
+            > 0
+        )
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 0, 4), (1, 2, 3, 4)], ids=str)
@@ -129,13 +192,19 @@ def test_gradients_by_finite_differences(kind: str, device: torch.device, isa: s
 def test_any_leading_shape(shape: tuple[int, ...], kind: str, device: torch.device):
     x, residual = (random(*shape, dtype=F32, device=device) for _ in range(2))
     compare(kind, [x, residual, *(random(4, dtype=F32, device=device) for _ in range(2))])
-    assert ours(kind, x, None, *(random(4, dtype=F32, device=device) for _ in range(2)))[0].shape == shape
+    assert (
+        ours(kind, x, None, *(random(4, dtype=F32, device=device) for _ in range(2)))[0].shape
+        == shape
+    )
 
 
 def test_any_strides(device: torch.device, isa: str):
     x = random(3, 5, 8, dtype=F32, device=device).transpose(0, 1)
     residual = random(5, 3, 16, dtype=F32, device=device)[..., ::2]
-    vectors = [random(16, dtype=F32, device=device)[::2], random(8, dtype=F32, device=device).flip(0)]
+    vectors = [
+        random(16, dtype=F32, device=device)[::2],
+        random(8, dtype=F32, device=device).flip(0),
+    ]
     compare("layer", [x, residual, *vectors])
     compare("rms", [x.mT.contiguous().mT, None, *vectors])
     x = x.detach().requires_grad_()
@@ -158,7 +227,9 @@ def test_the_same_bits_for_any_number_of_threads(dtype: torch.dtype, isa: str):
             found.append(results(ours, "layer", tensors, None, seeds))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_sums_over_many_rows(device: torch.device):
@@ -170,7 +241,10 @@ def test_sums_over_many_rows(device: torch.device):
     ]
     seeds = [random(8201, 3, dtype=F32, device=device, mean=1.0)]
     for kind in NORMS:
-        actual, reference = results(ours, kind, tensors, None, seeds), results(plain, kind, tensors, F64, seeds)
+        actual, reference = (
+            results(ours, kind, tensors, None, seeds),
+            results(plain, kind, tensors, F64, seeds),
+        )
         for a, r in zip(actual[2:], reference[2:], strict=True):
             torch.testing.assert_close(a.double(), r, rtol=2e-6, atol=1e-2)
 
@@ -178,12 +252,15 @@ def test_sums_over_many_rows(device: torch.device):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("width", [1024, 1000])
 def test_large_results_have_the_bits_of_small_ones(width: int, isa: str):
-    """From 2^20 elements on, results are written past the caches; a row's bits don't depend on that."""
+    """From 2^20 elements on, results are written past the caches; a row's bits don't depend on
+    that."""
     x, residual, dy, ds = (torch.randn(1100, width) for _ in range(4))
     weight, bias = torch.randn(width), torch.randn(width)
     whole = results(ours, "layer", [x, residual, weight, bias], None, [dy, ds])[:4]
     halves = [
-        results(ours, "layer", [x[part], residual[part], weight, bias], None, [dy[part], ds[part]])[:4]
+        results(ours, "layer", [x[part], residual[part], weight, bias], None, [dy[part], ds[part]])[
+            :4
+        ]
         for part in (slice(0, 551), slice(551, 1100))
     ]
     assert all(torch.equal(a, torch.cat(parts)) for a, *parts in zip(whole, *halves, strict=True))
@@ -191,14 +268,17 @@ def test_large_results_have_the_bits_of_small_ones(width: int, isa: str):
 
 
 def test_a_large_mean_cancels_nothing(device: torch.device, isa: str):
-    """Rows of 30000 +- 1: E[x^2] - E[x]^2 would have no digit left, and a mean rounded to fp32 would be off by up to 1e-3."""
+    """Rows of 30000 +- 1: E[x^2] - E[x]^2 would have no digit left, and a mean rounded to fp32
+    would be off by up to 1e-3."""
     x = random(9, 300, dtype=F32, device=device, mean=30000.0)
     weight = torch.ones(300, device=device)
     reference = functional.layer_norm(x.double(), (300,), eps=1e-5)
     assert (norm.layer_norm(x, weight) - reference).abs().max() < (1e-3 if x.is_cuda else 3e-6)
     _, mean, rstd = torch.ops.pyops.layer_norm.default(x, weight, None, eps=1e-5)
     torch.testing.assert_close(mean.double(), x.double().mean(-1), rtol=1e-7, atol=0)
-    torch.testing.assert_close(rstd.double(), (x.double().var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rstd.double(), (x.double().var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -223,7 +303,10 @@ def test_only_what_is_asked_for(device: torch.device):
     weight, bias = (random(40, dtype=F32, device=device) for _ in range(2))
 
     def gradients(wanted: list[int], used: list[int]) -> dict[int, Tensor]:
-        tensors = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((x, residual, weight, bias))]
+        tensors = [
+            t.detach().requires_grad_(i in wanted)
+            for i, t in enumerate((x, residual, weight, bias))
+        ]
         outputs = norm.add_layer_norm(*tensors)
         torch.autograd.backward([outputs[i] for i in used], [(dy, ds)[i] for i in used])
         return {i: t.grad for i, t in enumerate(tensors) if t.grad is not None}
@@ -260,7 +343,10 @@ def test_saves_the_input_and_two_numbers_a_row(device: torch.device):
 
 
 def test_no_second_derivative(device: torch.device):
-    x, weight = random(2, 8, dtype=F32, device=device).requires_grad_(), torch.ones(8, device=device)
+    x, weight = (
+        random(2, 8, dtype=F32, device=device).requires_grad_(),
+        torch.ones(8, device=device),
+    )
     (gradient,) = torch.autograd.grad(norm.rms_norm(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         gradient.sum().backward()

@@ -1,4 +1,5 @@
-"""rotary: values against float64 at every layout, the turn back, and the relative positions it is for."""
+"""rotary: values against float64 at every layout, the turn back, and the relative positions it is
+for."""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ from tests.tolerance import assert_close_to_reference
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def tables(T: int, R: int, device: torch.device, *, batch: int | None = None) -> tuple[Tensor, Tensor]:
+def tables(
+    T: int, R: int, device: torch.device, *, batch: int | None = None
+) -> tuple[Tensor, Tensor]:
     frequency = 100.0 ** (-torch.arange(0, R, 2, device=device) / R)
-    position = torch.arange(T, device=device) if batch is None else torch.randint(0, 50, (batch, T), device=device)
+    position = (
+        torch.arange(T, device=device)
+        if batch is None
+        else torch.randint(0, 50, (batch, T), device=device)
+    )
     angle = position[..., None] * frequency
     return angle.cos(), angle.sin()
 
@@ -32,7 +39,9 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, interleaved: bool, device: torch.device, isa: str):
+def test_no_worse_than_twice_plain_torch(
+    dtype: torch.dtype, interleaved: bool, device: torch.device, isa: str
+):
     for B, T, H, K, R, batched in (
         (2, 3, 5, 12, 8, True),
         (1, 4, 2, 70, 70, False),
@@ -41,10 +50,18 @@ def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, interleaved: bool, 
     ):
         cos, sin = tables(T, R, device, batch=B if batched else None)
         x, dy = (torch.randn(B, T, H, K, device=device).to(dtype) for _ in range(2))
-        layouts = (x, x.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([x, x], dim=-1)[..., 0])
+        layouts = (
+            x,
+            x.transpose(1, 2).contiguous().transpose(1, 2),
+            torch.stack([x, x], dim=-1)[..., 0],
+        )
         assert [t.is_contiguous() for t in layouts][1:] == [T == 1 or H == 1, False]
-        exact, torchs = (plain(x.to(d), cos, sin, interleaved=interleaved) for d in (torch.float64, dtype))
-        terms = (x.double().abs().amax(-1, keepdim=True) * torch.finfo(torch.float32).eps).expand_as(exact)
+        exact, torchs = (
+            plain(x.to(d), cos, sin, interleaved=interleaved) for d in (torch.float64, dtype)
+        )
+        terms = (
+            x.double().abs().amax(-1, keepdim=True) * torch.finfo(torch.float32).eps
+        ).expand_as(exact)
         tiny = (terms + torch.finfo(dtype).eps * exact.abs()).cpu()
         for layout in layouts:
             leaf = layout.detach().requires_grad_()
@@ -52,7 +69,9 @@ def test_no_worse_than_twice_plain_torch(dtype: torch.dtype, interleaved: bool, 
             assert y.is_contiguous()
             assert_close_to_reference(y, torchs, exact, tiny=tiny)
             (dx,) = torch.autograd.grad(y, leaf, dy)
-            back = (plain(dy.to(d), cos, -sin, interleaved=interleaved) for d in (dtype, torch.float64))
+            back = (
+                plain(dy.to(d), cos, -sin, interleaved=interleaved) for d in (dtype, torch.float64)
+            )
             assert_close_to_reference(dx, *back, tiny=tiny + terms.cpu() * 4)  # type: ignore[arg-type]
 
 
@@ -61,7 +80,9 @@ def test_float64_and_gradcheck(interleaved: bool, device: torch.device):
     cos, sin = tables(3, 4, device)
     x = torch.randn(2, 3, 2, 5, device=device, dtype=torch.float64, requires_grad=True)
     y = rotary(x, cos, sin, interleaved=interleaved)
-    torch.testing.assert_close(y, plain(x, cos, sin, interleaved=interleaved), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        y, plain(x, cos, sin, interleaved=interleaved), rtol=1e-14, atol=1e-14
+    )
     assert torch.equal(y[..., 4:], x[..., 4:])
     assert torch.autograd.gradcheck(lambda t: rotary(t, cos, sin, interleaved=interleaved), (x,))
 
@@ -89,8 +110,15 @@ def test_refusals(device: torch.device):
     x = torch.zeros(2, 3, 2, 6, device=device)
     with pytest.raises(ValueError, match=r"x must be \[B, T, H, K\]"):
         rotary(x[0], cos, sin)
-    for c, s in ((cos[:2], sin[:2]), (cos, sin[:2]), (cos.double(), sin.double()), (torch.zeros(3, 4, device=device),) * 2):
-        with pytest.raises(ValueError, match=r"cos and sin must be float32 \[3, R/2\] or \[2, 3, R/2\] with R <= 6"):
+    for c, s in (
+        (cos[:2], sin[:2]),
+        (cos, sin[:2]),
+        (cos.double(), sin.double()),
+        (torch.zeros(3, 4, device=device),) * 2,
+    ):
+        with pytest.raises(
+            ValueError, match=r"cos and sin must be float32 \[3, R/2\] or \[2, 3, R/2\] with R <= 6"
+        ):
             rotary(x, c, s)
     with pytest.raises((RuntimeError, ValueError), match="cos and sin must be float32"):
         torch.ops.pyops.rotary(x, cos[:2], sin[:2], interleaved=False, inverse=False)

@@ -1,4 +1,5 @@
-"""The halves of Adam: together they are Adam, the frozen variance is only read, and an element that has none only decays."""
+"""The halves of Adam: together they are Adam, the frozen variance is only read, and an element that
+has none only decays."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ SIZES = (1, 0, 31, 2085)
 ERRORS = (RuntimeError, ValueError)
 
 
-def rows(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], ...]:
-    """params, exp_avgs, exp_avg_sqs; one in four variances is 0, with a momentum that must not matter there."""
+def rows(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], ...]:
+    """params, exp_avgs, exp_avg_sqs; one in four variances is 0, with a momentum that must not
+    matter there."""
     generator = torch.Generator().manual_seed(1)
     p, m, v = ([torch.randn(n, generator=generator) for n in SIZES] for _ in range(3))
     v = [x.square() * (torch.arange(len(x)) % 4 != 3) for x in v]
     return [x.to(device, dtype) for x in p], [x.to(device) for x in m], [x.to(device) for x in v]
 
 
-def formula(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, lr: float, eps: float, weight_decay: float) -> torch.Tensor:
+def formula(
+    p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, lr: float, eps: float, weight_decay: float
+) -> torch.Tensor:
     update = torch.where(v > 0, m / (v.sqrt() + eps), torch.zeros_like(m))
     return p * (1 - lr * weight_decay) - lr * update
 
@@ -47,7 +53,9 @@ def test_no_variance_never_explodes(eps: float, device: torch.device, isa: str):
     frozen_adam.frozen_adam_(params, exp_avgs, exp_avg_sqs, lr=0.5, eps=eps, weight_decay=0.0)
     assert all(p.isfinite().all() for p in params)
     other, exp_avgs, _ = rows(device)
-    frozen_adam.frozen_adam_(other, exp_avgs, [torch.zeros_like(p) for p in other], lr=0.5, eps=eps, weight_decay=0.0)
+    frozen_adam.frozen_adam_(
+        other, exp_avgs, [torch.zeros_like(p) for p in other], lr=0.5, eps=eps, weight_decay=0.0
+    )
     assert all(torch.equal(a, b) for a, b in zip(other, rows(device)[0], strict=True))
 
 
@@ -62,7 +70,9 @@ def test_masters_copies_and_device_scalars(dtype: torch.dtype, device: torch.dev
     skip = torch.ones((), device=device)
     frozen_adam.frozen_adam_(params, exp_avgs, exp_avg_sqs, masters, copies, lr, skip, **options)
     assert all(torch.equal(a, b) for a, b in zip(masters, expected, strict=True))
-    frozen_adam.frozen_adam_(params, exp_avgs, exp_avg_sqs, masters, copies, lr, skip - 1, **options)
+    frozen_adam.frozen_adam_(
+        params, exp_avgs, exp_avg_sqs, masters, copies, lr, skip - 1, **options
+    )
     frozen_adam.frozen_adam_(expected, exp_avgs, exp_avg_sqs, **SCALARS)
     for param, master, copy, want in zip(params, masters, copies, expected, strict=True):
         assert torch.equal(master, want)
@@ -77,12 +87,34 @@ def test_momentum_has_the_bits_of_adam(device: torch.device, isa: str):
     frozen_adam.momentum_(mine, grads, factor, beta=0.87)
     steps = [torch.zeros((), device=device) for _ in SIZES]
     optim.adam_(
-        params, grads, exp_avgs, exp_avg_sqs, [], [], [], steps, None, factor, None, lr=0.1, beta1=0.87, beta2=0.9, eps=1e-3,
-        weight_decay=0.0, decoupled=True, maximize=False, zero_grads=False, stochastic_rounding=False, seed=0, offsets=[],
-    )  # fmt: skip
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [],
+        [],
+        steps,
+        None,
+        factor,
+        None,
+        lr=0.1,
+        beta1=0.87,
+        beta2=0.9,
+        eps=1e-3,
+        weight_decay=0.0,
+        decoupled=True,
+        maximize=False,
+        zero_grads=False,
+        stochastic_rounding=False,
+        seed=0,
+        offsets=[],
+    )
     assert all(torch.equal(a, b) for a, b in zip(mine, exp_avgs, strict=True))
     before = [m.clone() for m in mine]
-    frozen_adam.momentum_(mine, grads, factor, torch.ones((), device=device), beta=0.87, zero_grads=True)
+    frozen_adam.momentum_(
+        mine, grads, factor, torch.ones((), device=device), beta=0.87, zero_grads=True
+    )
     assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
     assert not any(g.any() for g in grads)
 
@@ -104,7 +136,9 @@ def test_what_does_not_fit_raises_before_anything_is_changed(device: torch.devic
     with pytest.raises(ERRORS, match="exp_avg_sqs has 3 tensors for 4 params"):
         frozen_adam.frozen_adam_(params, exp_avgs, exp_avg_sqs[:3], **SCALARS)
     with pytest.raises(ERRORS, match=r"exp_avg_sqs\[3\].*laid out alike"):
-        frozen_adam.frozen_adam_(params, exp_avgs, [*exp_avg_sqs[:3], exp_avg_sqs[3][:-1]], **SCALARS)
+        frozen_adam.frozen_adam_(
+            params, exp_avgs, [*exp_avg_sqs[:3], exp_avg_sqs[3][:-1]], **SCALARS
+        )
     with pytest.raises(ERRORS, match=r"grads\[3\] must be float32"):
         frozen_adam.momentum_(params, [*exp_avgs[:3], exp_avgs[3].double()], beta=0.9)
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))

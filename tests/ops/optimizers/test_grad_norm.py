@@ -1,4 +1,5 @@
-"""squared_norm: float64 accuracy, the count of what is not finite, and the same bits for any number of threads."""
+"""squared_norm: float64 accuracy, the count of what is not finite, and the same bits for any number
+of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_float64(dtype: torch.dtype, device: torch.device, isa: str):
     tensors = [torch.randn(n, device=device).to(dtype) for n in (0, 1, 31, 64, 16384, 16385, 50001)]
-    tensors += [torch.randn(5, 40, device=device).to(dtype).t(), torch.tensor(2.0, device=device).to(dtype)]
+    tensors += [
+        torch.randn(5, 40, device=device).to(dtype).t(),
+        torch.tensor(2.0, device=device).to(dtype),
+    ]
     out = grad_norm.squared_norm(tensors)
     expected = sum(float(t.double().square().sum()) for t in tensors)
     assert out.dtype == torch.float64
@@ -63,9 +67,14 @@ def test_from_table_is_the_norm_of_the_gradients(device: torch.device, isa: str)
     lists[1][0] = lists[1][0].half()
     table = optimizer_table(*lists)
     if device.type == "cpu":
-        assert torch.equal(grad_norm.squared_norm_from_table(table), grad_norm.squared_norm(lists[1]))
+        assert torch.equal(
+            grad_norm.squared_norm_from_table(table), grad_norm.squared_norm(lists[1])
+        )
     torch.testing.assert_close(
-        grad_norm.squared_norm_from_table(table), grad_norm.squared_norm_reference(lists[1]), rtol=1e-13, atol=0.0
+        grad_norm.squared_norm_from_table(table),
+        grad_norm.squared_norm_reference(lists[1]),
+        rtol=1e-13,
+        atol=0.0,
     )
 
 

@@ -1,4 +1,5 @@
-"""Adam's bits depend on an element's numbers alone: not on where a tensor is cut, nor on how wide the registers are."""
+"""Adam's bits depend on an element's numbers alone: not on where a tensor is cut, nor on how wide
+the registers are."""
 
 from __future__ import annotations
 
@@ -9,11 +10,22 @@ from pyops.ops import library
 from pyops.ops.optimizers.optim import adam_
 
 NUMEL = 4133  # a whole chunk, a part of one, and a few elements beyond the widest register
-SCALARS = dict(lr=3e-3, beta1=0.87, beta2=0.983, eps=2e-7, weight_decay=0.13, maximize=False, zero_grads=False,
-               stochastic_rounding=False, seed=0)  # fmt: skip
+SCALARS = dict(
+    lr=3e-3,
+    beta1=0.87,
+    beta2=0.983,
+    eps=2e-7,
+    weight_decay=0.13,
+    maximize=False,
+    zero_grads=False,
+    stochastic_rounding=False,
+    seed=0,
+)
 
 
-def stepped(cuts: list[int], *, decoupled: bool, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+def stepped(
+    cuts: list[int], *, decoupled: bool, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """Parameter and moments after three steps, the tensors cut into rows at `cuts`."""
     generator = torch.Generator().manual_seed(3)
     p, *grads = (torch.randn(NUMEL, generator=generator).to(device) for _ in range(4))
@@ -35,7 +47,10 @@ def test_a_cut_changes_no_bit(device, decoupled: bool):
             assert (whole[0] != 0).all()
             for cuts in ([1], [17, 18, 2055], [4096], list(range(5, NUMEL, 7))):
                 cut = stepped(cuts, decoupled=decoupled, device=device)
-                assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)), (name, cuts[:3])
+                assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)), (
+                    name,
+                    cuts[:3],
+                )
 
 
 @pytest.mark.cpu_only
@@ -58,11 +73,24 @@ def test_a_large_step_writes_the_16_bit_parameter_past_the_caches_and_loses_noth
         with library.use_isa(name):
             master, gradient = torch.randn(numel), torch.randn(numel)
             base = torch.full((numel + 40,), 7.0, dtype=torch.bfloat16)
-            p = base[shift : shift + numel]  # shifted: streamed stores need alignment, and must do without here
+            p = base[
+                shift : shift + numel
+            ]  # shifted: streamed stores need alignment, and must do without here
             moments = torch.zeros(numel), torch.zeros(numel)
             before = master.clone()
-            adam_([p], [gradient], [moments[0]], [moments[1]], [], [master], [], [torch.zeros(())],
-                  decoupled=True, offsets=[], **SCALARS)  # fmt: skip
+            adam_(
+                [p],
+                [gradient],
+                [moments[0]],
+                [moments[1]],
+                [],
+                [master],
+                [],
+                [torch.zeros(())],
+                decoupled=True,
+                offsets=[],
+                **SCALARS,
+            )
             assert torch.equal(p, master.bfloat16()), name
             assert (master != before).all(), name
             assert (base[:shift] == 7).all(), name

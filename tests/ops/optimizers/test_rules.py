@@ -1,4 +1,5 @@
-"""SGD, Lion and Adagrad on rows of every mix of dtypes, element by element against their formulas in float64."""
+"""SGD, Lion and Adagrad on rows of every mix of dtypes, element by element against their formulas
+in float64."""
 
 from __future__ import annotations
 
@@ -20,8 +21,18 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 AROUND = {"maximize": False, "zero_grads": False, "stochastic_rounding": False, "seed": 7}
 
 
-def plain_sgd(p: Tensor, g: Tensor, b: Tensor, step: int, *, lr: float, momentum: float, dampening: float, weight_decay: float,
-              nesterov: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plain_sgd(
+    p: Tensor,
+    g: Tensor,
+    b: Tensor,
+    step: int,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> tuple[Tensor, Tensor]:
     g = g + weight_decay * p
     if momentum:
         b = momentum * b + (1 - dampening) * g if step > 1 else g
@@ -29,19 +40,45 @@ def plain_sgd(p: Tensor, g: Tensor, b: Tensor, step: int, *, lr: float, momentum
     return p - lr * g, b
 
 
-def plain_lion(p: Tensor, g: Tensor, m: Tensor, step: int, *, lr: float, beta1: float, beta2: float,
-               weight_decay: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return p * (1 - lr * weight_decay) - lr * (beta1 * m + (1 - beta1) * g).sign(), beta2 * m + (1 - beta2) * g
+def plain_lion(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    step: int,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor]:
+    return p * (1 - lr * weight_decay) - lr * (beta1 * m + (1 - beta1) * g).sign(), beta2 * m + (
+        1 - beta2
+    ) * g
 
 
-def plain_adagrad(p: Tensor, g: Tensor, s: Tensor, step: int, *, lr: float, lr_decay: float, weight_decay: float,
-                  eps: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plain_adagrad(
+    p: Tensor,
+    g: Tensor,
+    s: Tensor,
+    step: int,
+    *,
+    lr: float,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     g = g + weight_decay * p
     s = s + g * g
     return p - lr / (1 + (step - 1) * lr_decay) * g / (s.sqrt() + eps), s
 
 
-SGD: dict[str, Any] = {"lr": 0.03, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.2, "nesterov": False}
+SGD: dict[str, Any] = {
+    "lr": 0.03,
+    "momentum": 0.8,
+    "dampening": 0.3,
+    "weight_decay": 0.2,
+    "nesterov": False,
+}
 # The op, the one on tables, the formula, the column of its state, options.
 CASES: dict[str, tuple[Any, Any, Any, int | None, dict[str, Any]]] = {
     "sgd": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, None, {**SGD, "momentum": 0.0}),
@@ -72,23 +109,37 @@ def operands(name: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
 
 def take(name: str, rows: Rows, *scalars: Tensor | None, **changes: Any) -> None:
     function, *_, options = CASES[name]
-    function(*operands(name, rows.lists), *(*scalars, None, None, None)[:3], **{**options, **AROUND, "offsets": [], **changes})
+    function(
+        *operands(name, rows.lists),
+        *(*scalars, None, None, None)[:3],
+        **{**options, **AROUND, "offsets": [], **changes},
+    )
 
 
-def expected(name: str, rows: Rows, dtype: torch.dtype, *, factor: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+def expected(
+    name: str, rows: Rows, dtype: torch.dtype, *, factor: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
     """(parameter or master, state) of each row after a step in `dtype`."""
     *_, formula, state, options = CASES[name]
     primary = rows.lists[5] or rows.params
     return [
-        formula(p.to(dtype), g.to(dtype) * torch.tensor(factor, dtype=dtype), rows.lists[state or EXP_AVG][i].to(dtype),
-                int(rows.lists[STEP][i]) + 1, **options)
+        formula(
+            p.to(dtype),
+            g.to(dtype) * torch.tensor(factor, dtype=dtype),
+            rows.lists[state or EXP_AVG][i].to(dtype),
+            int(rows.lists[STEP][i]) + 1,
+            **options,
+        )
         for i, (p, g) in enumerate(zip(primary, rows.lists[1], strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def assert_step(name: str, rows: Rows, before: Rows, *, factor: float = 1.0) -> None:
     state, (params, grads, *_, masters, copies, steps) = CASES[name][3], rows.lists
-    exact, plain = expected(name, before, torch.float64, factor=factor), expected(name, before, F32, factor=factor)
+    exact, plain = (
+        expected(name, before, torch.float64, factor=factor),
+        expected(name, before, F32, factor=factor),
+    )
     for i, param in enumerate(params):
         found = [(masters[i] if masters else param, exact[i][0], plain[i][0])]
         if state is not None:
@@ -148,7 +199,10 @@ def test_from_table_gives_the_same_bits(name: str, device: torch.device, isa: st
         rows = make_rows(dtypes, device)
         other, offsets = rows.clone(), [100 * i for i in range(len(rows.params))]
         take(name, rows, zero_grads=True, stochastic_rounding=True, offsets=offsets)
-        columns = [[] if c in (EXP_AVG, EXP_AVG_SQ, MAX) and c != state else column for c, column in enumerate(other.lists)]
+        columns = [
+            [] if c in (EXP_AVG, EXP_AVG_SQ, MAX) and c != state else column
+            for c, column in enumerate(other.lists)
+        ]
         table = optimizer_table(*columns, offsets)
         from_table(table, **{**options, **AROUND, "zero_grads": True, "stochastic_rounding": True})
         for mine, theirs in zip(rows.lists, other.lists, strict=True):
@@ -163,7 +217,12 @@ def test_a_cut_changes_no_bit(name: str, dtypes: Dtypes, device: torch.device, i
         cut, one = whole.clone(), whole.clone()
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, 4133], strict=True)]
         pieces = [[t for x in column for t in x.split(sizes)] for column in cut.lists[:STEP]]
-        take(name, Rows([*pieces, [cut.lists[STEP][0].clone() for _ in sizes]]), stochastic_rounding=True, offsets=[0, *cuts])
+        take(
+            name,
+            Rows([*pieces, [cut.lists[STEP][0].clone() for _ in sizes]]),
+            stochastic_rounding=True,
+            offsets=[0, *cuts],
+        )
         take(name, one, stochastic_rounding=True)
         for a, b in zip(one.lists[:STEP], cut.lists[:STEP], strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), cuts[:3]
@@ -177,7 +236,9 @@ def test_threads_and_instruction_sets_with_fused_multiply_add_agree_in_every_bit
         for instructions in [n for n in library.isas() if n != "baseline"] or [None]:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                rows = make_rows(DTYPES[0], torch.device("cpu"), shapes=((30001,), (5,), (50003,), (64,)))
+                rows = make_rows(
+                    DTYPES[0], torch.device("cpu"), shapes=((30001,), (5,), (50003,), (64,))
+                )
                 with library.use_isa(instructions) if instructions else torch.no_grad():
                     take(name, rows)
                 results.append(rows.params)
@@ -188,9 +249,12 @@ def test_threads_and_instruction_sets_with_fused_multiply_add_agree_in_every_bit
 
 
 def test_the_sign_of_lion(device: torch.device, isa: str):
-    """Nothing moves where the sum is 0, whichever zero; a nan stays; the smallest numbers count as the largest."""
+    """Nothing moves where the sum is 0, whichever zero; a nan stays; the smallest numbers count as
+    the largest."""
     tiny = 1e-30
-    g = torch.tensor([0.0, -0.0, tiny, -tiny, 3e38, -3e38, torch.nan, torch.inf, -torch.inf] * 5, device=device)
+    g = torch.tensor(
+        [0.0, -0.0, tiny, -tiny, 3e38, -3e38, torch.nan, torch.inf, -torch.inf] * 5, device=device
+    )
     p, m = torch.ones_like(g), torch.zeros_like(g)
     rows = Rows([[p], [g], [m], [], [], [], [], [torch.zeros((), device=device)]])
     take("lion", rows, lr=0.25, weight_decay=0.0)

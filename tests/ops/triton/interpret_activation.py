@@ -1,4 +1,5 @@
-"""The Triton kernels of the stem `activation`, run by the interpreter on CPU tensors; see test_interpreter.py."""
+"""The Triton kernels of the stem `activation`, run by the interpreter on CPU tensors; see
+test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -13,26 +14,41 @@ SHAPES = ((2, 3, 6), (0, 4), (5, 700), (6,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def operands(shape: tuple[int, ...], dtype: torch.dtype, *, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    shape: tuple[int, ...], dtype: torch.dtype, *, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x with gaps between its rows, bias, and dy, transposed where that is possible."""
     width = 2 * shape[-1] if gated else shape[-1]
     x = (3 * torch.randn(*shape[:-1], width + 1, dtype=torch.float64)).to(dtype)[..., :width]
-    return x, torch.randn(width, dtype=torch.float64).to(dtype), torch.randn(shape[::-1], dtype=torch.float64).to(dtype).mT \
-        if len(shape) == 2 else torch.randn(shape, dtype=torch.float64).to(dtype)  # fmt: skip
+    return (
+        x,
+        torch.randn(width, dtype=torch.float64).to(dtype),
+        torch.randn(shape[::-1], dtype=torch.float64).to(dtype).mT
+        if len(shape) == 2
+        else torch.randn(shape, dtype=torch.float64).to(dtype),
+    )
 
 
 @pytest.mark.parametrize("op", ["bias_activation", "bias_gated"])
 def test_forward_and_backward(op: str):
     """Each activation and each dtype once, then other shapes."""
-    cases = [((3, 5), name, dtype) for name, dtype in zip(contract.ACTIVATIONS, DTYPES, strict=True)]
-    for i, (shape, name, dtype) in enumerate([*cases, *((shape, "gelu", torch.float32) for shape in SHAPES)]):
+    cases = [
+        ((3, 5), name, dtype) for name, dtype in zip(contract.ACTIVATIONS, DTYPES, strict=True)
+    ]
+    for i, (shape, name, dtype) in enumerate(
+        [*cases, *((shape, "gelu", torch.float32) for shape in SHAPES)]
+    ):
         x, bias, dy = operands(shape, dtype, gated=op == "bias_gated")
         b = bias if i % 3 else None
         actual = getattr(kernels, op)(x, b, activation=name)
         assert_within_roundings(actual, getattr(contract, f"{op}_reference")(x, b, activation=name))
         options = {"activation": name, "bias_grad": b is not None}
         gradients = getattr(kernels, f"{op}_backward")(dy, x, b, **options)
-        for a, e in zip(gradients, getattr(contract, f"{op}_backward_reference")(dy, x, b, **options), strict=True):
+        for a, e in zip(
+            gradients,
+            getattr(contract, f"{op}_backward_reference")(dy, x, b, **options),
+            strict=True,
+        ):
             assert_within_roundings(a, e)
             assert not x.numel() or not e.numel() or e.abs().max() > 0
 
@@ -42,18 +58,26 @@ def test_many_row_blocks_add_up_in_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 3)
     x, bias, dy = operands((29, 5), torch.float32, gated=False)
     options = {"activation": "gelu", "bias_grad": True}
-    for a, e in zip(kernels.bias_activation_backward(dy, x, bias, **options),
-                    contract.bias_activation_backward_reference(dy, x, bias, **options), strict=True):  # fmt: skip
+    for a, e in zip(
+        kernels.bias_activation_backward(dy, x, bias, **options),
+        contract.bias_activation_backward_reference(dy, x, bias, **options),
+        strict=True,
+    ):
         assert_within_roundings(a, e)
 
 
 @pytest.mark.parametrize("name", contract.ACTIVATIONS)
 def test_a_nan_stays_one(name: str):
-    """In y and in dx: a minimum or a maximum on the way would swallow it. relu's slope is 1 there, as plain torch has it."""
+    """In y and in dx: a minimum or a maximum on the way would swallow it. relu's slope is 1 there,
+    as plain torch has it."""
     x, dy = torch.tensor([[torch.nan, 1.0, -2000.0]]), torch.ones(1, 3)
-    assert kernels.bias_activation(x, None, activation=name).isnan().tolist() == [[True, False, False]]
+    assert kernels.bias_activation(x, None, activation=name).isnan().tolist() == [
+        [True, False, False]
+    ]
     dx, _ = kernels.bias_activation_backward(dy, x, None, activation=name, bias_grad=False)
-    expected, _ = contract.bias_activation_backward_reference(dy, x, None, activation=name, bias_grad=False)
+    expected, _ = contract.bias_activation_backward_reference(
+        dy, x, None, activation=name, bias_grad=False
+    )
     torch.testing.assert_close(dx, expected, equal_nan=True)
     assert dx.isnan().tolist() == [[name != "relu", False, False]]
 
@@ -62,19 +86,33 @@ def test_a_bias_with_gaps():
     x, bias, dy = operands((3, 6), torch.float32, gated=True)
     gaps = torch.stack([bias, bias + 9.0], dim=-1)[:, 0]
     dense, options = torch.randn(3, 12), {"activation": "silu"}
-    assert torch.equal(kernels.bias_gated(x, gaps, **options), kernels.bias_gated(x, bias, **options))
-    assert torch.equal(kernels.bias_activation(x, gaps, **options), kernels.bias_activation(x, bias, **options))
+    assert torch.equal(
+        kernels.bias_gated(x, gaps, **options), kernels.bias_gated(x, bias, **options)
+    )
+    assert torch.equal(
+        kernels.bias_activation(x, gaps, **options), kernels.bias_activation(x, bias, **options)
+    )
     for kernel, d in ((kernels.bias_gated_backward, dy), (kernels.bias_activation_backward, dense)):
-        for a, e in zip(*(kernel(d, x, b, **options, bias_grad=True) for b in (gaps, bias)), strict=True):
+        for a, e in zip(
+            *(kernel(d, x, b, **options, bias_grad=True) for b in (gaps, bias)), strict=True
+        ):
             assert torch.equal(a, e)
 
 
 def test_refusals():
     """The launchers check what memory they will touch, also where no wrapper did."""
-    x, wide, options = torch.zeros(2, 5), torch.zeros(2, 6), {"activation": "gelu", "bias_grad": False}
-    with pytest.raises(ValueError, match=r"bias_activation: dy must be \[2, 5\] torch.float32, as y; got \[1, 5\]"):
+    x, wide, options = (
+        torch.zeros(2, 5),
+        torch.zeros(2, 6),
+        {"activation": "gelu", "bias_grad": False},
+    )
+    with pytest.raises(
+        ValueError, match=r"bias_activation: dy must be \[2, 5\] torch.float32, as y; got \[1, 5\]"
+    ):
         kernels.bias_activation_backward(x[:1], x, None, **options)
-    with pytest.raises(ValueError, match=r"bias_gated: dy must be \[2, 3\] torch.float32, as y; got \[2, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"bias_gated: dy must be \[2, 3\] torch.float32, as y; got \[2, 6\]"
+    ):
         kernels.bias_gated_backward(wide, wide, None, **options)
     with pytest.raises(ValueError, match="its size is even"):
         kernels.bias_gated(x, None, activation="silu")

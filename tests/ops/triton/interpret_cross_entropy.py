@@ -1,4 +1,5 @@
-"""The Triton kernels of the stem `cross_entropy`, run by the interpreter on CPU tensors; see test_interpreter.py."""
+"""The Triton kernels of the stem `cross_entropy`, run by the interpreter on CPU tensors; see
+test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics_and_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    """Of a part with padding that is nan, in rows with gaps, over several tiles; targets here, elsewhere and ignored."""
+    """Of a part with padding that is nan, in rows with gaps, over several tiles; targets here,
+    elsewhere and ignored."""
     monkeypatch.setattr(kernels, "COLUMNS", 32)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     z = (5 * torch.randn(5, 84, dtype=torch.float64)).to(dtype)[:, :80]
@@ -38,7 +40,8 @@ def test_statistics_and_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 def test_a_word_that_is_ignored_and_another_layout_of_the_gradient():
-    """ignore_index is a word of this part, whose row is nan throughout; a row of -inf; the gradient's rows have other gaps."""
+    """ignore_index is a word of this part, whose row is nan throughout; a row of -inf; the
+    gradient's rows have other gaps."""
     z = torch.randn(4, 9)
     z[1], z[2] = torch.nan, -torch.inf
     y, place = torch.tensor([5, 3, 4, 8]), {"ignore_index": 3, "first_column": 0, "columns": 9}
@@ -49,8 +52,12 @@ def test_a_word_that_is_ignored_and_another_layout_of_the_gradient():
     torch.testing.assert_close(actual, expected)
     out, wanted = torch.full((4, 13), 7.0), torch.empty(4, 9)
     coefficients = torch.randn(4, 3)
-    kernels.cross_entropy_gradient_(out[:, :9], z, y, actual[:, 0].contiguous(), coefficients, **place)
-    contract.cross_entropy_gradient_reference(wanted, z, y, expected[:, 0].contiguous(), coefficients, **place)
+    kernels.cross_entropy_gradient_(
+        out[:, :9], z, y, actual[:, 0].contiguous(), coefficients, **place
+    )
+    contract.cross_entropy_gradient_reference(
+        wanted, z, y, expected[:, 0].contiguous(), coefficients, **place
+    )
     torch.testing.assert_close(out[:, :9], wanted)
     assert wanted.isfinite().all()
     assert wanted[[0, 2, 3]].abs().min() > 0
@@ -58,7 +65,8 @@ def test_a_word_that_is_ignored_and_another_layout_of_the_gradient():
 
 
 def test_extremes():
-    """Rows of -inf, with inf, with nan; logits with a large number in common; no columns; no rows."""
+    """Rows of -inf, with inf, with nan; logits with a large number in common; no columns; no
+    rows."""
     z = torch.randn(5, 40)
     z[0], z[1, 7], z[2, 39] = -torch.inf, torch.inf, torch.nan
     z[3] += 1e6
@@ -77,4 +85,6 @@ def test_extremes():
         else:
             assert actual.tolist() == [[-torch.inf, 0.0, 0.0, 0.0]] * 5
     none = torch.empty(0, 3)
-    kernels.cross_entropy_statistics_(none, z[:0], y[:0], ignore_index=-100, first_column=0, columns=40)
+    kernels.cross_entropy_statistics_(
+        none, z[:0], y[:0], ignore_index=-100, first_column=0, columns=40
+    )

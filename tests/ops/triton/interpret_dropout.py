@@ -1,4 +1,5 @@
-"""The Triton kernels of the stem `dropout`, run by the interpreter on CPU tensors; see test_interpreter.py."""
+"""The Triton kernels of the stem `dropout`, run by the interpreter on CPU tensors; see
+test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -12,20 +13,31 @@ from tests.ops.triton.rounding import assert_within_roundings
 KEYS = (-7, (1 << 62) + 12345)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_bias_dropout_add_and_its_derivative(dtype: torch.dtype):
     for shape, offset in (((3, 5), 5), ((0, 4), 0), ((2, 1100), (1 << 34) - 3)):
         x = torch.randn(shape, dtype=torch.float64).to(dtype)
-        residual, bias = torch.randn(shape[::-1], dtype=torch.float64).to(dtype).mT, torch.randn(shape[-1]).to(dtype)
+        residual, bias = (
+            torch.randn(shape[::-1], dtype=torch.float64).to(dtype).mT,
+            torch.randn(shape[-1]).to(dtype),
+        )
         for key, p in zip(KEYS, (0.3, 1.0), strict=True):
             for state in (None, torch.tensor([key, offset])):
                 for b, r in ((bias, residual), (None, None)):
                     actual = kernels.bias_dropout_add(x, b, r, state, p=p)
-                    assert_within_roundings(actual, contract.bias_dropout_add_reference(x, b, r, state, p=p))
+                    assert_within_roundings(
+                        actual, contract.bias_dropout_add_reference(x, b, r, state, p=p)
+                    )
                 dx, dbias = kernels.bias_dropout_add_backward(residual, state, p=p, bias_grad=True)
-                expected, _ = contract.bias_dropout_add_backward_reference(residual, state, p=p, bias_grad=True)
+                expected, _ = contract.bias_dropout_add_backward_reference(
+                    residual, state, p=p, bias_grad=True
+                )
                 assert_within_roundings(dx, expected)
-                summed = residual if state is None else dx  # the second launch reads what the first one wrote
+                summed = (
+                    residual if state is None else dx
+                )  # the second launch reads what the first one wrote
                 assert_within_roundings(dbias, summed.double().sum(0).to(dtype))
 
 
@@ -33,11 +45,18 @@ def test_dropout_of_part_of_each_row():
     """The last case fills its tiles but for the start: one more block of the stream takes part."""
     small, wide = torch.randn(4, 7, 10), torch.randn(2, 4 * kernels.BLOCKS)
     for x, row, row_stride, offset in (
-        (small, 70, 210, 9), (small, 7, 11, 2), (small, 280, 280, 0), (small, 1000, 5, 3), (wide, 4 * kernels.BLOCKS, 1500, 3)
-    ):  # fmt: skip
+        (small, 70, 210, 9),
+        (small, 7, 11, 2),
+        (small, 280, 280, 0),
+        (small, 1000, 5, 3),
+        (wide, 4 * kernels.BLOCKS, 1500, 3),
+    ):
         options = {"p": 0.4, "row": row, "row_stride": row_stride}
         state = torch.tensor([KEYS[1], offset])
-        actual, expected = kernels.dropout(x, state, **options), contract.dropout_reference(x, state, **options)
+        actual, expected = (
+            kernels.dropout(x, state, **options),
+            contract.dropout_reference(x, state, **options),
+        )
         assert torch.equal(actual == 0, expected == 0)
         assert 0 < (actual == 0).sum() < x.numel()
         assert_within_roundings(actual, expected)
@@ -46,9 +65,14 @@ def test_dropout_of_part_of_each_row():
 def test_a_bias_and_a_state_with_gaps():
     x, bias, state = torch.randn(3, 5), torch.randn(5, 2), torch.tensor([[KEYS[0], 4], [5, 6]])
     actual = kernels.bias_dropout_add(x, bias[:, 0], None, state[:, 0], p=0.4)
-    assert torch.equal(actual, kernels.bias_dropout_add(x, bias[:, 0].clone(), None, state[:, 0].clone(), p=0.4))
+    assert torch.equal(
+        actual, kernels.bias_dropout_add(x, bias[:, 0].clone(), None, state[:, 0].clone(), p=0.4)
+    )
     options = {"p": 0.4, "row": 15, "row_stride": 15}
-    assert torch.equal(kernels.dropout(x, state[:, 0], **options), kernels.dropout(x, state[:, 0].clone(), **options))
+    assert torch.equal(
+        kernels.dropout(x, state[:, 0], **options),
+        kernels.dropout(x, state[:, 0].clone(), **options),
+    )
 
 
 def test_refusals():

@@ -1,4 +1,5 @@
-"""The Triton kernels of the stem `norm`, run by the interpreter on CPU tensors; see test_interpreter.py."""
+"""The Triton kernels of the stem `norm`, run by the interpreter on CPU tensors; see
+test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -12,10 +13,19 @@ from tests.ops.triton.rounding import assert_within_roundings
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # x, residual or None, weight: each dtype, and mixtures
-DTYPES = ((F32, None, F32), (F32, F32, F32), (BF16, None, F32), (BF16, BF16, BF16), (F16, F32, F16), (F64, F64, F64))
+DTYPES = (
+    (F32, None, F32),
+    (F32, F32, F32),
+    (BF16, None, F32),
+    (BF16, BF16, BF16),
+    (F16, F32, F16),
+    (F64, F64, F64),
+)
 
 
-def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def operands(
+    shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """x with gaps between its rows, a residual or None, weight, bias."""
     of_x, of_residual, of_weight = dtypes
     x = (torch.randn(*shape[:-1], shape[-1] + 1, dtype=F64) + 3.0).to(of_x)[..., : shape[-1]]
@@ -26,12 +36,17 @@ def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...]) -> 
 def assert_alike(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for a, e in zip(actual, expected, strict=True):
         assert_within_roundings(a, e, units=16)
-        guarded = e.numel() if expected[0].numel() and expected[0].shape[-1] > 1 else 0  # one number is its own mean
+        guarded = (
+            e.numel() if expected[0].numel() and expected[0].shape[-1] > 1 else 0
+        )  # one number is its own mean
         assert not guarded or e.abs().max() > 0
 
 
-def forward_and_backward(shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], *, whole: bool) -> None:
-    """Layer norm and RMS norm of one case; unless `whole`, without bias, gradient of the sum, and gradients of vectors."""
+def forward_and_backward(
+    shape: tuple[int, ...], dtypes: tuple[torch.dtype | None, ...], *, whole: bool
+) -> None:
+    """Layer norm and RMS norm of one case; unless `whole`, without bias, gradient of the sum, and
+    gradients of vectors."""
     x, residual, weight, b = operands(shape, dtypes)
     for name, options, vectors in (
         ("layer_norm", {"eps": 0.125}, (weight, b if whole else None)),
@@ -43,12 +58,15 @@ def forward_and_backward(shape: tuple[int, ...], dtypes: tuple[torch.dtype | Non
             y, s, *statistics = getattr(kernels, f"add_{name}")(x, residual, *vectors, **options)
             assert_within_roundings(s, x + residual)
         # From the sum as it was rounded: the interpreter truncates there too.
-        assert_alike((y, *statistics), getattr(contract, f"{name}_reference")(s, *vectors, **options))
+        assert_alike(
+            (y, *statistics), getattr(contract, f"{name}_reference")(s, *vectors, **options)
+        )
         dy = torch.randn(shape[::-1], dtype=F64).to(s.dtype).permute(*range(s.dim())[::-1])
         args = (dy, torch.randn_like(s) if whole else None, s, weight, *statistics)
         back = {"weight_grad": whole} | ({"offset": 0.5} if name == "rms_norm" else {})
         assert_alike(
-            getattr(kernels, f"{name}_backward")(*args, **back), getattr(contract, f"{name}_backward_reference")(*args, **back)
+            getattr(kernels, f"{name}_backward")(*args, **back),
+            getattr(contract, f"{name}_backward_reference")(*args, **back),
         )
 
 
@@ -64,7 +82,8 @@ def test_shapes(shape: tuple[int, ...]):
 
 
 def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch):
-    """Rows wider than registers hold, the last chunk in part; sums over rows by a kernel of their own."""
+    """Rows wider than registers hold, the last chunk in part; sums over rows by a kernel of their
+    own."""
     monkeypatch.setattr(kernels, "WIDEST", 16)
     monkeypatch.setattr(kernels, "COLUMNS", 32)
     monkeypatch.setattr("pyops.ops.triton.column_sum.MOST_BLOCKS", 2)
@@ -75,7 +94,8 @@ def test_rows_in_chunks(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_sums_over_rows_that_fit_without_them(monkeypatch: pytest.MonkeyPatch):
-    """Rows in registers, sums over rows by a kernel of their own; of 16-bit RMSNorm up to twice the width together."""
+    """Rows in registers, sums over rows by a kernel of their own; of 16-bit RMSNorm up to twice the
+    width together."""
     monkeypatch.setattr(kernels, "WIDEST_SUMMED", 16)
     for shape in ((21, 43), (37, 30)):
         for dtypes in ((F32, F32, F32), (BF16, BF16, BF16)):
@@ -96,8 +116,12 @@ def test_a_large_mean_cancels_nothing(widest: int, monkeypatch: pytest.MonkeyPat
     y, mean, rstd = kernels.layer_norm(x, torch.ones(300), None, eps=1e-5)
     wide = x.double()
     assert (y - torch.nn.functional.layer_norm(wide, (300,))).abs().max() < 3e-6
-    assert (mean.double() - wide.mean(-1)).abs().max() < 0.51 * 2.0**-9  # rounded once: numbers of fp32 are 2^-9 apart there
-    torch.testing.assert_close(rstd.double(), (wide.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
+    assert (
+        mean.double() - wide.mean(-1)
+    ).abs().max() < 0.51 * 2.0**-9  # rounded once: numbers of fp32 are 2^-9 apart there
+    torch.testing.assert_close(
+        rstd.double(), (wide.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-6, atol=0
+    )
 
 
 def test_what_is_not_finite_stays_in_its_row():

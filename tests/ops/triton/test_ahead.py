@@ -27,7 +27,10 @@ def activations() -> Iterator[tuple[str, Callable[[], object]]]:
     back = {"activation": "gelu", "bias_grad": True}
     yield "gated", lambda: kernels.bias_gated(x, bias, activation="silu")
     yield "backward", lambda: kernels.bias_activation_backward(x, x, bias, **back)
-    yield "backward without bias", lambda: kernels.bias_activation_backward(x, x, None, **back | {"bias_grad": False})
+    yield (
+        "backward without bias",
+        lambda: kernels.bias_activation_backward(x, x, None, **back | {"bias_grad": False}),
+    )
     yield "gated backward", lambda: kernels.bias_gated_backward(dy, x, bias, **back)
 
 
@@ -37,31 +40,55 @@ def norms() -> Iterator[tuple[str, Callable[[], object]]]:
 
     def operands(columns: int, dtype: torch.dtype, of_weight: torch.dtype) -> list[torch.Tensor]:
         statistics = torch.zeros(64, dtype=F64 if dtype == F64 else F32)
-        return [torch.zeros(64, columns, dtype=dtype), torch.zeros(columns, dtype=of_weight), statistics]
+        return [
+            torch.zeros(64, columns, dtype=dtype),
+            torch.zeros(columns, dtype=of_weight),
+            statistics,
+        ]
 
     x, w, statistic = operands(1024, BF16, F32)
     back = {"offset": 1.0, "weight_grad": True}
     yield "layer", lambda: kernels.add_layer_norm(x, x, w, w, eps=1e-5)
     yield "rms", lambda: kernels.rms_norm(x, w, eps=1e-6, offset=1.0)
-    yield "layer backward", lambda: kernels.layer_norm_backward(x, x, x, w, statistic, statistic, weight_grad=True)
+    yield (
+        "layer backward",
+        lambda: kernels.layer_norm_backward(x, x, x, w, statistic, statistic, weight_grad=True),
+    )
     yield "rms backward", lambda: kernels.rms_norm_backward(x, None, x, w, statistic, **back)
     f64 = operands(64, F64, F64)
     yield "float64", lambda: kernels.rms_norm_backward(f64[0], None, f64[0], *f64[1:], **back)
     wide = operands(12000, F16, F16)
-    yield "chunks", lambda: kernels.add_rms_norm(wide[0], x.new_zeros(64, 12000), wide[1], eps=1e-6, offset=0.0)
-    yield "chunks backward", lambda: kernels.rms_norm_backward(wide[0], None, wide[0], *wide[1:], **back)
+    yield (
+        "chunks",
+        lambda: kernels.add_rms_norm(
+            wide[0], x.new_zeros(64, 12000), wide[1], eps=1e-6, offset=0.0
+        ),
+    )
+    yield (
+        "chunks backward",
+        lambda: kernels.rms_norm_backward(wide[0], None, wide[0], *wide[1:], **back),
+    )
 
 
 def cross_entropies() -> Iterator[tuple[str, Callable[[], object]]]:
     from pyops.ops.triton import cross_entropy as kernels
 
-    y, place = torch.zeros(4, dtype=torch.int64), {"ignore_index": -100, "first_column": 16, "columns": 5000}
+    y, place = (
+        torch.zeros(4, dtype=torch.int64),
+        {"ignore_index": -100, "first_column": 16, "columns": 5000},
+    )
     for dtype, numbers in ((F32, 3), (BF16, 4), (F64, 4)):
         wide = F64 if dtype == F64 else F32
         z, out = torch.zeros(4, 5008, dtype=dtype), torch.zeros(4, numbers, dtype=wide)
-        yield f"statistics, {dtype}", lambda z=z, out=out: kernels.cross_entropy_statistics_(out, z, y, **place)
+        yield (
+            f"statistics, {dtype}",
+            lambda z=z, out=out: kernels.cross_entropy_statistics_(out, z, y, **place),
+        )
         m, c = torch.zeros(4, dtype=wide), torch.zeros(4, 3, dtype=wide)
-        yield f"gradient, {dtype}", lambda z=z, m=m, c=c: kernels.cross_entropy_gradient_(z, z, y, m, c, **place)
+        yield (
+            f"gradient, {dtype}",
+            lambda z=z, m=m, c=c: kernels.cross_entropy_gradient_(z, z, y, m, c, **place),
+        )
 
 
 def dropouts() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -74,7 +101,10 @@ def dropouts() -> Iterator[tuple[str, Callable[[], object]]]:
     x = torch.zeros(64, 1024, dtype=F16)
     yield "nothing dropped", lambda: kernels.bias_dropout_add(x, None, x, None, p=0.0)
     yield "backward", lambda: kernels.bias_dropout_add_backward(x, state, p=0.1, bias_grad=True)
-    yield "part of each row", lambda: kernels.dropout(x.float(), state, p=0.1, row=2048, row_stride=4096)
+    yield (
+        "part of each row",
+        lambda: kernels.dropout(x.float(), state, p=0.1, row=2048, row_stride=4096),
+    )
 
 
 def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -82,7 +112,10 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
 
     for dtype, width, interleaved in ((BF16, 64, False), (F32, 48, True), (F64, 64, False)):
         x, angle = torch.zeros(2, 16, 12, 64, dtype=dtype), torch.zeros(16, width // 2)
-        yield f"{dtype}", lambda x=x, a=angle, i=interleaved: kernels.rotary(x, a, a, interleaved=i, inverse=i)
+        yield (
+            f"{dtype}",
+            lambda x=x, a=angle, i=interleaved: kernels.rotary(x, a, a, interleaved=i, inverse=i),
+        )
 
 
 STEMS = {
@@ -95,4 +128,6 @@ def test_kernels_compile_for_sm_90(stem: str):
     for name, call in STEMS[stem]():
         compiled = compile_launches(call)
         assert compiled, f"{name} launched nothing"
-        assert all(".target sm_90" in launch.ptx and "st.global" in launch.ptx for launch in compiled), name
+        assert all(
+            ".target sm_90" in launch.ptx and "st.global" in launch.ptx for launch in compiled
+        ), name

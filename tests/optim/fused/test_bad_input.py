@@ -14,24 +14,37 @@ from tests.optim.pairs import assert_equal, give_gradients, parameters
 
 
 def param(*shape, **kwargs):
-    return nn.Parameter(torch.ones(*shape, **kwargs), requires_grad=kwargs.get("dtype") not in (torch.int32, torch.bool))
+    return nn.Parameter(
+        torch.ones(*shape, **kwargs),
+        requires_grad=kwargs.get("dtype") not in (torch.int32, torch.bool),
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"lr": math.nan}, "lr=nan"), ({"lr": -1.0}, "lr=-1.0"), ({"lr": math.inf}, "lr=inf"),
-        ({"lr": torch.ones(2)}, "1 element"), ({"lr": torch.tensor(math.nan)}, "lr=nan"),
-        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"), ({"betas": (0.9, -0.1)}, r"betas\[1\]=-0.1"),
-        ({"betas": (math.nan, 0.9)}, r"betas\[0\]=nan"), ({"betas": (0.9,)}, "two numbers"),
-        ({"eps": -1e-8}, "eps="), ({"eps": math.nan}, "eps=nan"), ({"weight_decay": -0.1}, "weight_decay=-0.1"),
-        ({"weight_decay": math.inf}, "weight_decay=inf"), ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm=nan"), ({"state_dtype": torch.float64}, "state_dtype=torch.float64"),
-        ({"differentiable": True}, "differentiable"), ({"fused": True, "foreach": True}, "fused and foreach"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": math.inf}, "lr=inf"),
+        ({"lr": torch.ones(2)}, "1 element"),
+        ({"lr": torch.tensor(math.nan)}, "lr=nan"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\]=-0.1"),
+        ({"betas": (math.nan, 0.9)}, r"betas\[0\]=nan"),
+        ({"betas": (0.9,)}, "two numbers"),
+        ({"eps": -1e-8}, "eps="),
+        ({"eps": math.nan}, "eps=nan"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"weight_decay": math.inf}, "weight_decay=inf"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan"),
+        ({"state_dtype": torch.float64}, "state_dtype=torch.float64"),
+        ({"differentiable": True}, "differentiable"),
+        ({"fused": True, "foreach": True}, "fused and foreach"),
         ({"stochastic_rounding": True, "master_weights": True}, "nothing to round"),
     ],
     ids=lambda v: str(v),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", [AdamW, Adam])
 def test_hyperparameters(kind, options, says):
     with pytest.raises(ValueError, match=says):
@@ -47,11 +60,19 @@ def test_hyperparameters(kind, options, says):
         (lambda: [param(2, dtype=torch.int32)], TypeError, "integers"),
         (lambda: [param(2, dtype=torch.float64)], TypeError, "torch.optim.AdamW"),
         (lambda: [nn.Parameter(torch.ones(1).expand(4))], ValueError, "share memory"),
-        (lambda: [nn.Parameter(torch.ones(9).as_strided((3, 3), (2, 1)))], ValueError, "share memory"),
+        (
+            lambda: [nn.Parameter(torch.ones(9).as_strided((3, 3), (2, 1)))],
+            ValueError,
+            "share memory",
+        ),
         (lambda: [param(2)] * 2, ValueError, "twice"),
         (lambda: [3.0], TypeError, "only optimize Tensors"),
         (lambda: [{"params": [param(2)], "max_grad_norm": 1.0}], ValueError, "whole optimizer"),
-        (lambda: [{"params": [param(2)], "copies": []}], ValueError, "'copies' has 0 entries for 1"),
+        (
+            lambda: [{"params": [param(2)], "copies": []}],
+            ValueError,
+            "'copies' has 0 entries for 1",
+        ),
         (lambda: [{"params": [param(2)], "lr": math.nan}], ValueError, "lr=nan"),
     ],
 )
@@ -94,11 +115,14 @@ def nan_rate(p):
 @pytest.mark.parametrize(
     ("spoil", "error", "says"),
     [
-        (sparse, TypeError, "sparse=False"), (of_another_shape, ValueError, "has shape"),
-(nan_rate, ValueError, "lr=nan"),
+        (sparse, TypeError, "sparse=False"),
+        (of_another_shape, ValueError, "has shape"),
+        (nan_rate, ValueError, "lr=nan"),
     ],
-)  # fmt: skip
-def test_a_bad_gradient_in_the_last_group_changes_nothing_in_the_first(spoil, error, says, steps_before):
+)
+def test_a_bad_gradient_in_the_last_group_changes_nothing_in_the_first(
+    spoil, error, says, steps_before
+):
     a = parameters(((4, 4), (3,), (5,)))
     optimizer = AdamW([{"params": a[:2]}, {"params": a[2:]}], lr=0.1)
     for step in range(steps_before):
@@ -130,10 +154,12 @@ def test_gradients_that_share_memory_are_refused_with_zero_grad():
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("exp_avg", torch.zeros(4), "expected a tensor of"), ("exp_avg", torch.zeros(3, dtype=torch.float64), "float64"),
-        ("exp_avg", torch.zeros(3, dtype=torch.bfloat16), "one dtype"), ("step", torch.zeros(3), "one number"),
+        ("exp_avg", torch.zeros(4), "expected a tensor of"),
+        ("exp_avg", torch.zeros(3, dtype=torch.float64), "float64"),
+        ("exp_avg", torch.zeros(3, dtype=torch.bfloat16), "one dtype"),
+        ("step", torch.zeros(3), "one number"),
     ],
-)  # fmt: skip
+)
 def test_a_state_that_does_not_fit(key, value, says):
     a = parameters(((3,),))
     optimizer = AdamW(a)
@@ -149,7 +175,9 @@ def test_a_state_that_does_not_fit(key, value, says):
 def test_a_gradient_on_another_device():
     """torch itself lets hardly anybody make one; the check is called as step() calls it."""
     with pytest.raises(ValueError, match=r"gradient of weight is on meta, the parameter on cpu"):
-        check_gradient(torch.ones(3, device="meta"), torch.ones(3), name="weight", who="AdamW", zeroed=False)
+        check_gradient(
+            torch.ones(3, device="meta"), torch.ones(3), name="weight", who="AdamW", zeroed=False
+        )
 
 
 def test_a_step_of_empty_groups_does_nothing():
@@ -164,10 +192,17 @@ def test_a_step_of_empty_groups_does_nothing():
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"lr": "fast"}, "lr='fast' must be a number"), ({"lr": None}, "lr=None"), ({"lr": True}, "lr=True"),
-     ({"betas": 0.9}, "betas=0.9 must be two numbers"), ({"betas": ("a", 0.9)}, "betas="), ({"eps": None}, "eps=None"),
-     ({"weight_decay": "x"}, "weight_decay='x'"), ({"max_grad_norm": "x"}, "max_grad_norm='x'")],
-)  # fmt: skip
+    [
+        ({"lr": "fast"}, "lr='fast' must be a number"),
+        ({"lr": None}, "lr=None"),
+        ({"lr": True}, "lr=True"),
+        ({"betas": 0.9}, "betas=0.9 must be two numbers"),
+        ({"betas": ("a", 0.9)}, "betas="),
+        ({"eps": None}, "eps=None"),
+        ({"weight_decay": "x"}, "weight_decay='x'"),
+        ({"max_grad_norm": "x"}, "max_grad_norm='x'"),
+    ],
+)
 def test_hyperparameters_of_another_type(options, says):
     with pytest.raises(TypeError, match=says):
         AdamW(parameters(), **options)
@@ -176,7 +211,8 @@ def test_hyperparameters_of_another_type(options, says):
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
 def test_storage_that_was_given_back(what, steps_before):
-    """A sharded trainer resizes storages to nothing; stepping through their old address would write to memory of others."""
+    """A sharded trainer resizes storages to nothing; stepping through their old address would write
+    to memory of others."""
     a = parameters(((4, 4), (3,)))
     optimizer = AdamW(a, lr=0.1)
     for step in range(steps_before):
@@ -206,12 +242,22 @@ def test_storage_that_was_given_back(what, steps_before):
         (Adam, {"decoupled_weight_decay": 2}, TypeError, "decoupled_weight_decay=2 must be"),
         (Lion, {"maximize": "no"}, TypeError, "maximize='no' must be True or False"),
         (Lion, {"seed": 1.5}, TypeError, "seed=1.5 must be a whole number"),
-        (Adagrad, {"master_weights": "fp32"}, TypeError, "master_weights='fp32' must be True or False"),
-        (Adagrad, {"stochastic_rounding": None}, TypeError, "stochastic_rounding=None must be True or False"),
+        (
+            Adagrad,
+            {"master_weights": "fp32"},
+            TypeError,
+            "master_weights='fp32' must be True or False",
+        ),
+        (
+            Adagrad,
+            {"stochastic_rounding": None},
+            TypeError,
+            "stochastic_rounding=None must be True or False",
+        ),
         (Adagrad, {"zero_grad": 1}, TypeError, "zero_grad=1 must be True or False"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_no_step_could_make_sense_of(make, options, error, says):
     with pytest.raises(error, match=says):
         make(parameters(), **options)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from pyops.optim import AdamW
-from tests.optim.pairs import HYPER, assert_as_torch, assert_equal, assert_moved, give_gradients, parameters, run, twins
+from tests.optim.pairs import (
+    HYPER,
+    assert_as_torch,
+    assert_equal,
+    assert_moved,
+    give_gradients,
+    parameters,
+    run,
+    twins,
+)
 
 STEPS = 4
 
@@ -40,9 +49,14 @@ def test_clipping_is_clip_grad_norm(max_norm, device):
 def test_the_comparison_sees_a_missing_clip():
     a = parameters()
     b, c = twins(a), twins(a, torch.float64)
-    # Adam is nearly blind to the scale of gradients; a change of the scale between steps is what shows.
-    run([AdamW(a, **HYPER), torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)], [a, b, c], steps=STEPS,
-        between=lambda step: [torch.nn.utils.clip_grad_norm_(ps, 0.3) for ps in (b, c)])  # fmt: skip
+    # Adam is nearly blind to the scale of gradients; a change of the scale between steps is what
+    # shows.
+    run(
+        [AdamW(a, **HYPER), torch.optim.AdamW(b, **HYPER), torch.optim.AdamW(c, **HYPER)],
+        [a, b, c],
+        steps=STEPS,
+        between=lambda step: [torch.nn.utils.clip_grad_norm_(ps, 0.3) for ps in (b, c)],
+    )
     with pytest.raises(AssertionError):
         assert_as_torch(a, b, c, steps=STEPS)
 
@@ -103,7 +117,9 @@ def test_the_norm_can_be_made_global(device):
             optimizer.step()
         assert halves[0].grad_norm == halves[1].grad_norm
         assert math.isclose(halves[0].grad_norm.item(), whole.grad_norm.item(), rel_tol=1e-6)
-    torch.testing.assert_close([p.detach() for p in b], [p.detach() for p in a], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        [p.detach() for p in b], [p.detach() for p in a], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_norm_is_asked_for_even_where_there_are_no_gradients():
@@ -122,7 +138,10 @@ def test_grad_scaler(unscale, max_norm, device):
     """Under GradScaler: as without it, an inf skips the step and halves the scale."""
     a = parameters(device=device)
     b = twins(a)
-    mine, plain = AdamW(a, **HYPER, max_grad_norm=max_norm), AdamW(b, **HYPER, max_grad_norm=max_norm)
+    mine, plain = (
+        AdamW(a, **HYPER, max_grad_norm=max_norm),
+        AdamW(b, **HYPER, max_grad_norm=max_norm),
+    )
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=1000)
     for step in range(STEPS):
         give_gradients(a, b, seed=step)
@@ -152,7 +171,10 @@ def test_grad_scaler(unscale, max_norm, device):
 def test_zero_grad_zeroes_after_use(max_norm, device):
     a = parameters(device=device)
     b = twins(a)
-    mine, plain = AdamW(a, **HYPER, max_grad_norm=max_norm, zero_grad=True), AdamW(b, **HYPER, max_grad_norm=max_norm)
+    mine, plain = (
+        AdamW(a, **HYPER, max_grad_norm=max_norm, zero_grad=True),
+        AdamW(b, **HYPER, max_grad_norm=max_norm),
+    )
     for step in range(STEPS):
         give_gradients(a, b, seed=step)
         kept = [p.grad for p in a]
@@ -165,11 +187,16 @@ def test_zero_grad_zeroes_after_use(max_norm, device):
 def test_copies_receive_the_rounded_parameters(device):
     a = parameters(device=device)
     b = twins(a)
-    copies = [None if i == 1 else torch.full_like(p, 7.0, dtype=torch.bfloat16) for i, p in enumerate(a)]
+    copies = [
+        None if i == 1 else torch.full_like(p, 7.0, dtype=torch.bfloat16) for i, p in enumerate(a)
+    ]
     mine, plain = AdamW([{"params": a, "copies": copies}], **HYPER), AdamW(b, **HYPER)
     run([mine, plain], [a, b], steps=STEPS)
     assert_equal(a, b)
-    assert_equal([c for c in copies if c is not None], [p.to(torch.bfloat16) for i, p in enumerate(a) if i != 1])
+    assert_equal(
+        [c for c in copies if c is not None],
+        [p.to(torch.bfloat16) for i, p in enumerate(a) if i != 1],
+    )
     assert "copies" not in mine.state_dict()["param_groups"][0]
     # Another tensor in the list is noticed.
     copies[0] = torch.zeros_like(copies[0], dtype=torch.float16)

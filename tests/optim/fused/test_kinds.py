@@ -1,4 +1,5 @@
-"""A state_dict of another optimizer is refused by name; torch's own, and those of the same kind, load."""
+"""A state_dict of another optimizer is refused by name; torch's own, and those of the same kind,
+load."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def refused(optimizer: Any, state: dict[str, Any], says: str) -> None:
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for key, entries in before["state"].items():
-        assert all(torch.equal(torch.as_tensor(after["state"][key][name]), torch.as_tensor(v)) for name, v in entries.items())
+        assert all(
+            torch.equal(torch.as_tensor(after["state"][key][name]), torch.as_tensor(v))
+            for name, v in entries.items()
+        )
 
 
 @pytest.mark.parametrize(("mine", "theirs"), list(itertools.product(KINDS, KINDS)))
@@ -47,7 +51,11 @@ def test_the_state_of_another_optimizer(mine, theirs):
     if mine.removesuffix("W") == theirs.removesuffix("W"):
         optimizer.load_state_dict(other.state_dict())
     else:
-        refused(optimizer, other.state_dict(), f"{mine}: the state_dict is that of {theirs.removesuffix('W')}")
+        refused(
+            optimizer,
+            other.state_dict(),
+            f"{mine}: the state_dict is that of {theirs.removesuffix('W')}",
+        )
 
 
 @pytest.mark.parametrize("mine", KINDS)
@@ -58,16 +66,26 @@ def test_the_states_of_torch(mine):
             optimizer.load_state_dict(stepped(make).state_dict())
             optimizer.step()
         else:
-            refused(stepped(KINDS[mine]), stepped(make).state_dict(), f"{mine}: the state_dict is that of {name[:4]}")
+            refused(
+                stepped(KINDS[mine]),
+                stepped(make).state_dict(),
+                f"{mine}: the state_dict is that of {name[:4]}",
+            )
     for name in STRANGERS:
-        refused(stepped(KINDS[mine]), stepped(getattr(torch.optim, name)).state_dict(), f"{mine}: the state_dict (has|is)")
+        refused(
+            stepped(KINDS[mine]),
+            stepped(getattr(torch.optim, name)).state_dict(),
+            f"{mine}: the state_dict (has|is)",
+        )
 
 
 def test_states_without_telling_groups():
     """Another program's: groups of lr alone."""
     momentum = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 4)}
     saved = {"state": {0: momentum}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    refused(stepped(KINDS["SGD"]), saved, r"has \['exp_avg'\] for parameter 0, which SGD does not keep")
+    refused(
+        stepped(KINDS["SGD"]), saved, r"has \['exp_avg'\] for parameter 0, which SGD does not keep"
+    )
     refused(stepped(AdamW), saved, "no 'exp_avg_sq' for parameter 0: it is that of Lion")
     stepped(Lion).load_state_dict(saved)
 
@@ -83,4 +101,8 @@ def test_momenta_that_travelled_compressed_are_no_moments_of_adam():
     stepped(AdamW).load_state_dict(optimizer.state_dict())  # still in the warm-up
     optimizer.step()
     assert optimizer.phase == "compressed"
-    refused(stepped(AdamW), optimizer.state_dict(), "that of OneBitAdam in phase 'compressed', whose 'exp_avg' is another")
+    refused(
+        stepped(AdamW),
+        optimizer.state_dict(),
+        "that of OneBitAdam in phase 'compressed', whose 'exp_avg' is another",
+    )

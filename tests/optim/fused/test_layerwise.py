@@ -1,4 +1,5 @@
-"""LAMB and LARS: element by element against float64, layers of a flat buffer against separate ones bit for bit."""
+"""LAMB and LARS: element by element against float64, layers of a flat buffer against separate ones
+bit for bit."""
 
 from __future__ import annotations
 
@@ -22,10 +23,21 @@ from tests.tolerance import assert_close_to_reference
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = {"LAMB": (LAMB, layer_oracle.lamb), "LARS": (LARS, layer_oracle.lars)}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "LAMB": [{}, {"min_ratio": 0.5, "max_ratio": 2.0}, {"trust_ratio": False}, {"maximize": True, "weight_decay": 0.0}],
-    "LARS": [{}, {"nesterov": True}, {"dampening": 0.3}, {"trust_ratio": False}, {"maximize": True, "weight_decay": 0.0},
-             {"momentum": 0.0}],
-}  # fmt: skip
+    "LAMB": [
+        {},
+        {"min_ratio": 0.5, "max_ratio": 2.0},
+        {"trust_ratio": False},
+        {"maximize": True, "weight_decay": 0.0},
+    ],
+    "LARS": [
+        {},
+        {"nesterov": True},
+        {"dampening": 0.3},
+        {"trust_ratio": False},
+        {"maximize": True, "weight_decay": 0.0},
+        {"momentum": 0.0},
+    ],
+}
 CASES = [(kind, options) for kind in KINDS for options in OPTIONS[kind]]
 both = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -64,16 +76,22 @@ def test_against_float64(kind: str, options: dict[str, Any], device: torch.devic
             for i, (p, before) in enumerate(zip(params, start, strict=True)):
                 grads = [gradients(params, step)[i] for step in range(steps)]
                 plain, exact = (
-                    oracle(before, grads, dtype, **options_of(kind, **options))[0] for dtype in (F32, torch.float64)
+                    oracle(before, grads, dtype, **options_of(kind, **options))[0]
+                    for dtype in (F32, torch.float64)
                 )
                 largest = float(exact.abs().max()) if exact.numel() else 0.0
-                assert_close_to_reference(p.detach(), plain, exact, tiny=steps * 2.0**-22 * (1 + largest))
-                assert not p.numel() or not torch.equal(p.detach(), before), "a step that does nothing would pass"
+                assert_close_to_reference(
+                    p.detach(), plain, exact, tiny=steps * 2.0**-22 * (1 + largest)
+                )
+                assert not p.numel() or not torch.equal(p.detach(), before), (
+                    "a step that does nothing would pass"
+                )
 
 
 @both
 def test_the_ratio_makes_a_difference(kind: str, device: torch.device):
-    """A trust ratio of 1 everywhere, or norms over all layers together, would give other numbers than the layers' own."""
+    """A trust ratio of 1 everywhere, or norms over all layers together, would give other numbers
+    than the layers' own."""
     optimizer_class, oracle = KINDS[kind]
     params = layers(device=device)
     start = [p.detach().clone() for p in params]
@@ -81,27 +99,38 @@ def test_the_ratio_makes_a_difference(kind: str, device: torch.device):
     whole = torch.cat([p.flatten() for p in start])
     grads = gradients(start, 0)
     for wrong in (
-        [oracle(p, [g], torch.float64, **options_of(kind, trust_ratio=False))[0] for p, g in zip(start, grads, strict=True)],
-        oracle(whole, [torch.cat([g.flatten() for g in grads])], torch.float64, **options_of(kind))[0].split(
-            [p.numel() for p in start]
-        ),
+        [
+            oracle(p, [g], torch.float64, **options_of(kind, trust_ratio=False))[0]
+            for p, g in zip(start, grads, strict=True)
+        ],
+        oracle(whole, [torch.cat([g.flatten() for g in grads])], torch.float64, **options_of(kind))[
+            0
+        ].split([p.numel() for p in start]),
     ):
         off = [
             float((p.detach().double().flatten() - w.flatten()).abs().max())
             for p, w in zip(params, wrong, strict=True)
             if p.numel() > 1
         ]
-        assert sum(x > 1e-3 for x in off) >= len(off) - 1, off  # the layer of zeros has a ratio of 1
+        assert sum(x > 1e-3 for x in off) >= len(off) - 1, (
+            off
+        )  # the layer of zeros has a ratio of 1
 
 
 @both
 def test_a_layer_of_zeros_has_a_ratio_of_one(kind: str, device: torch.device):
     optimizer_class, oracle = KINDS[kind]
-    zeros, still = nn.Parameter(torch.zeros(40, device=device)), nn.Parameter(torch.ones(40, device=device))
+    zeros, still = (
+        nn.Parameter(torch.zeros(40, device=device)),
+        nn.Parameter(torch.ones(40, device=device)),
+    )
     zeros.grad, still.grad = torch.ones_like(zeros), torch.zeros_like(still)
     optimizer_class([zeros, still], **options_of(kind, weight_decay=0.0)).step()
     expected = oracle(
-        torch.zeros(40), [torch.ones(40)], torch.float64, **options_of(kind, weight_decay=0.0, trust_ratio=False)
+        torch.zeros(40),
+        [torch.ones(40)],
+        torch.float64,
+        **options_of(kind, weight_decay=0.0, trust_ratio=False),
     )[0]
     torch.testing.assert_close(zeros.detach().cpu().double(), expected, rtol=1e-5, atol=0.0)
     assert torch.equal(still.detach(), torch.ones_like(still))
@@ -121,10 +150,16 @@ def test_without_the_ratio_lamb_is_adamw_bit_for_bit_and_lars_is_sgd(device: tor
 @both
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(F32, {}), (F32, {"max_grad_norm": 0.5, "zero_grad": True}), (BF16, {"master_weights": True}),
-     (BF16, {"state_dtype": BF16, "stochastic_rounding": True}), (F16, {"state_dtype": F16}), (F32, {"trust_ratio": False})],
+    [
+        (F32, {}),
+        (F32, {"max_grad_norm": 0.5, "zero_grad": True}),
+        (BF16, {"master_weights": True}),
+        (BF16, {"state_dtype": BF16, "stochastic_rounding": True}),
+        (F16, {"state_dtype": F16}),
+        (F32, {"trust_ratio": False}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_flat_layers_have_the_bits_of_separate_ones(
     kind: str, dtype: torch.dtype, options: dict[str, Any], device: torch.device
 ):
@@ -140,7 +175,8 @@ def test_flat_layers_have_the_bits_of_separate_ones(
             separate.reverse()
             group = {"params": separate, "offsets": list(buffer.layout.offsets)}
             apart, together = (
-                optimizer_class([g], **options_of(kind, **options)) for g in (group, {"params": [buffer.parameter]})
+                optimizer_class([g], **options_of(kind, **options))
+                for g in (group, {"params": [buffer.parameter]})
             )
             for step in range(4):
                 grads = gradients(separate, step)
@@ -156,10 +192,17 @@ def test_flat_layers_have_the_bits_of_separate_ones(
                 assert torch.equal(buffer.data[where], p.detach().flatten()), (isa, i)
                 for name, value in apart.state[p].items():
                     if name != "step":
-                        assert torch.equal(together.state[buffer.parameter][name][where], value.flatten()), (isa, i, name)
+                        assert torch.equal(
+                            together.state[buffer.parameter][name][where], value.flatten()
+                        ), (isa, i, name)
             assert together.state[buffer.parameter]["step"].item() == 4
-            assert options.get("trust_ratio") is False or (buffer.data[padding_of(buffer)] == 7.0).all(), "padding was touched"
-            assert not torch.equal(separate[1].detach(), torch.zeros_like(separate[1])), "a step that does nothing would pass"
+            assert (
+                options.get("trust_ratio") is False
+                or (buffer.data[padding_of(buffer)] == 7.0).all()
+            ), "padding was touched"
+            assert not torch.equal(separate[1].detach(), torch.zeros_like(separate[1])), (
+                "a step that does nothing would pass"
+            )
 
 
 @both
@@ -179,7 +222,9 @@ def test_threads_change_no_bit(kind: str):
 
 
 @both
-def test_state_dict_resumes_and_flat_has_the_shape_of_its_parameter(kind: str, device: torch.device):
+def test_state_dict_resumes_and_flat_has_the_shape_of_its_parameter(
+    kind: str, device: torch.device
+):
     optimizer_class, _ = KINDS[kind]
     params = layers(device=device)
     buffer = flat_twin(params)
@@ -199,10 +244,16 @@ def test_state_dict_resumes_and_flat_has_the_shape_of_its_parameter(kind: str, d
 
 @both
 def test_norms_summed_over_shards(kind: str, device: torch.device):
-    """Two halves of each layer, as two processes hold them: `reduce_norms` makes the norms those of the whole."""
+    """Two halves of each layer, as two processes hold them: `reduce_norms` makes the norms those of
+    the whole."""
     optimizer_class, _ = KINDS[kind]
-    whole = [nn.Parameter(torch.randn(40, 6, device=device)), nn.Parameter(torch.randn(50, device=device))]
-    halves = [[nn.Parameter(p.detach().flatten().chunk(2)[k].clone()) for p in whole] for k in (0, 1)]
+    whole = [
+        nn.Parameter(torch.randn(40, 6, device=device)),
+        nn.Parameter(torch.randn(50, device=device)),
+    ]
+    halves = [
+        [nn.Parameter(p.detach().flatten().chunk(2)[k].clone()) for p in whole] for k in (0, 1)
+    ]
     optimizers = [optimizer_class(half, **options_of(kind)) for half in halves]
     grads = gradients(whole, 1)
     seen: list[torch.Tensor] = []
@@ -227,7 +278,9 @@ def test_norms_summed_over_shards(kind: str, device: torch.device):
 def test_a_step_with_an_inf_changes_nothing(kind: str, device: torch.device):
     optimizer_class, _ = KINDS[kind]
     buffer = flat_twin(layers(device=device))
-    optimizer = optimizer_class([buffer.parameter], **options_of(kind), max_grad_norm=1.0, zero_grad=True)
+    optimizer = optimizer_class(
+        [buffer.parameter], **options_of(kind), max_grad_norm=1.0, zero_grad=True
+    )
     train(optimizer, [buffer.parameter], steps=1)
     state = copy.deepcopy(optimizer.state_dict()["state"])
     before = buffer.data.clone()
@@ -245,12 +298,16 @@ def test_bad_input(kind: str, device: torch.device):
     p = nn.Parameter(torch.zeros(6, device=device))
     p.grad = torch.ones_like(p)
     own: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
-        "LAMB": [({"min_ratio": 3.0, "max_ratio": 2.0}, ValueError, "min_ratio=3.0"),
-                 ({"max_ratio": "2"}, TypeError, "max_ratio='2'")],
-        "LARS": [({"momentum": -0.1}, ValueError, "momentum=-0.1"),
-                 ({"nesterov": True, "dampening": 0.1}, ValueError, "nesterov"),
-                 ({"trust_coefficient": True}, TypeError, "trust_coefficient")],
-    }  # fmt: skip
+        "LAMB": [
+            ({"min_ratio": 3.0, "max_ratio": 2.0}, ValueError, "min_ratio=3.0"),
+            ({"max_ratio": "2"}, TypeError, "max_ratio='2'"),
+        ],
+        "LARS": [
+            ({"momentum": -0.1}, ValueError, "momentum=-0.1"),
+            ({"nesterov": True, "dampening": 0.1}, ValueError, "nesterov"),
+            ({"trust_coefficient": True}, TypeError, "trust_coefficient"),
+        ],
+    }
     shared: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"trust_ratio": 0.5}, TypeError, "trust_ratio=0.5 must be True or False"),
         ({"lr": -1.0}, ValueError, "lr=-1.0"),
@@ -259,6 +316,9 @@ def test_bad_input(kind: str, device: torch.device):
         with pytest.raises(error, match=message):
             optimizer_class([p], **options_of(kind, **wrong))
     p.flat_layout = FlatLayout.plan([("w", (5,))])  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"flat_layout of parameter 0 .* is of 5 elements; expected a FlatLayout of the 6"):
+    with pytest.raises(
+        ValueError,
+        match=r"flat_layout of parameter 0 .* is of 5 elements; expected a FlatLayout of the 6",
+    ):
         optimizer_class([p], **options_of(kind)).step()
     assert not p.detach().any()

@@ -1,4 +1,5 @@
-"""Parameters and gradients that are not contiguous: exact, and memory that is not theirs stays as it was."""
+"""Parameters and gradients that are not contiguous: exact, and memory that is not theirs stays as
+it was."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_dense_layouts_are_walked_in_memory_order(layout, device):
     if layout == "channels_last":
         values = values.to(memory_format=torch.channels_last)
     else:
-        values = values.permute(3, 2, 1, 0) if layout == "transposed" else values.permute(2, 0, 3, 1)
+        values = (
+            values.permute(3, 2, 1, 0) if layout == "transposed" else values.permute(2, 0, 3, 1)
+        )
     grads = random_gradients(values.shape, device)
     param = nn.Parameter(values.clone(memory_format=torch.preserve_format))
     assert not param.is_contiguous()
@@ -102,11 +105,16 @@ def test_an_expanded_gradient_is_read_exactly(device):
 
 
 def test_parameters_that_share_memory_are_stepped_one_after_the_other(device):
-    """As torch does it, whatever the threads: two views of the same memory, and two that meet in a column."""
+    """As torch does it, whatever the threads: two views of the same memory, and two that meet in a
+    column."""
 
     def run(make):
         base = torch.arange(30.0, device=device).reshape(5, 6) / 10
-        params = [nn.Parameter(base[:, :4]), nn.Parameter(base[:, 3:]), nn.Parameter(torch.ones(3, device=device))]
+        params = [
+            nn.Parameter(base[:, :4]),
+            nn.Parameter(base[:, 3:]),
+            nn.Parameter(torch.ones(3, device=device)),
+        ]
         optimizer = make(params)
         for step in range(3):
             give_gradients(params, seed=step)
@@ -120,7 +128,8 @@ def test_parameters_that_share_memory_are_stepped_one_after_the_other(device):
 
 
 def test_states_laid_out_otherwise_are_stepped_in_place(device):
-    """A user's own state tensor, transposed: its values are right and it is still the user's tensor."""
+    """A user's own state tensor, transposed: its values are right and it is still the user's
+    tensor."""
     values, grads = torch.randn(5, 8, device=device), random_gradients((5, 8), device)
     param = nn.Parameter(values.clone())
     optimizer = AdamW([param], **HYPER)

@@ -1,5 +1,5 @@
-"""Gradients and parameters that are views still to be computed, or have lost their memory: stepped as they read, or refused by
-name; nothing is changed then."""
+"""Gradients and parameters that are views still to be computed, or have lost their memory: stepped
+as they read, or refused by name; nothing is changed then."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from tests.optim.pairs import assert_equal, give_gradients, parameters
 pytestmark = pytest.mark.cpu_only
 KINDS = (SGD, Adam, AdamW, Adagrad, Lion, LAMB, LARS, Adafactor)
 SHAPES = ((4, 4), (3,))
-MANY = (*SHAPES, *((2,) for _ in range(12)))  # new gradients of which are asked together, not one by one
+MANY = (
+    *SHAPES,
+    *((2,) for _ in range(12)),
+)  # new gradients of which are asked together, not one by one
 
 
-def _steps(kind, odd: str | None, *, zero_grad: bool = False, steps_before: int = 1, shapes=SHAPES) -> list[nn.Parameter]:
+def _steps(
+    kind, odd: str | None, *, zero_grad: bool = False, steps_before: int = 1, shapes=SHAPES
+) -> list[nn.Parameter]:
     """Parameters after some steps, the last of them with gradients of which one is odd."""
     a = parameters(shapes)
-    optimizer = kind(a, lr=0.1, zero_grad=zero_grad, **({"momentum": 0.9} if kind in (SGD, LARS) else {}))
+    optimizer = kind(
+        a, lr=0.1, zero_grad=zero_grad, **({"momentum": 0.9} if kind in (SGD, LARS) else {})
+    )
     for step in range(steps_before):
         give_gradients(a, seed=step)
         optimizer.step()
@@ -33,7 +40,9 @@ def _steps(kind, odd: str | None, *, zero_grad: bool = False, steps_before: int 
     return a
 
 
-@pytest.mark.parametrize(("steps_before", "shapes"), [(0, SHAPES), (1, SHAPES), (2, MANY)], ids=["first", "few", "many"])
+@pytest.mark.parametrize(
+    ("steps_before", "shapes"), [(0, SHAPES), (1, SHAPES), (2, MANY)], ids=["first", "few", "many"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_is_a_negative_view_is_stepped_with_its_sign(kind, steps_before, shapes):
     """At the first step, and at a later one, when only what changed is looked at."""
@@ -49,13 +58,17 @@ def test_a_gradient_that_is_a_negative_view_is_zeroed():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_that_is_a_negative_view_is_refused(kind):
-    with pytest.raises(ValueError, match=r"parameter 0 .* is a view whose sign is still to be taken"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 .* is a view whose sign is still to be taken"
+    ):
         kind([nn.Parameter(torch._neg_view(torch.ones(4)))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("odd", ["emptied", "emptied, with an offset", "too short"])
-@pytest.mark.parametrize(("steps_before", "shapes"), [(0, SHAPES), (2, SHAPES), (2, MANY)], ids=["first", "few", "many"])
+@pytest.mark.parametrize(
+    ("steps_before", "shapes"), [(0, SHAPES), (2, SHAPES), (2, MANY)], ids=["first", "few", "many"]
+)
 def test_a_new_gradient_without_memory(kind, odd, steps_before, shapes):
     a = parameters(shapes)
     optimizer = kind(a, lr=0.1)
@@ -65,12 +78,16 @@ def test_a_new_gradient_without_memory(kind, odd, steps_before, shapes):
     before = [p.detach().clone() for p in a]
     give_gradients(a, seed=5)
     a[1].grad = ODD[odd](a[1].grad)
-    with pytest.raises(ValueError, match=r"the gradient of parameter 1 .* has elements but no memory"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of parameter 1 .* has elements but no memory"
+    ):
         optimizer.step()
     assert_equal(a, before)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype"
+)
 @pytest.mark.parametrize("count", [1, 12], ids=["few", "many"])
 def test_a_new_gradient_of_another_dtype_of_the_same_width_is_read_as_what_it_is(count):
     """Numbers that fp16 and bf16 both hold: their bits differ, the step must not."""
@@ -95,8 +112,14 @@ def test_a_new_gradient_in_another_order_of_memory_without_its_own():
     expected = weight.detach().clone()
     plain = AdamW([nn.Parameter(expected)], lr=0.1)
     for step in range(3):
-        gradient = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)).to(memory_format=torch.channels_last)
-        weight.grad = torch._neg_view(gradient) if step == 2 else gradient.clone(memory_format=torch.preserve_format)
+        gradient = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)).to(
+            memory_format=torch.channels_last
+        )
+        weight.grad = (
+            torch._neg_view(gradient)
+            if step == 2
+            else gradient.clone(memory_format=torch.preserve_format)
+        )
         plain.param_groups[0]["params"][0].grad = -gradient if step == 2 else gradient
         optimizer.step()
         plain.step()
@@ -119,7 +142,9 @@ def test_a_state_whose_memory_was_given_back(kind, steps_before):
     for state in optimizer.state.values():
         for value in state.values():
             value.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"state '\w+' of parameter 0 .* has elements but no memory"):
+    with pytest.raises(
+        ValueError, match=r"state '\w+' of parameter 0 .* has elements but no memory"
+    ):
         optimizer.step()
     assert_equal(a, before)
 
@@ -128,7 +153,10 @@ def test_a_state_whose_memory_was_given_back(kind, steps_before):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 def test_an_empty_parameter_beside_another(kind, shape):
     """As if it were not there."""
-    pairs = [[nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(shape))], [nn.Parameter(torch.ones(3, 2))]]
+    pairs = [
+        [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(shape))],
+        [nn.Parameter(torch.ones(3, 2))],
+    ]
     for params in pairs:
         optimizer = kind(params, lr=0.1, max_grad_norm=1.0)
         for _ in range(3):

@@ -10,19 +10,30 @@ import torch
 
 from pyops.ops.library import native
 from pyops.optim import AdamW
-from tests.optim.pairs import HYPER, assert_as_torch, assert_equal, give_gradients, parameters, run, twins
+from tests.optim.pairs import (
+    HYPER,
+    assert_as_torch,
+    assert_equal,
+    give_gradients,
+    parameters,
+    run,
+    twins,
+)
 
 SHAPES = ((6, 6), (17,), (3, 4))
 
 
 class Sides:
-    """Ours, torch's and torch's in float64, stepped together; the same change is made to all three."""
+    """Ours, torch's and torch's in float64, stepped together; the same change is made to all
+    three."""
 
     def __init__(self, device, **options):
         self.lists = [parameters(SHAPES, device=device)]
         self.lists += [twins(self.lists[0]), twins(self.lists[0], torch.float64)]
         kinds = (AdamW, torch.optim.AdamW, torch.optim.AdamW)
-        self.optimizers = [kind(ps, **HYPER, **options) for kind, ps in zip(kinds, self.lists, strict=True)]
+        self.optimizers = [
+            kind(ps, **HYPER, **options) for kind, ps in zip(kinds, self.lists, strict=True)
+        ]
         self.steps = 0
 
     def step(self, n=2):
@@ -50,11 +61,15 @@ def new_moment(optimizer, params):
 
 
 def new_step(optimizer, params):
-    optimizer.state[params[1]]["step"] = torch.tensor(40.0, device=params[1].device if type(optimizer) is AdamW else "cpu")
+    optimizer.state[params[1]]["step"] = torch.tensor(
+        40.0, device=params[1].device if type(optimizer) is AdamW else "cpu"
+    )
 
 
 def new_dictionary(optimizer, params):
-    optimizer.state[params[2]] = {key: value.clone() for key, value in optimizer.state[params[2]].items()}
+    optimizer.state[params[2]] = {
+        key: value.clone() for key, value in optimizer.state[params[2]].items()
+    }
     optimizer.state[params[2]]["exp_avg_sq"].fill_(0.5)
 
 
@@ -81,7 +96,9 @@ def its_own_state_again(optimizer, params):
 
 
 def other_hyperparameters(optimizer, params):
-    optimizer.param_groups[0].update(lr=0.2, betas=(0.3, 0.4), eps=1e-3, weight_decay=0.5, maximize=True)
+    optimizer.param_groups[0].update(
+        lr=0.2, betas=(0.3, 0.4), eps=1e-3, weight_decay=0.5, maximize=True
+    )
 
 
 CHANGES = [
@@ -99,7 +116,9 @@ def test_a_change_is_noticed(change, device):
     sides.check()
 
 
-@pytest.mark.parametrize("change", [new_memory, new_moment, no_state, other_hyperparameters], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [new_memory, new_moment, no_state, other_hyperparameters], ids=lambda f: f.__name__
+)
 def test_the_comparison_sees_a_change_that_only_one_side_makes(change, device):
     sides = Sides(device)
     sides.step()
@@ -112,7 +131,8 @@ def test_the_comparison_sees_a_change_that_only_one_side_makes(change, device):
 
 @pytest.mark.skipif(native() is None, reason="there is no table without kernels")
 def test_a_stale_table_would_be_seen(monkeypatch, device):
-    """The mutant: a plan that never looks. Fresh gradients and new memory must then give wrong results."""
+    """The mutant: a plan that never looks. Fresh gradients and new memory must then give wrong
+    results."""
     from pyops.optim.fused.plan import Plan
 
     sides = Sides(device)
@@ -149,7 +169,8 @@ def test_many_steps_with_new_or_the_same_gradients(fresh, device):
 
 @pytest.mark.parametrize("other", ["dtype", "strides", "both views of one memory"])
 def test_another_gradient_at_the_same_address(other, device):
-    """An address says nothing: the new gradient there may be of another dtype or laid out otherwise."""
+    """An address says nothing: the new gradient there may be of another dtype or laid out
+    otherwise."""
     a = parameters(((6, 6),), device=device)
     b = twins(a)
     mine, plain = AdamW(a, **HYPER), AdamW(b, **HYPER)
@@ -185,7 +206,8 @@ def test_gradients_are_not_kept_alive(device):
     assert all(reference() is None for reference in watched)
 
 
-# On the pretended device an op is given host tensors, so that gradients never are on the device that the plan was made for.
+# On the pretended device an op is given host tensors, so that gradients never are on the device
+# that the plan was made for.
 @pytest.mark.real_device
 @pytest.mark.skipif(native() is None, reason="there is no table without kernels")
 def test_steady_steps_reuse_the_table(device):
@@ -200,7 +222,8 @@ def test_steady_steps_reuse_the_table(device):
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["plain", "clipped"])
 @pytest.mark.skipif(native() is None, reason="there is no table without kernels")
 def test_a_captured_step_leaves_plans_alone(options, device, monkeypatch):
-    """A graph replays its own addresses, and a plan knows of none of them: each step takes the gradients that it is given."""
+    """A graph replays its own addresses, and a plan knows of none of them: each step takes the
+    gradients that it is given."""
     a = parameters(SHAPES, device=device)
     b = twins(a)
     mine, other = AdamW(a, **HYPER, **options), AdamW(b, **HYPER, **options)

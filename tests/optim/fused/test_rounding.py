@@ -1,4 +1,5 @@
-"""Stochastic rounding in the optimizer: unbiased, repeatable, the same for shards and after a resume."""
+"""Stochastic rounding in the optimizer: unbiased, repeatable, the same for shards and after a
+resume."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ OPTIONS = {"state_dtype": torch.bfloat16, "stochastic_rounding": True}
 
 
 def test_small_steps_are_not_lost(device):
-    """Steps of 1/64 ulp: rounding to nearest stays where it is for ever, on average this one moves as it should."""
+    """Steps of 1/64 ulp: rounding to nearest stays where it is for ever, on average this one moves
+    as it should."""
 
     def drift(stochastic):
         param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=device))
@@ -37,11 +39,14 @@ def test_two_runs_are_equal_and_another_seed_is_not(device):
         return params
 
     assert_equal(final(5), final(5))
-    assert any(not torch.equal(a.detach(), b.detach()) for a, b in zip(final(5), final(6), strict=True))
+    assert any(
+        not torch.equal(a.detach(), b.detach()) for a, b in zip(final(5), final(6), strict=True)
+    )
 
 
 def test_parameters_draw_numbers_of_their_own(device):
-    """Equal parameters with equal gradients: equal bits would mean that they share their random numbers."""
+    """Equal parameters with equal gradients: equal bits would mean that they share their random
+    numbers."""
     a = parameters(((512,), (512,)), dtype=torch.bfloat16, device=device)
     a[1].data.copy_(a[0].data)
     optimizer = AdamW(a, **HYPER, **OPTIONS)
@@ -70,7 +75,10 @@ def test_shards_with_offsets_round_as_the_whole(device):
     whole = parameters(((96,), (64,)), dtype=torch.bfloat16, device=device)
     halves = [[nn.Parameter(p.detach().clone().chunk(2)[r]) for p in whole] for r in (0, 1)]
     starts = [[0, 96], [48, 96 + 32]]
-    optimizers = [AdamW([{"params": half, "offsets": at}], **HYPER, **OPTIONS) for half, at in zip(halves, starts, strict=True)]
+    optimizers = [
+        AdamW([{"params": half, "offsets": at}], **HYPER, **OPTIONS)
+        for half, at in zip(halves, starts, strict=True)
+    ]
     reference = AdamW(whole, **HYPER, **OPTIONS)
     for step in range(3):
         give_gradients(whole, seed=step)
@@ -79,12 +87,15 @@ def test_shards_with_offsets_round_as_the_whole(device):
                 halves[r][i].grad = p.grad.chunk(2)[r].clone()
         for optimizer in (reference, *optimizers):
             optimizer.step()
-    assert_equal(whole, [torch.cat([halves[0][i].detach(), halves[1][i].detach()]) for i in range(2)])
+    assert_equal(
+        whole, [torch.cat([halves[0][i].detach(), halves[1][i].detach()]) for i in range(2)]
+    )
 
 
 def test_offsets_are_of_this_process_and_stay_when_a_state_is_loaded():
     first, second = (
-        AdamW([{"params": parameters(((8,),), dtype=torch.bfloat16), "offsets": [at]}], **OPTIONS) for at in (0, 8)
+        AdamW([{"params": parameters(((8,),), dtype=torch.bfloat16), "offsets": [at]}], **OPTIONS)
+        for at in (0, 8)
     )
     assert "offsets" not in first.state_dict()["param_groups"][0]
     second.load_state_dict(first.state_dict())

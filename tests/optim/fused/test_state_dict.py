@@ -1,4 +1,5 @@
-"""Saving and loading: ours to ours bit for bit, torch's to ours and back mid-run, 16-bit parameters without loss."""
+"""Saving and loading: ours to ours bit for bit, torch's to ours and back mid-run, 16-bit parameters
+without loss."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_torch_to_ours_to_torch(ours, theirs, fused, device):
     assert all(end.state[p]["step"].item() == 6 for p in a)
 
 
-# Ours, torch's, options, and the entries that ours has besides: SGD counts its steps, which torch's does not.
+# Ours, torch's, options, and the entries that ours has besides: SGD counts its steps, which torch's
+# does not.
 COUNTERPARTS = [
     (Adam, torch.optim.Adam, {"amsgrad": True}, set()),
     (AdamW, torch.optim.AdamW, {}, set()),
@@ -164,7 +166,8 @@ def test_refresh_masters_after_loading_weights():
 
 
 def test_states_are_laid_out_as_their_parameter(device):
-    """A state saved contiguous and loaded for a channels_last parameter needs no stand-in afterwards."""
+    """A state saved contiguous and loaded for a channels_last parameter needs no stand-in
+    afterwards."""
     shape = (2, 4, 4, 5)
     a = parameters((shape,), device=device)
     first = AdamW(a, **HYPER)
@@ -176,7 +179,9 @@ def test_states_are_laid_out_as_their_parameter(device):
     assert torch.equal(second.state[b[0]]["exp_avg"], first.state[a[0]]["exp_avg"])
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
 def test_copies_go_on_as_the_original(way):
     a = parameters(dtype=torch.bfloat16)
     optimizer = AdamW(a, **HYPER, master_weights=True, max_grad_norm=0.3, zero_grad=True)
@@ -207,9 +212,17 @@ def test_a_foreign_state_is_refused_and_changes_nothing(wrong):
     a = parameters()
     optimizer = AdamW(a, **HYPER)
     run([optimizer], [a], steps=1)
-    other = parameters(((5, 8), (1,), (0,), (3, 2, 4), (130,), ())) if wrong == "shapes" else parameters()
+    other = (
+        parameters(((5, 8), (1,), (0,), (3, 2, 4), (130,), ()))
+        if wrong == "shapes"
+        else parameters()
+    )
     foreign = AdamW(
-        [{"params": other[:2]}, {"params": other[2:]}] if wrong == "groups" else other[:5] if wrong == "sizes" else other
+        [{"params": other[:2]}, {"params": other[2:]}]
+        if wrong == "groups"
+        else other[:5]
+        if wrong == "sizes"
+        else other
     )
     run([foreign], [other], steps=1)
     before = copy.deepcopy(optimizer.state_dict())
@@ -217,4 +230,8 @@ def test_a_foreign_state_is_refused_and_changes_nothing(wrong):
         optimizer.load_state_dict(foreign.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
-    assert all(torch.equal(after["state"][i][k], v) for i, state in before["state"].items() for k, v in state.items())
+    assert all(
+        torch.equal(after["state"][i][k], v)
+        for i, state in before["state"].items()
+        for k, v in state.items()
+    )

@@ -1,4 +1,5 @@
-"""What scripts do with a torch optimizer works with ours: schedulers, closures, hooks, compile, graphs, flat buffers."""
+"""What scripts do with a torch optimizer works with ours: schedulers, closures, hooks, compile,
+graphs, flat buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from pyops.optim import Adam, AdamW
-from tests.optim.pairs import HYPER, assert_as_torch, assert_equal, assert_moved, give_gradients, parameters, run, twins
+from tests.optim.pairs import (
+    HYPER,
+    assert_as_torch,
+    assert_equal,
+    assert_moved,
+    give_gradients,
+    parameters,
+    run,
+    twins,
+)
 
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
@@ -134,12 +144,15 @@ def test_gradients_of_a_flat_buffer(device):
         plain.step()
         buffer.zero_grad()
         plain.zero_grad()
-    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5, "master_weights": True}], ids=str)
 def test_captured_in_a_cuda_graph(options, device):
-    """Warm up, capture, replay: as eager steps, with the learning rate read from its tensor at each replay."""
+    """Warm up, capture, replay: as eager steps, with the learning rate read from its tensor at each
+    replay."""
     if device.type != "cuda":
         pytest.skip("CUDA graphs need CUDA")
     dtype = torch.bfloat16 if options else torch.float32
@@ -147,7 +160,10 @@ def test_captured_in_a_cuda_graph(options, device):
     b = twins(a)
     hyper = {k: v for k, v in HYPER.items() if k != "lr"}
     lr = torch.tensor(0.01, device=device)
-    mine, plain = AdamW(a, lr=lr, capturable=True, **hyper, **options), AdamW(b, lr=lr.clone(), **hyper, **options)
+    mine, plain = (
+        AdamW(a, lr=lr, capturable=True, **hyper, **options),
+        AdamW(b, lr=lr.clone(), **hyper, **options),
+    )
     give_gradients(a, b, seed=0)
     mine.step()
     plain.step()
@@ -173,7 +189,10 @@ def test_capture_without_capturable_is_refused(device):
     a = parameters(device=device)
     optimizer = AdamW(a)
     run([optimizer], [a], steps=1)
-    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="capturable=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         optimizer.step()
 
 

@@ -37,15 +37,22 @@ def test_equals_brute_force(k: int):
     draw = random.Random(k)
     for _ in range(60):
         n = draw.randint(k, 12)
-        costs = [draw.choice([draw.random(), draw.randint(0, 9), draw.lognormvariate(0, 1.5)]) for _ in range(n)]
-        together = [tuple(sorted(draw.sample(range(n), 2)))] if n - k > 4 and draw.random() < 0.4 else []
+        costs = [
+            draw.choice([draw.random(), draw.randint(0, 9), draw.lognormvariate(0, 1.5)])
+            for _ in range(n)
+        ]
+        together = (
+            [tuple(sorted(draw.sample(range(n), 2)))] if n - k > 4 and draw.random() < 0.4 else []
+        )
         together = [(low, min(high, low + 2)) for low, high in together]
         bounds = balance(costs, num_stages=k, together=together)
         assert bounds[0] == 0
         assert bounds[-1] == n
         assert all(a < b for a, b in itertools.pairwise(bounds)), "never an empty stage"
         assert not any(low < cut <= high for cut in bounds for low, high in together)
-        assert max(stage_costs(costs, bounds)) == pytest.approx(brute_force(costs, k, together=together), rel=1e-12)
+        assert max(stage_costs(costs, bounds)) == pytest.approx(
+            brute_force(costs, k, together=together), rel=1e-12
+        )
 
 
 def test_neither_scale_nor_a_common_cost_misleads():
@@ -70,7 +77,11 @@ def test_shared_weights_keep_their_layers_on_one_stage():
     ("costs", "options", "message"),
     [
         ([1, 2], {"num_stages": 3}, "2 layers can't fill 3 stages; take 2 stages or fewer"),
-        ([1, 2, 3], {"num_stages": 2, "together": [(0, 2)]}, "3 layers, 2 of which must stay with the one before"),
+        (
+            [1, 2, 3],
+            {"num_stages": 2, "together": [(0, 2)]},
+            "3 layers, 2 of which must stay with the one before",
+        ),
         ([1, -2], {"num_stages": 1}, "the cost of layer 1 is -2"),
         ([1, float("nan")], {"num_stages": 1}, "the cost of layer 1 is nan"),
         ([1], {"num_stages": 0}, "num_stages is 0"),

@@ -1,4 +1,5 @@
-"""Running statistics of batch norm after a pipelined step: those of one layer over the whole batch, once a step."""
+"""Running statistics of batch norm after a pipelined step: those of one layer over the whole batch,
+once a step."""
 
 from __future__ import annotations
 
@@ -22,17 +23,22 @@ def mse(y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def layers(momentum: float | None = 0.1) -> list[nn.Module]:
-    """Each batch norm but the last has only layers before it that treat rows one by one, so micro-batches do not show."""
+    """Each batch norm but the last has only layers before it that treat rows one by one, so
+    micro-batches do not show."""
     torch.manual_seed(1)
     return [
-        nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum)),
-        nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()),
-    ]  # fmt: skip
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=momentum)),
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+        nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()),
+    ]
 
 
 def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return 3 + 0.1 * torch.randn(rows, 6, generator=generator), torch.randn(rows, 6, generator=generator)
+    return 3 + 0.1 * torch.randn(rows, 6, generator=generator), torch.randn(
+        rows, 6, generator=generator
+    )
 
 
 def first_norm(model: list[nn.Module]) -> Any:
@@ -52,32 +58,53 @@ def test_running_statistics_are_the_whole_batchs(recompute: str, momentum: float
             plain(x.double())
         found, wanted = first_norm(ours), first_norm(list(plain))
         assert int(found.num_batches_tracked) == int(wanted.num_batches_tracked) == 3
-        torch.testing.assert_close(found.running_mean.double(), wanted.running_mean, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found.running_var.double(), wanted.running_var, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(
+            found.running_mean.double(), wanted.running_mean, rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            found.running_var.double(), wanted.running_var, rtol=1e-5, atol=1e-9
+        )
         assert not torch.equal(found.running_var, torch.ones(6))
         last = ours[3][1]
         assert int(last.num_batches_tracked) == 3
 
 
 def test_fewer_rows_than_two_micro_batches_each():
-    """5 rows in 4 micro-batches: three of one row, which a norm of [rows, channels, length] takes."""
+    """5 rows in 4 micro-batches: three of one row, which a norm of [rows, channels, length]
+    takes."""
     torch.manual_seed(0)
-    ours: list[nn.Module] = [nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, 6)]
+    ours: list[nn.Module] = [
+        nn.Unflatten(1, (2, 3)),
+        nn.BatchNorm1d(2),
+        nn.Flatten(),
+        nn.Linear(6, 6),
+    ]
     plain = copy.deepcopy(ours[1]).double()
-    pipeline = Pipeline(ours, schedule=schedule("gpipe", num_stages=2, num_microbatches=4), loss=mse, boundaries=[0, 2, 4])
+    pipeline = Pipeline(
+        ours,
+        schedule=schedule("gpipe", num_stages=2, num_microbatches=4),
+        loss=mse,
+        boundaries=[0, 2, 4],
+    )
     for step in range(4):
         x, target = batch(5, step)
         pipeline.step(x, target)
         plain(x.double().unflatten(1, (2, 3)))
     assert int(ours[1].num_batches_tracked) == 4
-    torch.testing.assert_close(ours[1].running_var.double(), plain.running_var, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(ours[1].running_mean.double(), plain.running_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ours[1].running_var.double(), plain.running_var, rtol=1e-5, atol=1e-9
+    )
+    torch.testing.assert_close(
+        ours[1].running_mean.double(), plain.running_mean, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_gradients_are_those_of_torchs_layer_on_micro_batches():
     x, target = batch(8, 0)
     ours, plain = layers(), nn.Sequential(*layers())
-    Pipeline(ours, schedule=schedule("gpipe", num_stages=2, num_microbatches=2), loss=mse).step(x, target)
+    Pipeline(ours, schedule=schedule("gpipe", num_stages=2, num_microbatches=2), loss=mse).step(
+        x, target
+    )
     for part, wanted in zip(x.split(4), target.split(4), strict=True):
         (mse(plain(part), wanted) / 2).backward()
     for p, q in zip(nn.Sequential(*ours).parameters(), plain.parameters(), strict=True):
@@ -93,7 +120,9 @@ def test_evaluation_and_failed_steps_leave_them_alone_and_layers_work_without_th
     kept = copy.deepcopy(first_norm(ours).state_dict())
 
     def unchanged() -> bool:
-        return all(torch.equal(value, kept[name]) for name, value in first_norm(ours).state_dict().items())
+        return all(
+            torch.equal(value, kept[name]) for name, value in first_norm(ours).state_dict().items()
+        )
 
     pipeline.eval()
     y = pipeline(x)
@@ -106,13 +135,17 @@ def test_evaluation_and_failed_steps_leave_them_alone_and_layers_work_without_th
     first_norm(ours)(x)  # by itself: torch's
     assert int(first_norm(ours).num_batches_tracked) == 2
     again = copy.deepcopy(ours)
-    Pipeline(ours, schedule=schedule("gpipe", num_stages=4, num_microbatches=2), loss=mse).step(x, target)
+    Pipeline(ours, schedule=schedule("gpipe", num_stages=4, num_microbatches=2), loss=mse).step(
+        x, target
+    )
     assert int(first_norm(ours).num_batches_tracked) == 3
     assert int(first_norm(again).num_batches_tracked) == 2
 
 
 def test_nothing_cancels():
-    rows = 1e4 + 1e-3 * torch.randn(4, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = 1e4 + 1e-3 * torch.randn(
+        4, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     tally = Tally()
     for part in rows.view(-1).split([7, 1000, 2000, 993]):
         tally.add(len(part), part.mean(), part.var())
@@ -131,7 +164,10 @@ def over_ranks(rank: int, group: Any) -> None:
     if rank == 1:
         assert int(ours[3][1].num_batches_tracked) == 2
         torch.testing.assert_close(
-            first_norm(ours).running_var.double(), first_norm(list(plain)).running_var, rtol=1e-5, atol=0
+            first_norm(ours).running_var.double(),
+            first_norm(list(plain)).running_var,
+            rtol=1e-5,
+            atol=0,
         )
     assert int(pipeline.stages[rank].layers[-1].training) == 1
     with pytest.raises(RuntimeError):
@@ -146,7 +182,11 @@ def test_over_ranks(world):
 
 def test_a_closed_pipeline_leaves_the_layers_as_they_were():
     layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)]
-    pipeline = Pipeline(layers, schedule=schedule("gpipe", num_stages=1, num_microbatches=2), loss=nn.functional.mse_loss)
+    pipeline = Pipeline(
+        layers,
+        schedule=schedule("gpipe", num_stages=1, num_microbatches=2),
+        loss=nn.functional.mse_loss,
+    )
     x = torch.randn(8, 4)
     pipeline.step(x, x)
     assert "forward" in vars(layers[1])
@@ -157,5 +197,9 @@ def test_a_closed_pipeline_leaves_the_layers_as_they_were():
         pipeline.step(x, x)
     with pytest.raises(RuntimeError, match="this pipeline is closed; make a new one"):
         pipeline(x)
-    again = Pipeline(layers, schedule=schedule("gpipe", num_stages=1, num_microbatches=2), loss=nn.functional.mse_loss)
+    again = Pipeline(
+        layers,
+        schedule=schedule("gpipe", num_stages=1, num_microbatches=2),
+        loss=nn.functional.mse_loss,
+    )
     assert torch.isfinite(again.step(x, x))

@@ -1,4 +1,5 @@
-"""Pipelines in one process on the device under test: gradients against plain torch there, and asynchronous steps that learn."""
+"""Pipelines in one process on the device under test: gradients against plain torch there, and
+asynchronous steps that learn."""
 
 from __future__ import annotations
 
@@ -49,6 +50,8 @@ def test_asynchronous_steps_learn(device: torch.device, name: str):
     target = -x.tanh()
     layers = nn.Sequential(*mlp(2)).to(device)
     plan = schedule(name, num_stages=2, num_microbatches=32)
-    pipeline = Pipeline(layers, schedule=plan, loss=mse, optimizer=lambda some: torch.optim.SGD(some, lr=0.1))
+    pipeline = Pipeline(
+        layers, schedule=plan, loss=mse, optimizer=lambda some: torch.optim.SGD(some, lr=0.1)
+    )
     losses = [float(pipeline.step(x, target)) for _ in range(8)]
     assert losses[-1] < 0.5 * losses[0], losses

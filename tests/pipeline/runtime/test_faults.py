@@ -1,4 +1,5 @@
-"""What goes wrong in a pipeline: ranks that die, stall, are interrupted or disagree; what no layer may return; leaks."""
+"""What goes wrong in a pipeline: ranks that die, stall, are interrupted or disagree; what no layer
+may return; leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Does(nn.Module):
         return x if found is None else found
 
 
-def made(group: Any, *, k: int = 2, m: int = 4, name: str = "1f1b", layers: list[nn.Module] | None = None) -> Pipeline:
+def made(
+    group: Any, *, k: int = 2, m: int = 4, name: str = "1f1b", layers: list[nn.Module] | None = None
+) -> Pipeline:
     plan = schedule(name, num_stages=k, num_microbatches=m)
     return Pipeline(mlp() if layers is None else layers, schedule=plan, group=group, loss=mse)
 
@@ -65,7 +68,10 @@ def right(pipeline: Pipeline, rows: int = 10) -> bool:
     theirs = mlp()
     sequential_step(theirs, pipeline.schedule, pipeline.boundaries, x, target, mse)
     named = dict(nn.Sequential(*theirs).named_parameters())
-    return all(torch.equal(p.grad, named[n].grad) and bool((p.grad != 0).any()) for n, p in pipeline.named_parameters())
+    return all(
+        torch.equal(p.grad, named[n].grad) and bool((p.grad != 0).any())
+        for n, p in pipeline.named_parameters()
+    )
 
 
 def stall() -> None:
@@ -85,8 +91,13 @@ def dies(rank: int, group: Any, victim: int, stalls: bool, rows: int) -> tuple[s
     return first, said(lambda: pipeline.step(*data)), time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("ranks", "victim", "stalls", "rows"), [(3, 0, False, 10), (2, 1, False, 12000), (2, 0, True, 10)])
-def test_a_rank_that_dies_or_stalls_within_a_step_is_named(ranks: int, victim: int, stalls: bool, rows: int):
+@pytest.mark.parametrize(
+    ("ranks", "victim", "stalls", "rows"),
+    [(3, 0, False, 10), (2, 1, False, 12000), (2, 0, True, 10)],
+)
+def test_a_rank_that_dies_or_stalls_within_a_step_is_named(
+    ranks: int, victim: int, stalls: bool, rows: int
+):
     """Through mailboxes, and with the messages of 12000 rows by the group."""
     outcomes = spawn_ranks(ranks, dies, victim, stalls, rows, timeout=45.0, group_timeout=5.0)
     for rank, outcome in enumerate(outcomes):
@@ -121,7 +132,9 @@ def interrupted(rank: int, group: Any) -> list[str]:
 
 def test_an_interrupt_ends_the_step_on_all_ranks_and_the_next_one_works(world):
     first, second = world(2).run(interrupted)
-    assert all(message == "RuntimeError: rank 1 of the pipeline was interrupted" for message in first), first
+    assert all(
+        message == "RuntimeError: rank 1 of the pipeline was interrupted" for message in first
+    ), first
     assert all(message.startswith("KeyboardInterrupt") for message in second), second
 
 
@@ -193,7 +206,9 @@ def different(rank: int, group: Any) -> list[str]:
         {"schedule": plan(), "boundaries": [0, 8] if rank else None},
         {"schedule": plan(), "tied": [("0.0.weight", "9.x")] if rank else []},
     ]
-    messages = [said(lambda given=given: Pipeline(mlp(), group=group, loss=mse, **given)) for given in both]
+    messages = [
+        said(lambda given=given: Pipeline(mlp(), group=group, loss=mse, **given)) for given in both
+    ]
     assert right(made(group))
     return messages
 
@@ -201,7 +216,9 @@ def different(rank: int, group: Any) -> list[str]:
 def test_ranks_that_make_different_pipelines_are_told_so(world):
     for messages in world(2).run(different):
         assert all(message.startswith("ValueError") for message in messages), messages
-        assert all("rank 1 made a pipeline of another" in message for message in messages[:4]), messages
+        assert all("rank 1 made a pipeline of another" in message for message in messages[:4]), (
+            messages
+        )
         assert "the group has 2" in messages[4]
         assert "boundaries is [0, 8]" in messages[5]
         assert "9.x" in messages[6]
@@ -209,7 +226,13 @@ def test_ranks_that_make_different_pipelines_are_told_so(world):
 
 def odd_values(rank: int, group: Any) -> list[str]:
     pipeline = made(group)
-    values = [object(), torch.eye(8).to_sparse(), {1: torch.ones(2)}, lambda: None, torch.ones(3, 5)]
+    values = [
+        object(),
+        torch.eye(8).to_sparse(),
+        {1: torch.ones(2)},
+        lambda: None,
+        torch.ones(3, 5),
+    ]
     messages = []
     for value in values:
         stage = pipeline.stages[rank]
@@ -241,12 +264,16 @@ def test_what_cannot_be_sent_and_shapes_that_do_not_fit_are_named_on_all_ranks(w
 
 
 def test_orders_that_deadlock_are_refused_with_the_cycle():
-    with pytest.raises(ValueError, match=r"deadlocks.*0B0 <- gradient 1->0 of 0 <- 1B0 <- 1F1 <- activation 0->1 of 1 <- 0F1"):
+    with pytest.raises(
+        ValueError,
+        match=r"deadlocks.*0B0 <- gradient 1->0 of 0 <- 1B0 <- 1F1 <- activation 0->1 of 1 <- 0F1",
+    ):
         custom(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
 
 
 def disturbed(rank: int, group: Any, seeds: int) -> None:
-    """Random delays in every layer: actions and transfers of each step are in an order that the schedule allows."""
+    """Random delays in every layer: actions and transfers of each step are in an order that the
+    schedule allows."""
     for name, m in (("1f1b", 4), ("zbv", 3)):
         generator = torch.Generator()
 
@@ -266,7 +293,8 @@ def disturbed(rank: int, group: Any, seeds: int) -> None:
             assert len(times) == len(pipeline.schedule.order)
             for node, needs in pipeline.schedule.order:
                 for need in needs:
-                    # Of two transfers on a channel the second may begin before the first has arrived.
+                    # Of two transfers on a channel the second may begin before the first has
+                    # arrived.
                     both = isinstance(node, Transfer) and isinstance(need, Transfer)
                     assert times[need][0 if both else 1] <= times[node][0] + 1e-6, (node, need)
 
@@ -277,7 +305,11 @@ def test_random_delays_leave_every_step_a_linear_extension(world):
 
 def counted_graphs() -> int:
     gc.collect()
-    return sum(1 for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.grad_fn is not None)
+    return sum(
+        1
+        for each in gc.get_objects()
+        if isinstance(each, torch.Tensor) and each.grad_fn is not None
+    )
 
 
 def keeps_nothing(rank: int, group: Any) -> None:
@@ -305,7 +337,8 @@ def test_steps_that_end_well_or_not_leave_nothing_behind(world):
 
 
 def made_and_dropped(rank: int, group: Any) -> None:
-    """Pipelines that were made, used or not, and dropped; with steps that failed, and one that was never started."""
+    """Pipelines that were made, used or not, and dropped; with steps that failed, and one that was
+    never started."""
     dropped = []
     for i in range(20):
         pipeline = made(group, name=("1f1b", "zbv", "gpipe")[i % 3], m=1 + i % 4)
@@ -344,7 +377,12 @@ class Scale(nn.Module):
 
 def number(rank: int, group: Any) -> None:
     plan = schedule("1f1b", num_stages=2, num_microbatches=2)
-    pipeline = Pipeline([Number(), Scale()], schedule=plan, group=group, loss=lambda y, t: (y * 2).sum() + 0 * t.sum())
+    pipeline = Pipeline(
+        [Number(), Scale()],
+        schedule=plan,
+        group=group,
+        loss=lambda y, t: (y * 2).sum() + 0 * t.sum(),
+    )
     assert float(pipeline.step(torch.ones(2, 1), torch.ones(2, 1))) == 6.0
 
 

@@ -1,4 +1,5 @@
-"""What a stage keeps while a pipeline runs is what the simulator says, from a profile of its layers."""
+"""What a stage keeps while a pipeline runs is what the simulator says, from a profile of its
+layers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def layers(several: int) -> list[nn.Module]:
     torch.manual_seed(0)
     inner = 3 * WIDTH
     # Tanh keeps its output, not its input, which the stage keeps: its gradient arrives there.
-    return [nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)) for _ in range(several)]
+    return [
+        nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH))
+        for _ in range(several)
+    ]
 
 
 class Saved:
@@ -32,7 +36,8 @@ class Saved:
 
 
 class Watch:
-    """The most bytes that each rank's stages have kept after any action: their graphs, their inputs, what they put off."""
+    """The most bytes that each rank's stages have kept after any action: their graphs, their
+    inputs, what they put off."""
 
     def __init__(self, pipeline: Pipeline, owned: set[int]) -> None:
         self.pipeline, self.owned = pipeline, owned
@@ -62,11 +67,20 @@ class Watch:
         rank = made.rank_of[action.stage]
         stages = {index: self.pipeline.stages[index] for index in made.stages_of(rank)}
         kept = [each.tensor for each in self.alive if each.stage in stages]
-        kept += [leaf for stage in stages.values() for graph in stage._graphs.values() for leaf in graph.leaves]
-        kept += [again.x for index, stage in stages.items() if index for again in stage._again.values()]
+        kept += [
+            leaf
+            for stage in stages.values()
+            for graph in stage._graphs.values()
+            for leaf in graph.leaves
+        ]
+        kept += [
+            again.x for index, stage in stages.items() if index for again in stage._again.values()
+        ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
         found = sum(size for address, size in storages.items() if address not in self.owned)
-        found += sum(pieces.nbytes for stage in stages.values() for pieces in stage._put_off.values())
+        found += sum(
+            pieces.nbytes for stage in stages.values() for pieces in stage._put_off.values()
+        )
         self.most[rank] = max(self.most[rank], found)
 
 
@@ -77,7 +91,9 @@ def test_what_stages_keep_is_what_was_simulated(name: str, recompute: str):
     made = schedule(name, num_stages=k, num_microbatches=m).with_recompute(recompute)
     model = layers(2 * made.num_stages)
     x, target = torch.randn(m * ROWS, WIDTH), torch.randn(m * ROWS, WIDTH)
-    found = profile(model, x[:ROWS], loss=nn.functional.mse_loss, target=target[:ROWS], rounds=1, warmup=0)
+    found = profile(
+        model, x[:ROWS], loss=nn.functional.mse_loss, target=target[:ROWS], rounds=1, warmup=0
+    )
     pipeline = Pipeline(model, schedule=made, loss=nn.functional.mse_loss)
     costs = found.costs(pipeline.boundaries, split=made.splits_backward, optimizer_bytes=0)
     owned = {t.untyped_storage().data_ptr() for t in (x, target, *pipeline.parameters())}
@@ -86,10 +102,15 @@ def test_what_stages_keep_is_what_was_simulated(name: str, recompute: str):
         pipeline.step(x, target)
     for rank in range(k):
         stages = made.stages_of(rank)
-        expected = simulate(made, costs).memory[rank] - sum(costs.of("weights", stage) for stage in stages)
+        expected = simulate(made, costs).memory[rank] - sum(
+            costs.of("weights", stage) for stage in stages
+        )
         assert watch.most[rank] > 0
         if any(after in stages for after in (stage + 1 for stage in stages)):
-            # Neighbours on one rank share what travels between them, which the simulator counts twice.
-            assert 0 <= expected - watch.most[rank] <= max(costs.of("kept", stage) for stage in stages)
+            # Neighbours on one rank share what travels between them, which the simulator counts
+            # twice.
+            assert (
+                0 <= expected - watch.most[rank] <= max(costs.of("kept", stage) for stage in stages)
+            )
         else:
             assert watch.most[rank] == expected, rank

@@ -1,4 +1,5 @@
-"""Layers and arguments that are unlike the usual ones: in place, of any number, losses that are none, copies."""
+"""Layers and arguments that are unlike the usual ones: in place, of any number, losses that are
+none, copies."""
 
 from __future__ import annotations
 
@@ -19,13 +20,22 @@ mse = nn.functional.mse_loss
 
 
 def made(loss: Any = mse, layers: list[nn.Module] | None = None) -> Pipeline:
-    return Pipeline(layers or mlp(), schedule=schedule("1f1b", num_stages=2, num_microbatches=2), loss=loss)
+    return Pipeline(
+        layers or mlp(), schedule=schedule("1f1b", num_stages=2, num_microbatches=2), loss=loss
+    )
 
 
 def in_place() -> list[nn.Module]:
     """Each stage begins with a layer that overwrites what it is given."""
     torch.manual_seed(1)
-    return [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ELU(inplace=True), nn.Linear(8, 8)]
+    return [
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.ELU(inplace=True),
+        nn.Linear(8, 8),
+    ]
 
 
 @pytest.mark.parametrize("mode", ["never", "always"])
@@ -39,16 +49,21 @@ def test_layers_may_work_in_place(mode: str, boundaries: list[int]):
     pipeline.step(x, target)
     assert torch.equal(x, given)
     sequential_step(theirs, plan, boundaries, given, target, mse)
-    for a, b in zip(nn.Sequential(*ours).parameters(), nn.Sequential(*theirs).parameters(), strict=True):
+    for a, b in zip(
+        nn.Sequential(*ours).parameters(), nn.Sequential(*theirs).parameters(), strict=True
+    ):
         assert bool((a.grad != 0).any())
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize(("loss", "message"), [
-    (lambda y, t: y - t, r"the loss is a tensor \(5, 8\)"),
-    (lambda y, t: 3.0, "the loss is a float"),
-    (lambda y, t: (y - t).sum().detach(), "the loss wants no gradient"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda y, t: y - t, r"the loss is a tensor \(5, 8\)"),
+        (lambda y, t: 3.0, "the loss is a float"),
+        (lambda y, t: (y - t).sum().detach(), "the loss wants no gradient"),
+    ],
+)
 def test_losses_that_are_none(loss: Any, message: str):
     with pytest.raises(ValueError, match=message):
         made(loss).step(*batch(10))
@@ -74,6 +89,9 @@ def test_schedules_and_pipelines_are_copied():
     pipeline.step(*batch(10))
     other = copy.deepcopy(pipeline)
     other.step(*batch(10))
-    assert [int(each.get_submodule("1").num_batches_tracked) for each in (pipeline, other)] == [1, 2]
+    assert [int(each.get_submodule("1").num_batches_tracked) for each in (pipeline, other)] == [
+        1,
+        2,
+    ]
     for a, b in zip(pipeline.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad)  # torch copies no gradients

@@ -1,4 +1,5 @@
-"""Pipeline.step: losses and gradients, in one process and over ranks, against the same micro-batches one after the other."""
+"""Pipeline.step: losses and gradients, in one process and over ranks, against the same
+micro-batches one after the other."""
 
 from __future__ import annotations
 
@@ -61,13 +62,18 @@ def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str)
     pipeline = Pipeline(ours, schedule=plan, group=group, loss=mse)
     for _ in range(3):  # the first step learns the sizes of the messages
         pipeline.zero_grad()
-        loss = pipeline.step(x if pipeline.has_first else None, target if pipeline.has_last else None)
+        loss = pipeline.step(
+            x if pipeline.has_first else None, target if pipeline.has_last else None
+        )
     expected = sequential_step(theirs, plan, pipeline.boundaries, x, target, mse)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     named = dict(nn.Sequential(*theirs).named_parameters())
     own = dict(pipeline.named_parameters())
     assert own
-    assert all(p.grad is not None and torch.equal(p.grad, named[n].grad) and bool((p.grad != 0).any()) for n, p in own.items())
+    assert all(
+        p.grad is not None and torch.equal(p.grad, named[n].grad) and bool((p.grad != 0).any())
+        for n, p in own.items()
+    )
     y = pipeline(x if pipeline.has_first else None)
     if pipeline.has_last:
         torch.testing.assert_close(y, nn.Sequential(*theirs)(x))
@@ -78,7 +84,12 @@ def over_ranks(rank: int, group: Any, name: str, k: int, m: int, recompute: str)
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_over_ranks_as_in_one_process(world, name: str):
-    for k, m, recompute in ((2, 1, "never"), (2, 5, "except_last"), (3, 4, "always"), (4, 6, "never")):
+    for k, m, recompute in (
+        (2, 1, "never"),
+        (2, 5, "except_last"),
+        (3, 4, "always"),
+        (4, 6, "never"),
+    ):
         world(k).run(over_ranks, name, k, m, recompute)
 
 
@@ -108,7 +119,13 @@ class Several(nn.Module):
         self.linear, self.last = nn.Linear(8, 8), last
 
     def forward(self, x: Any, note: dict[str, Any] | None = None, *, shift: Any = 0.0) -> Any:
-        note = note or {"count": 0, "name": "x", "mask": None, "ids": torch.arange(len(x)), "none": torch.empty(0, 3)}
+        note = note or {
+            "count": 0,
+            "name": "x",
+            "mask": None,
+            "ids": torch.arange(len(x)),
+            "none": torch.empty(0, 3),
+        }
         assert note["name"] == "x"
         assert note["none"].shape == (0, 3)
         assert torch.equal(note["ids"], torch.arange(len(x)))
@@ -123,7 +140,9 @@ def several(rank: int, group: Any) -> None:
     layers = [Several(last=i == 3) for i in range(4)]
     value: Any = x
     for layer in layers:
-        value = layer(*value, shift=shift) if isinstance(value, tuple) else layer(value, shift=shift)
+        value = (
+            layer(*value, shift=shift) if isinstance(value, tuple) else layer(value, shift=shift)
+        )
     mse(value, target).backward()
     expected = {n: p.grad for n, p in nn.Sequential(*layers).named_parameters()}
     for layer in layers:
@@ -156,7 +175,9 @@ def test_losses_count_by_rows_by_tokens_or_as_sums():
     masked = {"y": target, "kept": kept}
 
     def mean_over_kept(y: Any, wanted: Any) -> Any:
-        return ((y - wanted["y"]).square() * wanted["kept"]).sum() / wanted["kept"].sum().clamp(min=1)
+        return ((y - wanted["y"]).square() * wanted["kept"]).sum() / wanted["kept"].sum().clamp(
+            min=1
+        )
 
     for loss, wanted, options in (
         (mse, target, {}),
@@ -164,7 +185,9 @@ def test_losses_count_by_rows_by_tokens_or_as_sums():
         (lambda y, t: (y - t).square().sum(), target, {"reduction": "sum"}),
     ):
         ours, theirs = ([layer.double() for layer in mlp()] for _ in range(2))
-        found = Pipeline(ours, schedule=made("1f1b", 2, 3), loss=loss, **options).step(x, wanted, scale=0.5)
+        found = Pipeline(ours, schedule=made("1f1b", 2, 3), loss=loss, **options).step(
+            x, wanted, scale=0.5
+        )
         expected = loss(nn.Sequential(*theirs)(x), wanted)
         (expected * 0.5).backward()
         torch.testing.assert_close(found, expected.detach().float())
@@ -204,7 +227,9 @@ def test_a_frozen_beginning_and_a_stage_without_parameters():
         layers = [*mlp(2), nn.Tanh(), *mlp(1)]
         layers[0].requires_grad_(False)
         if piped:
-            Pipeline(layers, schedule=made("1f1b", 4, 3), boundaries=[0, 1, 2, 3, 4], loss=mse).step(x, target)
+            Pipeline(
+                layers, schedule=made("1f1b", 4, 3), boundaries=[0, 1, 2, 3, 4], loss=mse
+            ).step(x, target)
         else:
             mse(nn.Sequential(*layers)(x), target).backward()
         assert all(p.grad is None for p in layers[0].parameters())
@@ -300,7 +325,11 @@ def test_messages_that_a_mailbox_has_no_room_for_wait_their_turn(world):
 
 def in_small_mailboxes(rank: int, group: Any) -> None:
     native = mailboxes.native
-    small = type("Native", (), {"Mailbox": staticmethod(lambda name, writes: native().Mailbox(name, writes, 8192))})
+    small = type(
+        "Native",
+        (),
+        {"Mailbox": staticmethod(lambda name, writes: native().Mailbox(name, writes, 8192))},
+    )
     mailboxes.native = lambda: small
     try:
         hurried(rank, group)
@@ -317,7 +346,9 @@ def in_small_mailboxes(rank: int, group: Any) -> None:
 def tensors_apart() -> Iterator[None]:
     """As on GPUs with NCCL: tensors go by groups of their own."""
     directs = links._directs
-    links._directs = lambda channels, *, group, device, tag: links._pairs(channels, group=group, backend="gloo", tag=tag)
+    links._directs = lambda channels, *, group, device, tag: links._pairs(
+        channels, group=group, backend="gloo", tag=tag
+    )
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Skip connections between any stages: gradients with the bits of plain torch, transfers that go directly, what is refused."""
+"""Skip connections between any stages: gradients with the bits of plain torch, transfers that go
+directly, what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class Down(nn.Module):
 
     def forward(self, x: Any) -> Any:
         a = torch.tanh(self.linear(x))
-        return (0.5 * a, a, {"rows": len(x), "twice": (a * 2, None)}, None) if self.notes else (0.5 * a, a)
+        return (
+            (0.5 * a, a, {"rows": len(x), "twice": (a * 2, None)}, None)
+            if self.notes
+            else (0.5 * a, a)
+        )
 
 
 class Up(nn.Module):
@@ -63,10 +68,15 @@ def unet() -> list[nn.Module]:
     """8 layers: 0, 1, 2 are taken by 7, 6, 4; and layer 3 by 5."""
     torch.manual_seed(2)
     return [
-        skip(Down(), stash="a"), skip(Down(notes=True), stash=("b", "note", "none")), skip(Down(), stash="c"),
-        skip(Down(), stash="d"), skip(Up(), pop="c"), skip(Up(), pop=["d"]), skip(Up(), pop=("b", "note", "none")),
+        skip(Down(), stash="a"),
+        skip(Down(notes=True), stash=("b", "note", "none")),
+        skip(Down(), stash="c"),
+        skip(Down(), stash="d"),
+        skip(Up(), pop="c"),
+        skip(Up(), pop=["d"]),
+        skip(Up(), pop=("b", "note", "none")),
         skip(Up(), pop="a"),
-    ]  # fmt: skip
+    ]
 
 
 def without_dropout(layers: list[nn.Module]) -> list[nn.Module]:
@@ -80,10 +90,16 @@ def expected(plan: Any, boundaries: list[int]) -> tuple[torch.Tensor, dict[str, 
     layers, (x, target) = without_dropout(unet()), batch(10)
     plain = Plain(layers)
     loss = sequential_step_of(plain, layers, plan, boundaries, x, target)
-    return loss, {f"{i}.{name}": p.grad for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    return loss, {
+        f"{i}.{name}": p.grad
+        for i, layer in enumerate(layers)
+        for name, p in layer.named_parameters()
+    }
 
 
-def sequential_step_of(plain: Plain, layers: list[nn.Module], plan: Any, boundaries: list[int], x: Any, target: Any) -> Any:
+def sequential_step_of(
+    plain: Plain, layers: list[nn.Module], plan: Any, boundaries: list[int], x: Any, target: Any
+) -> Any:
     whole = Whole(plain, layers)
     return sequential_step(whole, plan, boundaries, x, target, mse)
 
@@ -101,7 +117,12 @@ class Whole(list):
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_in_one_process_with_the_bits_of_plain_torch(name: str):
-    for k, m, recompute in ((1, 2, "never"), (2, 3, "always"), (4, 3, "never"), (4, 5, "except_last")):
+    for k, m, recompute in (
+        (1, 2, "never"),
+        (2, 3, "always"),
+        (4, 3, "never"),
+        (4, 5, "except_last"),
+    ):
         plan = schedule(name, num_stages=k, num_microbatches=m).with_recompute(recompute)
         layers = without_dropout(unet())
         pipeline = Pipeline(layers, schedule=plan, loss=mse)
@@ -114,9 +135,13 @@ def test_in_one_process_with_the_bits_of_plain_torch(name: str):
         assert all(stage.kept == 0 for stage in pipeline.stages.values())
 
 
-def over_ranks(rank: int, group: Any, name: str, m: int, recompute: str, boundaries: list[int] | None) -> list[int]:
+def over_ranks(
+    rank: int, group: Any, name: str, m: int, recompute: str, boundaries: list[int] | None
+) -> list[int]:
     plan = schedule(name, num_stages=group.size(), num_microbatches=m).with_recompute(recompute)
-    pipeline = Pipeline(without_dropout(unet()), schedule=plan, group=group, loss=mse, boundaries=boundaries)
+    pipeline = Pipeline(
+        without_dropout(unet()), schedule=plan, group=group, loss=mse, boundaries=boundaries
+    )
     for rows in (10, 900, 7, 10):  # messages that grow and shrink
         pipeline.zero_grad()
         loss = pipeline.step(*batch(rows))
@@ -136,10 +161,15 @@ def over_ranks(rank: int, group: Any, name: str, m: int, recompute: str, boundar
     return [len(direct), len(timelines[0].transfers)]
 
 
-@pytest.mark.parametrize(("name", "ranks", "m", "recompute", "boundaries"), [
-    ("1f1b", 2, 3, "never", None), ("zbv", 2, 4, "except_last", [0, 1, 2, 5, 8]), ("gpipe", 3, 4, "always", [0, 3, 5, 8]),
-    ("interleaved", 2, 4, "always", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ranks", "m", "recompute", "boundaries"),
+    [
+        ("1f1b", 2, 3, "never", None),
+        ("zbv", 2, 4, "except_last", [0, 1, 2, 5, 8]),
+        ("gpipe", 3, 4, "always", [0, 3, 5, 8]),
+        ("interleaved", 2, 4, "always", None),
+    ],
+)
 def test_over_ranks_with_the_bits_of_plain_torch(
     world, name: str, ranks: int, m: int, recompute: str, boundaries: list[int] | None
 ):
@@ -178,32 +208,51 @@ def test_a_schedule_knows_its_skips():
 def test_layers_can_be_kept_on_one_stage_instead():
     layers = unet()
     pairs = skip_pairs(layers)
-    assert pairs == {"a": (0, 7), "b": (1, 6), "note": (1, 6), "none": (1, 6), "c": (2, 4), "d": (3, 5)}
+    assert pairs == {
+        "a": (0, 7),
+        "b": (1, 6),
+        "note": (1, 6),
+        "none": (1, 6),
+        "c": (2, 4),
+        "d": (3, 5),
+    }
     boundaries = balance([1.0] * 8, num_stages=3, together=[pairs["c"], pairs["d"]])
     pipeline = Pipeline(
-        without_dropout(layers), schedule=schedule("1f1b", num_stages=3, num_microbatches=2), loss=mse, boundaries=boundaries
+        without_dropout(layers),
+        schedule=schedule("1f1b", num_stages=3, num_microbatches=2),
+        loss=mse,
+        boundaries=boundaries,
     )
     assert boundaries == [0, 2, 6, 8]
     assert pipeline.schedule.skips == ((0, 2),)
     pipeline.step(*batch(10))
 
 
-@pytest.mark.parametrize(("stash", "pop", "message"), [
-    (["a", "a", ""], ["", "", "a"], "layers 0 and 1 both have 'a' among their stashes"),
-    (["a", "", ""], ["", "a", "a"], "layers 1 and 2 both have 'a' among their pops"),
-    (["a", "", ""], ["", "", ""], "layer 0 stashes 'a', which no layer pops"),
-    (["", "", ""], ["", "a", ""], "layer 1 pops 'a', which no layer stashes"),
-    (["", "", "a"], ["", "a", ""], "pops 'a' before layer 2 stashes it"),
-    (["", "a", ""], ["", "a", ""], "pops 'a' before layer 1 stashes it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stash", "pop", "message"),
+    [
+        (["a", "a", ""], ["", "", "a"], "layers 0 and 1 both have 'a' among their stashes"),
+        (["a", "", ""], ["", "a", "a"], "layers 1 and 2 both have 'a' among their pops"),
+        (["a", "", ""], ["", "", ""], "layer 0 stashes 'a', which no layer pops"),
+        (["", "", ""], ["", "a", ""], "layer 1 pops 'a', which no layer stashes"),
+        (["", "", "a"], ["", "a", ""], "pops 'a' before layer 2 stashes it"),
+        (["", "a", ""], ["", "a", ""], "pops 'a' before layer 1 stashes it"),
+    ],
+)
 def test_names_that_do_not_go_together_are_refused(stash: list[str], pop: list[str], message: str):
-    layers = [skip(nn.Linear(8, 8), stash=s or (), pop=p or ()) for s, p in zip(stash, pop, strict=True)]
+    layers = [
+        skip(nn.Linear(8, 8), stash=s or (), pop=p or ()) for s, p in zip(stash, pop, strict=True)
+    ]
     with pytest.raises(ValueError, match=message):
         Pipeline(layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=mse)
 
 
 def test_a_layer_that_returns_too_little_is_named():
     layers = [skip(nn.Linear(8, 8), stash="a"), skip(Up(), pop="a")]
-    pipeline = Pipeline(layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=mse)
-    with pytest.raises(TypeError, match=r"layer 0 stashes a: it must return its result and 1 more, a tuple"):
+    pipeline = Pipeline(
+        layers, schedule=schedule("gpipe", num_stages=2, num_microbatches=1), loss=mse
+    )
+    with pytest.raises(
+        TypeError, match=r"layer 0 stashes a: it must return its result and 1 more, a tuple"
+    ):
         pipeline.step(*batch(4))

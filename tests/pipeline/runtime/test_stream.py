@@ -1,4 +1,5 @@
-"""The stream of an asynchronous schedule: its state, what an error leaves, what each step is the mean of, what is refused."""
+"""The stream of an asynchronous schedule: its state, what an error leaves, what each step is the
+mean of, what is refused."""
 
 from __future__ import annotations
 
@@ -35,20 +36,28 @@ def weights_of(layers: list[nn.Module]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "remedies"), [("pipedream", None), ("pipemare", Remedies(decay=0.1, anneal=9, synchronous=1))]
+    ("name", "remedies"),
+    [("pipedream", None), ("pipemare", Remedies(decay=0.1, anneal=9, synchronous=1))],
 )
-def test_a_saved_run_goes_on_as_if_it_had_not_stopped(tmp_path, name: str, remedies: Remedies | None):
+def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
+    tmp_path, name: str, remedies: Remedies | None
+):
     x, target = batch(12)
 
     def fresh(layers: list[nn.Module]) -> Pipeline:
-        return Pipeline(layers, schedule=made(name, 3, 12), loss=mse, optimizer=adam, remedies=remedies)
+        return Pipeline(
+            layers, schedule=made(name, 3, 12), loss=mse, optimizer=adam, remedies=remedies
+        )
 
     layers = mlp()
     pipeline = fresh(layers)
     for _ in range(2):
         pipeline.step(x, target)
     state = pipeline.stream.state_dict()
-    parts = [{"calls": state["calls"], "stages": {index: stage}} for index, stage in state["stages"].items()]  # of three ranks
+    parts = [
+        {"calls": state["calls"], "stages": {index: stage}}
+        for index, stage in state["stages"].items()
+    ]  # of three ranks
     checkpoint.save(tmp_path / "saved", {"model": pipeline.state_dict(), "ranks": parts})
     for _ in range(2):
         pipeline.step(x, target)
@@ -61,11 +70,17 @@ def test_a_saved_run_goes_on_as_if_it_had_not_stopped(tmp_path, name: str, remed
     resumed.stream.load_state_dict({"calls": loaded["ranks"][0]["calls"], "stages": merged})
     for _ in range(2):
         resumed.step(x, target)
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True))
-    assert all(not torch.equal(a, loaded["model"][name]) for name, a in pipeline.state_dict().items())
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True)
+    )
+    assert all(
+        not torch.equal(a, loaded["model"][name]) for name, a in pipeline.state_dict().items()
+    )
     with pytest.raises(ValueError, match="stages 1, not 0; put those of all ranks together"):
         resumed.stream.load_state_dict(parts[1])
-    elsewhere = Pipeline(mlp(), schedule=made(name, 3, 12), loss=mse, optimizer=adam, boundaries=[0, 1, 2, 8])
+    elsewhere = Pipeline(
+        mlp(), schedule=made(name, 3, 12), loss=mse, optimizer=adam, boundaries=[0, 1, 2, 8]
+    )
     with pytest.raises(ValueError, match="make the pipeline with the same boundaries"):
         elsewhere.stream.load_state_dict(state)
 
@@ -78,12 +93,18 @@ def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
     meeting: list[Tensor] = []
 
     def stop(gradient: Tensor) -> None:
-        if len(newest) == 6:  # steps; the seventh backward of the first stage meets weights of two steps before
+        if (
+            len(newest) == 6
+        ):  # steps; the seventh backward of the first stage meets weights of two steps before
             meeting.append(layers[0][0].weight.detach().clone())
             raise ArithmeticError("no such number")
 
     layers[0].register_forward_hook(lambda layer, x, y: y.register_hook(stop) and None)
-    pipeline.on_action(lambda action: newest.append(layers[0][0].weight.clone()) if str(action)[:2] == "0U" else None)
+    pipeline.on_action(
+        lambda action: (
+            newest.append(layers[0][0].weight.clone()) if str(action)[:2] == "0U" else None
+        )
+    )
     with pytest.raises(ArithmeticError):
         pipeline.step(x, target)
     assert torch.equal(meeting[0], newest[3])
@@ -96,7 +117,9 @@ def test_an_error_within_leaves_the_newest_weights_and_no_gradients():
     pipeline.step(x, target)
     assert all(p.grad is None for p in pipeline.parameters())
     Pipeline(again, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd).step(x, target)
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(again), strict=True)
+    )
 
 
 def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
@@ -104,11 +127,14 @@ def test_evaluation_meets_the_newest_weights_and_frozen_ones_stay():
     layers = mlp()
     for layer in layers[:3]:
         layer.requires_grad_(False)
-    pipeline = Pipeline(layers, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd,
-                        boundaries=[0, 2, 5, 8])  # fmt: skip
+    pipeline = Pipeline(
+        layers, schedule=made("pipedream", 3, 12), loss=mse, optimizer=sgd, boundaries=[0, 2, 5, 8]
+    )
     pipeline.step(x, target)
     assert list(pipeline.stream.optimizers) == [1, 2]
-    moved = [not torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(mlp()), strict=True)]
+    moved = [
+        not torch.equal(a, b) for a, b in zip(weights_of(layers), weights_of(mlp()), strict=True)
+    ]
     assert moved == [False] * 6 + [True] * 10
     with torch.no_grad():
         torch.testing.assert_close(pipeline(x), nn.Sequential(*layers)(x))
@@ -127,15 +153,26 @@ def test_each_step_takes_the_mean_of_its_micro_batches():
         return (y - wanted).square().sum()
 
     for loss, wanted, options in (
-        (mean_over_kept, masked, {"count": lambda part: part["kept"].sum()}), (total, target, {"reduction": "sum"}),
-    ):  # fmt: skip
+        (mean_over_kept, masked, {"count": lambda part: part["kept"].sum()}),
+        (total, target, {"reduction": "sum"}),
+    ):
         ours, theirs = mlp(), nn.Sequential(*mlp())
         plan = custom(["0F0 0F1 0F2 0B0 0B1 0B2 0U0 0F3 0B3 0U1"], weights="flush")
-        pipeline = Pipeline(ours, schedule=plan, loss=loss, optimizer=lambda some: torch.optim.SGD(some, lr=0.01), **options)
+        pipeline = Pipeline(
+            ours,
+            schedule=plan,
+            loss=loss,
+            optimizer=lambda some: torch.optim.SGD(some, lr=0.01),
+            **options,
+        )
         before = float(loss(theirs(x), wanted).detach())
         optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
         for rows in (slice(0, 9), slice(9, 12)):
-            part = wanted[rows] if isinstance(wanted, Tensor) else {name: each[rows] for name, each in wanted.items()}
+            part = (
+                wanted[rows]
+                if isinstance(wanted, Tensor)
+                else {name: each[rows] for name, each in wanted.items()}
+            )
             loss(theirs(x[rows]), part).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,16 +188,31 @@ def test_what_does_not_go_together_is_refused():
 
     def refused(match: str, **options: Any) -> None:
         with pytest.raises((ValueError, TypeError), match=match):
-            Pipeline(options.pop("layers", None) or mlp(4), **({"schedule": stream, "loss": mse, "optimizer": sgd} | options))
+            Pipeline(
+                options.pop("layers", None) or mlp(4),
+                **({"schedule": stream, "loss": mse, "optimizer": sgd} | options),
+            )
 
     refused("'pipedream' takes its steps .* give optimizer=", optimizer=None)
-    refused("optimizer is given, but the schedule '1f1b' takes no steps", schedule=made("1f1b", 2, 4))
-    refused("remedies is given, but the schedule 'gpipe'", schedule=made("gpipe", 2, 4), optimizer=None, remedies=Remedies())
+    refused(
+        "optimizer is given, but the schedule '1f1b' takes no steps", schedule=made("1f1b", 2, 4)
+    )
+    refused(
+        "remedies is given, but the schedule 'gpipe'",
+        schedule=made("gpipe", 2, 4),
+        optimizer=None,
+        remedies=Remedies(),
+    )
     refused("decay is 0.1, but the schedule 'pipedream'", remedies=Remedies(decay=0.1))
     refused("made a list for stage 0", optimizer=list)
-    refused(r"optimizer of stage 0 lacks 0.0.bias", optimizer=lambda some: torch.optim.SGD(some[:1]))
+    refused(
+        r"optimizer of stage 0 lacks 0.0.bias", optimizer=lambda some: torch.optim.SGD(some[:1])
+    )
     alien = nn.Parameter(torch.ones(1))
-    refused("1 parameters that are not the stage's", optimizer=lambda some: torch.optim.SGD([*some, alien]))
+    refused(
+        "1 parameters that are not the stage's",
+        optimizer=lambda some: torch.optim.SGD([*some, alien]),
+    )
     shared = mlp(4)
     shared[0][0].bias = nn.Parameter(shared[0][0].weight.detach()[0])
     refused(r"parameters 0.0.weight and 0.0.bias share memory", layers=shared)
@@ -170,7 +222,8 @@ def test_what_does_not_go_together_is_refused():
     unlike = custom(["0F0 0F1 0B0 0U0 0B1 0U1", "1F0 1B0 1F1 1B1 1U0"], weights="stash")
     refused(r"step 0 is of micro-batches \[0\] on stage 0, of \[0, 1\] on stage 1", schedule=unlike)
     refused(
-        "no step after its backward of 1; end its order with 0U1", schedule=custom(["0F0 0B0 0U0 0F1 0B1"], weights="stash")
+        "no step after its backward of 1; end its order with 0U1",
+        schedule=custom(["0F0 0B0 0U0 0F1 0B1"], weights="stash"),
     )
     with pytest.raises(ValueError, match=r"scale is 0\.5"):
         Pipeline(mlp(4), schedule=stream, loss=mse, optimizer=sgd).step(*batch(4), scale=0.5)
@@ -209,7 +262,10 @@ def wrong_ranks(rank: int, group: Any) -> list[str]:
     weights = weights_of(list(pipeline.children()))
     messages.append(str([each.versions.kept for each in pipeline.stream.stepping.values()]))
     pipeline.step(x, target)
-    moved = all(not torch.equal(a, b) for a, b in zip(weights, weights_of(list(pipeline.children())), strict=True))
+    moved = all(
+        not torch.equal(a, b)
+        for a, b in zip(weights, weights_of(list(pipeline.children())), strict=True)
+    )
     messages.append(f"moved {moved}")
     return messages
 

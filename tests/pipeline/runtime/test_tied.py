@@ -1,4 +1,5 @@
-"""Parameters that stages share: found, summed over ranks with one process's bits, counted once in norms."""
+"""Parameters that stages share: found, summed over ranks with one process's bits, counted once in
+norms."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Head(nn.Module):
 
 
 def language_model(*, seed: int = 7, copies: bool = False) -> list[nn.Module]:
-    """Embedding, 4 blocks of which two share a bias, head; copies: of each stage, which no object ties."""
+    """Embedding, 4 blocks of which two share a bias, head; copies: of each stage, which no object
+    ties."""
     torch.manual_seed(seed)
     embedding = nn.Embedding(WORDS, WIDTH)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
@@ -45,7 +47,8 @@ loss_of = nn.functional.cross_entropy
 
 
 def expected_gradients(plan: Any, boundaries: list[int], steps: int) -> dict[str, torch.Tensor]:
-    """Stage by stage in the order of the schedule, then the stages' parts added, step after step."""
+    """Stage by stage in the order of the schedule, then the stages' parts added, step after
+    step."""
     found: dict[str, torch.Tensor] = {}
     for step in range(steps):
         untied = language_model()
@@ -55,13 +58,17 @@ def expected_gradients(plan: Any, boundaries: list[int], steps: int) -> dict[str
         parts = {name: p.grad for name, p in nn.Sequential(*untied).named_parameters()}
         for one, other in (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias")):
             parts[one] = parts[other] = parts[one] + parts[other]
-        found = {name: part + found[name] if name in found else part for name, part in parts.items()}
+        found = {
+            name: part + found[name] if name in found else part for name, part in parts.items()
+        }
     return found
 
 
 def over_ranks(rank: int, group: Any, name: str, boundaries: list[int]) -> list[torch.Tensor]:
     plan = schedule(name, num_stages=group.size(), num_microbatches=3)
-    layers = language_model(seed=7 + rank if name == "gpipe" else 7)  # copies that differ begin with the first one's values
+    layers = language_model(
+        seed=7 + rank if name == "gpipe" else 7
+    )  # copies that differ begin with the first one's values
     pipeline = Pipeline(layers, schedule=plan, group=group, loss=loss_of, boundaries=boundaries)
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
     if name == "gpipe":
@@ -69,12 +76,20 @@ def over_ranks(rank: int, group: Any, name: str, boundaries: list[int]) -> list[
         values = dict(nn.Sequential(*language_model()).named_parameters(remove_duplicate=False))
         own = dict(pipeline.named_parameters())
         assert all(torch.equal(own[n], values[n]) for n in ("0.weight", "5.weight") if n in own)
-        pipeline.load_state_dict({n: v for n, v in nn.Sequential(*language_model()).state_dict().items() if n in own})
+        pipeline.load_state_dict(
+            {n: v for n, v in nn.Sequential(*language_model()).state_dict().items() if n in own}
+        )
     for step in range(2):  # accumulates over steps
         pipeline.step(*batch(10 + step))
     wanted = expected_gradients(plan, boundaries, 2)
-    owner = {n: plan.rank_of[sum(b <= int(n[0]) for b in boundaries) - 1] for names in pipeline.tied for n in names}
-    across = [n for names in pipeline.tied for n in names if len({owner[each] for each in names}) > 1]
+    owner = {
+        n: plan.rank_of[sum(b <= int(n[0]) for b in boundaries) - 1]
+        for names in pipeline.tied
+        for n in names
+    }
+    across = [
+        n for names in pipeline.tied for n in names if len({owner[each] for each in names}) > 1
+    ]
     assert across
     for n, p in pipeline.named_parameters():
         assert p.grad is not None
@@ -93,15 +108,29 @@ def over_ranks(rank: int, group: Any, name: str, boundaries: list[int]) -> list[
         optimizer.zero_grad()
         pipeline.step(*batch())
     optimizer.step()
-    return [p.detach() for n, p in pipeline.named_parameters() if n in ("0.weight", "5.weight", "2.0.bias", "4.0.bias")]
+    return [
+        p.detach()
+        for n, p in pipeline.named_parameters()
+        if n in ("0.weight", "5.weight", "2.0.bias", "4.0.bias")
+    ]
 
 
-@pytest.mark.parametrize(("name", "ranks", "boundaries"), [
-    ("1f1b", 2, [0, 3, 6]), ("zb1p", 2, [0, 3, 6]), ("gpipe", 3, [0, 2, 4, 6]), ("zbv", 2, [0, 1, 3, 4, 6]),
-    ("interleaved", 2, [0, 1, 3, 4, 6]),
-])  # fmt: skip
-def test_copies_get_the_sum_of_their_gradients_and_stay_equal(world, name: str, ranks: int, boundaries: list[int]):
-    ends = [tensor for tensors in world(ranks).run(over_ranks, name, boundaries) for tensor in tensors]
+@pytest.mark.parametrize(
+    ("name", "ranks", "boundaries"),
+    [
+        ("1f1b", 2, [0, 3, 6]),
+        ("zb1p", 2, [0, 3, 6]),
+        ("gpipe", 3, [0, 2, 4, 6]),
+        ("zbv", 2, [0, 1, 3, 4, 6]),
+        ("interleaved", 2, [0, 1, 3, 4, 6]),
+    ],
+)
+def test_copies_get_the_sum_of_their_gradients_and_stay_equal(
+    world, name: str, ranks: int, boundaries: list[int]
+):
+    ends = [
+        tensor for tensors in world(ranks).run(over_ranks, name, boundaries) for tensor in tensors
+    ]
     embeddings = [t for t in ends if t.dim() == 2]
     biases = [t for t in ends if t.dim() == 1]
     assert embeddings
@@ -138,7 +167,9 @@ def used_by_some(rank: int, group: Any) -> torch.Tensor:
     plan = schedule("1f1b", num_stages=3, num_microbatches=2)
     weight = nn.Parameter(torch.full((WIDE,), 2.0))
     layers = [TakesApart(weight) for _ in range(3)]
-    pipeline = Pipeline(layers, schedule=plan, group=group, loss=lambda y, t: (y - t).square().mean())
+    pipeline = Pipeline(
+        layers, schedule=plan, group=group, loss=lambda y, t: (y - t).square().mean()
+    )
     x, target = torch.rand(4, WIDE), torch.rand(4, WIDE)
     pipeline.step(x, target)
     by_all = next(iter(pipeline.parameters())).grad.clone()
@@ -166,9 +197,13 @@ def test_a_copy_without_a_gradient_gets_that_of_the_others(world):
 def declared(rank: int, group: Any) -> list[str]:
     plan = schedule("1f1b", num_stages=2, num_microbatches=2)
     pipeline = Pipeline(
-        language_model(copies=True), schedule=plan, group=group, loss=loss_of, boundaries=[0, 3, 6],
+        language_model(copies=True),
+        schedule=plan,
+        group=group,
+        loss=loss_of,
+        boundaries=[0, 3, 6],
         tied=[("5.weight", "0.weight")],
-    )  # fmt: skip
+    )
     assert pipeline.tied == (("0.weight", "5.weight"), ("2.0.bias", "4.0.bias"))
     for rank_that_fails in range(2):
         words, targets = batch()
@@ -183,7 +218,13 @@ def declared(rank: int, group: Any) -> list[str]:
     messages = []
     for names in (("0.weight", "7.weight"), ("0.weight", "1.0.bias")):
         try:
-            Pipeline(language_model(), schedule=plan, group=group, loss=loss_of, tied=[names] if rank else ())
+            Pipeline(
+                language_model(),
+                schedule=plan,
+                group=group,
+                loss=loss_of,
+                tied=[names] if rank else (),
+            )
             messages.append("")
         except ValueError as error:
             messages.append(str(error))
@@ -197,6 +238,9 @@ def test_ties_that_no_object_shows(world):
         assert "must be alike" in messages[1]
     with pytest.raises(ValueError, match="two parameters; let the layers share one"):
         Pipeline(
-            language_model(copies=True), schedule=schedule("1f1b", num_stages=2, num_microbatches=2), loss=loss_of,
-            boundaries=[0, 3, 6], tied=[("5.weight", "0.weight")],
-        )  # fmt: skip
+            language_model(copies=True),
+            schedule=schedule("1f1b", num_stages=2, num_microbatches=2),
+            loss=loss_of,
+            boundaries=[0, 3, 6],
+            tied=[("5.weight", "0.weight")],
+        )

@@ -1,4 +1,5 @@
-"""Asynchronous runs of the executor against the papers' update rules, written down without schedule or pipeline."""
+"""Asynchronous runs of the executor against the papers' update rules, written down without schedule
+or pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ pytestmark = pytest.mark.cpu_only
 mse = nn.functional.mse_loss
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
     "fused": lambda parameters: pyops.optim.AdamW(parameters, lr=0.02),
 }
@@ -57,34 +60,63 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
     name, options, make_rule = RULES[rule]
     for k, m in ((1, 7), (2, 11), (3, 15), (4, 19), (4, 2)) if optimizer == "sgd" else ((3, 15),):
-        x, target, xs, targets = rows_of(m, 40)  # uneven micro-batches, and an uneven number for the last step
+        x, target, xs, targets = rows_of(
+            m, 40
+        )  # uneven micro-batches, and an uneven number for the last step
         plan = schedule(name, num_stages=k, num_microbatches=len(xs), **options)
         ours, theirs = mlp(), mlp()
         pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer])
         pipeline.step(x, target)
-        emulation.emulate(theirs, pipeline.boundaries, make_rule(k), OPTIMIZERS[optimizer], xs, targets,
-                          accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+        emulation.emulate(
+            theirs,
+            pipeline.boundaries,
+            make_rule(k),
+            OPTIMIZERS[optimizer],
+            xs,
+            targets,
+            accumulate=plan.options["accumulate"],
+            loss=mse,
+        )
         assert same(weights_of(ours), weights_of(theirs)), (k, m)
         assert all(p.grad is None for p in pipeline.parameters())
         assert all(stage.kept == 0 for stage in pipeline.stages.values())
 
 
-@pytest.mark.parametrize(("optimizer", "warmup"), [("sgd", "a"), ("momentum", "b"), ("adam", "b"), ("fused", "a")])
+@pytest.mark.parametrize(
+    ("optimizer", "warmup"), [("sgd", "a"), ("momentum", "b"), ("adam", "b"), ("fused", "a")]
+)
 @pytest.mark.parametrize("decay", [None, math.exp(-2)])
 def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: float | None):
     for k, accumulate, anneal in ((1, 1, 0), (4, 1, 9), (2, 2, 0)):
         x, target, xs, targets = rows_of(16, 32)
-        plan = schedule("pipemare", num_stages=k, num_microbatches=16, warmup=warmup, accumulate=accumulate)
+        plan = schedule(
+            "pipemare", num_stages=k, num_microbatches=16, warmup=warmup, accumulate=accumulate
+        )
 
         def in_flight(s: int, k: int = k) -> int:
             return k - s if warmup == "a" else 2 * (k - s) - 1
 
         ours, theirs = mlp(), mlp()
-        pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS[optimizer],
-                            remedies=Remedies(decay=decay, anneal=anneal))  # fmt: skip
+        pipeline = Pipeline(
+            ours,
+            schedule=plan,
+            loss=mse,
+            optimizer=OPTIMIZERS[optimizer],
+            remedies=Remedies(decay=decay, anneal=anneal),
+        )
         pipeline.step(x, target)
-        emulation.pipemare(theirs, pipeline.boundaries, OPTIMIZERS[optimizer], xs, targets, loss=mse, in_flight=in_flight,
-                           accumulate=accumulate, decay=decay, anneal=anneal)  # fmt: skip
+        emulation.pipemare(
+            theirs,
+            pipeline.boundaries,
+            OPTIMIZERS[optimizer],
+            xs,
+            targets,
+            loss=mse,
+            in_flight=in_flight,
+            accumulate=accumulate,
+            decay=decay,
+            anneal=anneal,
+        )
         assert same(weights_of(ours), weights_of(theirs)), (k, accumulate)
 
 
@@ -93,7 +125,8 @@ def made(name: str, k: int, m: int, **options: Any) -> Schedule:
 
 
 class Odd(nn.Module):
-    """Weights that autograd keeps as they are, as views, and by way of an index; a layer that computes itself again."""
+    """Weights that autograd keeps as they are, as views, and by way of an index; a layer that
+    computes itself again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +147,8 @@ def odd(layers: int = 3) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "recompute"), [("stash", "never"), ("stash", "except_last"), ("vertical", "always"), ("two", "except_last")]
+    ("rule", "recompute"),
+    [("stash", "never"), ("stash", "except_last"), ("vertical", "always"), ("two", "except_last")],
 )
 def test_any_layer_meets_the_right_version(rule: str, recompute: str):
     name, options, make_rule = RULES[rule]
@@ -123,10 +157,20 @@ def test_any_layer_meets_the_right_version(rule: str, recompute: str):
     ours, theirs = odd(), odd()
     pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
     pipeline.step(x, target)
-    emulation.emulate(theirs, pipeline.boundaries, make_rule(3), OPTIMIZERS["momentum"], xs, targets,
-                      accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+    emulation.emulate(
+        theirs,
+        pipeline.boundaries,
+        make_rule(3),
+        OPTIMIZERS["momentum"],
+        xs,
+        targets,
+        accumulate=plan.options["accumulate"],
+        loss=mse,
+    )
     assert all(torch.equal(a, b) for a, b in zip(weights_of(ours), weights_of(theirs), strict=True))
-    assert all(not torch.equal(a, b) for a, b in zip(weights_of(ours), weights_of(odd()), strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(weights_of(ours), weights_of(odd()), strict=True)
+    )
 
 
 def test_autocast_takes_no_copies_of_old_weights():
@@ -138,12 +182,22 @@ def test_autocast_takes_no_copies_of_old_weights():
             pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
             pipeline.step(x, target)
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            emulation.emulate(theirs, pipeline.boundaries, make_rule(3), OPTIMIZERS["sgd"], xs, targets,
-                              accumulate=plan.options["accumulate"], loss=mse)  # fmt: skip
+            emulation.emulate(
+                theirs,
+                pipeline.boundaries,
+                make_rule(3),
+                OPTIMIZERS["sgd"],
+                xs,
+                targets,
+                accumulate=plan.options["accumulate"],
+                loss=mse,
+            )
         assert same(weights_of(ours), weights_of(theirs))
     again, theirs = mlp(), mlp()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # stepped in place
-        Pipeline(again, schedule=made("pipemare", 1, 8), loss=mse, optimizer=OPTIMIZERS["sgd"]).step(x, target)
+        Pipeline(
+            again, schedule=made("pipemare", 1, 8), loss=mse, optimizer=OPTIMIZERS["sgd"]
+        ).step(x, target)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         emulation.emulate(theirs, [0, 8], lambda t, s: t, OPTIMIZERS["sgd"], xs, targets, loss=mse)
     assert same(weights_of(again), weights_of(theirs))
@@ -182,7 +236,9 @@ def test_memory_of_a_version_is_let_go(optimizer: str):
 
     def look(action: Action) -> None:
         stage = action.stage
-        seen[stage].append(StorageWeakRef(pipeline.stages[stage].layers[0][0].weight.untyped_storage()))
+        seen[stage].append(
+            StorageWeakRef(pipeline.stages[stage].layers[0][0].weight.untyped_storage())
+        )
         alive[stage].add(len({each.cdata for each in seen[stage] if not each.expired()}))
 
     pipeline.on_action(look)
@@ -193,7 +249,8 @@ def test_memory_of_a_version_is_let_go(optimizer: str):
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.parametrize("name", ["pipedream", "pipemare"])
 def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
-    """On lambda w^2 / 2 with lr 1 and weights tau steps old: up to lambda = 2 sin(pi / (4 tau + 2)). One run tries many."""
+    """On lambda w^2 / 2 with lr 1 and weights tau steps old: up to lambda = 2 sin(pi / (4 tau +
+    2)). One run tries many."""
 
     class Square(nn.Module):
         def __init__(self, curvature: Tensor) -> None:
@@ -211,9 +268,12 @@ def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
     square = Square(tried)
     layers = [square, *(nn.Identity() for _ in range(k - 1))]
     pipeline = Pipeline(
-        layers, schedule=plan, boundaries=list(range(k + 1)), loss=lambda y, _: y.square().sum() / 2,
+        layers,
+        schedule=plan,
+        boundaries=list(range(k + 1)),
+        loss=lambda y, _: y.square().sum() / 2,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-    )  # fmt: skip
+    )
     x = torch.ones(800, 1, dtype=torch.float64)
     sizes = [torch.zeros_like(tried) for _ in range(2)]
     period = 2 * (2 * tau + 1)  # in which w swings once at the limit
@@ -231,7 +291,8 @@ def test_delayed_descent_is_stable_up_to_its_limit(name: str, k: int):
 
 
 def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
-    """Gradients that are always 1: w_t = w_0 - lr t. What backward meets is w_{t - tau}, once the average has settled."""
+    """Gradients that are always 1: w_t = w_0 - lr t. What backward meets is w_{t - tau}, once the
+    average has settled."""
 
     class Constant(nn.Module):
         def __init__(self) -> None:
@@ -248,10 +309,13 @@ def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
     for decay, close in ((math.exp(-2), True), (None, False)):
         constant = Constant()
         pipeline = Pipeline(
-            [constant, nn.Identity(), nn.Identity()], schedule=made("pipemare", 3, 60, warmup="b"), boundaries=[0, 1, 2, 3],
-            loss=lambda y, _: y.sum(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+            [constant, nn.Identity(), nn.Identity()],
+            schedule=made("pipemare", 3, 60, warmup="b"),
+            boundaries=[0, 1, 2, 3],
+            loss=lambda y, _: y.sum(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
             remedies=Remedies(decay=decay),
-        )  # fmt: skip
+        )
         x = torch.ones(60, 1, dtype=torch.float64)
         pipeline.step(x, x)
         assert len(constant.seen) == 60
@@ -265,10 +329,16 @@ def test_the_learning_rate_anneals_to_its_base_value():
     k, x, target = 4, *batch(12)
     plan = made("pipemare", k, 12, warmup="b")
     remedies = Remedies(anneal=10, synchronous=1)
-    pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies)
+    pipeline = Pipeline(
+        mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies
+    )
     first = pipeline.stream.stepping[0]
     rates: list[float] = []
-    pipeline.on_action(lambda action: rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None)
+    pipeline.on_action(
+        lambda action: (
+            rates.append(first.rate) if action.stage == 0 and action.kind == "U" else None
+        )
+    )
     pipeline.step(x, target)  # synchronous: nothing is stale
     assert first.steps == 0
     assert rates == [1.0] * 12
@@ -286,10 +356,17 @@ def test_without_end_synchronous_calls_are_gpipe(name: str):
     options = {} if name == "pipedream" else {"accumulate": accumulate}
     x, target = batch(24)
     ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(ours, schedule=made(name, k, 12, **options), loss=mse, optimizer=OPTIMIZERS["adam"],
-                        remedies=Remedies(synchronous=math.inf, anneal=5))  # fmt: skip
+    pipeline = Pipeline(
+        ours,
+        schedule=made(name, k, 12, **options),
+        loss=mse,
+        optimizer=OPTIMIZERS["adam"],
+        remedies=Remedies(synchronous=math.inf, anneal=5),
+    )
     plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), loss=mse)
-    optimizers = [OPTIMIZERS["adam"](list(stage.parameters())) for stage in map(nn.ModuleList, staged(plain))]
+    optimizers = [
+        OPTIMIZERS["adam"](list(stage.parameters())) for stage in map(nn.ModuleList, staged(plain))
+    ]
     for _ in range(2):
         with pipeline.recording() as timelines:
             pipeline.step(x, target)
@@ -309,12 +386,19 @@ def staged(pipeline: Pipeline) -> list[list[nn.Module]]:
 def test_a_warm_up_ends():
     x, target, xs, targets = rows_of(8, 16)
     ours, theirs = mlp(), mlp()
-    pipeline = Pipeline(ours, schedule=made("pipedream", 3, 8), loss=mse, optimizer=OPTIMIZERS["sgd"],
-                        remedies=Remedies(synchronous=2))  # fmt: skip
+    pipeline = Pipeline(
+        ours,
+        schedule=made("pipedream", 3, 8),
+        loss=mse,
+        optimizer=OPTIMIZERS["sgd"],
+        remedies=Remedies(synchronous=2),
+    )
     rules = [lambda t, s: t, lambda t, s: t, emulation.pipedream(3)]
     for rule in rules:
         pipeline.step(x, target)
-        emulation.emulate(theirs, pipeline.boundaries, rule, OPTIMIZERS["sgd"], xs, targets, loss=mse)
+        emulation.emulate(
+            theirs, pipeline.boundaries, rule, OPTIMIZERS["sgd"], xs, targets, loss=mse
+        )
         assert same(weights_of(ours), weights_of(theirs))
 
 
@@ -331,14 +415,19 @@ def test_a_recorded_order_can_be_replayed(name: str):
         found.append((weights_of(layers), losses))
         if not replayed:
             times = timelines[1].actions
-            text = [" ".join(map(str, sorted(order, key=lambda action: times[action][0]))) for order in plan.ranks]
+            text = [
+                " ".join(map(str, sorted(order, key=lambda action: times[action][0])))
+                for order in plan.ranks
+            ]
             plan = custom(text, weights=plan.weights, accumulate=plan.options["accumulate"])
     (first, losses), (second, again) = found
     assert same(first, second)
     assert losses == again
 
 
-@pytest.mark.parametrize(("weights", "decay"), [("stash", None), ("vertical", None), ("newest", None), ("newest", 0.1)])
+@pytest.mark.parametrize(
+    ("weights", "decay"), [("stash", None), ("vertical", None), ("newest", None), ("newest", 0.1)]
+)
 def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | None):
     x, target = batch(12)
     whole = str(made("pipedream", 3, 12))
@@ -347,7 +436,13 @@ def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | N
         layers = mlp()
         plan = custom(orders.splitlines(), weights=weights)
         assert plan.splits_backward == ("I" in orders)
-        Pipeline(layers, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(decay=decay)).step(x, target)
+        Pipeline(
+            layers,
+            schedule=plan,
+            loss=mse,
+            optimizer=OPTIMIZERS["sgd"],
+            remedies=Remedies(decay=decay),
+        ).step(x, target)
         found.append(weights_of(layers))
     assert same(*found)
 
@@ -358,27 +453,50 @@ def test_what_skips_stages_meets_the_same_versions(rule: str):
     x, target, xs, targets = rows_of(10, 20)
     plan = made(name, 3, 10, **options)
     ours, theirs = without_dropout(unet()), without_dropout(unet())
-    pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(synchronous=1))
+    pipeline = Pipeline(
+        ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(synchronous=1)
+    )
     for each in (lambda t, s: t, make_rule(3)):
         pipeline.step(x, target)
         emulation.emulate(
-            theirs, pipeline.boundaries, each, OPTIMIZERS["sgd"], xs, targets, accumulate=plan.options["accumulate"], loss=mse,
-            forward=lambda stages, rows: Plain([layer for stage in stages for layer in stage])(rows),
-        )  # fmt: skip
-        for a, b, began in zip(weights_of(ours), weights_of(theirs), weights_of(unet()), strict=True):
+            theirs,
+            pipeline.boundaries,
+            each,
+            OPTIMIZERS["sgd"],
+            xs,
+            targets,
+            accumulate=plan.options["accumulate"],
+            loss=mse,
+            forward=lambda stages, rows: Plain([layer for stage in stages for layer in stage])(
+                rows
+            ),
+        )
+        for a, b, began in zip(
+            weights_of(ours), weights_of(theirs), weights_of(unet()), strict=True
+        ):
             assert torch.equal(a, b)
             assert not torch.equal(a, began)
 
 
 def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
     name, options, _ = (RULES | {"pipemare": ("pipemare", {"warmup": "b"}, None)})[rule]
-    remedies = Remedies(decay=0.1, anneal=9, synchronous=1) if name == "pipemare" else Remedies(synchronous=1)
+    remedies = (
+        Remedies(decay=0.1, anneal=9, synchronous=1)
+        if name == "pipemare"
+        else Remedies(synchronous=1)
+    )
     x, target = batch(20)
     both = []
     for piped in (True, False):
         layers = mlp()
-        pipeline = Pipeline(layers, schedule=made(name, k, 9, **options), group=group if piped else None, loss=mse,
-                            optimizer=OPTIMIZERS["adam"], remedies=remedies)  # fmt: skip
+        pipeline = Pipeline(
+            layers,
+            schedule=made(name, k, 9, **options),
+            group=group if piped else None,
+            loss=mse,
+            optimizer=OPTIMIZERS["adam"],
+            remedies=remedies,
+        )
         losses = [pipeline.step(x, target) for _ in range(3)]
         both.append((pipeline, losses))
     (ours, losses), (theirs, expected) = both
@@ -391,7 +509,9 @@ def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
     return ours.stream.state_dict()
 
 
-@pytest.mark.parametrize(("rule", "k"), [("stash", 2), ("vertical", 3), ("two", 3), ("pipemare", 2), ("pipemare", 3)])
+@pytest.mark.parametrize(
+    ("rule", "k"), [("stash", 2), ("vertical", 3), ("two", 3), ("pipemare", 2), ("pipemare", 3)]
+)
 def test_ranks_train_as_one_process(world, rule: str, k: int):
     states = world(k).run(over_ranks, rule, k)
     assert [list(state["stages"]) for state in states] == [[str(rank)] for rank in range(k)]

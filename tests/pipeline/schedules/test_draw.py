@@ -50,21 +50,32 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path):
 
 
 def test_a_trace_has_every_action_and_transfer(tmp_path: Path):
-    timeline = simulate(schedule("1f1b", num_stages=2, num_microbatches=3), Costs(1, 1, 1, latency=0.5))
-    events = json.loads(trace(timeline, tmp_path / "t.json", seconds_per_unit=1e-3).read_text())["traceEvents"]
+    timeline = simulate(
+        schedule("1f1b", num_stages=2, num_microbatches=3), Costs(1, 1, 1, latency=0.5)
+    )
+    events = json.loads(trace(timeline, tmp_path / "t.json", seconds_per_unit=1e-3).read_text())[
+        "traceEvents"
+    ]
     assert len(events) == 2 * 2 * 3 + 2 * 3
     first = next(e for e in events if e["name"] == "1F0")
     assert (first["ts"], first["dur"], first["tid"]) == (1500.0, 1000.0, "rank 1")
-    assert {e["tid"] for e in events if e["pid"] == "channels"} == {"0 to 1, activations", "1 to 0, gradients"}
+    assert {e["tid"] for e in events if e["pid"] == "channels"} == {
+        "0 to 1, activations",
+        "1 to 0, gradients",
+    }
 
 
 def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
     made = schedule("zb1p", num_stages=2, num_microbatches=3)
-    pipeline = Pipeline([nn.Linear(4, 4) for _ in range(4)], schedule=made, loss=nn.functional.mse_loss)
+    pipeline = Pipeline(
+        [nn.Linear(4, 4) for _ in range(4)], schedule=made, loss=nn.functional.mse_loss
+    )
     with pipeline.recording() as found:
         pipeline.step(torch.randn(6, 4), torch.randn(6, 4))
     late = {what: (begin + 5, end + 5) for what, (begin, end) in found[0].actions.items()}
-    path = trace({"simulated": simulate(made), "measured": Timeline(made, late)}, tmp_path / "t.json")
+    path = trace(
+        {"simulated": simulate(made), "measured": Timeline(made, late)}, tmp_path / "t.json"
+    )
     events = json.loads(path.read_text())["traceEvents"]
     for title in ("simulated", "measured"):
         ours = [e for e in events if e["pid"] == f"{title} ranks"]
@@ -74,7 +85,10 @@ def test_simulated_and_measured_stand_side_by_side(tmp_path: Path):
 
 
 def test_text_fits_a_long_timeline():
-    timeline = simulate(schedule("1f1b", num_stages=2, num_microbatches=3), Costs([1.0, 1.0], [0.01, 5.0], [1.0, 5.0]))
+    timeline = simulate(
+        schedule("1f1b", num_stages=2, num_microbatches=3),
+        Costs([1.0, 1.0], [0.01, 5.0], [1.0, 5.0]),
+    )
     lines = text(timeline, width=66, fit=True).splitlines()
     assert max(map(len, lines)) <= 66
     assert len(lines[1]) > 50

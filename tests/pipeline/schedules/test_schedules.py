@@ -1,4 +1,5 @@
-"""Every schedule, for many numbers of ranks and micro-batches: valid, complete, and as long and as large as the papers say."""
+"""Every schedule, for many numbers of ranks and micro-batches: valid, complete, and as long and as
+large as the papers say."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.cpu_only
 
 RANKS, MICROBATCHES, STAGES = range(1, 9), range(1, 33), range(1, 5)
 GRID = list(itertools.product(RANKS, MICROBATCHES))
-COARSE = list(itertools.product(RANKS, (1, 2, 3, 4, 5, 7, 8, 12, 16, 21, 24, 32)))  # for the families of many stages
+COARSE = list(
+    itertools.product(RANKS, (1, 2, 3, 4, 5, 7, 8, 12, 16, 21, 24, 32))
+)  # for the families of many stages
 EVEN = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
 
@@ -97,7 +100,9 @@ def test_interleaved_zb_and_zbv_are_complete_and_lose_little():
 
 @pytest.mark.parametrize(
     ("name", "options", "expected", "peak"),
-    [  # step overhead over ideal, K = 8, M = 32, F = 1: I = W = 1 | 1.25, .75 | 1.1, .6 | 1.25, .75 and latency .1
+    # step overhead over ideal, K = 8, M = 32, F = 1: I = W = 1 | 1.25, .75 | 1.1, .6 | 1.25, .75
+    # and latency .1
+    [
         ("gpipe", {}, (0.219, 0.219, 0.219, 0.233), 32),
         ("1f1b", {}, (0.219, 0.219, 0.219, 0.290), 8),
         ("zb1p", {}, (0.073, 0.109, 0.122, 0.139), 8),
@@ -107,7 +112,9 @@ def test_interleaved_zb_and_zbv_are_complete_and_lose_little():
         ("zbv", {}, (0.036, 0.046, 0.045, 0.080), 8),
     ],
 )
-def test_overheads_of_eight_ranks(name: str, options: dict[str, int], expected: tuple[float, ...], peak: float):
+def test_overheads_of_eight_ranks(
+    name: str, options: dict[str, int], expected: tuple[float, ...], peak: float
+):
     made = make(name, 8, 32, **options)
     v = made.num_stages // made.num_ranks
     cases = [(1, 1, 1, 0), (1, 1.25, 0.75, 0), (1, 1.1, 0.6, 0), (1, 1.25, 0.75, 0.1)]
@@ -120,10 +127,13 @@ def test_overheads_of_eight_ranks(name: str, options: dict[str, int], expected: 
 def test_more_warmup_hides_latency(latency: float):
     costs = Costs(1, 1, 1, latency=latency)
     plain, eager = (simulate(make("1f1b", 8, 32, warmup=w), costs).overhead for w in "ab")
-    assert (round(plain, 3), round(eager, 3)) == ((0.29, 0.233) if latency == 0.1 else (0.431, 0.262))
+    assert (round(plain, 3), round(eager, 3)) == (
+        (0.29, 0.233) if latency == 0.1 else (0.431, 0.262)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- asynchronous
+# ----------------------------------------------------------------------------------------------------
+# asynchronous
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -131,9 +141,15 @@ def test_pipedream_keeps_a_version_for_each_rank_that_follows(k: int):
     made = make("pipedream", k, 6 * k)
     assert [made.versions_kept(s) for s in range(k)] == [k - s for s in range(k)]
     assert [made.delay(s) for s in range(k)] == [k - 1 - s for s in range(k)]
-    for m in range(k, 6 * k):  # backward meets the weights of its forward: k - 1 - s steps before those of its own step
+    for m in range(
+        k, 6 * k
+    ):  # backward meets the weights of its forward: k - 1 - s steps before those of its own step
         for s in range(k):
-            assert made.version(Action(s, "B", m)) == made.version(Action(s, "F", m)) == m - (k - 1 - s)
+            assert (
+                made.version(Action(s, "B", m))
+                == made.version(Action(s, "F", m))
+                == m - (k - 1 - s)
+            )
 
 
 @pytest.mark.parametrize("k", range(1, 7))
@@ -167,7 +183,8 @@ def test_without_a_flush_only_the_ends_are_idle(name: str):
         assert simulate(made, EVEN).makespan == 3 * (m + k - 1)
 
 
-# ---------------------------------------------------------------------------------------------------- what follows
+# ----------------------------------------------------------------------------------------------------
+# what follows
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
@@ -178,8 +195,13 @@ def test_recomputation_stands_before_each_backward(mode: str):
     for order in made.ranks:
         for first, second in itertools.pairwise(order):
             if first.kind == "R":
-                assert (second.kind, second.stage, second.number) == ("B", first.stage, first.number)
-    # a rank that waits for a gradient recomputes meanwhile: only the last rank's recomputation costs time while the pipe fills
+                assert (second.kind, second.stage, second.number) == (
+                    "B",
+                    first.stage,
+                    first.number,
+                )
+    # a rank that waits for a gradient recomputes meanwhile: only the last rank's recomputation
+    # costs time while the pipe fills
     assert simulate(made, EVEN).makespan < 4 * (4 + 3 - 1) or mode == "always"
 
 
@@ -217,12 +239,15 @@ def test_memory_of_recomputation():
 def test_bandwidth_is_shared_by_what_follows_on_a_channel():
     made = make("gpipe", 2, 3)
     slow = simulate(made, Costs(1, 1, 1, activation=2.0, bandwidth=1.0))
-    begins = sorted(begin for transfer, (begin, _) in slow.transfers.items() if transfer.kind == "F")
+    begins = sorted(
+        begin for transfer, (begin, _) in slow.transfers.items() if transfer.kind == "F"
+    )
     assert begins == [1.0, 3.0, 5.0]
     assert slow.actions[Action(1, "F", 2)] == (7.0, 8.0)
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------
+# what is refused
 
 
 @pytest.mark.parametrize(
@@ -235,7 +260,10 @@ def test_bandwidth_is_shared_by_what_follows_on_a_channel():
         (["0F0 0W0 0I0"], "does 0W0 before 0I0"),
         (["0F0 0I0 0W0 0B0"], "does 0B0 in a schedule that has I and W"),
         (["0F0 0B0 1B0", "1F0"], r"rank 0 does 1B0, but its stages are \[0\]: 0F0 0B0 \[1B0\]"),
-        (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], r"deadlocks, each waits for the next: .*0B0 <- .*1B0 <- .*on rank 0"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
+            r"deadlocks, each waits for the next: .*0B0 <- .*1B0 <- .*on rank 0",
+        ),
         (["0F0 0U0 0B0"], "steps stage 0 while 1 micro-batches are between forward and backward"),
         (["0F0 0B0 0U1"], "0U1 should be step 0"),
         (["0F0 0Q0"], "'0Q0' is no action"),
@@ -287,8 +315,15 @@ def test_every_name_makes_any_size():
     for name in NAMES:
         for k, m in ((1, 1), (3, 1), (2, 5), (5, 2)):
             made = make(name, k, m)
-            assert custom([" ".join(map(str, order)) for order in made.ranks], rank_of=made.rank_of, weights=made.weights,
-                          **{"accumulate": made.options.get("accumulate", 1)}).ranks == made.ranks  # fmt: skip
+            assert (
+                custom(
+                    [" ".join(map(str, order)) for order in made.ranks],
+                    rank_of=made.rank_of,
+                    weights=made.weights,
+                    **{"accumulate": made.options.get("accumulate", 1)},
+                ).ranks
+                == made.ranks
+            )
 
 
 def test_memory_between_the_two_parts_of_a_backward():
@@ -296,6 +331,8 @@ def test_memory_between_the_two_parts_of_a_backward():
     assert simulate(made, Costs(kept=10.0)).memory == (20.0,)
     assert simulate(made, Costs(kept=10.0, put_off=3.0)).memory == (13.0,)
     assert simulate(made, Costs(kept=10.0, put_off=30.0)).memory == (60.0,)
-    assert simulate(custom(["0F0 0I0 0W0 0F1 0I1 0W1"]), Costs(kept=10.0, put_off=30.0)).memory == (30.0,)
+    assert simulate(custom(["0F0 0I0 0W0 0F1 0I1 0W1"]), Costs(kept=10.0, put_off=30.0)).memory == (
+        30.0,
+    )
     with pytest.raises(ValueError, match=r"costs\.put_off of stage 0 is -1"):
         simulate(made, Costs(put_off=-1.0))

@@ -1,4 +1,5 @@
-"""Models of other libraries on 1, 2 and 4 ranks: outputs, every gradient, steps with ZeRO on a grid, and what is sent."""
+"""Models of other libraries on 1, 2 and 4 ranks: outputs, every gradient, steps with ZeRO on a
+grid, and what is sent."""
 
 from __future__ import annotations
 
@@ -35,19 +36,27 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def differences(rank: int, group: dist.ProcessGroup, size: int, names: list[str], sp: bool) -> dict[str, dict[str, float]]:
-    """On groups of `size` of the four ranks, so that one pool serves all: importing transformers takes seconds."""
+def differences(
+    rank: int, group: dist.ProcessGroup, size: int, names: list[str], sp: bool
+) -> dict[str, dict[str, float]]:
+    """On groups of `size` of the four ranks, so that one pool serves all: importing transformers
+    takes seconds."""
     mesh = Mesh(Axes(dp=4 // size, tp=size))
     return {name: differences_of(mesh.group("tp"), name, sp) for name in names}
 
 
 def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict[str, float]:
-    """{what: largest difference from the model before, in units of its largest number}, in float64."""
+    """{what: largest difference from the model before, in units of its largest number}, in
+    float64."""
     before, inputs = build(name)
     before = before.double()
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+    inputs = {
+        key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
+    }
     model = copy.deepcopy(before)
-    report = parallelize(model, group=group, plan=PLAN if name == "own" else None, sequence_parallel=sp, check=False)
+    report = parallelize(
+        model, group=group, plan=PLAN if name == "own" else None, sequence_parallel=sp, check=False
+    )
     whole = whole_state_dict(model, group=group)
     for (n, value), (m, reference) in zip(whole.items(), before.state_dict().items(), strict=True):
         assert n == m
@@ -84,5 +93,7 @@ def test_logits_and_gradients_are_those_of_one_rank(world, size: int, sp: bool):
         assert len(of_rank) == len(names)
         for name, found in of_rank.items():
             worst = max(found, key=found.__getitem__)
-            bound = 1e-6 if name == "qwen3" else BOUND  # its norm of a head rounds to float32, and so a part of a gradient
+            bound = (
+                1e-6 if name == "qwen3" else BOUND
+            )  # its norm of a head rounds to float32, and so a part of a gradient
             assert found[worst] <= bound, (name, worst, found[worst])

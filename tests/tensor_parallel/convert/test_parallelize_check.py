@@ -1,4 +1,5 @@
-"""A plan is checked against the uncut model before anything is changed, and what is refused stays as it was, bit for bit."""
+"""A plan is checked against the uncut model before anything is changed, and what is refused stays
+as it was, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ WRONG: dict[str, Wrong] = {
     "DebertaV2ForMaskedLM": (
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 4},
         {"self": "attention", "self.*_proj": "columns", "attention.output.dense": "head rows"}, {},
-        "each rank has only a part of that of deberta.encoder.rel_embeddings.weight: make its module 'partial'",
+        "each rank has only a part of that of deberta.encoder.rel_embeddings.weight: " "make its module 'partial'",
     ),
     "CodeGenForCausalLM": (
         {}, {"attn": "attention", "qkv_proj": "packed columns", "attn.out_proj": "rows"}, {}, "the plan does not fit",
@@ -85,14 +86,26 @@ WRONG: dict[str, Wrong] = {
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Everything that a refusal must leave: modules, attributes, hooks by identity; tensors by their bits."""
+    """Everything that a refusal must leave: modules, attributes, hooks by identity; tensors by
+    their bits."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        attributes = {key: value if isinstance(value, int) else id(value) for key, value in module.__dict__.items()}
+        attributes = {
+            key: value if isinstance(value, int) else id(value)
+            for key, value in module.__dict__.items()
+        }
         hooks = dict(module._forward_hooks), dict(module._forward_pre_hooks)
         found[name] = (id(module), type(module), attributes, hooks)
-    for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found[f"{name}'s bits"] = (id(value), value.requires_grad, value.grad, value.detach().clone())
+    for name, value in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        found[f"{name}'s bits"] = (
+            id(value),
+            value.requires_grad,
+            value.grad,
+            value.detach().clone(),
+        )
     return found
 
 
@@ -133,7 +146,8 @@ class Unhookable(nn.Identity):
 
 
 def midway(rank: int, group: dist.ProcessGroup) -> str:
-    """A failure on one rank, after modules were swapped there and everything was done on the other."""
+    """A failure on one rank, after modules were swapped there and everything was done on the
+    other."""
     torch.manual_seed(1)
     model = Mixed()
     if rank == 1:
@@ -170,9 +184,15 @@ def test_fused_layouts_there_and_back(world):
 
 
 MUTANTS: dict[str, tuple[dict[str, str], str]] = {
-    "rows and columns of an MLP exchanged": ({"ffn.0": "rows", "ffn.2": "columns"}, "stack.0.ffn.0"),
+    "rows and columns of an MLP exchanged": (
+        {"ffn.0": "rows", "ffn.2": "columns"},
+        "stack.0.ffn.0",
+    ),
     "rows left out": ({"ffn.0": "columns", "ffn.2": "whole"}, "stack.0.ffn.2"),
-    "a norm of heads that is not said to be partial": ({"mix.norm": "whole"}, "mix.norm has parameters within"),
+    "a norm of heads that is not said to be partial": (
+        {"mix.norm": "whole"},
+        "mix.norm has parameters within",
+    ),
     "columns of which no sum comes": ({"mix": "whole", "mix.norm": "whole", "mix.out": "rows"}, ""),
 }
 
@@ -211,10 +231,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_have_plans_that_hold(name: str):
-    """With tokens shared out, which has all that is there without, on virtual ranks. GQA, tied embeddings, fused layouts."""
+    """With tokens shared out, which has all that is there without, on virtual ranks. GQA, tied
+    embeddings, fused layouts."""
     model = tiny(name, **FAMILIES[name])
     plan = plan_of(model)
-    blocks = [each for each, module in model.named_modules() if isinstance(module, nn.ModuleList) and "ayer" in each]
+    blocks = [
+        each
+        for each, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and "ayer" in each
+    ]
     told = try_plan(model, cut_by(plan, True), 2, blocks=blocks)
     assert float(told.partition("model to ")[2].partition(";")[0]) < 1e-9
 
@@ -224,12 +249,15 @@ def test_families_have_plans_that_hold(name: str):
     [
         ("FalconForCausalLM", {"multi_query": False, "num_kv_heads": 4}),
         ("Phi3ForCausalLM", {"num_key_value_heads": 4}),
-        ("LlamaForCausalLM", {"num_key_value_heads": 1}), ("GPTNeoXForCausalLM", {"num_attention_heads": 3, "hidden_size": 12}),
-        ("BloomForCausalLM", {"n_head": 3, "hidden_size": 12}), ("GemmaForCausalLM", {"tie_word_embeddings": False}),
+        ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+        ("GPTNeoXForCausalLM", {"num_attention_heads": 3, "hidden_size": 12}),
+        ("BloomForCausalLM", {"n_head": 3, "hidden_size": 12}),
+        ("GemmaForCausalLM", {"tie_word_embeddings": False}),
     ],
-)  # fmt: skip
+)
 def test_heads_of_other_numbers(name: str, changed: dict[str, Any]):
-    """Heads that the ranks do not divide, key-value heads fewer than the ranks, bias by distance, untied heads."""
+    """Heads that the ranks do not divide, key-value heads fewer than the ranks, bias by distance,
+    untied heads."""
     model = tiny(name, **changed)
     told = try_plan(model, cut_by(plan_of(model)), 2, blocks=[])
     assert float(told.partition("model to ")[2].partition(";")[0]) < 1e-9
@@ -256,7 +284,8 @@ def test_parameters_without_elements_are_tried_too():
 
 
 class Switched(nn.Module):
-    """A block whose plan is right only while `normalized` is off: then the norm is over all of the inner width."""
+    """A block whose plan is right only while `normalized` is off: then the norm is over all of the
+    inner width."""
 
     def __init__(self, *, normalized: bool) -> None:
         super().__init__()
@@ -264,14 +293,19 @@ class Switched(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(x).relu()
-        out: torch.Tensor = x + self.down(inner / inner.norm(dim=-1, keepdim=True) if self.normalized else inner)
+        out: torch.Tensor = x + self.down(
+            inner / inner.norm(dim=-1, keepdim=True) if self.normalized else inner
+        )
         return out
 
 
 def _tried_switch(rank: int, group: Any, normalized: bool) -> str:
     torch.manual_seed(0)
     model = nn.Sequential()
-    model.add_module("layers", nn.Sequential(*(Switched(normalized=normalized and number == 2) for number in range(3))))
+    model.add_module(
+        "layers",
+        nn.Sequential(*(Switched(normalized=normalized and number == 2) for number in range(3))),
+    )
     plan = {"layers": "blocks", "up": "columns", "down": "rows"}
     try:
         parallelize(model, group=group, plan=plan, example_inputs=torch.ones(2, 8))

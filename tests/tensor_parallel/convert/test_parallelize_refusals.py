@@ -101,9 +101,14 @@ def refused(rank: int, group: dist.ProcessGroup) -> list[str]:
         with pytest.raises(ValueError) as caught:
             parallelize(model, group=group, plan=plan, **options)
         texts.append(str(caught.value))
-        assert {name: (id(module), type(module)) for name, module in model.named_modules()} == before
+        assert {
+            name: (id(module), type(module)) for name, module in model.named_modules()
+        } == before
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    for other in ({"plan": PLAN if rank else without("head")}, {"gather_logits": rank == 0}):  # on one rank only
+    for other in (
+        {"plan": PLAN if rank else without("head")},
+        {"gather_logits": rank == 0},
+    ):  # on one rank only
         with pytest.raises(ValueError) as caught:
             parallelize(mixed(rank), group=group, **{"plan": PLAN, **other})
         texts.append(str(caught.value))
@@ -117,12 +122,15 @@ def refused(rank: int, group: dist.ProcessGroup) -> list[str]:
 def test_refusals_on_every_rank(world):
     first, second = world(2).run(refused)
     assert first == second
-    for expected, text in zip([*CASES, "must be cut alike", "gather_logits (True) on rank 0"], first, strict=True):
+    for expected, text in zip(
+        [*CASES, "must be cut alike", "gather_logits (True) on rank 0"], first, strict=True
+    ):
         assert expected in text
 
 
 class ByLayer:
-    """A configuration of transformers whose layers differ: it raises an error of its own, which is no AttributeError."""
+    """A configuration of transformers whose layers differ: it raises an error of its own, which is
+    no AttributeError."""
 
     num_attention_heads = 4
 
@@ -134,5 +142,7 @@ class ByLayer:
 def test_numbers_of_heads_that_a_configuration_does_not_tell_are_refused():
     model = nn.ModuleDict({"attn": nn.ModuleDict({"q": nn.Linear(8, 8), "o": nn.Linear(8, 8)})})
     model["attn"].config = ByLayer()
-    with pytest.raises(ValueError, match="does not tell one num_key_value_heads: it may vary across layers"):
+    with pytest.raises(
+        ValueError, match="does not tell one num_key_value_heads: it may vary across layers"
+    ):
         parallelize(model, plan={"attn": "attention", "attn.q": "columns", "attn.o": "rows"})

@@ -1,4 +1,5 @@
-"""A parallel GPT-2 trained with ZeRO on a grid, its collectives counted, its logits left in parts, a text generated."""
+"""A parallel GPT-2 trained with ZeRO on a grid, its collectives counted, its logits left in parts,
+a text generated."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ def train(model: nn.Module, optimizer: Any, part: int, parts: int) -> list[float
     return losses
 
 
-def on_grid(rank: int, group: dist.ProcessGroup, stage: int, sp: bool) -> tuple[list[float], list[float], float]:
-    """(losses of this rank's part of the batch, of one process, largest difference between the parameters in the end)."""
+def on_grid(
+    rank: int, group: dist.ProcessGroup, stage: int, sp: bool
+) -> tuple[list[float], list[float], float]:
+    """(losses of this rank's part of the batch, of one process, largest difference between the
+    parameters in the end)."""
     mesh = Mesh(Axes(dp=2, tp=2))
     alone, _ = build("gpt2", spread=0.1)
     model = copy.deepcopy(alone)
     first = copy.deepcopy(alone.state_dict())
     parallelize(model, group=mesh.group("tp"), sequence_parallel=sp, check=False)
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS)
+    optimizer = ZeroOptimizer(
+        model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS
+    )
     losses = train(model, optimizer, mesh.rank("dp"), 2)
     expected = train(alone, AdamW(alone.parameters(), **OPTIONS), 0, 1)
     worst, placements = 0.0, Placement.of(model)
@@ -59,7 +65,9 @@ def on_grid(rank: int, group: dist.ProcessGroup, stage: int, sp: bool) -> tuple[
             place = placements.get(name) or Placement.whole(p.shape, rank=0, ranks=1)
             whole = alone.get_parameter(name)
             assert not torch.equal(whole, first[name]), "training takes place"
-            worst = max(worst, float((place.take(as_cut(alone, name, whole, place)) - p).abs().max()))
+            worst = max(
+                worst, float((place.take(as_cut(alone, name, whole, place)) - p).abs().max())
+            )
     return losses, expected, worst
 
 
@@ -89,10 +97,12 @@ def counted(rank: int, group: dist.ProcessGroup, sp: bool) -> tuple[int, int]:
 
 
 def test_collectives(world):
-    """Of 2 layers: two sums each way; besides, one for the embedding, one gather of logits, one sum of their input's gradient.
+    """Of 2 layers: two sums each way; besides, one for the embedding, one gather of logits, one sum
+    of their input's gradient.
 
-    Sequence parallel, each sum is a scatter and a gather; the tokens are gathered once more at the end of the blocks, and
-    forward's gather for the MLP is repeated in backward, where only the rows were kept.
+    Sequence parallel, each sum is a scatter and a gather; the tokens are gathered once more at the
+    end of the blocks, and forward's gather for the MLP is repeated in backward, where only the rows
+    were kept.
     """
     assert world(4).run(counted, False, timeout=SLOW) == [(2 * 2 + 2, 2 * 2 + 1)] * 4
     assert world(4).run(counted, True) == [(4 * 2 + 3, 5 * 2 + 2)] * 4
@@ -106,13 +116,17 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
     parallelize(parts, group=tp, gather_logits=False, check=False)
     own = parts(tokens).logits
     assert own.shape[-1] == (V + 1) // 2
-    loss = vocab_parallel_cross_entropy(own[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), group=tp, vocab_size=V)
+    loss = vocab_parallel_cross_entropy(
+        own[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), group=tp, vocab_size=V
+    )
     loss.backward()
     expected = before(tokens, labels=tokens)
     expected.loss.backward()
     torch.testing.assert_close(loss, expected.loss)
     place = Placement.of(parts)["transformer.wte.weight"]
-    torch.testing.assert_close(parts.transformer.wte.weight.grad, place.take(before.transformer.wte.weight.grad))
+    torch.testing.assert_close(
+        parts.transformer.wte.weight.grad, place.take(before.transformer.wte.weight.grad)
+    )
 
     report = parallelize(model, group=tp, sequence_parallel=True)
     assert "transformer.h.*.attn: num_heads 4 -> 2" in str(report)
@@ -121,8 +135,13 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
     twin(tokens[:, :3])
     model(tokens, labels=tokens).loss.backward()
     finish_gradients(model, group=tp)
-    torch.testing.assert_close(model.transformer.h[0].ln_1.weight.grad, before.transformer.h[0].ln_1.weight.grad)
-    texts = [each.eval().generate(tokens[:, :3], max_new_tokens=4, do_sample=False, use_cache=True) for each in (before, twin)]
+    torch.testing.assert_close(
+        model.transformer.h[0].ln_1.weight.grad, before.transformer.h[0].ln_1.weight.grad
+    )
+    texts = [
+        each.eval().generate(tokens[:, :3], max_new_tokens=4, do_sample=False, use_cache=True)
+        for each in (before, twin)
+    ]
     assert torch.equal(*texts)
 
 
@@ -142,7 +161,10 @@ def recomputed(rank: int, group: dist.ProcessGroup) -> None:
         model(**inputs).loss.backward()
         found.append([p.grad for p in model.parameters()])
     for gradients in found[1:]:
-        assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(gradients, found[0], strict=True))
+        assert all(
+            torch.equal(a, b) and a.abs().max() > 0
+            for a, b in zip(gradients, found[0], strict=True)
+        )
 
 
 def test_blocks_are_recomputed_to_the_bit(world):
@@ -150,12 +172,15 @@ def test_blocks_are_recomputed_to_the_bit(world):
 
 
 def evaluated(rank: int, group: dist.ProcessGroup | None) -> None:
-    """torch.nn.TransformerEncoder has a path of its own then, past its layers, by their whole weights."""
+    """torch.nn.TransformerEncoder has a path of its own then, past its layers, by their whole
+    weights."""
     before, inputs = build("torch.nn")
     model = copy.deepcopy(before)
     parallelize(model, group=group, example_inputs=inputs)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(**inputs).logits, before.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.eval()(**inputs).logits, before.eval()(**inputs).logits, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -1,4 +1,5 @@
-"""The loss over a shared vocabulary on 1 to 4 ranks against float64 on one; what it sends; mistakes of one rank."""
+"""The loss over a shared vocabulary on 1 to 4 ranks against float64 on one; what it sends; mistakes
+of one rank."""
 
 from __future__ import annotations
 
@@ -41,19 +42,30 @@ def whole_case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def part_of(z: Tensor, rank: int, ranks: int, layout: str) -> tuple[Tensor, dict[str, Any]]:
-    """This rank's columns and the arguments that say which they are. Padding is nan: it must not count, whatever it is."""
+    """This rank's columns and the arguments that say which they are. Padding is nan: it must not
+    count, whatever it is."""
     words = z.shape[-1]
     if layout.startswith("padded"):
-        width = Placement.cut((words,), dim=0, rank=rank, ranks=ranks).length + (2 if layout == "padded more" else 0)
-        whole = torch.cat([z, z.new_full((*z.shape[:-1], ranks * width - words), torch.nan)], dim=-1)
+        width = Placement.cut((words,), dim=0, rank=rank, ranks=ranks).length + (
+            2 if layout == "padded more" else 0
+        )
+        whole = torch.cat(
+            [z, z.new_full((*z.shape[:-1], ranks * width - words), torch.nan)], dim=-1
+        )
         return whole[..., rank * width : (rank + 1) * width].clone(), {"vocab_size": words}
     inner = [1, 1, 6] if layout == "uneven" else [0, 0, 0]  # the second of four ranks holds nothing
     cuts = [0, *inner[3 - (ranks - 1) :], words]
-    return z[..., cuts[rank] : cuts[rank + 1]].clone(), {"vocab_size": words, "first_column": cuts[rank]}
+    return z[..., cuts[rank] : cuts[rank + 1]].clone(), {
+        "vocab_size": words,
+        "first_column": cuts[rank],
+    }
 
 
-def on_rank(rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, bool]]:
-    """For each layout and options: loss, gradient of this rank's logits, whether those were left alone."""
+def on_rank(
+    rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, bool]]:
+    """For each layout and options: loss, gradient of this rank's logits, whether those were left
+    alone."""
     found = []
     z, y = whole_case(dtype)
     for layout, options in itertools.product(LAYOUTS, OPTIONS):
@@ -61,12 +73,16 @@ def on_rank(rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch
         leaf = mine.clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(leaf, y, group=group, **place, **options)
         (loss * weight_of(options["reduction"])).sum().backward()
-        found.append((loss.detach(), leaf.grad, torch.equal(leaf.detach().nan_to_num(), mine.nan_to_num())))
+        found.append(
+            (loss.detach(), leaf.grad, torch.equal(leaf.detach().nan_to_num(), mine.nan_to_num()))
+        )
     return found
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [*((n, d) for n in (1, 2, 3, 4) for d in (F64, F32)), (2, BF16), (2, F16)], ids=str
+    ("ranks", "dtype"),
+    [*((n, d) for n in (1, 2, 3, 4) for d in (F64, F32)), (2, BF16), (2, F16)],
+    ids=str,
 )
 def test_loss_and_gradient(world: Any, ranks: int, dtype: torch.dtype):
     results = world(ranks).run(on_rank, ranks, dtype) if ranks > 1 else [on_rank(0, None, 1, dtype)]
@@ -77,15 +93,21 @@ def test_loss_and_gradient(world: Any, ranks: int, dtype: torch.dtype):
         weight = weight_of(options["reduction"])
         (expected * (weight if isinstance(weight, float) else weight.view(-1))).sum().backward()
         loss = results[0][i][0]
-        assert all(torch.equal(loss, result[i][0]) for result in results), "the ranks' losses differ"
+        assert all(torch.equal(loss, result[i][0]) for result in results), (
+            "the ranks' losses differ"
+        )
         assert loss.dtype == (F64 if dtype == F64 else F32)
         error = (loss.double().flatten() - expected.detach().flatten()).abs().max()
         assert error <= (1e-12 if dtype == F64 else 1e-6) * expected.abs().max()
         whole = torch.cat([result[i][1] for result in results], dim=-1).double()
         assert not whole[..., WORDS:].any(), f"padding has a gradient ({layout})"
-        assert (whole[..., :WORDS] - leaf.grad).abs().max() <= BOUND[dtype] * leaf.grad.abs().max(), (layout, options)
+        assert (whole[..., :WORDS] - leaf.grad).abs().max() <= BOUND[
+            dtype
+        ] * leaf.grad.abs().max(), (layout, options)
         assert leaf.grad.abs().max() > 0.01
-        assert options["z_loss"] or whole.sum(-1).abs().max() < 4 * BOUND[dtype], "a row of the gradient does not sum to zero"
+        assert options["z_loss"] or whole.sum(-1).abs().max() < 4 * BOUND[dtype], (
+            "a row of the gradient does not sum to zero"
+        )
         assert all(result[i][2] for result in results), "the caller's logits were written to"
 
 
@@ -108,14 +130,20 @@ def test_one_collective_of_12_bytes_a_token(world: Any, smoothing: float, each: 
 
 
 def extremes_on_rank(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Logits whose exponentials overflow; one rank's all -inf; a target that is -inf; all rows ignored."""
+    """Logits whose exponentials overflow; one rank's all -inf; a target that is -inf; all rows
+    ignored."""
     generator = torch.Generator().manual_seed(3)
     huge = 1e3 * torch.randn(4, 6, generator=generator)
     lost = torch.randn(4, 6, generator=generator)
     lost[:, :3] = -torch.inf
     y = torch.tensor([0, 5, -100, 3])
     found = []
-    for z, words in ((huge, y), (lost, torch.full((4,), 4)), (lost, torch.zeros(4).long()), (huge, torch.full((4,), -100))):
+    for z, words in (
+        (huge, y),
+        (lost, torch.full((4,), 4)),
+        (lost, torch.zeros(4).long()),
+        (huge, torch.full((4,), -100)),
+    ):
         for smoothing in (0.0, 0.1):
             leaf = z[:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
             loss = vocab_parallel_cross_entropy(leaf, words, group=group, label_smoothing=smoothing)
@@ -169,15 +197,25 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "another z-loss": ({"z_loss": 0.1}, DisagreementError, "z_loss"),
     "a wrong dtype": ({"targets": torch.zeros(4)}, TypeError, "int64"),
     "no reduction": ({"reduction": "avg"}, ValueError, "choose one of"),
-    "overlapping parts": ({"first_column": 3, "vocab_size": 8}, DisagreementError, "rank 0: 0 to 4, rank 1: 3 to 7"),
-    "too few columns": ({"vocab_size": 9}, ValueError, "4 columns on each of 2 ranks don't hold a vocabulary of 9"),
+    "overlapping parts": (
+        {"first_column": 3, "vocab_size": 8},
+        DisagreementError,
+        "rank 0: 0 to 4, rank 1: 3 to 7",
+    ),
+    "too few columns": (
+        {"vocab_size": 9},
+        ValueError,
+        "4 columns on each of 2 ranks don't hold a vocabulary of 9",
+    ),
 }
 
 
 def mistake_on_rank(rank: int, group: dist.ProcessGroup, name: str) -> tuple[str, str, float]:
     different = dict(MISTAKES[name][0]) if rank == 1 else {}
     z = torch.randn(different.pop("rows", 4), 4, requires_grad=True)
-    y = different.pop("targets", torch.tensor([0, 1, 2, 3]) if len(z) == 4 else torch.zeros(len(z)).long())
+    y = different.pop(
+        "targets", torch.tensor([0, 1, 2, 3]) if len(z) == 4 else torch.zeros(len(z)).long()
+    )
     try:
         vocab_parallel_cross_entropy(z, y, group=group, **different)
     except Exception as error:
@@ -195,7 +233,9 @@ def test_one_ranks_mistake_is_raised_on_all(world: Any, name: str):
     results = world(2).run(mistake_on_rank, name)
     assert results[0][0] == "DisagreementError", results
     assert results[1][0] == kind.__name__, results
-    assert torch.tensor(0.0).new_tensor([r[2] for r in results]).allclose(torch.tensor(8.0).log()), "the group is broken"
+    assert (
+        torch.tensor(0.0).new_tensor([r[2] for r in results]).allclose(torch.tensor(8.0).log())
+    ), "the group is broken"
     with pytest.raises(kind, match=words):
         raise kind(results[1][1])
 
@@ -206,7 +246,10 @@ def test_refusals_on_one_rank():
         ({"vocab_size": 7}, "6 columns on each of 1 ranks don't hold a vocabulary of 7"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"first_column": 2}, "give vocab_size"),
-        ({"first_column": 9, "vocab_size": 6}, "first_column is 9; it must be from 0 to vocab_size = 6"),
+        (
+            {"first_column": 9, "vocab_size": 6},
+            "first_column is 9; it must be from 0 to vocab_size = 6",
+        ),
         ({"in_place": True}, "over a leaf tensor"),
     ):
         with pytest.raises(ValueError, match=words):

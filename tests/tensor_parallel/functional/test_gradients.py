@@ -1,4 +1,5 @@
-"""Parts of gradients are summed, all of them and in one collective; a norm counts each element once."""
+"""Parts of gradients are summed, all of them and in one collective; a norm counts each element
+once."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from pyops.tensor_parallel import (
     clip_grad_norm_,
     finish_gradients,
     grad_norm,
-)  # fmt: skip
+)
 from pyops.tensor_parallel.functional.regions import gather_tokens
 
 pytestmark = pytest.mark.cpu_only
@@ -35,7 +36,9 @@ class Model(nn.Module):
         how = {"group": group, "sequence_parallel": sp}
         self.embedding = VocabParallelEmbedding(7, 8, name="e", std=0.5, **how)
         self.norm = LayerNorm(8, **how)
-        self.attention = ParallelAttention(8, 4, num_kv_heads=1, causal=True, std=0.5, name="a", **how)
+        self.attention = ParallelAttention(
+            8, 4, num_kv_heads=1, causal=True, std=0.5, name="a", **how
+        )
         self.mlp = ParallelMLP(8, 13, skip_bias=True, name="m", std=0.5, **how)
         self.scale = nn.Parameter(torch.tensor([0.5, 1.5]))
         self.group, self.sp = group, sp
@@ -84,7 +87,9 @@ def finished(rank: int, group: dist.ProcessGroup, sp: bool) -> dict[str, float]:
     for p, before_clip in zip(model.parameters(), clipped, strict=True):
         torch.testing.assert_close(p.grad, before_clip / 4, rtol=1e-5, atol=0)
     clip_grad_norm_(model, 10 * norm, group=group)
-    torch.testing.assert_close(p.grad, before_clip / 4, rtol=1e-5, atol=0)  # a small norm is left alone
+    torch.testing.assert_close(
+        p.grad, before_clip / 4, rtol=1e-5, atol=0
+    )  # a small norm is left alone
     return found
 
 
@@ -95,7 +100,8 @@ def test_gradients_and_norm_are_those_of_one_rank(world, size: int, sp: bool):
 
 
 def perturbed(rank: int, group: dist.ProcessGroup, sp: bool) -> list[str]:
-    """Parameters whose gradient on rank 0 changes when rank 1's does, by being summed; all that every rank holds must."""
+    """Parameters whose gradient on rank 0 changes when rank 1's does, by being summed; all that
+    every rank holds must."""
     model = Model(group, sp=sp)
     backward(model)
     placements = Placement.of(model)
@@ -104,14 +110,20 @@ def perturbed(rank: int, group: dist.ProcessGroup, sp: bool) -> list[str]:
         for p in model.parameters():
             p.grad.fill_(1.0 if rank == 1 else 0.0)
     finish_gradients(model, group=group)
-    found = [name for name, p in model.named_parameters() if rank == 0 and bool((p.grad == 1.0).any())]
+    found = [
+        name for name, p in model.named_parameters() if rank == 0 and bool((p.grad == 1.0).any())
+    ]
     # A parameter that all ranks hold, and whose gradients differ between them, must be among those.
     for name, gradient in gradients.items():
-        theirs = [torch.empty_like(gradient) for _ in range(2)] if placements.get(name, None) else []
+        theirs = (
+            [torch.empty_like(gradient) for _ in range(2)] if placements.get(name, None) else []
+        )
         if theirs and placements[name].copies == 2:
             dist.all_gather(theirs, gradient, group=group)
             same = torch.allclose(*theirs, rtol=1e-4, atol=1e-6)
-            assert same != placements[name].partial, f"{name}: ranks' gradients are {'equal' if same else 'different'}"
+            assert same != placements[name].partial, (
+                f"{name}: ranks' gradients are {'equal' if same else 'different'}"
+            )
     return found
 
 

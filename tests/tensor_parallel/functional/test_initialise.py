@@ -1,4 +1,5 @@
-"""Parameters drawn by place: the ranks' parts put together are, bit for bit, the tensors of one rank."""
+"""Parameters drawn by place: the ranks' parts put together are, bit for bit, the tensors of one
+rank."""
 
 from __future__ import annotations
 
@@ -20,18 +21,22 @@ from pyops.tensor_parallel import (
     VocabParallelEmbedding,
     initialise_,
     initialise_model_,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.on_device
 
 
-def build(group: dist.ProcessGroup | None, seed: int | None = 4, dtype: torch.dtype | None = None) -> nn.ModuleDict:
+def build(
+    group: dist.ProcessGroup | None, seed: int | None = 4, dtype: torch.dtype | None = None
+) -> nn.ModuleDict:
     how = {"group": group, "seed": seed, "dtype": dtype}
     return nn.ModuleDict(
         {
             "attention": ParallelAttention(8, 4, name="attention", **how),
             "groups": ParallelAttention(8, 4, num_kv_heads=1, name="groups", **how),
-            "cross": ParallelAttention(8, 5, head_dim=2, cross=True, memory_dim=6, name="cross", **how),
+            "cross": ParallelAttention(
+                8, 5, head_dim=2, cross=True, memory_dim=6, name="cross", **how
+            ),
             "mlp": ParallelMLP(8, 13, gated=True, name="mlp", out_std=0.01, **how),
             "embedding": VocabParallelEmbedding(11, 8, name="embedding", **how),
             "distance": RelativeBias(5, name="distance", **how),
@@ -55,7 +60,9 @@ def parts(rank: int, group: dist.ProcessGroup) -> bool:
         is_part_of(build(None, dtype=dtype), build(group, dtype=dtype))
     mine, whole = build(group, None), build(None, None)
     for model in (mine, whole):
-        initialise_model_(model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model.")
+        initialise_model_(
+            model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model."
+        )
     is_part_of(whole, mine)
     return True
 
@@ -81,16 +88,24 @@ def parts_of_three(rank: int, group: dist.ProcessGroup) -> bool:
 
 def test_streams_and_deviations():
     model = build(None, None)
-    initialise_model_(model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model.")
+    initialise_model_(
+        model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model."
+    )
     expected = random.normal(7, "model.row.weight", (8, 7), std=0.5)
     assert torch.equal(model["row"].weight, expected)
-    assert torch.equal(model["mlp"].up.weight, random.normal(7, "model.mlp.up.weight", (2, 13, 8), std=0.1))
+    assert torch.equal(
+        model["mlp"].up.weight, random.normal(7, "model.mlp.up.weight", (2, 13, 8), std=0.1)
+    )
     assert not model["row"].bias.any()
     assert bool((model["norm"].weight == 1).all())
     assert not model["norm"].bias.any()
     drawn = build(None)
-    assert torch.equal(drawn["mlp"].down.weight, random.normal(4, "mlp.down.weight", (8, 13), std=0.01))
-    assert torch.equal(drawn["groups"].kv.weight, random.normal(4, "groups.kv.weight", (4, 8), std=0.02))
+    assert torch.equal(
+        drawn["mlp"].down.weight, random.normal(4, "mlp.down.weight", (8, 13), std=0.01)
+    )
+    assert torch.equal(
+        drawn["groups"].kv.weight, random.normal(4, "groups.kv.weight", (4, 8), std=0.02)
+    )
 
 
 def test_padding_is_zero_and_a_constant_has_no_stream():
@@ -98,7 +113,9 @@ def test_padding_is_zero_and_a_constant_has_no_stream():
     local = initialise_(torch.full((3, 3), torch.nan), seed=1, name="w", placement=place)
     assert torch.equal(local[:2], random.normal(1, "w", (5, 3), std=0.02)[3:])
     assert not local[2:].any()
-    assert torch.equal(initialise_(torch.empty(4), seed=1, name="b", std=0.0, mean=1.0), torch.ones(4))
+    assert torch.equal(
+        initialise_(torch.empty(4), seed=1, name="b", std=0.0, mean=1.0), torch.ones(4)
+    )
 
 
 def largest(rank: int, group: dist.ProcessGroup) -> int:
@@ -108,7 +125,11 @@ def largest(rank: int, group: dist.ProcessGroup) -> int:
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = function(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor))
+            sizes.extend(
+                t.numel()
+                for t in (result if isinstance(result, tuple) else (result,))
+                if isinstance(t, Tensor)
+            )
             return result
 
     with Watch():

@@ -1,4 +1,5 @@
-"""The last layer and the loss in one, on 1 to 4 ranks, against float64 and plain layers; what it holds and what it sends."""
+"""The last layer and the loss in one, on 1 to 4 ranks, against float64 and plain layers; what it
+holds and what it sends."""
 
 from __future__ import annotations
 
@@ -26,16 +27,23 @@ WORDS, WIDTH = 13, 6
 OPTIONS = tuple(
     {"label_smoothing": s, "z_loss": z, "reduction": r, "chunk_tokens": c}
     for s, z, r, c in (
-        (0.0, 0.0, "mean", None), (0.2, 0.0, "sum", 5), (0.0, 0.05, "none", 5), (0.2, 0.05, "mean", 1), (0.1, 0.02, "none", 99),
+        (0.0, 0.0, "mean", None),
+        (0.2, 0.0, "sum", 5),
+        (0.0, 0.05, "none", 5),
+        (0.2, 0.05, "mean", 1),
+        (0.1, 0.02, "none", 99),
     )
-)  # fmt: skip
+)
 
 
 def case(dtype: torch.dtype) -> dict[str, Tensor]:
     """hidden [2, 6, WIDTH], weight, bias and targets, of which two are ignored."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"hidden": (2, 6, WIDTH), "weight": (WORDS, WIDTH), "bias": (WORDS,)}
-    found = {name: torch.randn(shape, generator=generator, dtype=F64).to(dtype) for name, shape in shapes.items()}
+    found = {
+        name: torch.randn(shape, generator=generator, dtype=F64).to(dtype)
+        for name, shape in shapes.items()
+    }
     found["targets"] = torch.randint(WORDS, (2, 6), generator=generator)
     found["targets"][0, 2] = found["targets"][1, 5] = -100
     return found
@@ -45,10 +53,14 @@ def upstream(reduction: str) -> Any:
     return torch.linspace(-1, 1, 12, dtype=F64).view(2, 6) if reduction == "none" else 0.7
 
 
-def expected(whole: dict[str, Tensor], options: dict[str, Any], *, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def expected(
+    whole: dict[str, Tensor], options: dict[str, Any], *, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """Loss and gradients of the plain layers computed in `dtype`."""
     options = {name: value for name, value in options.items() if name != "chunk_tokens"}
-    leaves = [whole[name].to(dtype).clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    leaves = [
+        whole[name].to(dtype).clone().requires_grad_() for name in ("hidden", "weight", "bias")
+    ]
     logits = functional.linear(*leaves).view(-1, WORDS)
     loss = plain(logits if dtype == F64 else logits.float(), whole["targets"].view(-1), **options)
     loss = loss.view(2, 6) if options["reduction"] == "none" else loss
@@ -56,15 +68,22 @@ def expected(whole: dict[str, Tensor], options: dict[str, Any], *, dtype: torch.
     return loss.detach(), *(leaf.grad for leaf in leaves)
 
 
-def on_rank(rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+def on_rank(
+    rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype
+) -> list[tuple[Tensor, ...]]:
     """For each of OPTIONS: loss and this rank's gradients of hidden, weight and bias."""
     whole, found = case(dtype), []
     for options in OPTIONS:
         place = Placement.cut((WORDS, WIDTH), dim=0, rank=rank, ranks=ranks)
         cut = Placement.cut((WORDS,), dim=0, rank=rank, ranks=ranks)
         hidden = whole["hidden"].clone().requires_grad_()
-        weight, bias = place.take(whole["weight"]).requires_grad_(), cut.take(whole["bias"]).requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, whole["targets"], bias=bias, group=group, vocab_size=WORDS, **options)
+        weight, bias = (
+            place.take(whole["weight"]).requires_grad_(),
+            cut.take(whole["bias"]).requires_grad_(),
+        )
+        loss = linear_cross_entropy(
+            hidden, weight, whole["targets"], bias=bias, group=group, vocab_size=WORDS, **options
+        )
         (loss * upstream(options["reduction"])).sum().backward()
         assert not weight.grad[place.stop - place.start :].any(), "padding has a gradient"
         found.append((loss.detach(), hidden.grad, place.part(weight.grad), cut.part(bias.grad)))
@@ -72,39 +91,61 @@ def on_rank(rank: int, group: dist.ProcessGroup | None, ranks: int, dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [*((n, d) for n in (1, 2, 3, 4) for d in (F64, F32)), (1, F16), (2, BF16)], ids=str
+    ("ranks", "dtype"),
+    [*((n, d) for n in (1, 2, 3, 4) for d in (F64, F32)), (1, F16), (2, BF16)],
+    ids=str,
 )
 def test_loss_and_gradients(world: Any, ranks: int, dtype: torch.dtype):
     results = world(ranks).run(on_rank, ranks, dtype) if ranks > 1 else [on_rank(0, None, 1, dtype)]
     for i, options in enumerate(OPTIONS):
         reference, theirs = (expected(case(dtype), options, dtype=d) for d in (F64, dtype))
         for j in (0, 1):
-            assert all(torch.equal(results[0][i][j], result[i][j]) for result in results), "the ranks differ"
-        ours = [results[0][i][0], results[0][i][1], *(torch.cat([r[i][j] for r in results]) for j in (2, 3))]
+            assert all(torch.equal(results[0][i][j], result[i][j]) for result in results), (
+                "the ranks differ"
+            )
+        ours = [
+            results[0][i][0],
+            results[0][i][1],
+            *(torch.cat([r[i][j] for r in results]) for j in (2, 3)),
+        ]
         for a, p, r in zip(ours, theirs, reference, strict=True):
             largest = float(r.abs().max())
             assert largest > 0.01
             if dtype in (F64, F32):
                 assert (a.double() - r).abs().max() <= {F64: 1e-12, F32: 1e-6}[dtype] * largest
-            else:  # rounded to 16 bits where plain torch does, and once more by the loss's own gradient
+            # rounded to 16 bits where plain torch does, and once more by the loss's own gradient
+            else:
                 worst = (p.double() - r).abs().max() + torch.finfo(dtype).eps * largest
                 assert (a.double() - r).abs().max() <= 1.5 * worst
 
 
-def leaves(dtype: torch.dtype = F32, *, tokens: int = 9, words: int = 40) -> tuple[Tensor, Tensor, Tensor]:
+def leaves(
+    dtype: torch.dtype = F32, *, tokens: int = 9, words: int = 40
+) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.randint(words, (tokens,))
-    return torch.randn(tokens, 8, dtype=dtype, requires_grad=True), torch.randn(words, 8, dtype=dtype, requires_grad=True), y
+    return (
+        torch.randn(tokens, 8, dtype=dtype, requires_grad=True),
+        torch.randn(words, 8, dtype=dtype, requires_grad=True),
+        y,
+    )
 
 
 def test_what_needs_no_gradient_gets_none():
     class Products(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.count += str(func).split(".")[1] in ("mm", "addmm", "addmm_")
             return func(*args, **(kwargs or {}))
 
-    for trains_hidden, trains_weight, products in ((True, True, 3), (True, False, 2), (False, True, 2), (False, False, 1)):
+    for trains_hidden, trains_weight, products in (
+        (True, True, 3),
+        (True, False, 2),
+        (False, True, 2),
+        (False, False, 1),
+    ):
         h, w, y = leaves()
         h.requires_grad_(trains_hidden), w.requires_grad_(trains_weight)
         with Products() as mode:
@@ -125,7 +166,9 @@ def test_logits_are_never_whole():
     class Largest(TorchDispatchMode):
         numel = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             for t in out if isinstance(out, tuple | list) else [out]:
                 self.numel = max(self.numel, t.numel() if isinstance(t, Tensor) else 0)
@@ -164,7 +207,12 @@ def test_main_grad_is_added_to_and_grad_stays_none():
             linear_cross_entropy(h.detach(), other, y, reduction=reduction).sum().backward()
         assert other.grad is None
         rtol = 2**-7 if dtype == BF16 else 1e-5
-        torch.testing.assert_close(other.main_grad, 2 + 2 * w.grad.float(), rtol=rtol, atol=rtol * float(w.grad.abs().max()))
+        torch.testing.assert_close(
+            other.main_grad,
+            2 + 2 * w.grad.float(),
+            rtol=rtol,
+            atol=rtol * float(w.grad.abs().max()),
+        )
 
 
 def test_a_tied_weight_gets_both_gradients():
@@ -228,7 +276,10 @@ def test_autocast_and_compile():
     linear_cross_entropy(*bf16, y).backward()
     assert torch.equal(w.grad.bfloat16(), bf16[1].grad)
     gradients = []
-    for function in (linear_cross_entropy, torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")):
+    for function in (
+        linear_cross_entropy,
+        torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager"),
+    ):
         leaf = w.detach().clone().requires_grad_()
         function(h, leaf, y, chunk_tokens=4, label_smoothing=0.1).backward()
         gradients.append(leaf.grad)
@@ -242,7 +293,9 @@ def traffic_on_rank(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]
     for reduce_hidden in (True, True, False):  # the first measures which algorithm is fastest
         h, w, y = leaves(tokens=20, words=8)
         before = comm.sequence, comm.bytes_sent
-        loss = linear_cross_entropy(h, w, y.clamp(max=7), group=group, chunk_tokens=10, reduce_hidden=reduce_hidden)
+        loss = linear_cross_entropy(
+            h, w, y.clamp(max=7), group=group, chunk_tokens=10, reduce_hidden=reduce_hidden
+        )
         middle = comm.sequence, comm.bytes_sent
         loss.backward()
         found += [tuple(b - a for a, b in zip(before, middle, strict=True))]
@@ -251,7 +304,8 @@ def traffic_on_rank(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]
 
 
 def test_collectives(world: Any):
-    """Two chunks of 10 tokens: (10 + 1) 12 bytes each, and of hidden's gradient the other rank's half twice, 20 8 4 / 2 2."""
+    """Two chunks of 10 tokens: (10 + 1) 12 bytes each, and of hidden's gradient the other rank's
+    half twice, 20 8 4 / 2 2."""
     statistics, hidden = 2 * 11 * 12, 20 * 8 * 4
     assert world(2).run(traffic_on_rank) == [[(4, statistics + hidden), (2, statistics)]] * 2
 
@@ -261,7 +315,9 @@ def parts_on_rank(rank: int, group: dist.ProcessGroup) -> Tensor:
     whole = case(F64)
     hidden = whole["hidden"].requires_grad_()
     weight = whole["weight"][:12].tensor_split(2)[rank].clone().requires_grad_()
-    linear_cross_entropy(hidden, weight, whole["targets"].clamp(max=11), group=group, reduce_hidden=False).backward()
+    linear_cross_entropy(
+        hidden, weight, whole["targets"].clamp(max=11), group=group, reduce_hidden=False
+    ).backward()
     return hidden.grad
 
 
@@ -276,7 +332,9 @@ def test_a_region_may_sum_the_gradient_of_hidden(world: Any):
 
 def mistake_on_rank(rank: int, group: dist.ProcessGroup, wrong: dict[str, Any]) -> tuple[str, str]:
     h, w, y = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4).long()
-    arguments: dict[str, Any] = {"hidden": h, "weight": w, "targets": y} | (wrong if rank == 1 else {})
+    arguments: dict[str, Any] = {"hidden": h, "weight": w, "targets": y} | (
+        wrong if rank == 1 else {}
+    )
     try:
         linear_cross_entropy(group=group, **arguments)
     except Exception as error:
@@ -289,16 +347,30 @@ def mistake_on_rank(rank: int, group: dist.ProcessGroup, wrong: dict[str, Any]) 
     ("wrong", "kind", "words"),
     [
         ({"weight": torch.zeros(5, 7)}, ValueError, r"needs weight \[C, H\]"),
-        ({"weight": torch.zeros(5, 8).half()}, ValueError, "weight and bias must be so too, got torch.float16"),
-        ({"bias": torch.zeros(4)}, ValueError, r"bias \[C\] or None; got \(4, 8\), \(5, 8\) and \(4,\)"),
-        ({"targets": torch.full((4,), 10)}, ValueError, "target 10 at .* is no word of a vocabulary of 10"),
+        (
+            {"weight": torch.zeros(5, 8).half()},
+            ValueError,
+            "weight and bias must be so too, got torch.float16",
+        ),
+        (
+            {"bias": torch.zeros(4)},
+            ValueError,
+            r"bias \[C\] or None; got \(4, 8\), \(5, 8\) and \(4,\)",
+        ),
+        (
+            {"targets": torch.full((4,), 10)},
+            ValueError,
+            "target 10 at .* is no word of a vocabulary of 10",
+        ),
         ({"chunk_tokens": 0}, ValueError, "chunk_tokens is 0"),
         ({"chunk_tokens": 3}, DisagreementError, "equal shapes"),
         ({"targets": torch.ones(4).long()}, DisagreementError, "other targets"),
     ],
     ids=str,
 )
-def test_one_ranks_mistake_is_raised_on_all(world: Any, wrong: dict[str, Any], kind: type[Exception], words: str):
+def test_one_ranks_mistake_is_raised_on_all(
+    world: Any, wrong: dict[str, Any], kind: type[Exception], words: str
+):
     results = world(2).run(mistake_on_rank, wrong)
     assert results[0][0] == "DisagreementError"
     assert results[1][0] == kind.__name__
@@ -314,11 +386,15 @@ def test_accumulate_weight_gradient(dtype: torch.dtype, monkeypatch: pytest.Monk
     reference = main.double() + dy.double().t() @ x.double()
     exact = main + dy.float().t() @ x.float()
     accumulate_weight_gradient(main, dy, x)
-    assert_close_to_reference(main, exact, reference, tiny=4 * torch.finfo(F32).eps * float(reference.abs().max()))
+    assert_close_to_reference(
+        main, exact, reference, tiny=4 * torch.finfo(F32).eps * float(reference.abs().max())
+    )
 
 
 def test_accumulate_weight_gradient_refuses():
     with pytest.raises(ValueError, match=r"main_grad \(3, 2\) must be \[out, in\]"):
         accumulate_weight_gradient(torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(5, 2))
     with pytest.raises(ValueError, match="float32 or float64, dy and x of one dtype; got"):
-        accumulate_weight_gradient(torch.zeros(2, 2).bfloat16(), torch.zeros(5, 2), torch.zeros(5, 2))
+        accumulate_weight_gradient(
+            torch.zeros(2, 2).bfloat16(), torch.zeros(5, 2), torch.zeros(5, 2)
+        )

@@ -1,4 +1,5 @@
-"""Each region operator and its backward are adjoints: the sums over ranks of <y, dy> and of <x, dx> are one number."""
+"""Each region operator and its backward are adjoints: the sums over ranks of <y, dy> and of <x, dx>
+are one number."""
 
 from __future__ import annotations
 
@@ -41,12 +42,17 @@ def draw(shape: tuple[int, ...], seed: int, *, rank: int, same: bool) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def products(rank: int, group: dist.ProcessGroup, second: bool) -> dict[str, tuple[float, float, float]]:
+def products(
+    rank: int, group: dist.ProcessGroup, second: bool
+) -> dict[str, tuple[float, float, float]]:
     return {name: products_of(rank, group, name, second) for name in OPERATORS}
 
 
-def products_of(rank: int, group: dist.ProcessGroup, name: str, second: bool) -> tuple[float, float, float]:
-    """(<y, dy>, <x, dx>) of this rank, a tensor that all hold counted on rank 0 only, and the size of dx.
+def products_of(
+    rank: int, group: dist.ProcessGroup, name: str, second: bool
+) -> tuple[float, float, float]:
+    """(<y, dy>, <x, dx>) of this rank, a tensor that all hold counted on rank 0 only, and the size
+    of dx.
 
     second: of the backward as an operator itself, dy -> dx, and of its own backward.
     """
@@ -110,7 +116,8 @@ def test_values(world):
 
 
 def flag(rank: int, group: dist.ProcessGroup) -> dict[str, float]:
-    """d/dx of a loss that all ranks compute alike, and of one to which each gives its share: 1 where the flag is right."""
+    """d/dx of a loss that all ranks compute alike, and of one to which each gives its share: 1
+    where the flag is right."""
     found = {}
     for name, duplicated in (("right", True), ("wrong", False)):
         x = torch.ones(2, 1, requires_grad=True)
@@ -133,7 +140,9 @@ def exchange(rank: int, group: dist.ProcessGroup, told: bool) -> tuple[Tensor, f
     sizes = SENT[rank]
     x = (draw((sum(sizes), 2), 3, rank=rank, same=False)).requires_grad_()
     before = Communicator.of(group).bytes_sent
-    y = regions.all_to_all(x, sizes=sizes, received=[row[rank] for row in SENT] if told else None, group=group)
+    y = regions.all_to_all(
+        x, sizes=sizes, received=[row[rank] for row in SENT] if told else None, group=group
+    )
     sent = Communicator.of(group).bytes_sent - before
     dy = draw(tuple(y.shape), 4, rank=rank, same=False)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -152,7 +161,10 @@ def test_all_to_all_with_uneven_sizes(world, told: bool):
     assert sum(f[1] for f in found) == pytest.approx(sum(f[2] for f in found), rel=1e-12)
     for rank, (*_, sent) in enumerate(found):
         others = sum(SENT[rank]) - SENT[rank][rank]
-        assert sent - 16 * others in (2 * 6 * 8, 2 * 6 * 8 + 2 * 32)  # the sizes, and a card to agree about them
+        assert sent - 16 * others in (
+            2 * 6 * 8,
+            2 * 6 * 8 + 2 * 32,
+        )  # the sizes, and a card to agree about them
 
 
 def refused(rank: int, group: dist.ProcessGroup) -> list[str]:
@@ -169,16 +181,22 @@ def refused(rank: int, group: dist.ProcessGroup) -> list[str]:
         with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
         texts.append(str(caught.value))
-    assert torch.equal(regions.reduce(torch.ones(2), group=group), torch.full((2,), 2.0))  # the group is as good as before
+    assert torch.equal(
+        regions.reduce(torch.ones(2), group=group), torch.full((2,), 2.0)
+    )  # the group is as good as before
     return texts
 
 
 def test_refusals_on_every_rank(world):
     for texts in world(2).run(refused):
         expected = (
-            "which 2 ranks do not divide", "of 7 tokens over 2 ranks is 4", "which 2 ranks do not divide",
-            "sum up to the 3 rows", "expects [1, 2] rows", "same collectives in the same order",
+            "which 2 ranks do not divide",
+            "of 7 tokens over 2 ranks is 4",
+            "which 2 ranks do not divide",
+            "sum up to the 3 rows",
+            "expects [1, 2] rows",
             "same collectives in the same order",
-        )  # fmt: skip
+            "same collectives in the same order",
+        )
         for part, text in zip(expected, texts, strict=True):
             assert part in text, text

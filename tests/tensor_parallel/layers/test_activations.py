@@ -1,4 +1,5 @@
-"""What parallel layers keep for backward, in bytes, against the formulas; and recomputed, with dropout, to the bit."""
+"""What parallel layers keep for backward, in bytes, against the formulas; and recomputed, with
+dropout, to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ SIZES = (Sizes(b=2, s=32, h=64, a=4), Sizes(b=3, s=16, h=32, a=4))
 
 
 def kept(rank: int, group: dist.ProcessGroup | None) -> dict[str, list[int]]:
-    return {name: [measure(scheme, sizes, group=group) for sizes in SIZES] for name, scheme in SCHEMES.items()}
+    return {
+        name: [measure(scheme, sizes, group=group) for sizes in SIZES]
+        for name, scheme in SCHEMES.items()
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -31,7 +35,15 @@ def test_kept_bytes_are_those_of_the_formulas(world, size: int):
                     assert measured < scheme.megatron(sizes, size), name
 
 
-CONFIG = GPTConfig(vocab_size=13, sequence_length=6, num_layers=2, num_heads=2, dim=8, dropout=0.3, attention_dropout=0.2)
+CONFIG = GPTConfig(
+    vocab_size=13,
+    sequence_length=6,
+    num_layers=2,
+    num_heads=2,
+    dim=8,
+    dropout=0.3,
+    attention_dropout=0.2,
+)
 CHOICES: dict[str, tuple[list[str], bool]] = {
     "core": (["blocks.*.attention.core"], False),
     "attention, MLP and norms": (["blocks.*.attention", "blocks.*.mlp", "blocks.*.norm1"], False),
@@ -42,7 +54,8 @@ CHOICES: dict[str, tuple[list[str], bool]] = {
 
 
 def gradients(group: dist.ProcessGroup | None, sp: bool, choice: str | None) -> list[Tensor]:
-    """Of two micro-batches, both forwards first: each has dropout of its own, drawn again in backward."""
+    """Of two micro-batches, both forwards first: each has dropout of its own, drawn again in
+    backward."""
     model = GPT(CONFIG, group=group, sequence_parallel=sp)
     if choice is not None:
         modules, split = CHOICES[choice]
@@ -87,4 +100,6 @@ def test_a_recomputed_module_leaves_a_later_state_alone():
     later = model[1].state
     y.sum().backward()
     assert model[1].state is later
-    assert ((x.grad @ model[0].weight.inverse()).abs() > 1e-4).equal(y != 0)  # where the first state let pass
+    assert ((x.grad @ model[0].weight.inverse()).abs() > 1e-4).equal(
+        y != 0
+    )  # where the first state let pass

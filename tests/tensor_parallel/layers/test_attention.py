@@ -1,4 +1,5 @@
-"""Attention on 1 to 4 ranks against one rank in float64, for every way that heads, groups, masks and positions come."""
+"""Attention on 1 to 4 ranks against one rank in float64, for every way that heads, groups, masks
+and positions come."""
 
 from __future__ import annotations
 
@@ -46,8 +47,16 @@ class Biased(nn.Module):
 
     def __init__(self, *, causal: bool, heads: int, **shared: Any) -> None:
         super().__init__()
-        self.attention = ParallelAttention(8, heads, head_dim=2, causal=causal, bias=False, scale=1.0, **shared)
-        self.bias = RelativeBias(heads, num_buckets=8, max_distance=6, bidirectional=not causal, group=shared.get("group"))
+        self.attention = ParallelAttention(
+            8, heads, head_dim=2, causal=causal, bias=False, scale=1.0, **shared
+        )
+        self.bias = RelativeBias(
+            heads,
+            num_buckets=8,
+            max_distance=6,
+            bidirectional=not causal,
+            group=shared.get("group"),
+        )
 
     def forward(self, x: Tensor, shape: Shape) -> Tensor:
         return self.attention(x, shape=shape, bias=self.bias(shape[1], shape[1]))
@@ -78,7 +87,9 @@ CASES = {
     "padding": Case(attention(8, 4), 8, masked),
     "padding, causal, groups": Case(attention(8, 4, num_kv_heads=2, causal=True), 8, masked),
     "rotary": Case(attention(8, 4, head_dim=4, causal=True), 8, turned),
-    "rotary, interleaved, groups": Case(attention(8, 4, num_kv_heads=2, interleaved=True), 8, turned),
+    "rotary, interleaved, groups": Case(
+        attention(8, 4, num_kv_heads=2, interleaved=True), 8, turned
+    ),
     "bias by distance": Case(partial(Biased, causal=False, heads=4), 8, plain),
     "bias by distance, causal, 5 heads": Case(partial(Biased, causal=True, heads=5), 8, plain),
     "memory": Case(partial(Crossed, kv_heads=4), 8, plain),
@@ -91,23 +102,29 @@ BOUND = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
 def can_split(name: str, size: int) -> bool:
-    return not (size == 3 and "group" in name and "12" not in name and "6 heads" not in name) and not (
-        size == 4 and "6 heads" in name
-    )
+    return not (
+        size == 3 and "group" in name and "12" not in name and "6 heads" not in name
+    ) and not (size == 4 and "6 heads" in name)
 
 
-def errors(rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.dtype) -> dict[str, Any]:
+def errors(
+    rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.dtype
+) -> dict[str, Any]:
     found = {}
     for name, case in CASES.items():
         for sp in (False, True)[: 1 if size == 1 else 2]:
             if can_split(name, size):
                 key = f"{name}, sequence_parallel={sp}"
-                found[key] = errors_on_rank(group, case, shape=(2, 5), dtype=dtype, sequence_parallel=sp)
+                found[key] = errors_on_rank(
+                    group, case, shape=(2, 5), dtype=dtype, sequence_parallel=sp
+                )
     return found
 
 
 # Bounds of fp32 are those of the CPU's way to compute attention.
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.cpu_only)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.cpu_only)], ids=str
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: torch.dtype):
     results = world(size).run(errors, size, dtype) if size > 1 else [errors(0, None, 1, dtype)]
@@ -115,11 +132,14 @@ def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: tor
         assert len(found) >= (len(CASES) if size == 1 else 20)
         for name, (shared, alone) in found.items():
             for what, error in shared.items():
-                assert error <= max(BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0), (name, what, error)
+                assert error <= max(
+                    BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0
+                ), (name, what, error)
 
 
 def test_one_rank_is_the_formula():
-    """Against scores and softmax written out, with queries, keys and values cut from the weights by the documented layout."""
+    """Against scores and softmax written out, with queries, keys and values cut from the weights by
+    the documented layout."""
     B, T, H, G, K, D = 2, 4, 6, 2, 4, 8
     x = torch.randn(B, T, D, dtype=torch.float64)
     layer = randomise(ParallelAttention(D, H, num_kv_heads=G, head_dim=K, causal=True).double())
@@ -145,7 +165,23 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
     layer = RelativeBias(1, num_buckets=16, max_distance=20)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(16.0)[:, None])
-    assert layer(1, 25)[0, 0, 0].tolist() == [0, 9, 10, 11, 12, 12, 13, 13, 13, 14, 14, 14, 14, 14, *[15] * 11]
+    assert layer(1, 25)[0, 0, 0].tolist() == [
+        0,
+        9,
+        10,
+        11,
+        12,
+        12,
+        13,
+        13,
+        13,
+        14,
+        14,
+        14,
+        14,
+        14,
+        *[15] * 11,
+    ]
     assert layer(4, 1)[0, 0, :, 0].tolist() == [0, 1, 2, 3]
     layer = RelativeBias(1, num_buckets=8, max_distance=20, bidirectional=False)
     with torch.no_grad():
@@ -155,7 +191,8 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
 
 
 def one_of_each(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, int]]:
-    """Collectives forward and backward of attention with shared groups, once what only a first call does is done."""
+    """Collectives forward and backward of attention with shared groups, once what only a first call
+    does is done."""
     layer = ParallelAttention(8, 4, num_kv_heads=1, group=group, sequence_parallel=sp)
     comm, found = Communicator.of(group), []
     for _ in range(2):
@@ -185,15 +222,24 @@ def test_heads_that_cannot_be_split(world):
     for text in world(4).run(refused, 3, 3):
         assert "3 heads in 3 groups can't be split over 4 ranks; 1, 2, 3 ranks can" in text
     for make, words in (
-        (lambda: ParallelAttention(8, 4, num_kv_heads=3), "3, which does not divide num_heads = 4; choose one of 1, 2, 4"),
+        (
+            lambda: ParallelAttention(8, 4, num_kv_heads=3),
+            "3, which does not divide num_heads = 4; choose one of 1, 2, 4",
+        ),
         (lambda: ParallelAttention(8, 3), "dim is 8, which num_heads = 3 does not divide"),
         (lambda: ParallelAttention(8, 2, causal=True, cross=True), "causal"),
         (lambda: ParallelAttention(8, 2, dropout=1.0), "dropout is 1.0"),
         (lambda: ParallelAttention(8, 2, cross=True)(torch.ones(1, 2, 8)), "needs memory="),
-        (lambda: ParallelAttention(8, 2)(torch.ones(1, 2, 8), memory=torch.ones(1, 2, 8)), "cross=True"),
+        (
+            lambda: ParallelAttention(8, 2)(torch.ones(1, 2, 8), memory=torch.ones(1, 2, 8)),
+            "cross=True",
+        ),
         (lambda: ParallelAttention(8, 2)(torch.ones(2, 8)), "takes [B, T, dim]"),
-        (lambda: ParallelAttention(8, 2)(torch.ones(1, 2, 8), mask=torch.ones(1, 2)), "mask must be bool"),
-    ):  # fmt: skip
+        (
+            lambda: ParallelAttention(8, 2)(torch.ones(1, 2, 8), mask=torch.ones(1, 2)),
+            "mask must be bool",
+        ),
+    ):
         with pytest.raises(ValueError) as caught:
             make()
         assert words in str(caught.value)
@@ -202,7 +248,11 @@ def test_heads_that_cannot_be_split(world):
 @pytest.mark.cpu_only
 def test_a_message_lists_no_more_sizes_than_a_person_reads():
     """Once they were looked for up to the number of heads, which took hours, and all were named."""
-    with pytest.raises(ValueError, match=r"num_heads = 2147483648; choose one of 1, 2, 4, 8, .*, 4096 and others$"):
+    with pytest.raises(
+        ValueError, match=r"num_heads = 2147483648; choose one of 1, 2, 4, 8, .*, 4096 and others$"
+    ):
         ParallelAttention(2**31, 2**31, num_kv_heads=3)
-    with pytest.raises(ValueError, match=r"over 6442450944 ranks; 1, 2, 3, .* 31, 32 and others ranks can"):
+    with pytest.raises(
+        ValueError, match=r"over 6442450944 ranks; 1, 2, 3, .* 31, 32 and others ranks can"
+    ):
         check_heads(2**31, 2**31, 3 * 2**31)

@@ -1,4 +1,5 @@
-"""MLP, embedding, norms and dropout on 1 to 4 ranks against one rank in float64, and a block made of them."""
+"""MLP, embedding, norms and dropout on 1 to 4 ranks against one rank in float64, and a block made
+of them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from pyops.tensor_parallel import (
     VocabParallelEmbedding,
     finish_gradients,
     set_dropout,
-)  # fmt: skip
+)
 from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean, randomise, tokens_of
 
 pytestmark = pytest.mark.on_device
@@ -41,7 +42,9 @@ class Block(nn.Module):
         super().__init__()
         where = {k: shared[k] for k in ("group", "sequence_parallel") if k in shared}
         self.norm1, self.norm2 = norm(8, **where), norm(8, **where)
-        self.attention = ParallelAttention(8, 4, num_kv_heads=kv_heads, causal=True, dropout=p, skip_bias=True, **shared)
+        self.attention = ParallelAttention(
+            8, 4, num_kv_heads=kv_heads, causal=True, dropout=p, skip_bias=True, **shared
+        )
         self.mlp = ParallelMLP(8, 13, gated=gated, activation="silu" if gated else "gelu", **shared)
         self.dropout1, self.dropout2 = (Dropout(p, width=8, **where) for _ in range(2))
 
@@ -68,22 +71,32 @@ def skipped(layer: nn.Module, x: Tensor, shape: Shape) -> Tensor:
 CASES = {
     "mlp": Case(partial(ParallelMLP, 6, 12), 6),
     "mlp, padded": Case(partial(ParallelMLP, 6, 7, activation="gelu_tanh", bias=False), 6),
-    "mlp, bias skipped": Case(partial(ParallelMLP, 6, 12, activation="relu", skip_bias=True), 6, skipped),
+    "mlp, bias skipped": Case(
+        partial(ParallelMLP, 6, 12, activation="relu", skip_bias=True), 6, skipped
+    ),
     "gated mlp": Case(partial(ParallelMLP, 6, 12, gated=True, activation="silu"), 6),
-    "gated mlp, padded": Case(partial(ParallelMLP, 6, 7, gated=True, activation="gelu", bias=False), 6),
+    "gated mlp, padded": Case(
+        partial(ParallelMLP, 6, 7, gated=True, activation="gelu", bias=False), 6
+    ),
     "block": Case(partial(Block, LayerNorm, gated=False, kv_heads=4, p=0.3), 8, blocked),
-    "block, gated, 1 group": Case(partial(Block, RMSNorm, gated=True, kv_heads=1, p=0.3), 8, blocked),
+    "block, gated, 1 group": Case(
+        partial(Block, RMSNorm, gated=True, kv_heads=1, p=0.3), 8, blocked
+    ),
 }
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
-def errors(rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.dtype) -> dict[str, Any]:
+def errors(
+    rank: int, group: dist.ProcessGroup | None, size: int, dtype: torch.dtype
+) -> dict[str, Any]:
     return {
-        f"{name}, {shape}, sequence_parallel={sp}":
-            errors_on_rank(group, case, shape=shape, dtype=dtype, sequence_parallel=sp)
-        for name, case in CASES.items() if size != 3 or "block" not in name
+        f"{name}, {shape}, sequence_parallel={sp}": errors_on_rank(
+            group, case, shape=shape, dtype=dtype, sequence_parallel=sp
+        )
+        for name, case in CASES.items()
+        if size != 3 or "block" not in name
         for shape, sp in (((2, 6), False), ((1, 5), True))[: 1 if size == 1 else 2]
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
@@ -94,18 +107,24 @@ def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: tor
         assert len(found) >= (len(CASES) if size == 1 else 10)
         for name, (shared, alone) in found.items():
             for what, error in shared.items():
-                assert error <= max(BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0), (name, what, error)
+                assert error <= max(
+                    BOUND[dtype], 2 * alone[what] if dtype == torch.float32 else 0
+                ), (name, what, error)
 
 
 def wide_errors(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     torch.manual_seed(1)
-    wide = {"mlp": Case(partial(ParallelMLP, 32, 1024), 32), "attention": Case(partial(ParallelAttention, 64, 16), 64, shaped)}
+    wide = {
+        "mlp": Case(partial(ParallelMLP, 32, 1024), 32),
+        "attention": Case(partial(ParallelAttention, 64, 16), 64, shaped),
+    }
     return {
         f"{name}, sequence_parallel={sp}": errors_on_rank(
             group, case, shape=(2, 32), dtype=torch.bfloat16, sequence_parallel=sp, distance=mean
         )
-        for name, case in wide.items() for sp in (False, True)
-    }  # fmt: skip
+        for name, case in wide.items()
+        for sp in (False, True)
+    }
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -115,11 +134,17 @@ def test_bf16_error_is_that_of_one_rank(world, size: int):
     for name in found[0]:
         for what in found[0][name][0]:
             ours = (sum(each[name][0][what] ** 2 for each in found) / size) ** 0.5
-            assert ours <= 1.1 * found[0][name][1][what], (name, what, ours, found[0][name][1][what])
+            assert ours <= 1.1 * found[0][name][1][what], (
+                name,
+                what,
+                ours,
+                found[0][name][1][what],
+            )
 
 
 def traffic(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, int]]:
-    """(collectives, bytes) of the forward and of the backward of a block over 16 tokens, 8 wide, in fp32."""
+    """(collectives, bytes) of the forward and of the backward of a block over 16 tokens, 8 wide, in
+    fp32."""
     comm, found = Communicator.of(group), []
     layer = Block(LayerNorm, gated=False, kv_heads=4, p=0.0, group=group, sequence_parallel=sp)
     for _ in range(2):  # the first does what only a group's first collectives do
@@ -135,8 +160,9 @@ def traffic(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, in
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_and_bytes_of_a_block(world, size: int):
-    """Two all-reduces of every activation each way. Under sequence parallelism two gathers and two reduce_scatters each way,
-    half of an all-reduce each, and the columns' inputs gathered once more in backward."""
+    """Two all-reduces of every activation each way. Under sequence parallelism two gathers and two
+    reduce_scatters each way, half of an all-reduce each, and the columns' inputs gathered once more
+    in backward."""
     half = 16 * 8 * 4 * (size - 1) // size
     assert world(size).run(traffic, False) == [[(2, 4 * half), (2, 4 * half)]] * size
     assert world(size).run(traffic, True) == [[(4, 4 * half), (6, 6 * half)]] * size
@@ -156,16 +182,23 @@ def embedded(rank: int, group: dist.ProcessGroup | None, dtype: torch.dtype) -> 
         y.backward(tokens_of(dy, ranks) if layer.sequence_parallel else dy)
         expected = whole(tokens).detach()
         assert torch.equal(y, tokens_of(expected, ranks) if layer.sequence_parallel else expected)
-        torch.testing.assert_close(layer.weight.grad, place.take(whole.weight.grad), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(
+            layer.weight.grad, place.take(whole.weight.grad), rtol=1e-6, atol=0.0
+        )
         assert place.start == place.stop or layer.weight.grad.any()
         for wrong in (-1, 7):
-            with pytest.raises(ValueError, match=f"token {wrong} at .1, 2. is outside the vocabulary of 7: 0 to 6"):
+            with pytest.raises(
+                ValueError, match=f"token {wrong} at .1, 2. is outside the vocabulary of 7: 0 to 6"
+            ):
                 layer(torch.tensor([[0, 1, 2], [3, 4, wrong]]))
 
 
 def embedding_traffic(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, int]]:
     """(collectives, bytes) of forward and backward of 12 tokens, 4 wide, in fp32."""
-    layer, comm = VocabParallelEmbedding(7, 4, group=group, sequence_parallel=sp), Communicator.of(group)
+    layer, comm = (
+        VocabParallelEmbedding(7, 4, group=group, sequence_parallel=sp),
+        Communicator.of(group),
+    )
     layer(torch.zeros(1, 12, dtype=torch.int64)).sum().backward()
     marks = [(comm.sequence, comm.bytes_sent)]
     y = layer(torch.zeros(1, 12, dtype=torch.int64))
@@ -220,7 +253,12 @@ def masks(rank: int, group: dist.ProcessGroup | None, sp: bool) -> Tensor:
 
 
 def test_dropout_draws_the_global_batch(world):
-    expected = random.dropout_mask(1, "inner@9", (3, 5, 4), p=0.5, offset=(2, 0, 0), global_shape=(5, 5, 4)) * 2.0
+    expected = (
+        random.dropout_mask(
+            1, "inner@9", (3, 5, 4), p=0.5, offset=(2, 0, 0), global_shape=(5, 5, 4)
+        )
+        * 2.0
+    )
     assert 0 < expected.sum() < 2 * expected.numel()
     assert torch.equal(masks(0, None, False), expected)
     assert all(torch.equal(found, expected) for found in world(2).run(masks, False))
@@ -254,7 +292,9 @@ def test_one_rank_alone_compiles_in_one_graph():
     torch.testing.assert_close(compiled(tokens), forward(tokens))
     first = forward(tokens)
     set_dropout(block, seed=3, step=8, shape=(2, 4))
-    torch.testing.assert_close(compiled(tokens), forward(tokens))  # the new state, not the one of the first call
+    torch.testing.assert_close(
+        compiled(tokens), forward(tokens)
+    )  # the new state, not the one of the first call
     assert not torch.equal(first, forward(tokens))
 
 

@@ -42,11 +42,15 @@ CASES = {
     "column, padded": Case(partial(ColumnParallelLinear, 6, 7), 6, y_unit=1),
     "column, padded units": Case(partial(ColumnParallelLinear, 6, 10, unit=2), 6, y_unit=2),
     "column, no bias": Case(partial(ColumnParallelLinear, 6, 12, bias=False), 6, y_unit=1),
-    "column, bias skipped": Case(partial(ColumnParallelLinear, 6, 12, skip_bias=True), 6, skipped, y_unit=1),
+    "column, bias skipped": Case(
+        partial(ColumnParallelLinear, 6, 12, skip_bias=True), 6, skipped, y_unit=1
+    ),
     "row": Case(partial(RowParallelLinear, 12, 6), 12, x_unit=1),
     "row, padded": Case(partial(RowParallelLinear, 7, 6), 7, x_unit=1),
     "row, no bias": Case(partial(RowParallelLinear, 12, 6, bias=False), 12, x_unit=1),
-    "row, bias skipped": Case(partial(RowParallelLinear, 12, 6, skip_bias=True), 12, skipped, x_unit=1),
+    "row, bias skipped": Case(
+        partial(RowParallelLinear, 12, 6, skip_bias=True), 12, skipped, x_unit=1
+    ),
     "pair": Case(partial(Pair, 6, 12), 6),
     "pair, padded": Case(partial(Pair, 6, 7), 6),
 }
@@ -60,7 +64,9 @@ def errors(rank: int, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str,
         for shape in SHAPES:  # 12 tokens, and 5: of 4 ranks the last has padding only
             for sp in (False, True)[: 1 if group is None else 2]:
                 key = f"{name}, {shape}, sequence_parallel={sp}"
-                found[key] = errors_on_rank(group, case, shape=shape, dtype=dtype, sequence_parallel=sp)
+                found[key] = errors_on_rank(
+                    group, case, shape=shape, dtype=dtype, sequence_parallel=sp
+                )
     return found
 
 
@@ -88,7 +94,15 @@ def wide_errors(rank: int, group: dist.ProcessGroup, reduce: str) -> dict[str, A
 
 
 def rms(group: dist.ProcessGroup, case: Case, sp: bool, reduce: str) -> Any:
-    return errors_on_rank(group, case, shape=(4, 32), dtype=torch.bfloat16, sequence_parallel=sp, reduce=reduce, distance=mean)
+    return errors_on_rank(
+        group,
+        case,
+        shape=(4, 32),
+        dtype=torch.bfloat16,
+        sequence_parallel=sp,
+        reduce=reduce,
+        distance=mean,
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -96,13 +110,17 @@ def test_bf16_error_is_that_of_one_rank(world, size: int):
     wide, native = (world(size).run(wide_errors, reduce) for reduce in ("fp32", "native"))
     for name in wide[0]:
         what = "y" if "row" in name else "dx"
-        ours, alone, rounded = (sum(f[name][i][what] for f in found) / size for found, i in
-                                ((wide, 0), (wide, 1), (native, 0)))  # fmt: skip
+        ours, alone, rounded = (
+            sum(f[name][i][what] for f in found) / size
+            for found, i in ((wide, 0), (wide, 1), (native, 0))
+        )
         assert ours <= 1.1 * alone, (name, ours, alone)
         assert rounded > 1.1 * alone, (name, rounded, alone)  # so the bound can tell
 
 
-def traffic(rank: int, group: dist.ProcessGroup, sp: bool, dtype: torch.dtype, reduce: str) -> dict[str, Any]:
+def traffic(
+    rank: int, group: dist.ProcessGroup, sp: bool, dtype: torch.dtype, reduce: str
+) -> dict[str, Any]:
     """(collectives, bytes) of forward and backward of a pair over 16 tokens, 8 wide."""
     comm = Communicator.of(group)
     layer = Pair(8, 16, group=group, sequence_parallel=sp, reduce=reduce).to(dtype)
@@ -119,10 +137,14 @@ def traffic(rank: int, group: dist.ProcessGroup, sp: bool, dtype: torch.dtype, r
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("dtype", "reduce"), [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "native")])
+@pytest.mark.parametrize(
+    ("dtype", "reduce"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "native")],
+)
 def test_collectives_and_bytes(world, size: int, dtype: torch.dtype, reduce: str):
-    """Without sequence parallelism one all-reduce each way; with it a gather and a reduce_scatter each way, and the column's
-    input gathered once more. A gather or a reduce_scatter of n elements sends n (t - 1) / t, an all-reduce twice that."""
+    """Without sequence parallelism one all-reduce each way; with it a gather and a reduce_scatter
+    each way, and the column's input gathered once more. A gather or a reduce_scatter of n elements
+    sends n (t - 1) / t, an all-reduce twice that."""
     share = 16 * 8 * (size - 1) // size
     item = dtype.itemsize
     summed = 4 if reduce == "fp32" else item  # parts of sums travel in fp32
@@ -150,7 +172,8 @@ def test_overlap_changes_no_bit(world, sp: bool):
 
 
 def fused(rank: int, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    """`errors` with torch's own stand-ins for its fused kernels, which no CPU has; and how often they were called."""
+    """`errors` with torch's own stand-ins for its fused kernels, which no CPU has; and how often
+    they were called."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -163,7 +186,9 @@ def fused(rank: int, group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[dict
 
     op = types.SimpleNamespace(
         fused_all_gather_matmul=counted(_symmetric_memory._fused_all_gather_matmul_fallback),
-        fused_matmul_reduce_scatter=counted(_symmetric_memory._fused_matmul_reduce_scatter_fallback),
+        fused_matmul_reduce_scatter=counted(
+            _symmetric_memory._fused_matmul_reduce_scatter_fallback
+        ),
     )
     before = symmetric.fuses, symmetric.torch
     try:
@@ -199,7 +224,11 @@ def frozen(rank: int, group: dist.ProcessGroup) -> tuple[int, int, bool]:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)
     y.sum().backward()
-    return sum(t.numel() for t in saved), comm.sequence - before, layer.weight.grad is None and bool(x.grad.any())
+    return (
+        sum(t.numel() for t in saved),
+        comm.sequence - before,
+        layer.weight.grad is None and bool(x.grad.any()),
+    )
 
 
 def test_a_frozen_weight_saves_no_input_and_gathers_none(world):
@@ -219,7 +248,9 @@ def main_gradients(rank: int, group: dist.ProcessGroup | None) -> None:
         for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
             if hasattr(ours, "main_grad"):
                 assert ours.grad is None
-                assert (ours.main_grad - theirs.grad.float()).abs().max() <= 0.02 * theirs.grad.abs().max()
+                assert (
+                    ours.main_grad - theirs.grad.float()
+                ).abs().max() <= 0.02 * theirs.grad.abs().max()
                 assert ours.main_grad.abs().max() > 0
             else:
                 assert torch.equal(ours.grad, theirs.grad)
@@ -294,7 +325,10 @@ def test_one_rank_alone_computes_what_torch_does():
 def test_refusals():
     for make, words in (
         (lambda: ColumnParallelLinear(0, 4), "in_features is 0"),
-        (lambda: RowParallelLinear(4, 4, reduce="bf16"), "reduce is 'bf16'; choose one of fp32, native"),
+        (
+            lambda: RowParallelLinear(4, 4, reduce="bf16"),
+            "reduce is 'bf16'; choose one of fp32, native",
+        ),
         (lambda: ColumnParallelLinear(4, 5, unit=2), "multiple of 2"),
         (lambda: ColumnParallelLinear(4, 4, stacked=2, gather_output=True), "gather_output"),
         (lambda: ColumnParallelLinear(4, 4, group="tp"), "group must be a process group"),

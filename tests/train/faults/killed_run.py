@@ -1,4 +1,5 @@
-"""`pyops train` with a rank that is killed once: python killed_run.py CONFIG.toml FOLDER WHERE STEP, under torchrun.
+"""`pyops train` with a rank that is killed once: python killed_run.py CONFIG.toml FOLDER WHERE
+STEP, under torchrun.
 
 WHERE   "step": before its forward; "gather": when stage 3 has asked for a block's parameters; "save": when a file of the first
         checkpoint after that step is half written
@@ -26,7 +27,12 @@ def die(marker: Path) -> None:
 
 
 def main() -> None:
-    config_path, folder, where, step = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    config_path, folder, where, step = (
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+    )
     marker, now = folder / "killed", {"step": -1}
     inner_step, inner_need, inner_write = Run.train_step, Gathering._start, writing.write_tensors
 

@@ -1,7 +1,8 @@
 """`pyops train` on ranks that come and go: python lost_run.py CONFIG.toml FOLDER, under torchrun.
 
-In the first world of 3, rank 0 and the agent of torchrun that started it are killed while the second checkpoint is written. In
-a world of 2, each rank waits in step 5 until its agent asks it to stop, as it does when another agent joins.
+In the first world of 3, rank 0 and the agent of torchrun that started it are killed while the
+second checkpoint is written. In a world of 2, each rank waits in step 5 until its agent asks it to
+stop, as it does when another agent joins.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def main() -> None:
         return inner_step(self, stop=stop)
 
     def write(path: Path, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if ranks == "3" and now["step"] >= LOST_AT and os.environ["RANK"] == "0" and not (folder / "lost").exists():
+        if (
+            ranks == "3"
+            and now["step"] >= LOST_AT
+            and os.environ["RANK"] == "0"
+            and not (folder / "lost").exists()
+        ):
             (folder / "lost").touch()
             path.write_bytes(b"half of a file")
             os.kill(os.getppid(), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""A rank killed with -9: the others end with an error, the last checkpoint is whole, and torchrun's restart goes on from it."""
+"""A rank killed with -9: the others end with an error, the last checkpoint is whole, and torchrun's
+restart goes on from it."""
 
 from __future__ import annotations
 
@@ -47,10 +48,21 @@ def _value(value: object) -> str:
 @pytest.mark.parametrize(("where", "stage"), [("step", 2), ("gather", 3), ("save", 3)])
 def test_a_killed_rank(tmp_path, where, stage):
     given = {"stage": stage, "checkpoint_every": 5, "keep": 3}
-    straight, broken = (config_of(tmp_path, "cpu", name=name, **given) for name in ("straight", "broken"))
+    straight, broken = (
+        config_of(tmp_path, "cpu", name=name, **given) for name in ("straight", "broken")
+    )
     train(straight)
     (tmp_path / "run.toml").write_text(as_toml(broken))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
     command += [
         str(Path(__file__).with_name("killed_run.py")),
         str(tmp_path / "run.toml"),
@@ -59,15 +71,22 @@ def test_a_killed_rank(tmp_path, where, stage):
         "12",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150
+    )
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     assert (tmp_path / "killed").exists(), "no rank was killed"
     resumed = re.findall(r"resumed from \S*step-(\d+)", told)
     assert len(resumed) == 1, told
-    assert int(resumed[0]) in (5, 10), "10 may not have been whole yet, it is written in the background"
+    assert int(resumed[0]) in (5, 10), (
+        "10 may not have been whole yet, it is written in the background"
+    )
     assert same(losses(broken), losses(straight)), "not as without the fault"
-    whole = [load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"] for step in (10, 15, STEPS)]
+    whole = [
+        load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"]
+        for step in (10, 15, STEPS)
+    ]
     assert whole == [10, 15, STEPS]
     assert not list((broken.folder / "checkpoints").glob("*.tmp"))
 
@@ -90,7 +109,9 @@ def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> s
 
 def test_a_rank_that_dies_before_losses_are_summed_is_named(tmp_path):
     config = config_of(tmp_path, "cpu", stage=3)
-    first, second = spawn_ranks(2, _killed_before_losses_are_summed, config, timeout=60, group_timeout=10)
+    first, second = spawn_ranks(
+        2, _killed_before_losses_are_summed, config, timeout=60, group_timeout=10
+    )
     assert second.exitcode == -signal.SIGKILL
     assert first.error is None, first.error
     assert "the sum of losses failed because rank 1 died or stalled" in first.result

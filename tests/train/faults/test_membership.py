@@ -1,5 +1,5 @@
-"""Ranks that are lost and come back: torchrun starts the others again, in another layout, and the run goes on as if nothing
-had been."""
+"""Ranks that are lost and come back: torchrun starts the others again, in another layout, and the
+run goes on as if nothing had been."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.cpu_only
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Config:
     """A run of one process."""
-    config = config_of(tmp_path_factory.mktemp("straight"), "cpu", name="straight", micro_batch=2, sample_tokens=0)
+    config = config_of(
+        tmp_path_factory.mktemp("straight"), "cpu", name="straight", micro_batch=2, sample_tokens=0
+    )
     train(config)
     return config
 
@@ -35,7 +37,9 @@ def straight(tmp_path_factory) -> Config:
 def start(folder: Path, name: str, *command: str, **environment: str) -> subprocess.Popen[bytes]:
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     with open(folder / f"said-by-{name}", "w") as log:
-        return subprocess.Popen([sys.executable, *command], env=given, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [sys.executable, *command], env=given, cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
 
 
 def ends(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[list[int], str]:
@@ -49,21 +53,51 @@ def ends(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[list[i
 
 
 def agent(folder: Path, name: str, *, port: int) -> subprocess.Popen[bytes]:
-    """One node's torchrun, with one process. The store in which they meet is the test's, so any of them may be lost."""
-    options = ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "5", "--monitor-interval", "0.3"]
-    options += ["--rdzv-backend", "c10d", "--rdzv-id", "a-run", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    options += ["--rdzv-conf", "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"]
+    """One node's torchrun, with one process. The store in which they meet is the test's, so any of
+    them may be lost."""
+    options = [
+        "--nnodes",
+        "1:3",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "5",
+        "--monitor-interval",
+        "0.3",
+    ]
+    options += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        "a-run",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
+    options += [
+        "--rdzv-conf",
+        "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8",
+    ]
     script = [str(Path(__file__).with_name("lost_run.py")), str(folder / "run.toml"), str(folder)]
-    return start(folder, name, "-m", "torch.distributed.run", *options, "--local-addr", "127.0.0.1", *script,
-                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")  # fmt: skip
+    return start(
+        folder,
+        name,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "--local-addr",
+        "127.0.0.1",
+        *script,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
 
 
 def test_a_lost_node_comes_back(tmp_path, straight):
     """3 stages; 2 after the loss of the node of rank 0, half way through a checkpoint; 3 again."""
     config = dataclasses.replace(
         config_of(tmp_path, "cpu", micro_batch=2, checkpoint_every=4, keep=10, sample_tokens=0),
-        parallel=ParallelConfig(pp=3, adapt=True), zero=ZeroConfig(1),
-    )  # fmt: skip
+        parallel=ParallelConfig(pp=3, adapt=True),
+        zero=ZeroConfig(1),
+    )
     (tmp_path / "run.toml").write_text(as_toml(config))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agents = [agent(tmp_path, name, port=store.port) for name in "abc"]
@@ -72,7 +106,9 @@ def test_a_lost_node_comes_back(tmp_path, straight):
         time.sleep(0.05)
     codes, told = ends([*agents, agent(tmp_path, "d", port=store.port)], tmp_path)
     assert sorted(codes) == [-9, 0, 0, 0], told
-    assert [row["step"] for row in read_rows(config.folder / "metrics.jsonl")] == list(range(STEPS)), told
+    assert [row["step"] for row in read_rows(config.folder / "metrics.jsonl")] == list(
+        range(STEPS)
+    ), told
     assert same(losses(config), losses(straight), within=1e-6), told
     assert sorted(re.findall(r"resumed from \S*step-0*(\d+)", told), key=int) == ["4", "7"], told
     assert "tp 1 x pp 2 x dp 1: tp 1 x pp 3 takes 3 ranks, and there are 2" in told
@@ -81,14 +117,36 @@ def test_a_lost_node_comes_back(tmp_path, straight):
 
 def test_a_rank_that_is_not_needed_waits(tmp_path, straight):
     """8 sequences are not for 3 models: 2 train, and the third rank ends with them."""
-    config = dataclasses.replace(config_of(tmp_path, "cpu", sample_tokens=0), parallel=ParallelConfig(adapt=True))
+    config = dataclasses.replace(
+        config_of(tmp_path, "cpu", sample_tokens=0), parallel=ParallelConfig(adapt=True)
+    )
     (tmp_path / "run.toml").write_text(as_toml(config))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    codes, told = ends([
-        start(tmp_path, str(rank), "-m", "pyops", "train", "run.toml", RANK=str(rank), WORLD_SIZE="3", **where)
-        for rank in range(3)
-    ], tmp_path)  # fmt: skip
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    codes, told = ends(
+        [
+            start(
+                tmp_path,
+                str(rank),
+                "-m",
+                "pyops",
+                "train",
+                "run.toml",
+                RANK=str(rank),
+                WORLD_SIZE="3",
+                **where,
+            )
+            for rank in range(3)
+        ],
+        tmp_path,
+    )
     assert codes == [0, 0, 0], told
-    assert "tp 1 x pp 1 x dp 2: as asked for; 1 of 3 ranks waits, as 3 models can't share a batch of 8" in told
+    assert (
+        "tp 1 x pp 1 x dp 2: as asked for; 1 of 3 ranks waits, as 3 models can't share a batch of 8"
+        in told
+    )
     assert same(losses(config), losses(straight))

@@ -17,7 +17,10 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.skipif(sys.platform != "linux" or heap._malloc_trim() is None, reason="the C library has no malloc_trim")
+@pytest.mark.skipif(
+    sys.platform != "linux" or heap._malloc_trim() is None,
+    reason="the C library has no malloc_trim",
+)
 def test_gaps_go_back_to_the_system():
     pieces = [bytearray(b"x" * 50_000) for _ in range(2000)]
     del pieces[::2]  # 50 MB, every piece between two that stay

@@ -1,4 +1,5 @@
-"""`pyops train` with states in files, in a process that may not have as much memory as the states take."""
+"""`pyops train` with states in files, in a process that may not have as much memory as the states
+take."""
 
 from __future__ import annotations
 
@@ -37,29 +38,49 @@ train(config, resume=resume)
 """
 
 
-def train_in_a_process(folder: Path, config: Config, *, resume: bool = False, limit: int = 0) -> str:
-    """Train in a process of `limit` bytes beyond what a tiny run has taken; the process' errors, "" for none."""
+def train_in_a_process(
+    folder: Path, config: Config, *, resume: bool = False, limit: int = 0
+) -> str:
+    """Train in a process of `limit` bytes beyond what a tiny run has taken; the process' errors, ""
+    for none."""
     file = folder / "given.pickle"
     warm_up = config_of(folder, "cpu", name="warm-up", steps=3, stage=1, precision="bf16")
     file.write_bytes(pickle.dumps((warm_up, config, resume, limit)))
-    # By default malloc keeps what was freed below a threshold that grows, one heap for each thread: holes, as chance has it.
+    # By default malloc keeps what was freed below a threshold that grows, one heap for each thread:
+    # holes, as chance has it.
     fixed = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(file)], cwd=ROOT, capture_output=True, text=True, timeout=200, env=os.environ | fixed
-    )  # fmt: skip
+        [sys.executable, "-c", CHILD, str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | fixed,
+    )
     return done.stderr if done.returncode else ""
 
 
 def large(folder: Path, *, name: str, offload: str, steps: int = 4) -> Config:
     """8 M parameters of 16 bits: 32 MiB with their gradients, and 96 MiB of states."""
-    config = config_of(folder, "cpu", name=name, precision="bf16", steps=steps, batch=2, bucket_mib=1.0,
-                       optimizer={"lr": 1e-3})  # fmt: skip
+    config = config_of(
+        folder,
+        "cpu",
+        name=name,
+        precision="bf16",
+        steps=steps,
+        batch=2,
+        bucket_mib=1.0,
+        optimizer={"lr": 1e-3},
+    )
     model = dataclasses.replace(config.model, dim=512, num_heads=4, num_layers=3, hidden=1728)
-    return dataclasses.replace(config, model=model, zero=ZeroConfig(1, offload=offload, tile_mib=1.0))
+    return dataclasses.replace(
+        config, model=model, zero=ZeroConfig(1, offload=offload, tile_mib=1.0)
+    )
 
 
 def test_states_that_no_memory_could_hold(tmp_path):
-    """Built, trained, saved, resumed and saved again, with a limit that states alone would break."""
+    """Built, trained, saved, resumed and saved again, with a limit that states alone would
+    break."""
     plain, limit = large(tmp_path, name="plain", offload="none"), 84 * MIB
     assert not train_in_a_process(tmp_path, plain)
     for steps, resume in ((2, False), (4, True)):
@@ -67,10 +88,19 @@ def test_states_that_no_memory_could_hold(tmp_path):
         assert not train_in_a_process(tmp_path, config, resume=resume, limit=limit)
     assert losses(config) == losses(plain)
     assert losses(plain)[-1] < losses(plain)[0]
-    ours, theirs = (load(tmp_path / "runs" / name / "checkpoints" / "step-00000004")[0] for name in ("limited", "plain"))
-    assert sum(t.nbytes for states in ours["optimizer"].values() for t in states.values()) > 95 * MIB > limit
+    ours, theirs = (
+        load(tmp_path / "runs" / name / "checkpoints" / "step-00000004")[0]
+        for name in ("limited", "plain")
+    )
+    assert (
+        sum(t.nbytes for states in ours["optimizer"].values() for t in states.values())
+        > 95 * MIB
+        > limit
+    )
     for name, states in theirs["optimizer"].items():
         assert torch.equal(ours["model"][name], theirs["model"][name])
-        assert all(torch.equal(ours["optimizer"][name][key], value) for key, value in states.items())
+        assert all(
+            torch.equal(ours["optimizer"][name][key], value) for key, value in states.items()
+        )
     words = train_in_a_process(tmp_path, dataclasses.replace(plain, name="too much"), limit=limit)
     assert "memory" in words, "the limit holds"

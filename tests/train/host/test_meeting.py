@@ -79,7 +79,9 @@ def test_a_process_that_left_a_mark_and_died_is_not_taken_for_its_successor():
 
 def test_who_does_not_come_is_named():
     soon = timedelta(seconds=0.3)
-    both = together(*[lambda r=r: Meeting(dist.HashStore(), rank=r, size=3, timeout=soon) for r in (0, 1)])
+    both = together(
+        *[lambda r=r: Meeting(dist.HashStore(), rank=r, size=3, timeout=soon) for r in (0, 1)]
+    )
     assert [type(error) for error in both] == [TimeoutError, TimeoutError]
     assert "rank 0 of 3 waited for ranks 1, 2 in torchrun's store" in str(both[0])
     assert "rank 1 of 3 waited for rank 0" in str(both[1])
@@ -90,14 +92,20 @@ def test_who_does_not_come_is_named():
 
 def test_those_who_wait_hear_of_the_end():
     meetings = meet(dist.HashStore(), 3)
-    assert together(lambda: meetings[0].end([1, 2], 15), *[m.until_over for m in meetings[1:]]) == [None, 15, 15]
+    assert together(lambda: meetings[0].end([1, 2], 15), *[m.until_over for m in meetings[1:]]) == [
+        None,
+        15,
+        15,
+    ]
 
 
 def test_those_who_wait_notice_that_the_others_are_gone():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=SOON)
     stores = {0: server, 1: client}
-    meetings = together(*[lambda r=r: Meeting(stores[r], rank=r, size=2, timeout=SOON) for r in (0, 1)])
+    meetings = together(
+        *[lambda r=r: Meeting(stores[r], rank=r, size=2, timeout=SOON) for r in (0, 1)]
+    )
     waiting = meetings.pop()
     stores.clear()
     meetings.clear()

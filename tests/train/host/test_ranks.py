@@ -1,4 +1,5 @@
-"""A deterministic run on a GPU says at its start when the process has bound itself to other products already."""
+"""A deterministic run on a GPU says at its start when the process has bound itself to other
+products already."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ CPU = torch.device("cpu")
 def test_products_are_tried_in_deterministic_mode_with_the_workspace_chosen(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     found = []
-    monkeypatch.setattr(torch, "mm", lambda *_: found.append((os.environ["CUBLAS_WORKSPACE_CONFIG"],
-                                                              torch.are_deterministic_algorithms_enabled())))  # fmt: skip
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda *_: found.append(
+            (os.environ["CUBLAS_WORKSPACE_CONFIG"], torch.are_deterministic_algorithms_enabled())
+        ),
+    )
     fix_products(CPU)
     assert found == [(":4096:8", True)]
     assert not torch.are_deterministic_algorithms_enabled()
@@ -27,10 +33,16 @@ def test_products_are_tried_in_deterministic_mode_with_the_workspace_chosen(monk
 
 def test_a_product_before_the_run_is_said_with_what_to_set(monkeypatch):
     def refuse(*_):
-        raise RuntimeError("Deterministic behavior was enabled ... you must set CUBLAS_WORKSPACE_CONFIG=:4096:8 ...")
+        raise RuntimeError(
+            "Deterministic behavior was enabled ... you must set "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 ..."
+        )
 
     monkeypatch.setattr(torch, "mm", refuse)
-    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8 before the first .*before Python starts"):
+    with pytest.raises(
+        ConfigError,
+        match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8 before the first .*before Python starts",
+    ):
         fix_products(CPU)
     assert not torch.are_deterministic_algorithms_enabled()
 

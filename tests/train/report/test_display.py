@@ -1,4 +1,5 @@
-"""Plain lines where there is no terminal, a live line where there is one, silence on other ranks."""
+"""Plain lines where there is no terminal, a live line where there is one, silence on other
+ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ ROW = {"step": 9, "loss": 2.34567, "tokens_per_s": 12345.6, "memory_gib": 0.5, "
 
 
 def test_a_line_says_it_all():
-    line = describe({**ROW, "validation_loss": 2.5, "skipped": 2}, num_steps=20, seconds_left=3723.0)
-    assert line == "step 10/20  loss 2.346  validation 2.500  12,346 tokens/s  0.50 GiB  2 skipped  1:02:03 left"
+    line = describe(
+        {**ROW, "validation_loss": 2.5, "skipped": 2}, num_steps=20, seconds_left=3723.0
+    )
+    assert (
+        line == "step 10/20  loss 2.346  validation 2.500  12,346 tokens/s  0.50 GiB  2 skipped  "
+        "1:02:03 left"
+    )
     assert "loss not finite" in describe({**ROW, "loss": None}, num_steps=20, seconds_left=None)
 
 
@@ -28,7 +34,8 @@ ELASTIC = {"step": 11, "epoch": 2, "loss": 0.4142, "lr": 1e-3, "grad_norm": 1.0,
 def test_a_line_of_a_run_that_freezes():
     line = describe({**ELASTIC, "accuracy": 0.9314}, num_steps=60, seconds_left=41.0)
     assert line == (
-        "epoch 3  step 12/60  loss 0.414  accuracy 93.1 %  frozen 5  2 stages x 2 replicas  812 samples/s, cached  0.40 GiB  "
+        "epoch 3  step 12/60  loss 0.414  accuracy 93.1 %  frozen 5  2 stages x 2 "
+        "replicas  812 samples/s, cached  0.40 GiB  "
         "0:00:41 left"
     )
     last = {
@@ -41,9 +48,13 @@ def test_a_line_of_a_run_that_freezes():
         "transition_s": 0.3,
     }
     line = describe(last, num_steps=60, seconds_left=None)
-    assert "  validation 97.5 %  frozen 0  1 stage x 4 replicas  812 samples/s, 80 % cached  " in line
+    assert (
+        "  validation 97.5 %  frozen 0  1 stage x 4 replicas  812 samples/s, 80 % cached  " in line
+    )
     assert "cached" not in describe({**ELASTIC, "cached": False}, num_steps=60, seconds_left=None)
-    assert "validation 0.250" in describe({**ELASTIC, "validation_loss": 0.25}, num_steps=60, seconds_left=None)
+    assert "validation 0.250" in describe(
+        {**ELASTIC, "validation_loss": 0.25}, num_steps=60, seconds_left=None
+    )
 
 
 def test_a_line_of_a_change_of_layout():
@@ -52,14 +63,17 @@ def test_a_line_of_a_change_of_layout():
         "frozen 5 -> 7, 2 stages x 2 replicas -> 1 stage x 4 replicas, in 0.42 s: all fits"
     )
     assert (
-        describe_transition(ELASTIC, {**ELASTIC, "frozen": 6}, seconds=0.1) == "frozen 5 -> 6, 2 stages x 2 replicas, in 0.10 s"
+        describe_transition(ELASTIC, {**ELASTIC, "frozen": 6}, seconds=0.1)
+        == "frozen 5 -> 6, 2 stages x 2 replicas, in 0.10 s"
     )
 
 
 def test_accuracy_is_shown_when_it_is_measured(capsys):
     display = Display("run", num_steps=20, every=20)
     for step in range(5):
-        display.step({**ELASTIC, "step": step, **({"validation_accuracy": 0.5} if step == 3 else {})})
+        display.step(
+            {**ELASTIC, "step": step, **({"validation_accuracy": 0.5} if step == 3 else {})}
+        )
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()] == ["4/20"]
 
 
@@ -125,16 +139,33 @@ def test_a_terminal_gets_a_live_line(monkeypatch):
 
 
 def test_a_terminal_keeps_the_accuracy(monkeypatch):
-    shown = shown_of(monkeypatch, [{**ELASTIC, "validation_accuracy": 0.5}, {**ELASTIC, "step": 12}])
+    shown = shown_of(
+        monkeypatch, [{**ELASTIC, "validation_accuracy": 0.5}, {**ELASTIC, "step": 12}]
+    )
     assert "epoch 3  step 13/20  loss 0.414  validation 50.0 %  " in shown
 
 
 def test_a_narrow_terminal_keeps_the_bar_and_the_time_left(monkeypatch):
-    """A long row at 80 columns: one line, whose bar and time are whole; the rest gives way from its end."""
-    row = {**ELASTIC, "accuracy": 0.9314, "bytes_sent": 7_200_000, "compression": 31.0, "loss_scale": 65536.0, "skipped": 3}
+    """A long row at 80 columns: one line, whose bar and time are whole; the rest gives way from its
+    end."""
+    row = {
+        **ELASTIC,
+        "accuracy": 0.9314,
+        "bytes_sent": 7_200_000,
+        "compression": 31.0,
+        "loss_scale": 65536.0,
+        "skipped": 3,
+    }
     for columns in (80, 40, 160):
-        shown = shown_of(monkeypatch, [{**row, "step": step} for step in range(13)], columns=columns, every=100)
-        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r")[-1].rstrip("\n").split("\n")[-1]
+        shown = shown_of(
+            monkeypatch, [{**row, "step": step} for step in range(13)], columns=columns, every=100
+        )
+        last = (
+            re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+            .split("\r")[-1]
+            .rstrip("\n")
+            .split("\n")[-1]
+        )
         assert len(last) <= columns
         (bar,) = re.findall(r"[━╸╺]+", last)
         assert len(bar) == (20 if columns == 160 else 10), last
@@ -143,7 +174,13 @@ def test_a_narrow_terminal_keeps_the_bar_and_the_time_left(monkeypatch):
 
 
 def test_a_long_name_gives_way_to_the_bar_and_the_time_left(monkeypatch):
-    shown = shown_of(monkeypatch, [{**ROW, "step": step} for step in range(3)], columns=60, every=100, name="a long name " * 8)
+    shown = shown_of(
+        monkeypatch,
+        [{**ROW, "step": step} for step in range(3)],
+        columns=60,
+        every=100,
+        name="a long name " * 8,
+    )
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).split("\r")[-1].rstrip("\n").split("\n")[-1]
     assert last.startswith("a long name a long name ")
     assert len(last) <= 60
@@ -152,8 +189,13 @@ def test_a_long_name_gives_way_to_the_bar_and_the_time_left(monkeypatch):
 
 def test_a_terminal_keeps_the_lines_of_a_log(monkeypatch):
     """Every `every`-th step, and what was measured, stays above the live line, whole."""
-    rows = [{**ROW, "step": step, **({"validation_loss": 2.5} if step == 6 else {})} for step in range(10)]
+    rows = [
+        {**ROW, "step": step, **({"validation_loss": 2.5} if step == 6 else {})}
+        for step in range(10)
+    ]
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown_of(monkeypatch, rows, columns=60, every=5))
     kept = [line for line in re.split(r"[\r\n]+", shown) if line.startswith("step ")]
     assert [line.split()[1] for line in kept] == ["5/20", "7/20", "10/20"]
-    assert all("12,346 tokens/s  0.50 GiB" in line for line in kept), "longer than the terminal, and nothing is lost"
+    assert all("12,346 tokens/s  0.50 GiB" in line for line in kept), (
+        "longer than the terminal, and nothing is lost"
+    )

@@ -28,7 +28,9 @@ def test_rows_come_back_and_a_resumed_run_drops_what_came_after_its_checkpoint(t
     again = MetricsLog(tmp_path, first_step=3)
     again.write(row(3, validation_loss=2.5))
     again.close()
-    assert read_rows(log.path) == again.rows == [row(0), row(1), row(2), row(3, validation_loss=2.5)]
+    assert (
+        read_rows(log.path) == again.rows == [row(0), row(1), row(2), row(3, validation_loss=2.5)]
+    )
     assert read_rows(tmp_path / "none") == []
 
 

@@ -1,4 +1,5 @@
-"""Bytes are those of a step; the ratio is over a window, since some schedules send nothing in most steps."""
+"""Bytes are those of a step; the ratio is over a window, since some schedules send nothing in most
+steps."""
 
 from __future__ import annotations
 

@@ -26,12 +26,23 @@ pytestmark = pytest.mark.cpu_only
 MODEL = GPTConfig(sequence_length=8, num_layers=3, num_heads=4, dim=16)
 
 
-def config(*, batch: int = 8, micro_batch: int = 0, zero: int = 0, optimizer: str = "adamw", compile: bool = False,
-           model: GPTConfig = MODEL, **parallel: Any) -> Config:  # fmt: skip
+def config(
+    *,
+    batch: int = 8,
+    micro_batch: int = 0,
+    zero: int = 0,
+    optimizer: str = "adamw",
+    compile: bool = False,
+    model: GPTConfig = MODEL,
+    **parallel: Any,
+) -> Config:
     return Config(
-        model=model, parallel=ParallelConfig(adapt=True, **parallel), zero=ZeroConfig(zero),
-        optimizer=OptimizerConfig(optimizer), train=TrainConfig(batch=batch, micro_batch=micro_batch, compile=compile),
-    )  # fmt: skip
+        model=model,
+        parallel=ParallelConfig(adapt=True, **parallel),
+        zero=ZeroConfig(zero),
+        optimizer=OptimizerConfig(optimizer),
+        train=TrainConfig(batch=batch, micro_batch=micro_batch, compile=compile),
+    )
 
 
 def check_tp(model: GPTConfig, tp: int) -> None:
@@ -60,7 +71,9 @@ def test_what_the_planner_allows_is_what_the_configuration_takes(case):
             continue
         alone = {"micro_batches": 0, "recompute": "never"} if grid.pp == 1 else {}
         try:
-            parallel = dataclasses.replace(given.parallel, adapt=False, tp=grid.tp, pp=grid.pp, dp=grid.dp, **alone)
+            parallel = dataclasses.replace(
+                given.parallel, adapt=False, tp=grid.tp, pp=grid.pp, dp=grid.dp, **alone
+            )
             made = dataclasses.replace(given, parallel=parallel)
             made.check_ranks(grid.ranks)
             check_tp(given.model, grid.tp)
@@ -94,55 +107,94 @@ def test_every_number_of_ranks_has_a_configuration(case):
 def test_what_a_pipeline_kept_small_stays_small():
     given = config(batch=12, pp=2, micro_batches=3, recompute="always")
     found, _ = adapted(given, 1)
-    assert (found.parallel.micro_batches, found.parallel.recompute, found.parallel.pp) == (0, "never", 1)
+    assert (found.parallel.micro_batches, found.parallel.recompute, found.parallel.pp) == (
+        0,
+        "never",
+        1,
+    )
     assert found.train.micro_batch == 4
     assert found.recompute.modules == ("blocks.*",)
     kept, _ = adapted(given, 2)
-    assert (kept.parallel.micro_batches, kept.parallel.recompute, kept.parallel.pp) == (3, "always", 2)
+    assert (kept.parallel.micro_batches, kept.parallel.recompute, kept.parallel.pp) == (
+        3,
+        "always",
+        2,
+    )
     assert (kept.train.micro_batch, kept.recompute.modules) == (0, ())
 
 
 def test_memory():
-    numel = sum(parameter.numel() for parameter in GPT(MODEL, device="meta", seed=None).parameters())
+    numel = sum(
+        parameter.numel() for parameter in GPT(MODEL, device="meta", seed=None).parameters()
+    )
     limits = limits_of(config(memory_gib=1.0))
-    assert sum(limits.parameters) == numel + MODEL.vocab_size * MODEL.dim, "what is tied is in both layers"
+    assert sum(limits.parameters) == numel + MODEL.vocab_size * MODEL.dim, (
+        "what is tied is in both layers"
+    )
     assert limits.memory == 2**30
     assert limits.each == (4.0, 4.0, 8.0)
     of_bf16 = dataclasses.replace(
-        config(memory_gib=1.0, optimizer="sgd"), precision=dataclasses.replace(Config().precision, dtype="bf16")
+        config(memory_gib=1.0, optimizer="sgd"),
+        precision=dataclasses.replace(Config().precision, dtype="bf16"),
     )
     assert limits_of(of_bf16).each == (2.0, 2.0, 4.0 + 4.0)
     away = dataclasses.replace(config(memory_gib=1.0), zero=ZeroConfig(1, offload="cpu"))
     assert limits_of(away).each == (4.0, 4.0, 0.0)
     assert adapted(config(tp=2, batch=6, memory_gib=1.0), 3)[1].grid == Grid(dp=3), "it fits whole"
-    assert adapted(config(tp=2, batch=6), 3)[1].grid == Grid(tp=2), "nobody knows whether it fits whole"
+    assert adapted(config(tp=2, batch=6), 3)[1].grid == Grid(tp=2), (
+        "nobody knows whether it fits whole"
+    )
     whole = sum(limits.parameters) * 16 / 2**30
     assert adapted(config(memory_gib=0.8 * whole), 2)[1].grid.tp == 2
-    with pytest.raises(ConfigError, match=r"parallel.adapt: tp 1 x pp 1 x dp 1 takes .* no layout of 1 ranks takes less"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.adapt: tp 1 x pp 1 x dp 1 takes .* no layout of 1 ranks takes less",
+    ):
         adapted(config(memory_gib=0.8 * whole), 1)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="memory_gib is 2, which only adapt looks at; set adapt to true"):
+    with pytest.raises(
+        ValueError, match="memory_gib is 2, which only adapt looks at; set adapt to true"
+    ):
         ParallelConfig(memory_gib=2.0)
     with pytest.raises(ValueError, match="memory_gib is -1; it must be 0 or more"):
         ParallelConfig(adapt=True, memory_gib=-1)
     path = tmp_path / "c.toml"
-    lines = ["[parallel]", "adapt = true", "memory_gib = 2", "[task]", 'kind = "digits"', "[vit]", "image_size = 8"]
+    lines = [
+        "[parallel]",
+        "adapt = true",
+        "memory_gib = 2",
+        "[task]",
+        'kind = "digits"',
+        "[vit]",
+        "image_size = 8",
+    ]
     path.write_text("\n".join([*lines, "num_channels = 1", "patch_size = 2", "num_labels = 10"]))
-    with pytest.raises(ConfigError, match=r"parallel.memory_gib is 2, which is for task.kind text alone; set it to 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.memory_gib is 2, which is for task.kind text alone; set it to 0",
+    ):
         adapted(load_config(path), 2)
     fixed = dataclasses.replace(config(), parallel=ParallelConfig())
-    with pytest.raises(ConfigError, match=r"train.batch is 8 sequences, which 3 ranks can't share; .* parallel.adapt to true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.batch is 8 sequences, which 3 ranks can't share; .* parallel.adapt to true",
+    ):
         adapted(fixed, 3)
-    with pytest.raises(ConfigError, match=r"tp is 2, of which 3 ranks are no multiple; .* parallel.adapt to true"):
+    with pytest.raises(
+        ConfigError, match=r"tp is 2, of which 3 ranks are no multiple; .* parallel.adapt to true"
+    ):
         adapted(dataclasses.replace(fixed, parallel=ParallelConfig(tp=2)), 3)
 
 
 def test_a_range_test_takes_all_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "5")
     given = dataclasses.replace(config_of(tmp_path, "cpu"), parallel=ParallelConfig(adapt=True))
-    with pytest.raises(ConfigError, match=r"parallel.adapt: 5 ranks can't share the model: 5 models can't share a batch of 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.adapt: 5 ranks can't share the model: 5 models can't share a batch of 8",
+    ):
         lr_range_test(given)
 
 
@@ -150,7 +202,12 @@ def test_a_range_test_takes_all_ranks(monkeypatch, tmp_path):
     ("before", "now", "restarts", "goes_on"),
     [
         ("a", "a", 0, True),  # a new agent, or one that was told to begin anew, counts no restart
-        ("a", "b", 1, False),  # another torchrun's, whose first attempt failed before it touched the folder
+        (
+            "a",
+            "b",
+            1,
+            False,
+        ),  # another torchrun's, whose first attempt failed before it touched the folder
         ("none", "none", 0, False),
         ("none", "none", 2, True),
         (None, "a", 1, False),
@@ -183,12 +240,15 @@ def test_the_restarts_of_any_agent_count(monkeypatch, tmp_path):
 
 
 def test_the_command_says_what_would_be_chosen(capsys, tmp_path):
-    (tmp_path / "c.toml").write_text("[model]\nnum_heads = 2\n[train]\nbatch = 8\n[parallel]\ntp = 2\n")
+    (tmp_path / "c.toml").write_text(
+        "[model]\nnum_heads = 2\n[train]\nbatch = 8\n[parallel]\ntp = 2\n"
+    )
     assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "3", "--set", "train.steps=3"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "    1 rank    tp 1 x pp 1 x dp 1: tp 2 x pp 1 takes 2 ranks, and there is 1",
         "    2 ranks   tp 2 x pp 1 x dp 1: as asked for",
-        "    3 ranks   tp 2 x pp 1 x dp 1: as asked for; 1 of 3 ranks waits, as another model takes 2 ranks",
+        "    3 ranks   tp 2 x pp 1 x dp 1: as asked for; 1 of 3 ranks waits, as another "
+        "model takes 2 ranks",
     ]
     little = ["--set", "parallel.adapt=true", "--set", "parallel.memory_gib=0.01"]
     assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "1", *little]) == 0
@@ -197,7 +257,10 @@ def test_the_command_says_what_would_be_chosen(capsys, tmp_path):
     assert "can't be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("shared", "nodes", "warned"), [("True", "2", True), ("True", "1", False), ("False", "2", False)])
+@pytest.mark.parametrize(
+    ("shared", "nodes", "warned"),
+    [("True", "2", True), ("True", "1", False), ("False", "2", False)],
+)
 def test_a_store_in_which_who_joins_would_hang_is_told(monkeypatch, shared, nodes, warned):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
     monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)

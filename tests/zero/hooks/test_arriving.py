@@ -1,4 +1,5 @@
-"""Parameters that are gathered while the next forward computes: the same bits, waited for where they are used."""
+"""Parameters that are gathered while the next forward computes: the same bits, waited for where
+they are used."""
 
 from __future__ import annotations
 
@@ -18,12 +19,23 @@ from tests.zero.models import Net, groups, mean_loss, part
 pytestmark = pytest.mark.on_device
 
 
-def _train(rank: int, group: Any, stage: int, overlap: bool | str, late: bool) -> tuple[dict[str, Tensor], list[Any]]:
-    """late: gathers take long. (the parameters; of each step how many gathers step() left behind, and what was read then)"""
+def _train(
+    rank: int, group: Any, stage: int, overlap: bool | str, late: bool
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """late: gathers take long. (the parameters; of each step how many gathers step() left behind,
+    and what was read then)"""
     model = Net(seed=rank, mixed=False)
     zero = ZeroOptimizer(
-        model, AdamW, stage=stage, group=group, params=groups(model), overlap=overlap, bucket_bytes=900, whole_below=40, lr=1e-2
-    )  # fmt: skip
+        model,
+        AdamW,
+        stage=stage,
+        group=group,
+        params=groups(model),
+        overlap=overlap,
+        bucket_bytes=900,
+        whole_below=40,
+        lr=1e-2,
+    )
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         if late and zero.communicator is not None:

@@ -1,4 +1,5 @@
-"""What a program finds in .grad after backward: torch's own clipping, scaling and forgetting do what they do in one process."""
+"""What a program finds in .grad after backward: torch's own clipping, scaling and forgetting do
+what they do in one process."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ def _treat(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> floa
     if how == "norm":
         return float(nn.utils.clip_grad_norm_(parameters, 0.2))
     if how == "foreach norm":
-        return float(nn.utils.clip_grad_norm_(parameters, 0.2, foreach=True, error_if_nonfinite=True))
+        return float(
+            nn.utils.clip_grad_norm_(parameters, 0.2, foreach=True, error_if_nonfinite=True)
+        )
     if how == "inf norm":
         return float(nn.utils.clip_grad_norm_(parameters, 0.02, norm_type=torch.inf))
     if how == "value":
         nn.utils.clip_grad_value_(parameters, 0.01)
-        return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], 1.0))
+        return float(
+            nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], 1.0)
+        )
     if how == "own loop":
         for p in parameters:
             if p.grad is None:
@@ -64,9 +69,15 @@ def _clipped(rank: int, group: Any, stage: int) -> dict[str, Any]:
             norms.append((mine, _treat(how, theirs, plain)))
             plain.step()
         with zero.whole_parameters():
-            worst = max(float((p - q).abs().max()) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
+            worst = max(
+                float((p - q).abs().max())
+                for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)
+            )
             unclipped = Net(mixed=False)
-        moved = max(float((p - q).abs().max()) for p, q in zip(theirs.parameters(), unclipped.parameters(), strict=True))
+        moved = max(
+            float((p - q).abs().max())
+            for p, q in zip(theirs.parameters(), unclipped.parameters(), strict=True)
+        )
         found[how] = (norms, worst, moved)
         zero.close()
     return found
@@ -85,16 +96,25 @@ def test_clipping_by_torch_is_that_of_one_process(world, stage: int):
 
 
 def _forgotten(rank: int, group: Any, stage: int) -> list[Any]:
-    """model.zero_grad() forgets a backward, all of it or one parameter's; gradients set by hand are refused."""
+    """model.zero_grad() forgets a backward, all of it or one parameter's; gradients set by hand are
+    refused."""
     model, other, said = Net(mixed=False), Net(mixed=False), []
-    options = {"stage": stage, "group": group, "lr": 0.1, "weight_decay": 0.1}  # what counts no more does not decay either
+    options = {
+        "stage": stage,
+        "group": group,
+        "lr": 0.1,
+        "weight_decay": 0.1,
+    }  # what counts no more does not decay either
     optimizers = [ZeroOptimizer(m, torch.optim.SGD, **options) for m in (model, other)]
     (mean_loss(model, *part(0, rank, 2)) * 100).backward()
     model.zero_grad()
     for m in (model, other):
         mean_loss(m, *part(1, rank, 2)).backward()
     assert all(p.grad is not None for p in _trained(model))
-    for m, dropped in ((model, model.last.weight), (other, other.last.weight)):  # twice: sums of two backwards, one forgotten
+    for m, dropped in (
+        (model, model.last.weight),
+        (other, other.last.weight),
+    ):  # twice: sums of two backwards, one forgotten
         mean_loss(m, *part(2, rank, 2)).backward()
         dropped.grad = None
     before = {}
@@ -103,7 +123,12 @@ def _forgotten(rank: int, group: Any, stage: int) -> list[Any]:
             before[m] = m.last.weight.detach().clone()
         optimizer.step()
     with optimizers[0].whole_parameters(), optimizers[1].whole_parameters():
-        said.append(all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)))
+        said.append(
+            all(
+                torch.equal(p, q)
+                for p, q in zip(model.parameters(), other.parameters(), strict=True)
+            )
+        )
         said.append(torch.equal(model.last.weight, before[model]))
         said.append(torch.equal(model.first.weight, Net(mixed=False).first.weight))
     if rank == 1:
@@ -141,7 +166,8 @@ def _anew(model: nn.Module) -> None:
 
 
 def _continued(rank: int, group: Any, stage: int) -> dict[str, bool]:
-    """Two backwards before one step: `.grad` is made anew between them, or autograd adds out of place."""
+    """Two backwards before one step: `.grad` is made anew between them, or autograd adds out of
+    place."""
     found, size = {}, dist.get_world_size(group)
     for how, create_graph in (("anew", False), ("graph", True)):
         ours, theirs = Net(mixed=False), Net(mixed=False)
@@ -157,9 +183,12 @@ def _continued(rank: int, group: Any, stage: int) -> dict[str, bool]:
         plain.step()
         with zero.whole_parameters():
             found[how] = all(
-                torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+                torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+                for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
             )
-            found[f"{how}, a step"] = not torch.equal(ours.first.weight, Net(mixed=False).first.weight)
+            found[f"{how}, a step"] = not torch.equal(
+                ours.first.weight, Net(mixed=False).first.weight
+            )
         zero.close()
     return found
 
@@ -172,7 +201,8 @@ def test_another_backward_adds_to_a_gradient_that_is_the_same_in_another_tensor(
 
 
 def _left_whole(rank: int, group: Any, stage: int) -> list[bool]:
-    """A reduced backward, one within no_sync(), all gradients or one forgotten, and another reduced backward."""
+    """A reduced backward, one within no_sync(), all gradients or one forgotten, and another reduced
+    backward."""
     found, size = [], dist.get_world_size(group)
     for forgotten in ("all", "one"):
         ours, theirs = Net(mixed=False), Net(mixed=False)
@@ -190,7 +220,8 @@ def _left_whole(rank: int, group: Any, stage: int) -> list[bool]:
         plain.step()
         with zero.whole_parameters():
             found += [
-                torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+                torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+                for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
             ]
             found.append(not torch.equal(ours.last.weight, Net(mixed=False).last.weight))
         zero.close()
@@ -209,7 +240,9 @@ def _changed(rank: int, group: Any) -> tuple[float, float, str]:
     mean_loss(model, *part(0, rank, 2)).backward()
     norms = []
     for _ in range(2):
-        norms.append(float(nn.utils.get_total_norm([p.grad for p in _trained(model) if p.grad is not None])))
+        norms.append(
+            float(nn.utils.get_total_norm([p.grad for p in _trained(model) if p.grad is not None]))
+        )
         for chunk in zero.reduced_gradients():
             chunk.mul_(0.25)
     model.first.bias.grad = model.last.bias.grad  # of another parameter
@@ -229,7 +262,9 @@ def test_norms_are_of_changed_gradients_and_a_gradient_is_of_its_own_parameter(w
 
 def _total(gradients: list[Tensor], group: Any, stage: int) -> float:
     """The norm of all gradients in float64, from the ranks' parts themselves."""
-    square = sum((g.part().double().square().sum() for g in gradients), torch.zeros((), dtype=torch.float64))
+    square = sum(
+        (g.part().double().square().sum() for g in gradients), torch.zeros((), dtype=torch.float64)
+    )
     if stage:
         dist.all_reduce(square, group=group)
     return float(square.sqrt())
@@ -258,17 +293,24 @@ def _norms(rank: int, group: Any, stage: int, dtype: torch.dtype) -> list[tuple[
             look()
             found_inf = torch.zeros(())
             gradients: list[Any] = [p.grad for p in _trained(model) if p.grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(0.25))
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, found_inf, torch.tensor(0.25)
+            )
             look()
             found.append((float(found_inf), 0.0))
         kept: Any = model.last.weight.grad
         zero.step()
-        with pytest.raises(RuntimeError, match=r"the gradient of last\.weight is used up: a step or zero_grad\(\) came after"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"the gradient of last\.weight is used up: a step or zero_grad\(\) came after",
+        ):
             torch.linalg.vector_norm(kept)
     return found
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32)])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32)]
+)
 def test_norms_are_those_of_the_gradients_as_they_are_now(world, stage: int, dtype: torch.dtype):
     for found in world(2).run(_norms, stage, dtype):
         for seen, wanted in found:
@@ -279,7 +321,8 @@ def test_norms_are_those_of_the_gradients_as_they_are_now(world, stage: int, dty
 
 
 def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
-    """torch's GradScaler: one inf, in the part of one rank, skips the step and halves the scale on all."""
+    """torch's GradScaler: one inf, in the part of one rank, skips the step and halves the scale on
+    all."""
     model = Net(mixed=False)
     zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -287,7 +330,9 @@ def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
     for step in range(3):
         scaler.scale(mean_loss(model, *part(step, rank, 2))).backward()
         if step == 1 and rank == 1:
-            mine = next(g.part() for p in _trained(model) if (g := p.grad) is not None and g.part().numel())
+            mine = next(
+                g.part() for p in _trained(model) if (g := p.grad) is not None and g.part().numel()
+            )
             mine[0] = torch.inf
         if step == 2:
             scaler.unscale_(zero)
@@ -298,13 +343,19 @@ def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
         zero.zero_grad()
         with zero.whole_parameters():
             found.append(
-                (scaler.get_scale(), not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+                (
+                    scaler.get_scale(),
+                    not all(
+                        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+                    ),
+                )
             )
     return found
 
 
 def _partial(rank: int, group: Any) -> tuple[str, str]:
-    """With tensor parallelism a gradient is summed over the other axis in step(): its norm, or clamping, before is refused."""
+    """With tensor parallelism a gradient is summed over the other axis in step(): its norm, or
+    clamping, before is refused."""
     model = nn.Linear(4, 3)
     alone = dist.new_group([rank], use_local_synchronization=True)
     zero = ZeroOptimizer(model, torch.optim.SGD, stage=1, group=alone, tp_group=group, lr=0.1)

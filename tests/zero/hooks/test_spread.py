@@ -1,4 +1,5 @@
-"""Stage 3: parameters whose values are elsewhere. What looks at them is told how, or in forward and backward is given them."""
+"""Stage 3: parameters whose values are elsewhere. What looks at them is told how, or in forward and
+backward is given them."""
 
 from __future__ import annotations
 
@@ -22,20 +23,28 @@ WIDTH = 12
 
 def _looks(model: nn.Module, weight: nn.Parameter) -> dict[str, Callable[[], Any]]:
     return {
-        "norm": lambda: weight.norm(), "data": lambda: weight.data.add_(1.0), "index": lambda: weight[0],
+        "norm": lambda: weight.norm(),
+        "data": lambda: weight.data.add_(1.0),
+        "index": lambda: weight[0],
         "list": lambda: weight.tolist(),
-        "deepcopy": lambda: copy.deepcopy(model), "ema": lambda: torch.optim.swa_utils.AveragedModel(model),
-        "lerp": lambda: torch.lerp(torch.zeros(weight.shape), weight, 0.1), "foreach": lambda: torch._foreach_norm([weight]),
-        "half": lambda: model.half(), "type": lambda: weight.type(dtype=torch.half),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "ema": lambda: torch.optim.swa_utils.AveragedModel(model),
+        "lerp": lambda: torch.lerp(torch.zeros(weight.shape), weight, 0.1),
+        "foreach": lambda: torch._foreach_norm([weight]),
+        "half": lambda: model.half(),
+        "type": lambda: weight.type(dtype=torch.half),
         "format": lambda: weight.to(memory_format=torch.contiguous_format),
         "layout": lambda: weight.to(memory_format=torch.channels_last),
         "layout of fp32": lambda: weight.float(memory_format=torch.contiguous_format),
         "layout on the CPU": lambda: weight.cpu(memory_format=torch.contiguous_format),
-        "save": lambda: torch.save(model, io.BytesIO()), "load": lambda: nn.init.zeros_(weight),
-        "ddp": lambda: nn.parallel.DistributedDataParallel(model), "op": lambda: torch.ops.aten.sum.default(weight),
-        "numpy": lambda: weight.detach().numpy(), "vector": lambda: nn.utils.parameters_to_vector(model.parameters()),
+        "save": lambda: torch.save(model, io.BytesIO()),
+        "load": lambda: nn.init.zeros_(weight),
+        "ddp": lambda: nn.parallel.DistributedDataParallel(model),
+        "op": lambda: torch.ops.aten.sum.default(weight),
+        "numpy": lambda: weight.detach().numpy(),
+        "vector": lambda: nn.utils.parameters_to_vector(model.parameters()),
         "inside": lambda: model.blocks[0].inner.forward(torch.ones(1, 10)),
-    }  # fmt: skip
+    }
 
 
 def _look(rank: int, group: Any) -> tuple[dict[str, str], dict[str, Any]]:
@@ -50,15 +59,21 @@ def _look(rank: int, group: Any) -> tuple[dict[str, str], dict[str, Any]]:
         except RuntimeError as error:
             said[how] = str(error)
     allowed = {
-        "count": sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Net(mixed=False).parameters()),
-        "shape": weight.shape == (30, 10), "print": "Linear" in str(model), "repr": "(30, 10)" in repr(weight),
-        "parameter": isinstance(weight, nn.Parameter), "to": model.to("cpu").float().cpu() is model and weight.grad is None,
+        "count": sum(p.numel() for p in model.parameters())
+        == sum(p.numel() for p in Net(mixed=False).parameters()),
+        "shape": weight.shape == (30, 10),
+        "print": "Linear" in str(model),
+        "repr": "(30, 10)" in repr(weight),
+        "parameter": isinstance(weight, nn.Parameter),
+        "to": model.to("cpu").float().cpu() is model and weight.grad is None,
         "same layout": weight.to(memory_format=torch.preserve_format) is weight,
         "to its own index": model.to("cpu:0") is model and "spread" in repr(weight),
         "same object": model.blocks[1].inner.weight is weight,
         "optimizer": len(torch.optim.SGD(model.parameters()).param_groups) == 1,
-        "zero_grad": model.zero_grad() is None, "bytes": weight.nbytes == 1200, "mode": model.eval().train() is model,
-    }  # fmt: skip
+        "zero_grad": model.zero_grad() is None,
+        "bytes": weight.nbytes == 1200,
+        "mode": model.eval().train() is model,
+    }
     mean_loss(model, *part(0, rank, 2)).backward()
     zero.step()
     with zero.whole_parameters():
@@ -83,7 +98,8 @@ def test_whoever_looks_at_spread_parameters_is_told_how(world):
 
 
 class Bias(nn.Module):
-    """A table that attention reads by a method, not by a call, and that a later block reads again."""
+    """A table that attention reads by a method, not by a call, and that a later block reads
+    again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +119,8 @@ class Block(nn.Module):
 
 
 class Outside(nn.Module):
-    """Each of its blocks is a unit; the first one's table is used outside of it, before and after, and a list has tables."""
+    """Each of its blocks is a unit; the first one's table is used outside of it, before and after,
+    and a list has tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +153,11 @@ def _outside(rank: int, group: Any, stage: int) -> tuple[list[float], dict[str, 
                 losses.append(float(model(torch.ones(1, WIDTH)).sum()))
     with zero.whole_parameters():
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return losses, state, [str(each.message) for each in seen if "ZeroOptimizer" in str(each.message)]
+    return (
+        losses,
+        state,
+        [str(each.message) for each in seen if "ZeroOptimizer" in str(each.message)],
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3])

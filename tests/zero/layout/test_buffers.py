@@ -1,4 +1,5 @@
-"""Buckets, gathered parts, tiles and copies take as much for a deep model as for a shallow one: allocated bytes, counted."""
+"""Buckets, gathered parts, tiles and copies take as much for a deep model as for a shallow one:
+allocated bytes, counted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,18 @@ LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
 class _Info(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -38,21 +50,35 @@ class Watch(TorchDispatchMode):
 
     most = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         self.most = max(self.most, allocated())
         return out
 
 
-def _beyond(group: Any, layers: int, stage: int, name: str, offload: str | None, overlap: bool) -> int:
+def _beyond(
+    group: Any, layers: int, stage: int, name: str, offload: str | None, overlap: bool
+) -> int:
     """The most bytes, in two steps, beyond parameters, gradients and states."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).bfloat16()
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     zero = ZeroOptimizer(
-        net, cls, stage=stage, group=group, bucket_bytes=LAYER, tile_bytes=1 << 16, offload=offload, overlap=overlap,
-        max_grad_norm=1.0, lr=1e-3,
-    )  # fmt: skip
+        net,
+        cls,
+        stage=stage,
+        group=group,
+        bucket_bytes=LAYER,
+        tile_bytes=1 << 16,
+        offload=offload,
+        overlap=overlap,
+        max_grad_norm=1.0,
+        lr=1e-3,
+    )
     x = torch.randn(1, WIDTH).bfloat16()
 
     def step() -> None:
@@ -63,7 +89,9 @@ def _beyond(group: Any, layers: int, stage: int, name: str, offload: str | None,
     step()
     gc.collect()
     kept = allocated()
-    of_gradients = zero.memory()["gradients"] if stage > 1 else 0  # those of stage 1 stay, and are in `kept`
+    of_gradients = (
+        zero.memory()["gradients"] if stage > 1 else 0
+    )  # those of stage 1 stay, and are in `kept`
     with Watch() as watch:
         step()
         step()

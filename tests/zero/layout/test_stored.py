@@ -1,4 +1,5 @@
-"""Stage 3's parameters in files: the same bits, two blocks and a few shards of memory, read before they are needed."""
+"""Stage 3's parameters in files: the same bits, two blocks and a few shards of memory, read before
+they are needed."""
 
 from __future__ import annotations
 
@@ -22,16 +23,31 @@ WIDTH, LAYERS = 128, 8
 Parameters = dict[str, Tensor]
 
 
-def _train(rank: int, group: Any, offload: str | None, zero: dict[str, Any], name: str, small: bool) -> Parameters:
+def _train(
+    rank: int, group: Any, offload: str | None, zero: dict[str, Any], name: str, small: bool
+) -> Parameters:
     """Steps with everything that looks at parameters in between."""
     dtype = torch.bfloat16 if name == "torch.AdamW" else torch.float32
-    model, cls = Net(seed=rank, mixed=False).to(dtype), torch.optim.AdamW if name == "torch.AdamW" else AdamW
+    model, cls = (
+        Net(seed=rank, mixed=False).to(dtype),
+        torch.optim.AdamW if name == "torch.AdamW" else AdamW,
+    )
     if small:
         zero = {**zero, "secondary_group": group}
     optimizer = ZeroOptimizer(
-        model, cls, stage=3, group=group, params=groups(model), offload=offload, max_grad_norm=0.5, lr=1e-2, **zero
-    )  # fmt: skip
-    assert (offload is not None) == all(f.region is not None for unit in optimizer.gathering.units for f in unit.flats)
+        model,
+        cls,
+        stage=3,
+        group=group,
+        params=groups(model),
+        offload=offload,
+        max_grad_norm=0.5,
+        lr=1e-2,
+        **zero,
+    )
+    assert (offload is not None) == all(
+        f.region is not None for unit in optimizer.gathering.units for f in unit.flats
+    )
     for step in range(7):
         x, y = (t.to(dtype) for t in part(step, rank, dist.get_world_size(group)))
         if step == 2:  # an evaluation, whose read-ahead is of old values when the step comes
@@ -79,7 +95,8 @@ def test_the_same_bits_as_in_memory(world, tmp_path: Path, case: int):
 
 
 def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bool], int]:
-    """(the most bytes of parameters in memory by phase, whether reads in the last forward had begun early, bytes of a block)"""
+    """(the most bytes of parameters in memory by phase, whether reads in the last forward had begun
+    early, bytes of a block)"""
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
     most: dict[str, int] = {}
@@ -87,7 +104,9 @@ def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bo
 
     def look(*_: Any) -> None:
         tensors = [t for t in net.parameters() if not t.is_meta]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *units)}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*tensors, *units)
+        }
         storages.pop(0, None)
         most[phase] = max(most.get(phase, 0), sum(storages.values()))
 
@@ -111,7 +130,9 @@ def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bo
 
         patch.setattr(Region, "load", noted)
         patch.setattr(stored.ParameterFile, "place", placed)
-        optimizer = ZeroOptimizer(net, AdamW, stage=3, group=group, offload=folder, initialise=initialise, lr=1e-3)
+        optimizer = ZeroOptimizer(
+            net, AdamW, stage=3, group=group, offload=folder, initialise=initialise, lr=1e-3
+        )
         for module in net:
             module.register_forward_hook(look)
             module.register_full_backward_hook(look)
@@ -133,7 +154,8 @@ def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bo
 def test_no_process_ever_holds_the_model(world, tmp_path: Path, size: int):
     for most, early, block in world(size).run(_memory, str(tmp_path)):
         shard = block / size
-        # Whole blocks: the one that computes and the next. Shards: those on their way from the file.
+        # Whole blocks: the one that computes and the next. Shards: those on their way from the
+        # file.
         assert block <= most["made"] <= 2.1 * block
         assert block <= most["trained"] <= (2 * block + 3 * shard if size > 1 else 4 * block) * 1.1
         assert shard <= most["stepped"] <= 3 * shard * 1.1

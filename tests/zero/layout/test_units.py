@@ -1,4 +1,5 @@
-"""Stage 3: what is gathered when, and models and programs that don't run as a plain chain of blocks."""
+"""Stage 3: what is gathered when, and models and programs that don't run as a plain chain of
+blocks."""
 
 from __future__ import annotations
 
@@ -26,13 +27,24 @@ class Chain(nn.Module):
         torch.manual_seed(0)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(length)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(length)
         )
         self.blocks[0][2].requires_grad_(False)
 
-    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3), *, recompute: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3), *, recompute: bool = False
+    ) -> Tensor:
         for i in order:
-            x = x + (checkpoint(self.blocks[i], x, use_reentrant=False) if recompute else self.blocks[i](x)) * self.scale
+            x = (
+                x
+                + (
+                    checkpoint(self.blocks[i], x, use_reentrant=False)
+                    if recompute
+                    else self.blocks[i](x)
+                )
+                * self.scale
+            )
         return x
 
 
@@ -77,7 +89,10 @@ ZEROS = [
 def test_orders_recomputation_and_several_forwards_equal_stage_1(world):
     expected = world(2).run(_run, 1, {})[0]
     start = dict(Chain().named_parameters())
-    assert sum(float((p - start[name].detach()).abs().max()) > 1e-2 for name, p in expected.items()) >= 13
+    assert (
+        sum(float((p - start[name].detach()).abs().max()) > 1e-2 for name, p in expected.items())
+        >= 13
+    )
     for number in range(len(ZEROS)):
         for found in world(2).run(_run_number, number):
             for name, p in expected.items():
@@ -89,7 +104,8 @@ def _run_number(rank: int, group: Any, number: int) -> dict[str, Tensor]:
 
 
 def _sent(rank: int, group: Any) -> tuple[list[int], int]:
-    """Bytes sent in each of four steps, the third of which goes through the blocks in another order; bytes of the model."""
+    """Bytes sent in each of four steps, the third of which goes through the blocks in another
+    order; bytes of the model."""
     model = Chain()
     optimizer = ZeroOptimizer(model, AdamW, stage=3, group=group, lr=1e-2)
     comm, sent = Communicator.of(group), []
@@ -111,7 +127,11 @@ def _fail(rank: int, group: Any) -> list[str]:
     model = Chain()
     optimizer = ZeroOptimizer(model, AdamW, stage=3, group=group, lr=1e-2)
     said = []
-    for action in (model.state_dict, model.blocks[1].state_dict, lambda: model(torch.randn(3, WIDTH + 1))):
+    for action in (
+        model.state_dict,
+        model.blocks[1].state_dict,
+        lambda: model(torch.randn(3, WIDTH + 1)),
+    ):
         try:
             action()
         except RuntimeError as error:
@@ -138,11 +158,18 @@ def test_what_can_not_work_says_so(world):
 def test_units_are_the_outermost_blocks_and_what_they_share_is_the_roots():
     model = nn.Module()
     model.embedding = nn.Embedding(7, WIDTH)
-    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 3))) for _ in range(2))
+    model.blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 3))) for _ in range(2)
+    )
     model.blocks[1][0].weight = model.blocks[0][0].weight
     trained = {id(p) for p in model.parameters()}
-    units, whole = find_units(model, wanted=None, trained=trained, whole_below=4, device=torch.device("cpu"))
-    names = {unit.name: [name for named in unit.parameters.values() for name, _ in named] for unit in units}
+    units, whole = find_units(
+        model, wanted=None, trained=trained, whole_below=4, device=torch.device("cpu")
+    )
+    names = {
+        unit.name: [name for named in unit.parameters.values() for name, _ in named]
+        for unit in units
+    }
     assert names == {
         "the model's own": ["embedding.weight", "blocks.0.0.weight"],
         "blocks.0": ["blocks.0.0.bias", "blocks.0.1.0.weight"],
@@ -154,7 +181,12 @@ def test_units_are_the_outermost_blocks_and_what_they_share_is_the_roots():
 def _meta(rank: int, group: Any, stage: int) -> bool:
     torch.manual_seed(rank)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(5, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
+        model = nn.Sequential(
+            nn.Embedding(5, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 5),
+        )
         model[3].weight = model[0].weight
     optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2)
     model(torch.tensor([1, 2, 3])).square().mean().backward()
@@ -165,8 +197,12 @@ def _meta(rank: int, group: Any, stage: int) -> bool:
         assert not any(t.is_meta for t in tensors)
         theirs: list[Any] = [None] * dist.get_world_size(group)
         # Running statistics are each rank's own.
-        dist.all_gather_object(theirs, [p.detach().clone() for p in model.parameters()], group=group)
-    return all(torch.equal(a, b) for a, b in zip(theirs[0], theirs[-1], strict=True)) and bool(theirs[0][0].abs().max() > 0)
+        dist.all_gather_object(
+            theirs, [p.detach().clone() for p in model.parameters()], group=group
+        )
+    return all(torch.equal(a, b) for a, b in zip(theirs[0], theirs[-1], strict=True)) and bool(
+        theirs[0][0].abs().max() > 0
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

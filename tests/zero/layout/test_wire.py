@@ -1,4 +1,5 @@
-"""What travels as a codec's numbers and within a small group: same values on every rank, bytes counted, training goes on."""
+"""What travels as a codec's numbers and within a small group: same values on every rank, bytes
+counted, training goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ WIDTH, LAYERS = 64, 6
 
 def model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))).to(dtype)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+    ).to(dtype)
 
 
 def small_group(group: Any, size: int) -> dist.ProcessGroup:
@@ -39,14 +42,21 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)
 
 
-def _gathered(rank: int, group: Any, codec: Codec, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], float]:
-    """(what a rank computed with, exact values, bytes sent in one gather per byte of exact ones) of the first layer."""
+def _gathered(
+    rank: int, group: Any, codec: Codec, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], float]:
+    """(what a rank computed with, exact values, bytes sent in one gather per byte of exact ones) of
+    the first layer."""
     net = model(dtype)
-    zero = ZeroOptimizer(net, AdamW, stage=3, group=group, gather_codec=codec, overlap=False, lr=1e-2)
+    zero = ZeroOptimizer(
+        net, AdamW, stage=3, group=group, gather_codec=codec, overlap=False, lr=1e-2
+    )
     exact = [p.detach().clone() for p in model(dtype)[0].parameters()]
     shard = zero.gathering.units[1].flats[0].shard.clone()
     seen: list[Tensor] = []
-    net[0][1].register_forward_hook(lambda *_: seen.extend(p.detach().clone() for p in net[0][0].parameters()))
+    net[0][1].register_forward_hook(
+        lambda *_: seen.extend(p.detach().clone() for p in net[0][0].parameters())
+    )
     comm = Communicator.of(group)
     with torch.no_grad():
         net(torch.zeros(1, WIDTH, dtype=dtype))  # whatever is measured the first time
@@ -54,21 +64,33 @@ def _gathered(rank: int, group: Any, codec: Codec, dtype: torch.dtype) -> tuple[
         before = comm.bytes_sent
         net(torch.zeros(1, WIDTH, dtype=dtype))
         sent = comm.bytes_sent - before
-    assert torch.equal(zero.gathering.units[1].flats[0].shard, shard), "the owner's copy stays exact"
+    assert torch.equal(zero.gathering.units[1].flats[0].shard, shard), (
+        "the owner's copy stays exact"
+    )
     with zero.whole_parameters():
         for p, q in zip(net[0].parameters(), exact, strict=True):
             assert torch.equal(p, q), "what is saved is exact"
         assert torch.equal(net[1][0].weight, model(dtype)[1][0].weight)
-    size, whole = dist.get_world_size(group), sum(p.numel() * p.element_size() for p in net.parameters())
+    size, whole = (
+        dist.get_world_size(group),
+        sum(p.numel() * p.element_size() for p in net.parameters()),
+    )
     return seen, exact, sent / (whole * (size - 1) / size)
 
 
 @pytest.mark.parametrize(
     ("codec", "dtype", "share"),
-    [(Int8(), torch.bfloat16, 0.5), (Int8(), torch.float32, 0.25), (FP8(), torch.float32, 0.25), (BF16(), torch.float32, 0.5)],
+    [
+        (Int8(), torch.bfloat16, 0.5),
+        (Int8(), torch.float32, 0.25),
+        (FP8(), torch.float32, 0.25),
+        (BF16(), torch.float32, 0.5),
+    ],
     ids=str,
 )
-def test_all_ranks_compute_with_the_same_dequantised_parameters(world, codec: Codec, dtype: torch.dtype, share: float):
+def test_all_ranks_compute_with_the_same_dequantised_parameters(
+    world, codec: Codec, dtype: torch.dtype, share: float
+):
     found = world(3).run(_gathered, codec, dtype)
     for seen, exact, sent in found:
         assert len(seen) == 2
@@ -83,15 +105,27 @@ def test_all_ranks_compute_with_the_same_dequantised_parameters(world, codec: Co
 
 def _bytes(zero: ZeroOptimizer, codec: Codec | None) -> int:
     """Bytes that one rank sends when every bucket's chunks go once to the others."""
-    chunks = [(b.stop - b.start) // flat.partition.ranks for flat in zero.flats for b in flat.partition.buckets]
+    chunks = [
+        (b.stop - b.start) // flat.partition.ranks
+        for flat in zero.flats
+        for b in flat.partition.buckets
+    ]
     size = dist.get_world_size(zero.group)
-    return sum(n * zero.flats[0].data.element_size() if codec is None else codec.payload_bytes(n) for n in chunks) * (size - 1)
+    return sum(
+        n * zero.flats[0].data.element_size() if codec is None else codec.payload_bytes(n)
+        for n in chunks
+    ) * (size - 1)
 
 
-def _reduced(rank: int, group: Any, stage: int, codec: Codec | None, accumulate: int) -> tuple[Tensor, int, list[int]]:
-    """(this rank's chunks of the gradients, bytes sent for them in backward, those expected and of cards beside them)"""
+def _reduced(
+    rank: int, group: Any, stage: int, codec: Codec | None, accumulate: int
+) -> tuple[Tensor, int, list[int]]:
+    """(this rank's chunks of the gradients, bytes sent for them in backward, those expected and of
+    cards beside them)"""
     net = model(torch.float32)
-    zero = ZeroOptimizer(net, AdamW, stage=stage, group=group, reduce_codec=codec, bucket_bytes=40_000, lr=1e-2)
+    zero = ZeroOptimizer(
+        net, AdamW, stage=stage, group=group, reduce_codec=codec, bucket_bytes=40_000, lr=1e-2
+    )
     comm = Communicator.of(group)
     net(batch(0, rank)[0]).square().mean().backward()  # whatever is measured the first time
     zero.zero_grad()
@@ -99,10 +133,16 @@ def _reduced(rank: int, group: Any, stage: int, codec: Codec | None, accumulate:
     for step in range(accumulate):
         net(batch(step, rank)[0]).square().mean().backward()
     # Backward's and the next forwards' gathers, of blocks that were not whole.
-    gathers = 0 if stage < 3 else (2 * accumulate * LAYERS - accumulate) * _bytes(zero, None) // LAYERS
+    gathers = (
+        0 if stage < 3 else (2 * accumulate * LAYERS - accumulate) * _bytes(zero, None) // LAYERS
+    )
     sent = comm.bytes_sent - before - gathers
     cards = 64 * (dist.get_world_size(group) - 1) * len(zero.gradients.buckets)
-    return torch.cat(zero.reduced_gradients()), sent, [accumulate * _bytes(zero, codec), accumulate * cards]
+    return (
+        torch.cat(zero.reduced_gradients()),
+        sent,
+        [accumulate * _bytes(zero, codec), accumulate * cards],
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -110,7 +150,9 @@ def _reduced(rank: int, group: Any, stage: int, codec: Codec | None, accumulate:
 def test_gradients_are_summed_from_one_quantisation_of_each(world, stage: int, accumulate: int):
     exact = world(3).run(_reduced, stage, None, accumulate)
     found = world(3).run(_reduced, stage, Int8(), accumulate)
-    for (chunks, sent, (payloads, cards)), (expected, plain, (whole, _)) in zip(found, exact, strict=True):
+    for (chunks, sent, (payloads, cards)), (expected, plain, (whole, _)) in zip(
+        found, exact, strict=True
+    ):
         error = (chunks - expected).abs().max()
         assert 0 < error <= accumulate * expected.abs().max() / 127 * 2
         assert (chunks - expected).norm() < 0.02 * expected.norm()
@@ -125,13 +167,20 @@ def _payloads(zero: ZeroOptimizer) -> int:
     codec, size = zero.wire.gather, dist.get_world_size(zero.group)
     if codec is None:
         return _bytes(zero, None)
-    return sum(-(-codec.payload_bytes(flat.shard.numel()) // 64) * 64 for flat in zero.flats) * (size - 1)
+    return sum(-(-codec.payload_bytes(flat.shard.numel()) // 64) * 64 for flat in zero.flats) * (
+        size - 1
+    )
 
 
-def _train(rank: int, group: Any, secondary: int, zero: dict[str, Any], accumulate: int, dtype: torch.dtype) -> Any:
-    """(parameters after a few steps, bytes sent in the last step in the group and in the small one, bytes of a gather)"""
+def _train(
+    rank: int, group: Any, secondary: int, zero: dict[str, Any], accumulate: int, dtype: torch.dtype
+) -> Any:
+    """(parameters after a few steps, bytes sent in the last step in the group and in the small one,
+    bytes of a gather)"""
     net, small = model(dtype), small_group(group, secondary) if secondary else None
-    optimizer = ZeroOptimizer(net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero)
+    optimizer = ZeroOptimizer(
+        net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero
+    )
     comms = [Communicator.of(group), *([Communicator.of(small)] if small is not None else [])]
     sent: list[int] = []
     for step in range(4):
@@ -141,7 +190,9 @@ def _train(rank: int, group: Any, secondary: int, zero: dict[str, Any], accumula
             nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
         sent = [comm.bytes_sent - b for comm, b in zip(comms, before, strict=True)]
-        assert all(flat.kept is None for unit in optimizer.gathering.units for flat in unit.flats), "old values are forgotten"
+        assert all(
+            flat.kept is None for unit in optimizer.gathering.units for flat in unit.flats
+        ), "old values are forgotten"
     with optimizer.whole_parameters():
         numel = sum(flat.data.numel() for flat in optimizer.flats)
         return (
@@ -154,13 +205,18 @@ def _train(rank: int, group: Any, secondary: int, zero: dict[str, Any], accumula
 
 @pytest.mark.parametrize("zero", [{}, {"overlap": False}, {"gather_codec": Int8()}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_small_group_gathers_for_backward_with_the_same_bits(world, zero: dict[str, Any], accumulate: int):
+def test_a_small_group_gathers_for_backward_with_the_same_bits(
+    world, zero: dict[str, Any], accumulate: int
+):
     plain = world(4).run(_train, 0, zero, accumulate, torch.bfloat16)
     found = world(4).run(_train, 2, zero, accumulate, torch.bfloat16)
-    for (parameters, sent, payloads, whole), (expected, before, _, _) in zip(found, plain, strict=True):
+    for (parameters, sent, payloads, whole), (expected, before, _, _) in zip(
+        found, plain, strict=True
+    ):
         for a, b in zip(parameters, expected, strict=True):
             assert torch.equal(a, b)
-        # Backward's gathers, and later forwards', leave the large group. The last block of forward is backward's first.
+        # Backward's gathers, and later forwards', leave the large group. The last block of forward
+        # is backward's first.
         again = accumulate * (1 - 1 / LAYERS) + accumulate - 1
         assert before[0] - sent[0] == pytest.approx(again * payloads)
         assert sent[1] == pytest.approx(again * whole / 2)
@@ -173,7 +229,9 @@ def _loss(rank: int, group: Any, zero: dict[str, Any], secondary: int) -> list[f
         for p in teacher.parameters():
             p.mul_(1.5)
     small = small_group(group, secondary) if secondary else None
-    optimizer = ZeroOptimizer(net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero)
+    optimizer = ZeroOptimizer(
+        net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero
+    )
     losses = []
     for step in range(50):
         x, _ = batch(step, rank)
@@ -197,8 +255,15 @@ def test_training_in_few_bits_learns_as_well(world):
 def _overflow(rank: int, group: Any) -> bool:
     net = model(torch.float32)
     zero = ZeroOptimizer(
-        net, AdamW, stage=3, group=group, gather_codec=Int8(), reduce_codec=Int8(), max_grad_norm=1.0, lr=1e-2
-    )  # fmt: skip
+        net,
+        AdamW,
+        stage=3,
+        group=group,
+        gather_codec=Int8(),
+        reduce_codec=Int8(),
+        max_grad_norm=1.0,
+        lr=1e-2,
+    )
     with zero.whole_parameters():
         before = [p.detach().clone() for p in net.parameters()]
     (net(batch(0, rank)[0]).square().mean() * (float("inf") if rank == 1 else 1.0)).backward()

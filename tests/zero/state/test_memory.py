@@ -1,4 +1,5 @@
-"""What each rank keeps, and what it sends: counted, and compared with the formulas of the ZeRO paper."""
+"""What each rank keeps, and what it sends: counted, and compared with the formulas of the ZeRO
+paper."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from torch import nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.hooks.reduced import ReducedGradient  # without memory: its elements are in the chunks, which count
+from pyops.zero.hooks.reduced import (
+    ReducedGradient,
+)  # without memory: its elements are in the chunks, which count
 
 WIDTH, LAYERS = 256, 6
-# Bytes of a parameter that every rank keeps, and that are shared out: 16-bit parameters, AdamW with float32 masters.
+# Bytes of a parameter that every rank keeps, and that are shared out: 16-bit parameters, AdamW with
+# float32 masters.
 FORMULA = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 
 
@@ -25,7 +29,11 @@ def bytes_of_tensors() -> int:
     gc.collect()
     storages = {}
     for found in gc.get_objects():
-        if isinstance(found, torch.Tensor) and found.device.type == "cpu" and not isinstance(found, ReducedGradient):
+        if (
+            isinstance(found, torch.Tensor)
+            and found.device.type == "cpu"
+            and not isinstance(found, ReducedGradient)
+        ):
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -37,7 +45,8 @@ def model() -> nn.Module:
 
 
 def _measure(rank: int, group: Any, stage: int, cls_name: str) -> tuple[float, float, int]:
-    """(bytes per parameter just before the second step, bytes sent per parameter and step, number of parameters)."""
+    """(bytes per parameter just before the second step, bytes sent per parameter and step, number
+    of parameters)."""
     before = bytes_of_tensors()
     net = model()
     numel = sum(p.numel() for p in net.parameters())
@@ -78,7 +87,9 @@ def test_persistent_bytes_are_those_of_the_paper(world, size: int, cls_name: str
 def test_a_step_sends_no_more_than_an_all_reduce(world, size: int):
     for stage in (1, 2):
         for _, sent, _ in world(size).run(_measure, stage, "AdamW"):
-            assert sent == pytest.approx(2 * 2 * (size - 1) / size, rel=0.02), stage  # two passes of 2 bytes
+            assert sent == pytest.approx(2 * 2 * (size - 1) / size, rel=0.02), (
+                stage
+            )  # two passes of 2 bytes
     # Three passes at stage 3, but the last layer of forward is the first of backward, and stays.
     for _, sent, _ in world(size).run(_measure, 3, "AdamW"):
         assert sent == pytest.approx((3 - 1 / LAYERS) * 2 * (size - 1) / size, rel=0.02)
@@ -87,7 +98,9 @@ def test_a_step_sends_no_more_than_an_all_reduce(world, size: int):
 def _whole_gradients(rank: int, group: Any, stage: int, bucket_bytes: int) -> int:
     """The most bytes of whole gradients that were alive at once in a backward."""
     net = model()
-    optimizer = ZeroOptimizer(net, AdamW, stage=stage, group=group, bucket_bytes=bucket_bytes, lr=1e-3)
+    optimizer = ZeroOptimizer(
+        net, AdamW, stage=stage, group=group, bucket_bytes=bucket_bytes, lr=1e-3
+    )
     most = 0
 
     def look(*_: Any) -> None:
@@ -107,11 +120,14 @@ def _whole_gradients(rank: int, group: Any, stage: int, bucket_bytes: int) -> in
 def test_whole_gradients_are_those_of_a_few_buckets_only(world, stage: int):
     layer = (WIDTH * WIDTH + WIDTH) * 2
     for most in world(2).run(_whole_gradients, stage, layer):
-        assert layer <= most <= 4 * layer * 1.02  # one that is filled, two on their way, one that is being handed over
+        assert (
+            layer <= most <= 4 * layer * 1.02
+        )  # one that is filled, two on their way, one that is being handed over
 
 
 def _whole_parameters(rank: int, group: Any, overlap: bool) -> list[int]:
-    """The most bytes of whole parameters at once: while it is made, in training, and in evaluation."""
+    """The most bytes of whole parameters at once: while it is made, in training, and in
+    evaluation."""
     before = bytes_of_tensors()
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
@@ -127,12 +143,14 @@ def _whole_parameters(rank: int, group: Any, overlap: bool) -> list[int]:
 
     optimizer = ZeroOptimizer(
         net, torch.optim.SGD, stage=3, group=group, overlap=overlap, initialise=initialise, lr=1e-3
-    )  # fmt: skip
+    )
     most[0] -= sum(unit.flats[0].shard.nbytes for unit in optimizer.gathering.units if unit.flats)
 
     def look_at_units(*_: Any) -> None:
         units = optimizer.gathering.units
-        most[phase] = max(most[phase], sum(f.nbytes for unit in units for f in unit.flats if f.is_whole))
+        most[phase] = max(
+            most[phase], sum(f.nbytes for unit in units for f in unit.flats if f.is_whole)
+        )
 
     for module in net:
         module.register_forward_hook(look_at_units)

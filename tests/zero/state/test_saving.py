@@ -1,4 +1,5 @@
-"""A run that is saved and taken up again goes on as if nothing had happened, on any stage and number of ranks."""
+"""A run that is saved and taken up again goes on as if nothing had happened, on any stage and
+number of ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +24,18 @@ Trace = tuple[list[float], dict[str, Tensor]]  # losses, and parameters after th
 
 
 def _make(model: Net, group: Any, stage: int, name: str, bucket_bytes: int) -> ZeroOptimizer:
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     return ZeroOptimizer(
-        model, cls, stage=stage, group=group, params=groups(model), bucket_bytes=bucket_bytes, lr=1e-2, max_grad_norm=1.0
+        model,
+        cls,
+        stage=stage,
+        group=group,
+        params=groups(model),
+        bucket_bytes=bucket_bytes,
+        lr=1e-2,
+        max_grad_norm=1.0,
     )
 
 
@@ -49,7 +59,11 @@ def _save(rank: int, group: Any, folder: str, stage: int, name: str, dtype: torc
     model = _net(dtype)
     optimizer = _make(model, group, stage, name, 1500)
     _steps(model, optimizer, group, range(4))
-    checkpoint.save(folder, {"model": optimizer.model_state_dict(), "optimizer": optimizer.state_dict()}, group=group)
+    checkpoint.save(
+        folder,
+        {"model": optimizer.model_state_dict(), "optimizer": optimizer.state_dict()},
+        group=group,
+    )
     losses = _steps(model, optimizer, group, range(4, 8))
     with optimizer.whole_parameters():
         return losses, {k: v.clone() for k, v in model.state_dict().items()}
@@ -68,11 +82,15 @@ def _resume(rank: int, group: Any, folder: str, stage: int, name: str, dtype: to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["AdamW", "torch.AdamW", "LAMB", "Adafactor"])
-def test_resumes_bit_for_bit_at_another_stage_and_bucket_size(world, tmp_path: Path, name: str, dtype: torch.dtype):
+def test_resumes_bit_for_bit_at_another_stage_and_bucket_size(
+    world, tmp_path: Path, name: str, dtype: torch.dtype
+):
     saved_at = 3 if name == "AdamW" else 2
     losses, parameters = world(3).run(_save, str(tmp_path / "a"), saved_at, name, dtype)[0]
     start = _net(dtype).state_dict()
-    assert sum(not torch.equal(start[key], value) for key, value in parameters.items()) > 10, "nothing was trained"
+    assert sum(not torch.equal(start[key], value) for key, value in parameters.items()) > 10, (
+        "nothing was trained"
+    )
     for stage in (1, 2, 3):
         again, resumed = world(3).run(_resume, str(tmp_path / "a"), stage, name, dtype)[0]
         assert again == losses
@@ -118,9 +136,14 @@ def _refuse(rank: int, group: Any, change: str) -> tuple[str, bool]:
     model = _net(torch.float32)
     optimizer = _make(model, group, 2, "AdamW", 1500)
     _steps(model, optimizer, group, range(2))
-    before = {key: value.clone() for key, value in optimizer.owned.optimizer.state_dict()["state"].get(0, {}).items()}
-    state = {"state": {name: dict(entries) for name, entries in optimizer.state_dict()["state"].items()},
-             "param_groups": [dict(g) for g in optimizer.state_dict()["param_groups"]]}  # fmt: skip
+    before = {
+        key: value.clone()
+        for key, value in optimizer.owned.optimizer.state_dict()["state"].get(0, {}).items()
+    }
+    state = {
+        "state": {name: dict(entries) for name, entries in optimizer.state_dict()["state"].items()},
+        "param_groups": [dict(g) for g in optimizer.state_dict()["param_groups"]],
+    }
     if change == "names":
         state["param_groups"][0]["params"] = [*state["param_groups"][0]["params"][1:], "strange"]
     elif change == "groups":

@@ -1,4 +1,5 @@
-"""Updates one step late: the bits of a simulation, saved in the middle, at every stage, and a model that still learns."""
+"""Updates one step late: the bits of a simulation, saved in the middle, at every stage, and a model
+that still learns."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.on_device
 STEPS = 7
 
 
-def _gradients(rank: int, size: int, step: int, model: Net, dtype: torch.dtype, *, broken: bool) -> None:
+def _gradients(
+    rank: int, size: int, step: int, model: Net, dtype: torch.dtype, *, broken: bool
+) -> None:
     x, y = part(step, rank, size)
     loss = mean_loss(model, x.to(dtype), y.to(dtype), sometimes=step % 2 == 1)
     (loss * float("inf") if broken and step == 4 else loss).backward()
@@ -29,8 +32,9 @@ def _gradients(rank: int, size: int, step: int, model: Net, dtype: torch.dtype, 
 
 def _simulate(
     rank: int, group: Any, name: str, dtype: torch.dtype, after: int, broken: bool
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:  # fmt: skip
-    """The model before each step, and what the last update makes of it: an ordinary ZeroOptimizer beside a stale model."""
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The model before each step, and what the last update makes of it: an ordinary ZeroOptimizer
+    beside a stale model."""
     stale, ahead = Net(mixed=False).to(dtype), Net(mixed=False).to(dtype)
     zero = _optimizer(ahead, name, group, stage=1)
     seen, waiting = [], [p.detach().clone() for p in ahead.parameters()]
@@ -53,31 +57,57 @@ def _simulate(
 
 
 def _optimizer(model: Net, name: str, group: Any, **options: Any) -> ZeroOptimizer:
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
     return ZeroOptimizer(
-        model, cls, group=group, params=groups(model), bucket_bytes=2000, lr=1e-2, max_grad_norm=0.2, **options
-    )  # fmt: skip
+        model,
+        cls,
+        group=group,
+        params=groups(model),
+        bucket_bytes=2000,
+        lr=1e-2,
+        max_grad_norm=0.2,
+        **options,
+    )
 
 
 def _run(
-    rank: int, group: Any, stage: int, name: str, dtype: torch.dtype, after: int, offload: str, folder: str | None, broken: bool
+    rank: int,
+    group: Any,
+    stage: int,
+    name: str,
+    dtype: torch.dtype,
+    after: int,
+    offload: str,
+    folder: str | None,
+    broken: bool,
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """The same with delayed updates; with a folder, another optimizer goes on from a checkpoint in the middle."""
+    """The same with delayed updates; with a folder, another optimizer goes on from a checkpoint in
+    the middle."""
 
     def make() -> tuple[Net, ZeroOptimizer]:
         model = Net(mixed=False).to(dtype)
-        return model, _optimizer(model, name, group, stage=stage, offload=offload, delayed_update=after or True)
+        return model, _optimizer(
+            model, name, group, stage=stage, offload=offload, delayed_update=after or True
+        )
 
     model, zero = make()
     seen, threads = [], set()
-    zero.owned.optimizer.register_step_pre_hook(lambda *_: threads.add(threading.current_thread().name))
+    zero.owned.optimizer.register_step_pre_hook(
+        lambda *_: threads.add(threading.current_thread().name)
+    )
     for step in range(STEPS):
         with zero.whole_parameters():
             seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
         _gradients(rank, dist.get_world_size(group), step, model, dtype, broken=broken)
         zero.step()
         if step == 3 and folder is not None:
-            checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group)
+            checkpoint.save(
+                folder,
+                {"model": zero.model_state_dict(), "optimizer": zero.state_dict()},
+                group=group,
+            )
             model, zero = make()
             state, _ = checkpoint.load(folder, lazy=True)
             zero.load_model_state_dict(state["model"])
@@ -98,15 +128,23 @@ def _run(
         (2, "AdamW", torch.float32, 2, "disk", False),
     ],
 )
-def test_delayed_updates_have_the_bits_of_a_simulation(world, tmp_path: Path, stage, name, dtype, after, place, broken):
+def test_delayed_updates_have_the_bits_of_a_simulation(
+    world, tmp_path: Path, stage, name, dtype, after, place, broken
+):
     offload = "cpu" if place == "cpu" else str(tmp_path)
     want, last = world(2).run(_simulate, name, dtype, after, broken)[0]
-    assert not all(torch.equal(want[after + 1][n], p) for n, p in want[STEPS - 1].items()), "the simulation moves"
+    assert not all(torch.equal(want[after + 1][n], p) for n, p in want[STEPS - 1].items()), (
+        "the simulation moves"
+    )
     if after:
         assert not all(torch.equal(want[after - 1][n], p) for n, p in want[after].items())
-    assert all(torch.equal(want[after][n], p) for n, p in want[after + 1].items()), "the first delayed step changes nothing"
+    assert all(torch.equal(want[after][n], p) for n, p in want[after + 1].items()), (
+        "the first delayed step changes nothing"
+    )
     for folder in (None, str(tmp_path / "checkpoint")):
-        for seen, ended, threads in world(2).run(_run, stage, name, dtype, after, offload, folder, broken):
+        for seen, ended, threads in world(2).run(
+            _run, stage, name, dtype, after, offload, folder, broken
+        ):
             for step, (found, expected) in enumerate(zip(seen, want, strict=True)):
                 for n, p in expected.items():
                     assert torch.equal(found[n], p), (step, n, folder)
@@ -116,13 +154,16 @@ def test_delayed_updates_have_the_bits_of_a_simulation(world, tmp_path: Path, st
 
 
 def _taken_up(rank: int, group: Any, folder: str) -> bool:
-    """Whether a state that is ahead of its model is taken up without delays: by every rank's whole model."""
+    """Whether a state that is ahead of its model is taken up without delays: by every rank's whole
+    model."""
     model = Net(mixed=False)
     zero = _optimizer(model, "AdamW", group, stage=2, offload="cpu", delayed_update=True)
     for step in range(3):
         _gradients(rank, dist.get_world_size(group), step, model, torch.float32, broken=False)
         zero.step()
-    checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group)
+    checkpoint.save(
+        folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group
+    )
     stale = {n: p.detach().clone() for n, p in model.named_parameters()}
     zero.finish_update()
     other = Net(seed=5, mixed=False)
@@ -130,7 +171,9 @@ def _taken_up(rank: int, group: Any, folder: str) -> bool:
     state, _ = checkpoint.load(folder)
     plain.load_model_state_dict(state["model"])
     plain.load_state_dict(state["optimizer"])
-    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    same = all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
     return same and not all(torch.equal(stale[n], p) for n, p in model.named_parameters())
 
 
@@ -142,7 +185,9 @@ def _loss(rank: int, group: Any, delayed: bool | int) -> tuple[float, float]:
     """Before and after 80 steps on one batch."""
     model = Net(mixed=False)
     options: dict[str, Any] = {"offload": "cpu", "delayed_update": delayed} if delayed else {}
-    zero = ZeroOptimizer(model, pyops.optim.AdamW, stage=1, params=groups(model), lr=1e-2, **options)
+    zero = ZeroOptimizer(
+        model, pyops.optim.AdamW, stage=1, params=groups(model), lr=1e-2, **options
+    )
     x, y = part(0, 0, 1)
     losses = []
     for _ in range(80):

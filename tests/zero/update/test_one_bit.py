@@ -1,4 +1,5 @@
-"""OneBitAdam at stage 1: the bits of all ranks played in one process, what travels, what is kept, and going on."""
+"""OneBitAdam at stage 1: the bits of all ranks played in one process, what travels, what is kept,
+and going on."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ CODEC = OneBit(block=64)
 def _net(dtype: torch.dtype) -> Net:
     """A column of a matrix that decays never has a gradient."""
     model = Net(mixed=False).to(dtype)
-    model.blocks[0].inner.weight.register_hook(lambda g: g.index_fill(1, torch.tensor([2], device=g.device), 0.0))
+    model.blocks[0].inner.weight.register_hook(
+        lambda g: g.index_fill(1, torch.tensor([2], device=g.device), 0.0)
+    )
     return model
 
 
@@ -38,12 +41,23 @@ def _gradients(model: Net, step: int, rank: int, size: int, dtype: torch.dtype) 
 
 def _make(model: Net, group: Any, **options: Any) -> ZeroOptimizer:
     return ZeroOptimizer(
-        model, pyops.optim.OneBitAdam, stage=1, group=group, params=groups(model), bucket_bytes=BUCKET, lr=LR, weight_decay=0.1,
-        warmup_steps=WARMUP, codec=CODEC, **options,
-    )  # fmt: skip
+        model,
+        pyops.optim.OneBitAdam,
+        stage=1,
+        group=group,
+        params=groups(model),
+        bucket_bytes=BUCKET,
+        lr=LR,
+        weight_decay=0.1,
+        warmup_steps=WARMUP,
+        codec=CODEC,
+        **options,
+    )
 
 
-def _run(rank: int, group: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+def _run(
+    rank: int, group: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> list[dict[str, Tensor]]:
     """Parameters after each step."""
     model = _net(dtype)
     zero, found = _make(model, group, **options), []
@@ -57,14 +71,21 @@ def _run(rank: int, group: Any, dtype: torch.dtype, options: dict[str, Any]) -> 
 
 
 class Played:
-    """All ranks of the algorithm in one process. Whole tensors; the codec's own functions; nothing of ZeroOptimizer."""
+    """All ranks of the algorithm in one process. Whole tensors; the codec's own functions; nothing
+    of ZeroOptimizer."""
 
     def __init__(self, ranks: int, dtype: torch.dtype, *, op: str, slow: float) -> None:
         self.model, self.ranks, self.dtype, self.op, self.slow = _net(dtype), ranks, dtype, op, slow
-        self.named = [(n, p) for n, p in reversed(list(self.model.named_parameters())) if p.requires_grad]
-        self.optimizer = pyops.optim.AdamW(groups(self.model), lr=LR, weight_decay=0.1, master_weights=True)
+        self.named = [
+            (n, p) for n, p in reversed(list(self.model.named_parameters())) if p.requires_grad
+        ]
+        self.optimizer = pyops.optim.AdamW(
+            groups(self.model), lr=LR, weight_decay=0.1, master_weights=True
+        )
         shapes = [(n, p.shape) for n, p in self.named]
-        self.partition = Partition.plan(shapes, ranks=ranks, item_size=dtype.itemsize, bucket_bytes=BUCKET)
+        self.partition = Partition.plan(
+            shapes, ranks=ranks, item_size=dtype.itemsize, bucket_bytes=BUCKET
+        )
         self.squares: dict[Tensor, Tensor] = {}
 
     def zeros(self) -> Tensor:
@@ -115,9 +136,17 @@ class Played:
         flat_v = self.flat(v)
         self.roots = torch.where(flat_v == 0, 0.0, 1 / (flat_v.sqrt() + 1e-8)).bfloat16().float()
         self.w = (
-            self.flat([s["exp_avg"] / (1 - 0.9**n) if s else None for s, n in zip(states, steps, strict=True)]) * self.roots
+            self.flat(
+                [
+                    s["exp_avg"] / (1 - 0.9**n) if s else None
+                    for s, n in zip(states, steps, strict=True)
+                ]
+            )
+            * self.roots
         )
-        self.p = self.flat([s.get("master", p) if s else p for s, (_, p) in zip(states, self.named, strict=True)])
+        self.p = self.flat(
+            [s.get("master", p) if s else p for s, (_, p) in zip(states, self.named, strict=True)]
+        )
         self.q = self.flat([p for _, p in self.named])
         self.errors = [self.zeros() for _ in range(self.ranks)]
         self.steps = steps
@@ -129,11 +158,16 @@ class Played:
 
     def compressed(self, step: int) -> None:
         dead, mean = self.roots == 0, self.zeros()
-        sent = [self.flat(each) * self.roots * (self.ranks if self.op == "sum" else 1) for each in self.by_rank(step)]
+        sent = [
+            self.flat(each) * self.roots * (self.ranks if self.op == "sum" else 1)
+            for each in self.by_rank(step)
+        ]
         for _, chunk in self.chunks():
             payloads = []
             for u, error in zip(sent, self.errors, strict=True):
-                payloads.append(torch.zeros(CODEC.payload_bytes(chunk.stop - chunk.start), dtype=torch.uint8))
+                payloads.append(
+                    torch.zeros(CODEC.payload_bytes(chunk.stop - chunk.start), dtype=torch.uint8)
+                )
                 CODEC.encode(u[chunk], payloads[-1], error=error[chunk])
             CODEC.sum_rows(mean[chunk], payloads, scale=1 / self.ranks)
         mean[dead] = 0
@@ -145,9 +179,13 @@ class Played:
                 continue
             self.steps[i] += 1
             at = self.partition.layout.slice_at(i)
-            group = next(g for g in self.optimizer.param_groups if any(p is each for each in g["params"]))
+            group = next(
+                g for g in self.optimizer.param_groups if any(p is each for each in g["params"])
+            )
             self.w[at].lerp_(mean[at], (1 - 0.9) / (1 - 0.9 ** self.steps[i]))
-            self.p[at].mul_(1 - group["lr"] * group["weight_decay"]).sub_(self.w[at], alpha=group["lr"])
+            self.p[at].mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                self.w[at], alpha=group["lr"]
+            )
         self.p = torch.where(dead, before, self.p)
         moves = self.zeros()
         for _, chunk in self.chunks():
@@ -173,14 +211,23 @@ def _played(ranks: int, dtype: torch.dtype, *, op: str, slow: float) -> list[dic
     return found
 
 
-@pytest.mark.parametrize(("size", "dtype", "op", "slow"), [
-    (2, torch.float32, "mean", 0.0), (3, torch.float32, "sum", 0.0), (2, torch.bfloat16, "mean", 0.9995),
-])  # fmt: skip
-def test_the_bits_of_all_ranks_in_one_process(world, size: int, dtype: torch.dtype, op: str, slow: float):
+@pytest.mark.parametrize(
+    ("size", "dtype", "op", "slow"),
+    [
+        (2, torch.float32, "mean", 0.0),
+        (3, torch.float32, "sum", 0.0),
+        (2, torch.bfloat16, "mean", 0.9995),
+    ],
+)
+def test_the_bits_of_all_ranks_in_one_process(
+    world, size: int, dtype: torch.dtype, op: str, slow: float
+):
     expected = _played(size, dtype, op=op, slow=slow)
     for found in world(size).run(_run, dtype, {"op": op, "frozen_beta2": slow}):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert [n for n, p in theirs.items() if not torch.equal(ours[n], p)] == [], f"step {step}"
+            assert [n for n, p in theirs.items() if not torch.equal(ours[n], p)] == [], (
+                f"step {step}"
+            )
     start = dict(Net(mixed=False).to(dtype).named_parameters())
     assert torch.equal(expected[-1]["never.weight"], start["never.weight"])
     last, before = (each["blocks.0.inner.weight"] for each in expected[:-3:-1])
@@ -189,7 +236,8 @@ def test_the_bits_of_all_ranks_in_one_process(world, size: int, dtype: torch.dty
 
 
 class Wide(nn.Module):
-    """Enough parameters that what is sent besides bits does not count; one element never has a gradient."""
+    """Enough parameters that what is sent besides bits does not count; one element never has a
+    gradient."""
 
     def __init__(self, width: int = 192) -> None:
         super().__init__()
@@ -216,7 +264,15 @@ def _wide_loss(model: nn.Module, step: int, rank: int, size: int) -> Tensor:
 def _trained(rank: int, group: Any, name: str, steps: int) -> dict[str, Any]:
     model, size = Wide(), dist.get_world_size(group)
     options = {"warmup_steps": 10} if name == "OneBitAdam" else {"weight_decay": 0.0}
-    zero = ZeroOptimizer(model, getattr(pyops.optim, name), stage=1, group=group, lr=2e-3, max_grad_norm=1.0, **options)
+    zero = ZeroOptimizer(
+        model,
+        getattr(pyops.optim, name),
+        stage=1,
+        group=group,
+        lr=2e-3,
+        max_grad_norm=1.0,
+        **options,
+    )
     assert zero.communicator is not None
     sent, losses, norms = [], [], []
     before = model.layers[0].weight[:, 5].clone()
@@ -230,10 +286,14 @@ def _trained(rank: int, group: Any, name: str, steps: int) -> dict[str, Any]:
         assert zero.grad_norm is not None
         norms.append(float(zero.grad_norm))
     return {
-        "losses": losses, "sent": sent[-1], "norms": norms, "memory": zero.memory(),
-        "numel": sum(p.numel() for p in model.parameters()), "still": torch.equal(before, model.layers[0].weight[:, 5]),
+        "losses": losses,
+        "sent": sent[-1],
+        "norms": norms,
+        "memory": zero.memory(),
+        "numel": sum(p.numel() for p in model.parameters()),
+        "still": torch.equal(before, model.layers[0].weight[:, 5]),
         "parameters": [p.detach().clone() for p in model.parameters()],
-    }  # fmt: skip
+    }
 
 
 def test_it_learns_as_adam_does_and_sends_a_sixteenth_of_sixteen_bits(world):
@@ -245,7 +305,9 @@ def test_it_learns_as_adam_does_and_sends_a_sixteenth_of_sixteen_bits(world):
     assert ours[0]["losses"][:10] == exact[0]["losses"][:10], "the warm-up is AdamW"
     assert ours[0]["losses"][12:] != exact[0]["losses"][12:]
     first, second = ours
-    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True)
+    )
     assert first["still"], "no variance, no step"
     assert first["norms"] == second["norms"]
     # A bit per element each way, of which half stays with its owner, beside 4 bytes each way.
@@ -257,11 +319,16 @@ def test_it_learns_as_adam_does_and_sends_a_sixteenth_of_sixteen_bits(world):
 def _skipped(rank: int, group: Any) -> list[bool]:
     """Whether anything changed in a step in which rank 1 alone had an inf; and in the next."""
     model = Wide()
-    zero = ZeroOptimizer(model, pyops.optim.OneBitAdam, stage=1, group=group, lr=1e-3, warmup_steps=1)
+    zero = ZeroOptimizer(
+        model, pyops.optim.OneBitAdam, stage=1, group=group, lr=1e-3, warmup_steps=1
+    )
     assert zero.one_bit is not None
     changed = []
     for step, factor in enumerate((1.0, 1.0, float("inf") if rank else 1.0, 1.0)):
-        everything = [*model.parameters(), *(t for each in zero.one_bit._shared for t in (each.w, each.p, each.errors.worker))]
+        everything = [
+            *model.parameters(),
+            *(t for each in zero.one_bit._shared for t in (each.w, each.p, each.errors.worker)),
+        ]
         before = [t.detach().clone() for t in everything]
         (_wide_loss(model, step, rank, 2) * factor).backward()
         zero.step()
@@ -279,7 +346,9 @@ def _resumed(rank: int, group: Any, folder: str, saved_at: int, alone: bool) -> 
     def make() -> tuple[Wide, ZeroOptimizer]:
         model = Wide()
         mine = dist.new_subgroups(1)[0] if again and alone else group
-        return model, ZeroOptimizer(model, pyops.optim.OneBitAdam, stage=1, group=mine, lr=1e-3, warmup_steps=4)
+        return model, ZeroOptimizer(
+            model, pyops.optim.OneBitAdam, stage=1, group=mine, lr=1e-3, warmup_steps=4
+        )
 
     def steps(model: nn.Module, zero: ZeroOptimizer, numbers: range) -> list[float]:
         losses = []
@@ -293,7 +362,9 @@ def _resumed(rank: int, group: Any, folder: str, saved_at: int, alone: bool) -> 
     again = False
     model, zero = make()
     steps(model, zero, range(saved_at))
-    checkpoint.save(folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group)
+    checkpoint.save(
+        folder, {"model": zero.model_state_dict(), "optimizer": zero.state_dict()}, group=group
+    )
     expected = steps(model, zero, range(saved_at, saved_at + 5))
     again = True
     other, resumed = make()
@@ -303,8 +374,14 @@ def _resumed(rank: int, group: Any, folder: str, saved_at: int, alone: bool) -> 
     found = steps(other, resumed, range(saved_at, saved_at + 5))
     if alone:  # with half of the batch
         assert resumed.one_bit is not None
-        return resumed.one_bit.steps == saved_at + 5 and found[0] == expected[0] and max(found) < 2 * max(expected)
-    return found == expected and all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        return (
+            resumed.one_bit.steps == saved_at + 5
+            and found[0] == expected[0]
+            and max(found) < 2 * max(expected)
+        )
+    return found == expected and all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("saved_at", "alone"), [(3, False), (7, False), (7, True)])
@@ -312,10 +389,16 @@ def test_goes_on_from_a_checkpoint(world, tmp_path: Path, saved_at: int, alone: 
     assert world(2).run(_resumed, str(tmp_path / "saved"), saved_at, alone) == [True, True]
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"stage": 2}, "stage=1"), ({"offload": "cpu"}, "offload"), ({"precondition": False}, "precondition"),
-    ({"codec": None, "warmup_steps": 0}, "warmup_steps"), ({"group": None, "compat": "deepspeed"}, "compat"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stage": 2}, "stage=1"),
+        ({"offload": "cpu"}, "offload"),
+        ({"precondition": False}, "precondition"),
+        ({"codec": None, "warmup_steps": 0}, "warmup_steps"),
+        ({"group": None, "compat": "deepspeed"}, "compat"),
+    ],
+)
 def test_refused(options: dict[str, Any], words: str):
     given = {"stage": 1, "warmup_steps": 2} | options
     with pytest.raises(ValueError, match=words):
@@ -334,7 +417,8 @@ def _stepped(cls: Any, steps: int, **options: Any) -> tuple[Wide, ZeroOptimizer]
 
 
 def test_states_of_other_phases():
-    """A compressed one is nothing for AdamW, or for another codec; AdamW's begins a warm-up where it was."""
+    """A compressed one is nothing for AdamW, or for another codec; AdamW's begins a warm-up where
+    it was."""
     _, ours = _stepped(pyops.optim.OneBitAdam, 3, warmup_steps=2)
     _, exact = _stepped(pyops.optim.AdamW, 3, weight_decay=0.0)
     _, other = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=5, codec=CODEC)
@@ -349,8 +433,12 @@ def test_states_of_other_phases():
 
 
 def test_a_scaled_loss_is_unscaled_in_both_phases():
-    _, plain = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0)
-    _, scaled = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0)
+    _, plain = _stepped(
+        pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0
+    )
+    _, scaled = _stepped(
+        pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0
+    )
     scaled.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
@@ -359,5 +447,8 @@ def test_a_scaled_loss_is_unscaled_in_both_phases():
             (zero.model(x).square().mean() * factor).backward()
             zero.step()
         assert plain.grad_norm == scaled.grad_norm
-    assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), scaled.model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(plain.model.parameters(), scaled.model.parameters(), strict=True)
+    )
     assert not torch.equal(plain.model.last.weight, Wide().bfloat16().last.weight)

@@ -1,4 +1,5 @@
-"""ZeroOptimizer over the stages of a pipeline, put together by hand: as one process with all the layers and the whole batch."""
+"""ZeroOptimizer over the stages of a pipeline, put together by hand: as one process with all the
+layers and the whole batch."""
 
 from __future__ import annotations
 
@@ -55,17 +56,35 @@ def by_hand(rank: int, group: Any, stage: int, bucket_bytes: int) -> None:
     held = {"0": nn.ModuleDict({"0": Holder(layers[0][0].weight)})} if mesh.rank("pp") else {}
     part = nn.ModuleDict({**held, **own})
     optimizer = ZeroOptimizer(
-        part, AdamW, stage=stage, group=mesh.group("dp"), pp_group=mesh.group("pp"), max_grad_norm=LIMIT, op="sum", lr=0.1,
+        part,
+        AdamW,
+        stage=stage,
+        group=mesh.group("dp"),
+        pp_group=mesh.group("pp"),
+        max_grad_norm=LIMIT,
+        op="sum",
+        lr=0.1,
         bucket_bytes=bucket_bytes,
-    )  # fmt: skip
-    pipeline = Pipeline(
-        layers, schedule=plan, group=mesh.group("pp"), loss=squared, reduction="sum", boundaries=[0, 2, 4], tied=None
     )
-    ends = {plan.ranks[mesh.rank("pp")][plan.last_gradients[s]]: s for s in plan.stages_of(mesh.rank("pp"))}
+    pipeline = Pipeline(
+        layers,
+        schedule=plan,
+        group=mesh.group("pp"),
+        loss=squared,
+        reduction="sum",
+        boundaries=[0, 2, 4],
+        tied=None,
+    )
+    ends = {
+        plan.ranks[mesh.rank("pp")][plan.last_gradients[s]]: s
+        for s in plan.stages_of(mesh.rank("pp"))
+    }
 
     def reduce(action: Action) -> None:
         if action in ends:
-            optimizer.reduce(p for layer in pipeline.stages[ends[action]].layers for p in layer.parameters())
+            optimizer.reduce(
+                p for layer in pipeline.stages[ends[action]].layers for p in layer.parameters()
+            )
 
     pipeline.on_action(reduce)
     x, target = (t.tensor_split(2)[mesh.rank("dp")] for t in batch(8))
@@ -97,7 +116,13 @@ def refused(rank: int, group: Any) -> list[str]:
         except ValueError as error:
             found.append(str(error))
     try:  # of one rank alone
-        ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1 + 3 * rank, group=mesh.group("dp"), pp_group=mesh.group("pp"))
+        ZeroOptimizer(
+            nn.Linear(2, 2),
+            AdamW,
+            stage=1 + 3 * rank,
+            group=mesh.group("dp"),
+            pp_group=mesh.group("pp"),
+        )
     except ValueError as error:
         found.append(str(error))
     return found

@@ -1,4 +1,5 @@
-"""precision=: the bits of a model that was cast by hand, and of a loss scale that was driven by hand."""
+"""precision=: the bits of a model that was cast by hand, and of a loss scale that was driven by
+hand."""
 
 from __future__ import annotations
 
@@ -21,13 +22,26 @@ STEPS = 6
 
 
 def _optimizer(model: Net, stage: int, name: str, group: Any, **options: Any) -> ZeroOptimizer:
-    cls = getattr(torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch."))
-    return ZeroOptimizer(model, cls, stage=stage, group=group, params=groups(model), bucket_bytes=2000, lr=1e-2, **options)
+    cls = getattr(
+        torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
+    )
+    return ZeroOptimizer(
+        model,
+        cls,
+        stage=stage,
+        group=group,
+        params=groups(model),
+        bucket_bytes=2000,
+        lr=1e-2,
+        **options,
+    )
 
 
 def _whole(model: Net, zero: ZeroOptimizer) -> dict[str, Tensor]:
     with zero.whole_parameters():
-        return {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        return {
+            n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]
+        }
 
 
 def _loss(model: Net, step: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -40,11 +54,15 @@ def _scale_options() -> dict[str, Any]:
     return {"initial": 2.0**10, "window": 2, "hysteresis": 2}
 
 
-def _by_argument(rank: int, group: Any, stage: int, name: str, precision: str, norm: float | None) -> Any:
+def _by_argument(
+    rank: int, group: Any, stage: int, name: str, precision: str, norm: float | None
+) -> Any:
     size, kind = dist.get_world_size(group), PRECISIONS[precision]
     model = Net(mixed=True)  # a float64 layer is cast, too
     scale = LossScale(**_scale_options()) if kind.scaled else None
-    zero = _optimizer(model, stage, name, group, precision=precision, loss_scale=scale, max_grad_norm=norm)
+    zero = _optimizer(
+        model, stage, name, group, precision=precision, loss_scale=scale, max_grad_norm=norm
+    )
     scales = []
     for step in range(STEPS):
         scales.append(1.0 if zero.loss_scale is None else zero.loss_scale.scale)
@@ -54,7 +72,9 @@ def _by_argument(rank: int, group: Any, stage: int, name: str, precision: str, n
     return _whole(model, zero), scales, zero.state_dict().get("loss_scale")
 
 
-def _by_hand(rank: int, group: Any, stage: int, name: str, precision: str, norm: float | None) -> Any:
+def _by_hand(
+    rank: int, group: Any, stage: int, name: str, precision: str, norm: float | None
+) -> Any:
     size, kind = dist.get_world_size(group), PRECISIONS[precision]
     model = Net(mixed=True).to(kind.dtype)
     zero = _optimizer(model, stage, name, group, max_grad_norm=norm)
@@ -69,12 +89,23 @@ def _by_hand(rank: int, group: Any, stage: int, name: str, precision: str, norm:
     return _whole(model, zero), scales, scaler.state_dict() or None
 
 
-@pytest.mark.parametrize(("stage", "name", "precision", "norm"), [
-    (0, "AdamW", "fp16", None), (1, "AdamW", "fp16", 0.2), (2, "torch.AdamW", "fp16", None), (3, "AdamW", "fp16", 0.2),
-    (1, "torch.AdamW", "bf16", 0.2), (2, "AdamW", "bf16", None), (3, "Lion", "bf16", None), (2, "AdamW", "fp32", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "name", "precision", "norm"),
+    [
+        (0, "AdamW", "fp16", None),
+        (1, "AdamW", "fp16", 0.2),
+        (2, "torch.AdamW", "fp16", None),
+        (3, "AdamW", "fp16", 0.2),
+        (1, "torch.AdamW", "bf16", 0.2),
+        (2, "AdamW", "bf16", None),
+        (3, "Lion", "bf16", None),
+        (2, "AdamW", "fp32", None),
+    ],
+)
 def test_same_bits_as_by_hand(world, stage: int, name: str, precision: str, norm: float | None):
-    ours, theirs = (world(2).run(body, stage, name, precision, norm) for body in (_by_argument, _by_hand))
+    ours, theirs = (
+        world(2).run(body, stage, name, precision, norm) for body in (_by_argument, _by_hand)
+    )
     start = Net(mixed=True).to(PRECISIONS[precision].dtype)
     for (found, scales, state), (expected, by_hand, saved) in zip(ours, theirs, strict=True):
         assert scales == by_hand
@@ -82,7 +113,9 @@ def test_same_bits_as_by_hand(world, stage: int, name: str, precision: str, norm
         assert all(t.dtype == PRECISIONS[precision].dtype for t in found.values())
         assert all(torch.equal(found[n], t) for n, t in expected.items())
         assert not torch.equal(found["first.weight"], start.first.weight), "nothing was stepped"
-    if precision == "fp16":  # two good steps double it; the first overflow is forgiven, the second halves
+    if (
+        precision == "fp16"
+    ):  # two good steps double it; the first overflow is forgiven, the second halves
         assert ours[0][1] == [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0]
         assert ours[0][2]["skipped"] == 2
 
@@ -92,7 +125,9 @@ def _resumed(rank: int, group: Any) -> bool:
 
     def make() -> tuple[Net, ZeroOptimizer]:
         model = Net(mixed=False)
-        return model, _optimizer(model, 2, "AdamW", group, precision="fp16", loss_scale=LossScale(**_scale_options()))
+        return model, _optimizer(
+            model, 2, "AdamW", group, precision="fp16", loss_scale=LossScale(**_scale_options())
+        )
 
     def steps(model: Net, zero: ZeroOptimizer, *numbers: int) -> None:
         for step in numbers:
@@ -109,7 +144,9 @@ def _resumed(rank: int, group: Any) -> bool:
     steps(model, zero, 4, 5)
     steps(again, other, 4, 5)
     assert other.loss_scale.state_dict() == zero.loss_scale.state_dict()
-    return scale == 1024.0 and all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    return scale == 1024.0 and all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_the_scale_is_saved_and_loaded(world):
@@ -145,15 +182,24 @@ def test_a_model_on_meta_is_made_in_the_dtype():
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
     zero = ZeroOptimizer(model, pyops.optim.AdamW, stage=3, precision="bf16", device="cpu")
     with zero.whole_parameters():
-        assert all(p.dtype == torch.bfloat16 and bool(p.abs().max() > 0) for p in model.parameters())
+        assert all(
+            p.dtype == torch.bfloat16 and bool(p.abs().max() > 0) for p in model.parameters()
+        )
 
 
-@pytest.mark.parametrize(("options", "error", "words"), [
-    ({"precision": "fp8"}, ValueError, "fp8"), ({"precision": torch.bfloat16}, TypeError, "bfloat16"),
-    ({"loss_scale": LossScale()}, ValueError, "fp16"), ({"precision": "bf16", "loss_scale": LossScale()}, ValueError, "bf16"),
-    ({"precision": "fp16", "loss_scale": 128.0}, TypeError, "128"),
-])  # fmt: skip
-def test_refused_before_anything_is_changed(options: dict[str, Any], error: type[Exception], words: str):
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"precision": "fp8"}, ValueError, "fp8"),
+        ({"precision": torch.bfloat16}, TypeError, "bfloat16"),
+        ({"loss_scale": LossScale()}, ValueError, "fp16"),
+        ({"precision": "bf16", "loss_scale": LossScale()}, ValueError, "bf16"),
+        ({"precision": "fp16", "loss_scale": 128.0}, TypeError, "128"),
+    ],
+)
+def test_refused_before_anything_is_changed(
+    options: dict[str, Any], error: type[Exception], words: str
+):
     model = Net(mixed=False)
     with pytest.raises(error, match=words):
         _optimizer(model, 1, "AdamW", None, **options)

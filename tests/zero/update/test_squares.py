@@ -1,4 +1,5 @@
-"""gradient_squares: each parameter's reduced gradient, squared and summed, as one process has it."""
+"""gradient_squares: each parameter's reduced gradient, squared and summed, as one process has
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def squares_body(rank, group, stage, quiet):
                 mean_loss(model, *part(step, rank, 2), sometimes=step == 0).backward()
             if asks:
                 squares = zero.gradient_squares()
-                assert all(each.dtype == torch.float64 and each.dim() == 0 for each in squares.values())
+                assert all(
+                    each.dtype == torch.float64 and each.dim() == 0 for each in squares.values()
+                )
                 found.append({name: float(each) for name, each in squares.items()})
             zero.step()
             zero.zero_grad()
@@ -44,13 +47,22 @@ def alone(mixed: bool) -> list[dict[str, float]]:
     for step in range(2):
         optimizer.zero_grad()
         mean_loss(model, *rows(step), sometimes=step == 0).backward()
-        gradients: dict[str, Tensor | None] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        found.append({name: 0.0 if g is None else float(g.double().square().sum()) for name, g in gradients.items()})
+        gradients: dict[str, Tensor | None] = {
+            name: p.grad for name, p in model.named_parameters() if p.requires_grad
+        }
+        found.append(
+            {
+                name: 0.0 if g is None else float(g.double().square().sum())
+                for name, g in gradients.items()
+            }
+        )
         optimizer.step()
     return found
 
 
-@pytest.mark.parametrize(("stage", "quiet"), [(0, False), (0, True), (1, False), (1, True), (2, False), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "quiet"), [(0, False), (0, True), (1, False), (1, True), (2, False), (3, False)]
+)
 def test_are_those_of_one_process(world, stage, quiet):
     (first, ends), (second, other_ends) = world(2).run(squares_body, stage, quiet)
     expected = alone(mixed=stage < 2)
@@ -64,13 +76,20 @@ def test_are_those_of_one_process(world, stage, quiet):
     assert expected[1]["sometimes.weight"] == 0
     assert expected[0]["sometimes.weight"] > 0
     for with_asking, without in (ends, other_ends):
-        assert all(torch.equal(with_asking[name], without[name]) for name in without), "asking changes nothing"
+        assert all(torch.equal(with_asking[name], without[name]) for name in without), (
+            "asking changes nothing"
+        )
 
 
 def meter_body(rank, group):
     model = Net()
     zero = ZeroOptimizer(model, AdamW, stage=0, group=group, lr=1e-2)
-    meter = Meter([[name for name, _ in block.named_parameters(prefix=f"blocks.{i}")] for i, block in enumerate(model.blocks)])
+    meter = Meter(
+        [
+            [name for name, _ in block.named_parameters(prefix=f"blocks.{i}")]
+            for i, block in enumerate(model.blocks)
+        ]
+    )
     mean_loss(model, *part(0, rank, 2)).backward()
     meter.observe(zero.gradient_squares())
     return meter.take()

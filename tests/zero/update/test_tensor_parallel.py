@@ -1,4 +1,5 @@
-"""ZeroOptimizer over a grid: parameters cut over one axis, states over the other, and the steps of one process."""
+"""ZeroOptimizer over a grid: parameters cut over one axis, states over the other, and the steps of
+one process."""
 
 from __future__ import annotations
 
@@ -35,15 +36,19 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(nn.Module):
-    """scale, up (cut along rows, padded for 4 ranks), two copies of a gate, down (cut along columns), bias.
+    """scale, up (cut along rows, padded for 4 ranks), two copies of a gate, down (cut along
+    columns), bias.
 
-    The input's edge is left out, so that each rank has only a part of the gradient of `scale`, as under sequence parallelism.
+    The input's edge is left out, so that each rank has only a part of the gradient of `scale`, as
+    under sequence parallelism.
     """
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         self.group = group
-        rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        rank, ranks = (
+            (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        )
         copies = 2 if ranks == 4 else 1
         self.placements = {
             "scale": Placement.whole((D,), rank=rank, ranks=ranks, partial=True),
@@ -62,7 +67,9 @@ class Cut(nn.Module):
         hidden = torch.relu(x @ self.up.t())
         y = hidden @ self.down.t()
         copies = self.placements["gate"].copies
-        y = y + torch.relu(x @ self.gate.t()).sum(1, keepdim=True) / copies  # each copy does its share
+        y = (
+            y + torch.relu(x @ self.gate.t()).sum(1, keepdim=True) / copies
+        )  # each copy does its share
         return (y if self.group is None else _Sum.apply(y, self.group)) + self.bias
 
 
@@ -72,7 +79,9 @@ def _data(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     return x.chunk(ranks)[rank], y.chunk(ranks)[rank]
 
 
-def _steps(model: nn.Module, optimizer: Any, *, rank: int, ranks: int, first: int, last: int) -> list[float]:
+def _steps(
+    model: nn.Module, optimizer: Any, *, rank: int, ranks: int, first: int, last: int
+) -> list[float]:
     norms = []
     for step in range(first, last):
         x, y = _data(step, rank, ranks)
@@ -85,15 +94,26 @@ def _steps(model: nn.Module, optimizer: Any, *, rank: int, ranks: int, first: in
 
 def _one_process(steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
     model = Cut()
-    norms = _steps(model, optimizer := AdamW(model.parameters(), **OPTIONS), rank=0, ranks=1, first=0, last=steps)
+    norms = _steps(
+        model,
+        optimizer := AdamW(model.parameters(), **OPTIONS),
+        rank=0,
+        ranks=1,
+        first=0,
+        last=steps,
+    )
     assert optimizer.param_groups
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
-def _on_grid(rank: int, group: Any, dp: int, tp: int, stage: int, folder: str, first: int, last: int) -> list[float]:
+def _on_grid(
+    rank: int, group: Any, dp: int, tp: int, stage: int, folder: str, first: int, last: int
+) -> list[float]:
     mesh = Mesh(Axes(dp=dp, tp=tp))
     model = Cut(mesh.group("tp"))
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS)
+    optimizer = ZeroOptimizer(
+        model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS
+    )
     path = Path(folder)
     if first:
         state, _ = checkpoint.load(path, lazy=True)
@@ -109,13 +129,17 @@ def _on_grid(rank: int, group: Any, dp: int, tp: int, stage: int, folder: str, f
         for name, p in model.named_parameters():
             place = Placement.of(model).get(name)
             if place is not None:
-                assert torch.equal(p.count_nonzero(), place.part(p).count_nonzero()), "padding stays zero"
+                assert torch.equal(p.count_nonzero(), place.part(p).count_nonzero()), (
+                    "padding stays zero"
+                )
     return norms
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 3), (1, 4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_grid_takes_the_steps_of_one_process(world, tmp_path: Path, dp: int, tp: int, stage: int) -> None:
+def test_a_grid_takes_the_steps_of_one_process(
+    world, tmp_path: Path, dp: int, tp: int, stage: int
+) -> None:
     expected, norms = _one_process()
     found = world(dp * tp).run(_on_grid, dp, tp, stage, str(tmp_path / "a"), 0, STEPS)
     for of_rank in found:
@@ -124,11 +148,19 @@ def test_a_grid_takes_the_steps_of_one_process(world, tmp_path: Path, dp: int, t
     assert max(norms) > OPTIONS["max_grad_norm"], "clipping takes place"
     state, _ = checkpoint.load(tmp_path / "a")
     for name, whole in expected.items():
-        torch.testing.assert_close(state["model"][name], whole.cpu(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            state["model"][name],
+            whole.cpu(),
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
         assert state["optimizer"]["state"][name]["exp_avg"].shape == whole.shape
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 2, 1), (2, 2, 3)), ((2, 2, 2), (1, 1, 0)), ((1, 1, 1), (1, 3, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2, 1), (2, 2, 3)), ((2, 2, 2), (1, 1, 0)), ((1, 1, 1), (1, 3, 2))]
+)
 def test_a_checkpoint_of_one_grid_goes_on_in_another(
     world, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
 ) -> None:
@@ -138,7 +170,13 @@ def test_a_checkpoint_of_one_grid_goes_on_in_another(
     world(after[0] * after[1]).run(_on_grid, *after, folder, STEPS, 2 * STEPS)
     state, _ = checkpoint.load(folder)
     for name, whole in expected.items():
-        torch.testing.assert_close(state["model"][name], whole.cpu(), rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            state["model"][name],
+            whole.cpu(),
+            rtol=2e-5,
+            atol=2e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 def _refused(rank: int, group: Any) -> list[str]:
@@ -155,13 +193,22 @@ def _refused(rank: int, group: Any) -> list[str]:
 def test_refusals_say_why(world) -> None:
     for lamb, groups in world(2).run(_refused):
         assert "LAMB goes by sums over each layer" in lamb
-        assert "tp_group is of ranks [0, 1], group of ranks [0, 1]; they must have only rank" in groups
+        assert (
+            "tp_group is of ranks [0, 1], group of ranks [0, 1]; they must have only rank" in groups
+        )
 
 
 def _overflow_on_one_rank(rank: int, group: Any, stage: int) -> list[float]:
     mesh = Mesh(Axes(tp=2, dp=1))
     model = Cut(mesh.group("tp"))
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), lr=0.1)
+    zero = ZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        stage=stage,
+        group=mesh.group("dp"),
+        tp_group=mesh.group("tp"),
+        lr=0.1,
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scales = []
     for step in range(2):

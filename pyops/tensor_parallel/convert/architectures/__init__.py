@@ -1,8 +1,14 @@
-"""Plans by the class names of models' blocks: data, a file for each family; their kinds are explained in plans.py."""
+"""Plans by the class names of models' blocks: data, a file for each family; their kinds are
+explained in plans.py."""
 
 from __future__ import annotations
 
-from pyops.tensor_parallel.convert.architectures import decoders, encoder_decoders, encoders, pictures
+from pyops.tensor_parallel.convert.architectures import (
+    decoders,
+    encoder_decoders,
+    encoders,
+    pictures,
+)
 
 __all__ = ["PLANS"]
 

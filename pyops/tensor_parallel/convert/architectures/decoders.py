@@ -15,7 +15,12 @@ _SPLIT = {
     "embed_tokens": "vocabulary", "layers": "blocks", "lm_head": "logits",
     "self_attn": "attention", "self_attn.[qkv]_proj": "columns",
 }  # fmt: skip
-_GATED = {"mlp": "mlp", "mlp.gate_proj": "columns", "mlp.up_proj": "columns", "mlp.down_proj": "rows"}
+_GATED = {
+    "mlp": "mlp",
+    "mlp.gate_proj": "columns",
+    "mlp.up_proj": "columns",
+    "mlp.down_proj": "rows",
+}
 LLAMA = {**_SPLIT, "self_attn.o_proj": "rows", **_GATED}
 # Norms of each query and key, over the width of a head.
 HEAD_NORMS = {**LLAMA, "self_attn.[qk]_norm": "partial"}
@@ -25,7 +30,12 @@ PHI3 = {
     "self_attn": "configured attention", "self_attn.qkv_proj": "packed columns", "self_attn.o_proj": "rows",
     "mlp.gate_up_proj": "gate and up", "mlp.down_proj": "rows",
 }  # fmt: skip
-GLM = {**_SPLIT, "self_attn.o_proj": "rows", "mlp.gate_up_proj": "gate and up", "mlp.down_proj": "rows"}
+GLM = {
+    **_SPLIT,
+    "self_attn.o_proj": "rows",
+    "mlp.gate_up_proj": "gate and up",
+    "mlp.down_proj": "rows",
+}
 TWO = {**_SPLIT, "self_attn.o_proj": "rows", "mlp.up_proj": "columns", "mlp.down_proj": "rows"}
 STARCODER2 = {**_SPLIT, "self_attn.o_proj": "rows", "mlp.c_fc": "columns", "mlp.c_proj": "rows"}
 OPT = {**_SPLIT, "self_attn.out_proj": "rows", "fc1": "columns", "fc2": "rows"}

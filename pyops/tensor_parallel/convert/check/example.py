@@ -1,4 +1,5 @@
-"""A few tokens, pixels or sounds that a model of transformers takes, made up from its configuration."""
+"""A few tokens, pixels or sounds that a model of transformers takes, made up from its
+configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TOKENS = 7  # which no even number of ranks divides
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Inputs]:
-    """Arguments to try, the best first: those given (a tensor, a tuple, or a mapping of names), or some of its configuration's.
+    """Arguments to try, the best first: those given (a tensor, a tuple, or a mapping of names), or
+    some of its configuration's.
 
     ValueError where none can be made up, or what is given is of another sort.
     """
@@ -27,8 +29,10 @@ def examples(model: nn.Module, given: Any) -> Iterator[Inputs]:
     names = inspect.signature(model.forward).parameters
     if config is None or not any(name in names for name in _MAKERS):
         raise ValueError(
-            f"the plan is checked by running {type(model).__name__} before it is cut, and no inputs can be made up for it: "
-            "pass example_inputs= (a tensor, a tuple of arguments, or a mapping of names to them; a few tokens do), or "
+            f"the plan is checked by running {type(model).__name__} before it is cut, "
+            "and no inputs can be made up for it: "
+            "pass example_inputs= (a tensor, a tuple of arguments, or a mapping of names "
+            "to them; a few tokens do), or "
             "check=False"
         )
     for batch in (2, 1):
@@ -39,7 +43,9 @@ def examples(model: nn.Module, given: Any) -> Iterator[Inputs]:
         if "use_cache" in names:
             arguments["use_cache"] = False
         yield (), arguments
-    if "input_ids" in arguments:  # a head that chooses between texts takes several of them for each row
+    if (
+        "input_ids" in arguments
+    ):  # a head that chooses between texts takes several of them for each row
         yield (), {**arguments, "input_ids": arguments["input_ids"].expand(2, 2, TOKENS)}
 
 
@@ -51,7 +57,8 @@ def _given(given: Any) -> Inputs:
     if isinstance(given, tuple | list):
         return tuple(given), {}
     raise ValueError(
-        f"example_inputs is {type(given).__name__}; pass a tensor, a tuple of arguments or a mapping of names to them"
+        f"example_inputs is {type(given).__name__}; pass a tensor, a tuple of arguments "
+        "or a mapping of names to them"
     )
 
 
@@ -78,10 +85,16 @@ def _ids(seed: int, *parts: str) -> Any:
         size = _size(text, "vocab_size", "decoder_vocab_size")
         if size is None:
             return None
-        special = {v for k, v in vars(text).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
+        special = {
+            v
+            for k, v in vars(text).items()
+            if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)
+        }
         plain = [token for token in range(min(size, 1000)) if token not in special] or [0]
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.tensor(plain)[torch.randint(0, len(plain), (batch, TOKENS), generator=generator)]
+        ids = torch.tensor(plain)[
+            torch.randint(0, len(plain), (batch, TOKENS), generator=generator)
+        ]
         end = getattr(text, "eos_token_id", None)
         if isinstance(end, int) and 0 <= end < size:
             ids[:, -1] = end  # which some heads look for
@@ -108,7 +121,13 @@ def _sounds(config: Any, batch: int) -> Tensor | None:
     if mels is not None and positions is not None and not hasattr(audio, "input_feat_per_channel"):
         shape: tuple[int, ...] = (batch, mels, 2 * positions)
     else:
-        width = _size(audio, "input_feat_per_channel", "feature_projection_input_dim", "input_channels", "num_mel_bins")
+        width = _size(
+            audio,
+            "input_feat_per_channel",
+            "feature_projection_input_dim",
+            "input_channels",
+            "num_mel_bins",
+        )
         shape = (batch, 32, width or 80)
     return torch.randn(shape, generator=torch.Generator().manual_seed(4))
 

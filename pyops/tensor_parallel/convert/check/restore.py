@@ -10,12 +10,17 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """All modules' attributes, parameters, buffers, submodules and hooks by identity. The values of tensors are not kept."""
+    """All modules' attributes, parameters, buffers, submodules and hooks by identity. The values of
+    tensors are not kept."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[nn.Module, type, dict[str, Any], dict[str, dict[Any, Any]]]] = []
         for module in model.modules():
-            inner = {key: dict(value) for key, value in module.__dict__.items() if isinstance(value, dict)}
+            inner = {
+                key: dict(value)
+                for key, value in module.__dict__.items()
+                if isinstance(value, dict)
+            }
             self._kept.append((module, type(module), dict(module.__dict__), inner))
 
     def restore(self) -> None:

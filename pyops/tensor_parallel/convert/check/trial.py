@@ -1,11 +1,12 @@
-"""A plan is tried before a model is cut: outputs and all gradients of a cut copy against those of an uncut one.
+"""A plan is tried before a model is cut: outputs and all gradients of a cut copy against those of
+an uncut one.
 
     model  --> copy on the CPU, fp64, --> uncut:        outputs, gradients ------.
                two blocks of a sort,                                              +--> equal, or a ValueError that
                values drawn anew      --> on virtual ranks, cut: the same --------'    names what differs
 
-Values are drawn anew because those of a fresh model (zero biases, norms of one, small weights) hide errors. Blocks that are
-alike are tried once, so what it takes does not grow with the depth.
+Values are drawn anew because those of a fresh model (zero biases, norms of one, small weights) hide
+errors. Blocks that are alike are tried once, so what it takes does not grow with the depth.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ __all__ = ["NOT_CHECKED", "placed", "try_plan"]
 NOT_CHECKED = "pass check=False to cut it without this check"
 # By dtype: how far numbers may be apart, in units of the largest, and below which part of the largest gradient one is noise.
 _BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (2e-3, 1e-2)}
-_COPIES = (
-    5  # of the copy's parameters, in bytes at the peak: the copy, its gradients, the parts, their gradients, one in the making
-)
+# of the copy's parameters, in bytes at the peak: the copy, its gradients, the parts, their
+# gradients, one in the making
+_COPIES = 5
 
 Cut = Callable[[nn.Module, Any], None]  # of a model and a group, in place
 
@@ -52,8 +53,9 @@ class _Run:
 def try_plan(model: nn.Module, cut: Cut, size: int, *, blocks: list[str], given: Any = None) -> str:
     """What was found equal, in words. Communicates nothing.
 
-    cut: does to a copy, with a virtual group, what is planned for the model. size: of the group. blocks: lists of which alike
-    modules need be tried once. ValueError: something differs, or it can't be tried.
+    cut: does to a copy, with a virtual group, what is planned for the model. size: of the group.
+    blocks: lists of which alike modules need be tried once. ValueError: something differs, or it
+    can't be tried.
     """
     name = type(model).__name__
     if any(buffer.is_meta for buffer in model.buffers()):
@@ -63,26 +65,37 @@ def try_plan(model: nn.Module, cut: Cut, size: int, *, blocks: list[str], given:
         for drop in (True, False) if blocks else (False,):
             try:
                 whole = _copied(model, dtype, blocks if drop else [])
-            except (MemoryError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
+            except (
+                MemoryError,
+                RuntimeError,
+                TypeError,
+                NotImplementedError,
+                AttributeError,
+            ) as error:
                 reasons.append(f"no copy can be made ({type(error).__name__}: {error})")
                 continue
             for inputs in examples(model, given):
                 uncut = _twin(whole)
                 try:
-                    (reference,) = run_virtual(1, lambda group: _run(uncut, _cast(inputs, dtype), dtype))  # noqa: B023
+                    (reference,) = run_virtual(
+                        1,
+                        lambda group: _run(uncut, _cast(inputs, dtype), dtype),  # noqa: B023
+                    )
                 except Exception as error:
                     reasons.append(f"{type(error).__name__}: {error}")
                     whole.zero_grad()
                     continue
                 return _compare(name, whole, cut, size, _cast(inputs, dtype), reference, dtype)
     raise ValueError(
-        f"the plan is checked by running {name} before it is cut, and that failed: {_short(reasons[0])}; pass other "
+        f"the plan is checked by running {name} before it is cut, and that failed: "
+        f"{_short(reasons[0])}; pass other "
         f"example_inputs= (a mapping of arguments' names), or {NOT_CHECKED}"
     )
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters: what a forward does to its own modules and buffers is not done to the model."""
+    """A copy with the same parameters: what a forward does to its own modules and buffers is not
+    done to the model."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
@@ -91,16 +104,21 @@ def _short(text: str) -> str:
 
 
 def _copied(model: nn.Module, dtype: torch.dtype, blocks: list[str]) -> nn.Module:
-    """A copy on the CPU with values drawn anew, in evaluation mode, without gradients; of blocks that are alike two."""
+    """A copy on the CPU with values drawn anew, in evaluation mode, without gradients; of blocks
+    that are alike two."""
     dropped = {id(each) for name in blocks for each in _alike(model.get_submodule(name))}
     memo: dict[int, Any] = {key: nn.Identity() for key in dropped}
     outside = _parameters_without(model, dropped)
     _check_memory(sum(p.numel() for p in outside), dtype)
     generator = torch.Generator().manual_seed(1)
     for p in outside:
-        memo[id(p)] = nn.Parameter(_drawn(p, dtype, generator)) if p.is_floating_point() else p.detach().cpu()
+        memo[id(p)] = (
+            nn.Parameter(_drawn(p, dtype, generator)) if p.is_floating_point() else p.detach().cpu()
+        )
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+        memo[id(buffer)] = buffer.detach().to(
+            "cpu", dtype if buffer.is_floating_point() else buffer.dtype, copy=True
+        )
     found = copy.deepcopy(model, memo)
     for name in blocks:
         _without_identities(found.get_submodule(name), model.get_submodule(name), dropped)
@@ -108,13 +126,20 @@ def _copied(model: nn.Module, dtype: torch.dtype, blocks: list[str]) -> nn.Modul
 
 
 def _switches(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Attributes that are True, False or a word by their values, others by their types: a number may be the block's own."""
+    """Attributes that are True, False or a word by their values, others by their types: a number
+    may be the block's own."""
     given = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
-    return tuple(sorted((name, value if isinstance(value, bool | str) else type(value).__name__) for name, value in given))
+    return tuple(
+        sorted(
+            (name, value if isinstance(value, bool | str) else type(value).__name__)
+            for name, value in given
+        )
+    )
 
 
 def _alike(blocks: nn.Module) -> list[nn.Module]:
-    """Those of which there are two before: of the same classes and switches, with parameters of the same names and shapes.
+    """Those of which there are two before: of the same classes and switches, with parameters of the
+    same names and shapes.
 
     A block may differ from the others in a switch alone, such as Gemma 3's `is_sliding`.
     """
@@ -122,7 +147,9 @@ def _alike(blocks: nn.Module) -> list[nn.Module]:
     found = []
     for block in blocks.children():
         key = (
-            tuple((name, type(module), _switches(module)) for name, module in block.named_modules()),
+            tuple(
+                (name, type(module), _switches(module)) for name, module in block.named_modules()
+            ),
             tuple((name, p.shape) for name, p in block.named_parameters()),
         )
         times[key] = times.get(key, 0) + 1
@@ -143,7 +170,11 @@ def _parameters_without(model: nn.Module, dropped: set[int]) -> list[nn.Paramete
 
 
 def _without_identities(blocks: nn.Module, before: nn.Module, dropped: set[int]) -> None:
-    left = [new for new, old in zip(blocks.children(), before.children(), strict=True) if id(old) not in dropped]
+    left = [
+        new
+        for new, old in zip(blocks.children(), before.children(), strict=True)
+        if id(old) not in dropped
+    ]
     blocks._modules.clear()
     blocks._modules.update({str(i): each for i, each in enumerate(left)})
 
@@ -155,11 +186,15 @@ def _check_memory(elements: int, dtype: torch.dtype) -> None:
     except OSError:  # a system without /proc does not say
         return
     if needed > free:
-        raise MemoryError(f"it takes {needed / 2**30:.1f} GiB of the host's memory, and {free / 2**30:.1f} GiB are free")
+        raise MemoryError(
+            f"it takes {needed / 2**30:.1f} GiB of the host's memory, and "
+            f"{free / 2**30:.1f} GiB are free"
+        )
 
 
 def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Matrices keep the size of what goes through; vectors are near to what they were, and nowhere alike."""
+    """Matrices keep the size of what goes through; vectors are near to what they were, and nowhere
+    alike."""
     noise = torch.randn(p.shape, generator=generator, dtype=dtype)
     if p.dim() > 1:
         return noise / math.sqrt(max(1, p.numel() // max(1, len(p))))
@@ -170,40 +205,62 @@ def _drawn(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
 def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True)
+            return value.detach().to(
+                "cpu", dtype if value.is_floating_point() else value.dtype, copy=True
+            )
         return value
 
     return tuple(map(of, inputs[0])), {key: of(value) for key, value in inputs[1].items()}
 
 
 class _Wide(TorchFunctionMode):
-    """What a model computes or makes in fp32, whatever its own dtype, is in fp64: roundings hide no errors."""
+    """What a model computes or makes in fp32, whatever its own dtype, is in fp64: roundings hide no
+    errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
         func = {Tensor.float: Tensor.double, functional.grouped_mm: _grouped}.get(func, func)
-        if func is torch.full and not (kwargs or {}).get("dtype") and any(isinstance(a, float) for a in args):
+        if (
+            func is torch.full
+            and not (kwargs or {}).get("dtype")
+            and any(isinstance(a, float) for a in args)
+        ):
             kwargs = {**(kwargs or {}), "dtype": torch.float64}
-        found = func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
-        made = type(found) is Tensor and found.dtype == torch.float32 and not getattr(func, "__name__", "_").endswith("_")
+        found = func(
+            *map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()}
+        )
+        made = (
+            type(found) is Tensor
+            and found.dtype == torch.float32
+            and not getattr(func, "__name__", "_").endswith("_")
+        )
         return found.double() if made else found
 
 
-def _grouped(a: Tensor, b: Tensor, *, offs: Tensor, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor:
+def _grouped(
+    a: Tensor, b: Tensor, *, offs: Tensor, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
     """torch.nn.functional.grouped_mm of rows by expert, which has no fp64."""
     rows = torch.tensor_split(a, offs.long()[:-1].cpu())
     products = [
-        each @ matrix if bias is None else each @ matrix + bias[i] for i, (each, matrix) in enumerate(zip(rows, b, strict=True))
+        each @ matrix if bias is None else each @ matrix + bias[i]
+        for i, (each, matrix) in enumerate(zip(rows, b, strict=True))
     ]
     return torch.cat(products)
 
 
-def _run(model: nn.Module, inputs: Inputs, dtype: torch.dtype, finish: Callable[[], None] = lambda: None) -> _Run:
+def _run(
+    model: nn.Module, inputs: Inputs, dtype: torch.dtype, finish: Callable[[], None] = lambda: None
+) -> _Run:
     """Forward and backward of a sum of all outputs, each number with a weight of its own."""
     within: dict[str, Tensor] = {}
-    handles = [module.register_forward_hook(_keep(name, within)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(_keep(name, within))
+        for name, module in model.named_modules()
+        if name
+    ]
     model.requires_grad_(True)
     try:
         if dtype == torch.float64:
@@ -236,7 +293,9 @@ def _weighted(outputs: dict[str, Tensor]) -> Tensor:
         if each.isnan().any():
             raise ValueError(f"its output {name} is not a number")
         if each.requires_grad:
-            weights = torch.randn(each.shape, generator=torch.Generator().manual_seed(i), dtype=each.dtype)
+            weights = torch.randn(
+                each.shape, generator=torch.Generator().manual_seed(i), dtype=each.dtype
+            )
             parts.append((weights * each.masked_fill(each.isinf(), 0.0)).sum())
     if not parts:
         raise ValueError("none of its outputs is a tensor that has gradients")
@@ -257,7 +316,15 @@ def _named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, reference: _Run, dtype: torch.dtype) -> str:
+def _compare(
+    name: str,
+    whole: nn.Module,
+    cut: Cut,
+    size: int,
+    inputs: Inputs,
+    reference: _Run,
+    dtype: torch.dtype,
+) -> str:
     for p in whole.parameters():
         p.grad = None  # the reference has them
     entered: list[str] = []
@@ -265,8 +332,17 @@ def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, r
     def body(group: VirtualGroup) -> tuple[_Run, dict[str, Any]]:
         part = copy.deepcopy(whole)
         cut(part, group)
-        handles = [module.register_forward_pre_hook(_note(key, entered)) for key, module in part.named_modules() if key]
-        run = _run(part, _cast(inputs, dtype), dtype, lambda: finish_gradients(part, group=cast(Any, group)))
+        handles = [
+            module.register_forward_pre_hook(_note(key, entered))
+            for key, module in part.named_modules()
+            if key
+        ]
+        run = _run(
+            part,
+            _cast(inputs, dtype),
+            dtype,
+            lambda: finish_gradients(part, group=cast(Any, group)),
+        )
         for handle in handles:
             handle.remove()
         return run, {key: (module, placement) for key, module, placement in placed(part)}
@@ -276,7 +352,8 @@ def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, r
     except Exception as error:
         where = f" in {entered[-1]}" if entered else ""
         raise ValueError(
-            f"the plan does not fit {name}, which fails{where} when cut over {size} ranks: {type(error).__name__}: "
+            f"the plan does not fit {name}, which fails{where} when cut over {size} "
+            f"ranks: {type(error).__name__}: "
             f"{_short(str(error))}"
         ) from error
     bound, least = _BOUNDS[dtype]
@@ -288,8 +365,10 @@ def _compare(name: str, whole: nn.Module, cut: Cut, size: int, inputs: Inputs, r
         1 for key, _ in whole.named_parameters() if key not in reference.gradients
     )
     return (
-        f"{len(reference.outputs)} outputs and {len(reference.gradients)} gradients of {size} ranks, equal to those of the "
-        f"uncut model to {worst:.0e}" + (f"; {silent} parameters take no part in the example" if silent else "")
+        f"{len(reference.outputs)} outputs and {len(reference.gradients)} gradients of "
+        f"{size} ranks, equal to those of the "
+        f"uncut model to {worst:.0e}"
+        + (f"; {silent} parameters take no part in the example" if silent else "")
     )
 
 
@@ -312,7 +391,13 @@ def _difference(a: Tensor, b: Tensor, unit: float) -> float:
         return math.inf
     apart = torch.where(a == b, torch.zeros((), dtype=b.dtype), a - b).abs()
     largest = float(apart.max()) if apart.numel() else 0.0
-    return math.inf if math.isnan(largest) else largest / unit if unit else (math.inf if largest else 0.0)
+    return (
+        math.inf
+        if math.isnan(largest)
+        else largest / unit
+        if unit
+        else (math.inf if largest else 0.0)
+    )
 
 
 def _largest(x: Tensor) -> float:
@@ -327,21 +412,42 @@ def _check_outputs(name: str, run: _Run, reference: _Run, bound: float) -> float
         apart = math.inf if got is None else _difference(got, expected, _largest(expected))
         worst = max(worst, apart)
         if apart > bound:
-            inside = [k for k, x in reference.within.items() if k in run.within and run.within[k].shape == x.shape]
             inside = [
-                k for k in inside if _difference(run.within[k], reference.within[k], _largest(reference.within[k])) > bound
+                k
+                for k, x in reference.within.items()
+                if k in run.within and run.within[k].shape == x.shape
+            ]
+            inside = [
+                k
+                for k in inside
+                if _difference(run.within[k], reference.within[k], _largest(reference.within[k]))
+                > bound
             ]
             at = f"; the first module whose output differs is {inside[0]}" if inside else ""
-            how = f"is {tuple(got.shape) if got is not None else 'not there'}, not {tuple(expected.shape)}"
-            how = how if got is None or got.shape != expected.shape else f"differs by {apart:.1e} of its largest number"
-            raise ValueError(f"the plan does not fit {name}: the cut model's output {key} {how}{at}")
+            how = (
+                f"is {tuple(got.shape) if got is not None else 'not there'}, not "
+                f"{tuple(expected.shape)}"
+            )
+            how = (
+                how
+                if got is None or got.shape != expected.shape
+                else f"differs by {apart:.1e} of its largest number"
+            )
+            raise ValueError(
+                f"the plan does not fit {name}: the cut model's output {key} {how}{at}"
+            )
     return worst
 
 
-def _check_gradients(name: str, found: list[tuple[_Run, dict[str, Any]]], reference: _Run, bound: float, least: float) -> float:
+def _check_gradients(
+    name: str, found: list[tuple[_Run, dict[str, Any]]], reference: _Run, bound: float, least: float
+) -> float:
     scale = max(map(_largest, reference.gradients.values()), default=0.0)
     if not scale:
-        raise ValueError(f"the example inputs give {name} no gradient, so they check nothing; pass other example_inputs=")
+        raise ValueError(
+            f"the example inputs give {name} no gradient, so they check nothing; pass "
+            "other example_inputs="
+        )
     worst = 0.0
     wrong: dict[str, float] = {}
     for run, placed in found:
@@ -353,7 +459,9 @@ def _check_gradients(name: str, found: list[tuple[_Run, dict[str, Any]]], refere
                 unit = max(_largest(expected), least * scale)
                 if place is not None:
                     expected = place.take(laid_out(module, expected, place))
-                apart = _difference(torch.zeros_like(expected) if got is None else got, expected, unit)
+                apart = _difference(
+                    torch.zeros_like(expected) if got is None else got, expected, unit
+                )
             worst = max(worst, apart)
             if apart > bound:
                 wrong[key] = max(apart, wrong.get(key, 0.0))
@@ -362,8 +470,15 @@ def _check_gradients(name: str, found: list[tuple[_Run, dict[str, Any]]], refere
     return worst
 
 
-def _told(name: str, wrong: dict[str, float], found: list[tuple[_Run, dict[str, Any]]], reference: _Run, bound: float) -> str:
-    """The message about gradients that differ: which, by how much, and whether the ranks' are parts."""
+def _told(
+    name: str,
+    wrong: dict[str, float],
+    found: list[tuple[_Run, dict[str, Any]]],
+    reference: _Run,
+    bound: float,
+) -> str:
+    """The message about gradients that differ: which, by how much, and whether the ranks' are
+    parts."""
     first = next(iter(wrong))
     more = f", and those of {len(wrong) - 1} more" if len(wrong) > 1 else ""
     apart = f"differs by {wrong[first]:.1e} of its largest number"
@@ -375,9 +490,15 @@ def _told(name: str, wrong: dict[str, float], found: list[tuple[_Run, dict[str, 
         if expected is None or any(g is None or g.shape != expected.shape for g in grads):
             continue
         together = torch.stack([g for g in grads if g is not None]).sum(0)
-        if all(placed[key][1] is None for _, placed in found) and _difference(together, expected, _largest(expected)) <= bound:
+        if (
+            all(placed[key][1] is None for _, placed in found)
+            and _difference(together, expected, _largest(expected)) <= bound
+        ):
             parts.append(key)
     if parts:
         modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in parts[:4]))
-        text += f"; each rank has only a part of that of {parts[0]}: make its module 'partial' in the plan ({modules})"
+        text += (
+            f"; each rank has only a part of that of {parts[0]}: make its module 'partial' "
+            f"in the plan ({modules})"
+        )
     return text

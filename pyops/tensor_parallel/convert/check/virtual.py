@@ -1,12 +1,14 @@
-"""Virtual ranks: threads of one process that take turns, for a trial of a cut model where no rank waits for another process.
+"""Virtual ranks: threads of one process that take turns, for a trial of a cut model where no rank
+waits for another process.
 
     rank 0   forward .. x0 |                          | sum .. forward ..
     rank 1                 | forward .. x1 |          |                     sum .. forward ..
                            '-- its turn ends with each exchange
 
-One thread runs at a time, with a state of torch's CPU generator of its own, so a trial is the same every time. Nothing hangs:
-a rank that fails, or that exchanges other tensors than the rest, ends all of them. Backward of CPU tensors runs on the thread
-that calls it, so exchanges may be within it; tensors must be of the CPU.
+One thread runs at a time, with a state of torch's CPU generator of its own, so a trial is the same
+every time. Nothing hangs: a rank that fails, or that exchanges other tensors than the rest, ends
+all of them. Backward of CPU tensors runs on the thread that calls it, so exchanges may be within
+it; tensors must be of the CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ class _Turns:
 
     def pass_on(self, rank: int) -> None:
         with self.changed:
-            left = [(rank + n) % self.size for n in range(1, self.size + 1) if not self.done[(rank + n) % self.size]]
+            left = [
+                (rank + n) % self.size
+                for n in range(1, self.size + 1)
+                if not self.done[(rank + n) % self.size]
+            ]
             self.turn = left[0] if left else -1
             self.changed.notify_all()
 
@@ -58,7 +64,8 @@ class _Turns:
 
 
 class VirtualGroup(Ranks):
-    """One virtual rank's view of its group: give it as `group=` to layers and regions. Made by `run_virtual`."""
+    """One virtual rank's view of its group: give it as `group=` to layers and regions. Made by
+    `run_virtual`."""
 
     def __init__(self, turns: _Turns, rank: int) -> None:
         super().__init__(self, rank, turns.size)  # type: ignore[arg-type]
@@ -75,7 +82,8 @@ class VirtualGroup(Ranks):
         return self is other
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """Every rank's x, in rank order. ValueError where ranks put down tensors of other shapes, or one has none to give."""
+        """Every rank's x, in rank order. ValueError where ranks put down tensors of other shapes,
+        or one has none to give."""
         turns, round_ = self.turns, self.count
         object.__setattr__(self, "count", round_ + 1)
         if len(turns.rounds) == round_:
@@ -108,10 +116,11 @@ class VirtualGroup(Ranks):
 
 
 def run_virtual(size: int, body: Callable[[VirtualGroup], T]) -> list[T]:
-    """body(group) on each of `size` virtual ranks; the results in rank order. Raises what the first rank to fail raised.
+    """body(group) on each of `size` virtual ranks; the results in rank order. Raises what the first
+    rank to fail raised.
 
-    Each starts from the same seed, in torch's initial thread state (no autocast, the CPU as default device); torch's CPU
-    generator is afterwards as it was before.
+    Each starts from the same seed, in torch's initial thread state (no autocast, the CPU as default
+    device); torch's CPU generator is afterwards as it was before.
     """
     turns = _Turns(size)
     results: list[Any] = [None] * size
@@ -132,7 +141,8 @@ def run_virtual(size: int, body: Callable[[VirtualGroup], T]) -> list[T]:
 
     with torch.random.fork_rng(devices=[]):
         threads = [
-            threading.Thread(target=thread, args=(rank,), name=f"virtual rank {rank}", daemon=True) for rank in range(size)
+            threading.Thread(target=thread, args=(rank,), name=f"virtual rank {rank}", daemon=True)
+            for rank in range(size)
         ]
         for each in threads:
             each.start()
