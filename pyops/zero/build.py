@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.broadcast import broadcast
-from pyops.zero.hooks.gathering import Unit
+from pyops.zero.hooks.unshard_hooks import Unit
 from pyops.zero.layout.materialise import (
     Initialise,
     adopt,

@@ -27,24 +27,24 @@ from pyops.precision import LossScale, Precision
 from pyops.zero.agreement import agreed, check_same_model, check_same_options
 from pyops.zero.build import Place, lay_out_units, lay_out_whole
 from pyops.zero.checks import check_arguments, param_groups_of
-from pyops.zero.hooks.arriving import Arriving
-from pyops.zero.hooks.gathering import Gathering, Unit
-from pyops.zero.hooks.gradients import Gradients
-from pyops.zero.hooks.kept import Kept
 from pyops.zero.hooks.module_hook import ModuleHook
-from pyops.zero.hooks.shown import Shown, gradients_set_by_hand
+from pyops.zero.hooks.overlapped_gather import Arriving
+from pyops.zero.hooks.parameter_ownership import Kept
+from pyops.zero.hooks.published_gradients import Shown, gradients_set_by_hand
+from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.unshard_hooks import Gathering, Unit
 from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
 from pyops.zero.layout.units import IsUnit
 from pyops.zero.layout.wire import check_wire, wire_of
 from pyops.zero.state.savable import Savable
-from pyops.zero.update.delayed import Delayed, check_delayed
+from pyops.zero.update.delayed_update import Delayed, check_delayed
+from pyops.zero.update.gradient_squares import squares_by_name
 from pyops.zero.update.one_bit import OneBit, phases_over_shards
-from pyops.zero.update.owned import Owned
-from pyops.zero.update.precision import numbers_of
-from pyops.zero.update.squares import squares_by_name
-from pyops.zero.update.stages import Stages, agree_over_stages, check_stages
-from pyops.zero.update.tensor_parallel import TensorParallel
-from pyops.zero.update.told import Told, tell
+from pyops.zero.update.pipeline_axis import Stages, agree_over_stages, check_stages
+from pyops.zero.update.precision_plan import numbers_of
+from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.step_stats import Told, tell
+from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["ZeroOptimizer"]
 
@@ -78,7 +78,7 @@ class ZeroOptimizer(Savable):
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between
     backward and step, `.grad` of the parameters is the gradient of all ranks, of which this one has
     a part: torch's clip_grad_norm_, clip_grad_value_ and GradScaler work on it
-    (pyops/zero/hooks/reduced.py), what needs other ranks' parts raises. step() uses the gradients
+    (pyops/zero/hooks/reduced_gradient.py), what needs other ranks' parts raises. step() uses the gradients
     up. Within `no_sync()` backward adds gradients up locally, whole; without it, backwards before
     one step add up too, and each is reduced. Parameters that got no gradient on any rank are left
     alone, as torch.optim leaves those without .grad.

@@ -17,7 +17,7 @@ from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, 
 from pyops.config.parallel import ParallelConfig
 from pyops.train import Run, train
 from pyops.train.report.metrics import read_rows
-from pyops.zero.hooks.gradients import GradientBucket
+from pyops.zero.hooks.sharded_gradients import GradientBucket
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 

@@ -15,7 +15,7 @@ from torch import nn
 import pyops.optim
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.hooks.reduced import ReducedGradient
+from pyops.zero.hooks.reduced_gradient import ReducedGradient
 from tests.workers import spawn_ranks
 from tests.zero.models import Net, groups, mean_loss, part
 

@@ -1,13 +1,12 @@
-"""What happens during forward and backward: parameters are gathered, gradients reduce-scattered.
+"""Hooks of forward and backward: parameters are all-gathered, gradients reduce-scattered.
 
 | file | what it does |
 |---|---|
-| gradients.py | buckets of gradients, reduce-scattered while backward runs |
-| reduced.py, shown.py | the value of `.grad` between backward and step, and what a program may do
-to it |
-| gathering.py | stage 3: when the parameters of a unit are gathered and freed |
-| arriving.py | stages 1 and 2: parameters gathered while the next forward computes |
-| spread.py | stage 3: an operation on a parameter that is not gathered gets its values, or an error
-with the fix |
-| kept.py | whether parameters still lie where ZeroOptimizer put them |
+| sharded_gradients.py | buckets of gradients, reduce-scattered while backward runs |
+| reduced_gradient.py | the value of `.grad` between backward and step |
+| published_gradients.py | puts that value into `.grad`, and finds what a program did to it |
+| unshard_hooks.py | stage 3: when the parameters of a unit are gathered and freed |
+| overlapped_gather.py | stages 1 and 2: parameters are gathered during the next forward |
+| parameter_guard.py | stage 3: an operation on a parameter that is not gathered gathers it, or raises |
+| parameter_ownership.py | whether parameters still lie where ZeroOptimizer put them |
 """

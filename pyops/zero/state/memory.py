@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyops.zero.hooks.gradients import Gradients
-from pyops.zero.update.owned import Owned
+from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.update.sharded_optimizer_state import Owned
 
 __all__ = ["kept_bytes"]
 

@@ -13,9 +13,9 @@ from torch import nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.zero.agreement import agreed
-from pyops.zero.hooks.arriving import Arriving
-from pyops.zero.hooks.gathering import Gathering
-from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.hooks.overlapped_gather import Arriving
+from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.unshard_hooks import Gathering
 from pyops.zero.layout.stored import in_memory
 from pyops.zero.state.memory import kept_bytes
 from pyops.zero.state.saving import (
@@ -26,12 +26,12 @@ from pyops.zero.state.saving import (
     distribute_model,
     regions_of,
 )
-from pyops.zero.update.delayed import Delayed
+from pyops.zero.update.delayed_update import Delayed
 from pyops.zero.update.one_bit import OneBit, check_phase
-from pyops.zero.update.owned import Coming, Owned
-from pyops.zero.update.precision import Numbers
-from pyops.zero.update.stages import Stages
-from pyops.zero.update.tensor_parallel import TensorParallel
+from pyops.zero.update.pipeline_axis import Stages
+from pyops.zero.update.precision_plan import Numbers
+from pyops.zero.update.sharded_optimizer_state import Coming, Owned
+from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["Savable"]
 

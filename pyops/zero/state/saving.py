@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
-from pyops.zero.hooks.gathering import Unit
+from pyops.zero.hooks.unshard_hooks import Unit
 from pyops.zero.layout.stored import Region, in_turn
 from pyops.zero.layout.stretch import Stretch
-from pyops.zero.update.owned import Coming, Owned, OwnedPiece
+from pyops.zero.update.sharded_optimizer_state import Coming, Owned, OwnedPiece
 
 __all__ = [
     "check_names",

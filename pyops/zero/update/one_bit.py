@@ -32,9 +32,9 @@ from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.flat import FlatLayout
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.clip import EPSILON
-from pyops.zero.hooks.gradients import GradientBucket, Gradients
-from pyops.zero.update.owned import Owned, OwnedPiece
-from pyops.zero.update.told import tell
+from pyops.zero.hooks.sharded_gradients import GradientBucket, Gradients
+from pyops.zero.update.sharded_optimizer_state import Owned, OwnedPiece
+from pyops.zero.update.step_stats import tell
 
 __all__ = ["OneBit", "Warmup", "check_phase", "phases_over_shards"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from pyops.checkpoint import writing
 from pyops.config import load_config
 from pyops.train import Run, train
-from pyops.zero.hooks.gathering import Gathering
+from pyops.zero.hooks.unshard_hooks import Gathering
 
 
 def die(marker: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
-from pyops.zero.hooks.reduced import (
+from pyops.zero.hooks.reduced_gradient import (
     ReducedGradient,
 )  # without memory: its elements are in the chunks, which count
 

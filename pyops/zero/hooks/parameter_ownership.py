@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pyops.flat import InPlace, claim, release
-from pyops.zero.hooks.gathering import Gathering
-from pyops.zero.hooks.gradients import Gradients, wrapped_in_ddp
+from pyops.zero.hooks.sharded_gradients import Gradients, wrapped_in_ddp
+from pyops.zero.hooks.unshard_hooks import Gathering
 from pyops.zero.layout.parameters import FlatParameters
 
 __all__ = ["Kept"]

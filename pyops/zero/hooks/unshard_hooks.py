@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
 from pyops.zero.hooks.module_hook import ModuleHook
-from pyops.zero.hooks.spread import Spreading
+from pyops.zero.hooks.parameter_guard import Spreading
 from pyops.zero.layout.sharded import ShardedParameters
 from pyops.zero.layout.wire import Wire
 

@@ -29,7 +29,7 @@ from pyops.comm.collectives.functional import all_reduce, reduce_scatter
 from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_reduce_scatter
-from pyops.zero.hooks.reduced import ReducedGradient
+from pyops.zero.hooks.reduced_gradient import ReducedGradient
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.wire import speaks

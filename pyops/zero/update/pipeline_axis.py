@@ -21,8 +21,8 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.checks import check_crossing
-from pyops.zero.hooks.gradients import Gradients
-from pyops.zero.update.owned import OwnedPiece
+from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.update.sharded_optimizer_state import OwnedPiece
 
 __all__ = ["Stages", "agree_over_stages", "check_stages"]
 

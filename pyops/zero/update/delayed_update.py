@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyops.comm.collectives.work import ThreadWork, Worker
-from pyops.zero.update.owned import Owned
+from pyops.zero.update.sharded_optimizer_state import Owned
 
 __all__ = ["Delayed", "check_delayed"]
 

@@ -15,7 +15,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.zero.layout.parameters import FlatParameters
-from pyops.zero.update.owned import Owned
+from pyops.zero.update.sharded_optimizer_state import Owned
 
 __all__ = ["squares_by_name"]
 

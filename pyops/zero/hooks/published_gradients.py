@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
-from pyops.zero.hooks.gradients import GradientBucket, Gradients
-from pyops.zero.hooks.reduced import Norms, ReducedGradient
+from pyops.zero.hooks.reduced_gradient import Norms, ReducedGradient
+from pyops.zero.hooks.sharded_gradients import GradientBucket, Gradients
 from pyops.zero.layout.partition import Piece
 
 __all__ = ["Shown", "gradients_set_by_hand"]

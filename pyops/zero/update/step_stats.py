@@ -19,11 +19,11 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import DisagreementError
 from pyops.optim.fused.clip import EPSILON
-from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import Gradients
 from pyops.zero.layout.parameters import FlatParameters
-from pyops.zero.update.owned import Owned
-from pyops.zero.update.stages import Stages
-from pyops.zero.update.tensor_parallel import TensorParallel
+from pyops.zero.update.pipeline_axis import Stages
+from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["Told", "tell"]
 

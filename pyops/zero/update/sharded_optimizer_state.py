@@ -28,7 +28,7 @@ from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.adafactor_parts import Part
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
-from pyops.zero.hooks.gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import Gradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.stored import in_memory, in_turn

@@ -19,8 +19,8 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.flat import Placement
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.zero.checks import check_crossing
-from pyops.zero.hooks.gradients import Gradients
-from pyops.zero.update.owned import OwnedPiece
+from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.update.sharded_optimizer_state import OwnedPiece
 
 __all__ = ["TensorParallel"]
 
