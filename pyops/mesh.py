@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from math import prod
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,73 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyops.failure import naming_lost_ranks
 
-__all__ = ["Axes", "Mesh", "alone", "check_initialized"]
+__all__ = [
+    "ALONE",
+    "Alone",
+    "Axes",
+    "Mesh",
+    "ProcessGroupLike",
+    "alone",
+    "check_initialized",
+    "resolve",
+]
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+class Alone:
+    """The type of `ALONE`, its one instance: copies and unpickled ones are that instance again."""
+
+    _instance: Alone | None = None
+
+    def __new__(cls) -> Alone:
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def __reduce__(self) -> str:
+        return "ALONE"
+
+    def __repr__(self) -> str:
+        return "pyops.mesh.ALONE"
+
+
+ALONE = Alone()
+"""Given as a group: this process alone, whatever torch.distributed runs beside it."""
+
+ProcessGroupLike: TypeAlias = dist.ProcessGroup | Alone | None
+"""What a parameter `group` takes: a process group; None for the default group, or one process where
+torch.distributed is not initialized; `ALONE` for this process alone."""
+
+
+def resolve(group: ProcessGroupLike, what: str) -> dist.ProcessGroup | None:
+    """The process group that an argument `group` means.
+
+    Args:
+        group: a process group, None for the default group, or `ALONE`.
+        what: the class or function that was given it, for the error.
+
+    Returns:
+        The group; None for one process: `ALONE`, or None where torch.distributed is not
+        initialized. Pass the argument on as it came, not this result: to the next function None
+        would be the default group again.
+
+    Raises:
+        ValueError: group is None and this process was started as one rank of several that have not
+            called init_process_group (see `check_initialized`).
+        TypeError: group is something else.
+    """
+    if isinstance(group, Alone):
+        return None
+    if group is None:
+        check_initialized(what)
+        return dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{what}: group is {group!r}; pass a torch process group that this rank belongs to, "
+            "None for the default group, or pyops.mesh.ALONE for this process alone"
+        )
+    return group
 
 
 @contextmanager
@@ -40,7 +105,7 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
-def check_initialized(who: str, group: dist.ProcessGroup | None = None) -> None:
+def check_initialized(who: str, group: ProcessGroupLike = None) -> None:
     """ValueError where `who`, given this group, would work alone although this process was started
     as one rank of several.
 

@@ -20,7 +20,7 @@ from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank
 from pyops.comm.compression.one_bit import OneBit
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
-from pyops.mesh import Axes, Mesh, alone, check_initialized
+from pyops.mesh import Axes, Mesh, alone, check_initialized, resolve
 from pyops.models import (
     BERT,
     GPT,
@@ -105,6 +105,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "hub.save": lambda: hub.save(linear(), "never"),
     "mesh.Mesh": lambda: Mesh(Axes()),
     "mesh.check_initialized": lambda: check_initialized("this"),
+    "mesh.resolve": lambda: resolve(None, "this"),
     "models.BERTClassifier": lambda: BERTClassifier(BERTConfig(), num_labels=2, device="meta"),
     **{f"models.{kind.__name__}": partial(kind, config(), device="meta", seed=None) for kind, config in MODELS},
     **{f"onebit.{kind.__name__}": partial(one_bit, kind, options) for kind, options in ONE_BIT},

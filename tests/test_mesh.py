@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch.distributed as dist
 
-from pyops.mesh import Axes, Mesh
+from pyops.mesh import ALONE, Alone, Axes, Mesh, resolve
 
 pytestmark = pytest.mark.cpu_only
 
@@ -66,3 +69,39 @@ def test_context_parallelism_is_refused_until_it_is_there():
 def test_degrees_are_positive_integers(degree):
     with pytest.raises(ValueError, match=r"dp is .*; an axis has 1 rank or more"):
         Axes(dp=degree)
+
+
+def test_alone_stays_the_one_value():
+    assert repr(ALONE) == "pyops.mesh.ALONE"
+    assert Alone() is ALONE
+    assert copy.copy(ALONE) is ALONE
+    assert copy.deepcopy({"group": ALONE})["group"] is ALONE
+    assert pickle.loads(pickle.dumps(ALONE)) is ALONE
+
+
+def test_one_process_has_no_group(monkeypatch):
+    assert resolve(None, "this") is None
+    assert resolve(ALONE, "this") is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve(ALONE, "this") is None
+    with pytest.raises(ValueError, match=r"^this: .*WORLD_SIZE=2"):
+        resolve(None, "this")
+
+
+@pytest.mark.parametrize("group", [0, "cpu", dist.GroupMember.NON_GROUP_MEMBER])
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(TypeError, match=f"this: group is {group!r}"):
+        resolve(group, "this")
+
+
+def _resolved(rank: int, group: dist.ProcessGroup) -> list[bool]:
+    pair = Mesh(Axes(dp=2)).group("dp")
+    return [
+        resolve(None, "this") is dist.group.WORLD,
+        resolve(pair, "this") is pair,
+        resolve(ALONE, "this") is None,
+    ]
+
+
+def test_a_group_among_ranks(world):
+    assert world(2).run(_resolved) == [[True] * 3] * 2
