@@ -21,7 +21,7 @@ import torch
 from benchmarks.odd_values import ODD, Change, damage, places, set_place
 from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, load_config
-from pyops.config.task import KINDS
+from pyops.config.task_config import KINDS
 from pyops.models import BERT, GPT, ViT
 from pyops.train import run as training
 from pyops.train.setup import recipe

@@ -163,7 +163,7 @@ def _train(config: str, overrides: Sequence[str], *, resume: bool, lr_range: str
 
 def _plan(config: str, overrides: Sequence[str], *, ranks: int) -> int:
     from pyops.config import ConfigError, load_config
-    from pyops.train.setup.membership import plans
+    from pyops.train.setup.adapted_layout import plans
 
     try:
         for number, reason in plans(load_config(config, overrides=overrides), ranks):

@@ -9,7 +9,7 @@ configure.
     [precision]             # PrecisionConfig
     [zero]                  # ZeroConfig
     [recompute]             # RecomputeConfig
-    [parallel]              # pyops.config.parallel.ParallelConfig
+    [parallel]              # pyops.config.parallel_config.ParallelConfig
     [elastic]               # ElasticConfig
     [train]                 # TrainConfig
     [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
@@ -18,11 +18,13 @@ configure.
 names the key, its value and the fix; nothing has been started by then.
 """
 
-from pyops.config.elastic import ElasticConfig
-from pyops.config.parallel import ParallelConfig
+from pyops.config.config_error import ConfigError
+from pyops.config.elastic_config import ElasticConfig
+from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
-from pyops.config.refusal import ConfigError
-from pyops.config.sections import (
+from pyops.config.run_config import Config
+from pyops.config.task_config import TaskConfig
+from pyops.config.training_sections import (
     COMMUNICATING,
     OPTIMIZERS,
     CommunicationConfig,
@@ -32,8 +34,6 @@ from pyops.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
-from pyops.config.task import TaskConfig
-from pyops.config.whole import Config
 
 __all__ = [
     "COMMUNICATING",

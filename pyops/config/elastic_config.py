@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyops.config.refusal import require
+from pyops.config.config_error import require
 
 __all__ = ["BATCH_POLICIES", "CACHES", "FREEZES", "LR_RULES", "ElasticConfig"]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyops.config.refusal import ConfigError
-from pyops.config.whole import Config
+from pyops.config.config_error import ConfigError
+from pyops.config.run_config import Config
 
 if sys.version_info >= (3, 11):
     import tomllib

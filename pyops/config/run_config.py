@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyops.comm.compression.names import parse
-from pyops.config.elastic import ElasticConfig
-from pyops.config.parallel import ParallelConfig
-from pyops.config.refusal import ConfigError
-from pyops.config.sections import (
+from pyops.config.config_error import ConfigError
+from pyops.config.elastic_config import ElasticConfig
+from pyops.config.parallel_config import ParallelConfig
+from pyops.config.task_config import KINDS, TaskConfig, check_task
+from pyops.config.training_sections import (
     CommunicationConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -17,7 +18,6 @@ from pyops.config.sections import (
     TrainConfig,
     ZeroConfig,
 )
-from pyops.config.task import KINDS, TaskConfig, check_task
 from pyops.data import DataConfig
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pyops.config.refusal import require
+from pyops.config.config_error import require
 from pyops.data import DataConfig
 from pyops.data.characters import CHARACTERS
 from pyops.models import BERTConfig, ViTConfig

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from pyops.comm.compression.names import parse
-from pyops.config.refusal import require
+from pyops.config.config_error import require
 from pyops.precision import PRECISIONS
 
 __all__ = [

@@ -4,8 +4,8 @@
 
 | folder or file | what it does |
 |---|---|
-| run.py | the run itself; reads the way the data goes |
-| task_run.py, tasks.py, first_values.py | a run over numbered samples, in a layout that follows
+| text_training.py | the run itself; reads the way the data goes |
+| sample_training.py, tasks.py, initial_weights.py | a run over numbered samples, in a layout that follows
 what is frozen |
 | lr_range.py | the first steps with a rising learning rate |
 | folder.py, outcome.py | the folder of a run, to which one run at a time writes; how a run ended |
@@ -17,6 +17,6 @@ what is frozen |
 from pyops.train.host.ranks import StopRequest
 from pyops.train.lr_range import lr_range_test
 from pyops.train.outcome import Outcome
-from pyops.train.run import Run, train
+from pyops.train.text_training import Run, train
 
 __all__ = ["Outcome", "Run", "StopRequest", "lr_range_test", "train"]

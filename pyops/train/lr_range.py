@@ -18,8 +18,8 @@ from pyops.optim.lr_scheduler import LRRangeTest, steepest
 from pyops.train.folder import only_run_in
 from pyops.train.host.ranks import joined_ranks
 from pyops.train.report.notes import collected_notes
-from pyops.train.run import Run
-from pyops.train.setup.membership import adapted, started_ranks
+from pyops.train.setup.adapted_layout import adapted, started_ranks
+from pyops.train.text_training import Run
 
 __all__ = ["lr_range_test"]
 

@@ -25,14 +25,14 @@ from pyops.checkpoint import Checkpoints, load
 from pyops.comm.agreement import on_first_rank
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
-from pyops.config.task import KINDS
+from pyops.config.task_config import KINDS
 from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elastic, rows_besides
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
-from pyops.train.first_values import FirstValues, weights_of
 from pyops.train.folder import prepare_folder
 from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
+from pyops.train.initial_weights import FirstValues, weights_of
 from pyops.train.outcome import Outcome
 from pyops.train.report.display import Display, describe_transition
 from pyops.train.report.metrics import MetricsLog, peak_memory_gib

@@ -39,12 +39,12 @@ from pyops.train.report.display import Display, describe_memory
 from pyops.train.report.metrics import MetricsLog, StepMemory, peak_memory_gib, plot_losses
 from pyops.train.report.notes import collected_notes
 from pyops.train.report.traffic import Traffic
-from pyops.train.setup.membership import adapted, started_ranks, trouble_ahead
+from pyops.train.sample_training import TaskRun
+from pyops.train.setup.adapted_layout import adapted, started_ranks, trouble_ahead
 from pyops.train.setup.pipelined import Part, Pipelined
 from pyops.train.setup.recipe import make_loss_scale, make_model, recompute_modules
 from pyops.train.setup.state import read
 from pyops.train.setup.strategy import Zero, make_strategy
-from pyops.train.task_run import TaskRun
 
 __all__ = ["Run", "train"]
 

@@ -89,9 +89,9 @@ FLOORS = {
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
         ["folder", "host", "outcome", "report", "setup", "tasks"],
-        ["first_values"],
-        ["task_run"],
-        ["run"],
+        ["initial_weights"],
+        ["sample_training"],
+        ["text_training"],
         ["lr_range"],
     ],
     "zero": [

@@ -14,7 +14,7 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
-from pyops.config.parallel import ParallelConfig
+from pyops.config.parallel_config import ParallelConfig
 from pyops.train import Run, train
 from pyops.train.report.metrics import read_rows
 from pyops.zero.hooks.sharded_gradients import GradientBucket

@@ -22,11 +22,11 @@ from pyops.config import (
     TrainConfig,
     ZeroConfig,
 )
-from pyops.config.task import TaskConfig
+from pyops.config.task_config import TaskConfig
 from pyops.data import DataConfig
 from pyops.models import BERTConfig, ViTConfig
 from pyops.train import train
-from pyops.train.task_run import TaskRun
+from pyops.train.sample_training import TaskRun
 from tests.train.tiny_run import train_on_rank
 
 pytestmark = pytest.mark.cpu_only

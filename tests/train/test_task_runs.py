@@ -22,12 +22,12 @@ from pyops.config import (
     ParallelConfig,
     TrainConfig,
 )
-from pyops.config.task import TaskConfig
+from pyops.config.task_config import TaskConfig
 from pyops.elastic import Portion
 from pyops.models import ViTConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
-from pyops.train.task_run import TaskRun
+from pyops.train.sample_training import TaskRun
 from tests.train import tiny_run
 from tests.train.tiny_run import losses, norms, same, train_on_rank
 

@@ -20,7 +20,7 @@ from pyops.elastic import PADDING
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 from pyops.models.vocabulary import IGNORED
 from pyops.pipeline import Pipeline, schedule
-from pyops.train.first_values import FirstValues
+from pyops.train.initial_weights import FirstValues
 from pyops.train.tasks import Task, make_task
 
 pytestmark = pytest.mark.cpu_only

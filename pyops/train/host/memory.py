@@ -10,7 +10,7 @@ import os
 import torch
 
 from pyops.config import Config, ConfigError
-from pyops.config.task import KINDS
+from pyops.config.task_config import KINDS
 from pyops.host_memory import total_memory
 from pyops.models.checks import largest_field, numbers_of
 from pyops.precision import PRECISIONS

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import ConfigError, TrainConfig
-from pyops.train.host.meeting import Meeting
+from pyops.train.host.rendezvous import Meeting
 
 __all__ = ["StopRequest", "fix_products", "joined_ranks", "stand_by"]
 

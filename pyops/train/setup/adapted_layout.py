@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pyops.config import Config, ConfigError
-from pyops.config.task import KINDS
+from pyops.config.task_config import KINDS
 from pyops.elastic.membership import GIB, Choice, Grid, Limits, choose
 from pyops.mesh import alone
 from pyops.models import GPT, GPTConfig

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from pyops.config import Config, ZeroConfig
-from pyops.config.parallel import ParallelConfig
+from pyops.config.parallel_config import ParallelConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
 from tests.train.faults.test_faults import ROOT, as_toml

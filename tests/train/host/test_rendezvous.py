@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pyops.train.host.meeting import Meeting
+from pyops.train.host.rendezvous import Meeting
 
 pytestmark = pytest.mark.cpu_only
 

@@ -11,14 +11,14 @@ import torch
 
 from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, ZeroConfig
-from pyops.config.parallel import ParallelConfig
+from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.elastic import Grid
 from pyops.models import GPT, GPTConfig
 from pyops.train import folder as folders
 from pyops.train.folder import continues, finished, prepare_folder
 from pyops.train.lr_range import lr_range_test
-from pyops.train.setup.membership import adapted, limits_of, trouble_ahead
+from pyops.train.setup.adapted_layout import adapted, limits_of, trouble_ahead
 from tests.train.tiny_run import config_of
 
 pytestmark = pytest.mark.cpu_only
