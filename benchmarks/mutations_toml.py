@@ -23,7 +23,7 @@ from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, load_config
 from pyops.config.task_config import KINDS
 from pyops.models import BERT, GPT, ViT
-from pyops.train import run as training
+from pyops.train import text_training as training
 from pyops.train.setup import recipe
 
 if sys.version_info >= (3, 11):

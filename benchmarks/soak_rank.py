@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from pyops.config import load_config
 from pyops.train import train
-from pyops.train.host import meeting
+from pyops.train.host import rendezvous
 
 __all__ = ["begin"]
 
@@ -44,7 +44,7 @@ def _train(path: Path, limit: timedelta) -> int:
     pid.with_suffix(".new").write_text(str(os.getpid()))
     pid.with_suffix(".new").rename(pid)
     distributed_c10d.default_pg_timeout = limit
-    options: Any = meeting.Meeting.__init__.__kwdefaults__
+    options: Any = rendezvous.Rendezvous.__init__.__kwdefaults__
     options["timeout"] = limit
     outcome = train(load_config(path), resume=True)
     return 128 + outcome.stopped_by if outcome.stopped_by else 0

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.config import ConfigError, TrainConfig
-from pyops.train.host.rendezvous import Meeting
+from pyops.train.host.rendezvous import Rendezvous
 
 __all__ = ["StopRequest", "fix_products", "joined_ranks", "stand_by"]
 
@@ -49,7 +49,7 @@ def joined_ranks(
             fix_products(device)
     meeting = None
     if "RANK" in os.environ and not dist.is_initialized():
-        meeting = Meeting.of_environment()
+        meeting = Rendezvous.of_environment()
         size = meeting.size if active is None else active
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=meeting.store, rank=meeting.rank, world_size=size)
@@ -64,7 +64,7 @@ def joined_ranks(
 def stand_by() -> int:
     """Wait, without work, until the ranks that have some have ended: the signal that ended them, or
     0."""
-    return Meeting.of_environment().until_over()
+    return Rendezvous.of_environment().until_over()
 
 
 def fix_products(device: torch.device) -> None:

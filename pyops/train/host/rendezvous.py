@@ -19,14 +19,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Meeting"]
+__all__ = ["Rendezvous"]
 
 TIMEOUT = timedelta(minutes=10)
 LOOK_EVERY = 0.01  # seconds between two looks
 TO_LEAVE = 10.0  # seconds that ranks which waited have to notice the end
 
 
-class Meeting:
+class Rendezvous:
     """All ranks of this attempt, met: `store` is theirs alone. A rank that doesn't come is a
     TimeoutError that names it.
 
@@ -51,7 +51,7 @@ class Meeting:
         self.store = dist.PrefixStore(f"attempt {name}", given)
 
     @classmethod
-    def of_environment(cls) -> Meeting:
+    def of_environment(cls) -> Rendezvous:
         """As torchrun's variables say."""
         given, rank, size = next(iter(rendezvous("env://")))
         return cls(given, rank=rank, size=size)

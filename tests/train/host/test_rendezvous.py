@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pyops.train.host.rendezvous import Meeting
+from pyops.train.host.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.cpu_only
 
@@ -36,15 +36,15 @@ def together(*bodies: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def meet(store: dist.Store, size: int, *, after: float = 0.0, late: int = -1) -> list[Meeting]:
-    def come(rank: int) -> Meeting:
+def meet(store: dist.Store, size: int, *, after: float = 0.0, late: int = -1) -> list[Rendezvous]:
+    def come(rank: int) -> Rendezvous:
         time.sleep(after if rank == late else 0.0)
-        return Meeting(store, rank=rank, size=size, timeout=SOON)
+        return Rendezvous(store, rank=rank, size=size, timeout=SOON)
 
     return together(*[lambda r=rank: come(r) for rank in range(size)])
 
 
-def names(meetings: list[Meeting], key: str) -> set[bytes]:
+def names(meetings: list[Rendezvous], key: str) -> set[bytes]:
     """What all find at a key that the first one wrote."""
     meetings[0].store.set(key, key)
     return {meeting.store.get(key) for meeting in meetings}
@@ -80,13 +80,13 @@ def test_a_process_that_left_a_mark_and_died_is_not_taken_for_its_successor():
 def test_who_does_not_come_is_named():
     soon = timedelta(seconds=0.3)
     both = together(
-        *[lambda r=r: Meeting(dist.HashStore(), rank=r, size=3, timeout=soon) for r in (0, 1)]
+        *[lambda r=r: Rendezvous(dist.HashStore(), rank=r, size=3, timeout=soon) for r in (0, 1)]
     )
     assert [type(error) for error in both] == [TimeoutError, TimeoutError]
     assert "rank 0 of 3 waited for ranks 1, 2 in torchrun's store" in str(both[0])
     assert "rank 1 of 3 waited for rank 0" in str(both[1])
     store = dist.HashStore()
-    some = together(*[lambda r=r: Meeting(store, rank=r, size=3, timeout=soon) for r in (0, 1)])
+    some = together(*[lambda r=r: Rendezvous(store, rank=r, size=3, timeout=soon) for r in (0, 1)])
     assert "rank 0 of 3 waited for rank 2 in" in str(some[0])
 
 
@@ -104,7 +104,7 @@ def test_those_who_wait_notice_that_the_others_are_gone():
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=SOON)
     stores = {0: server, 1: client}
     meetings = together(
-        *[lambda r=r: Meeting(stores[r], rank=r, size=2, timeout=SOON) for r in (0, 1)]
+        *[lambda r=r: Rendezvous(stores[r], rank=r, size=2, timeout=SOON) for r in (0, 1)]
     )
     waiting = meetings.pop()
     stores.clear()
