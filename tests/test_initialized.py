@@ -16,7 +16,7 @@ from torch import nn
 
 import pyops
 from pyops import checkpoint, comm, data, elastic, hub, onebit, tensor_parallel
-from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank
+from pyops.comm.agreement import agree, gather, on_all_ranks, on_first_rank, ranks_agree
 from pyops.comm.compression.one_bit import OneBit
 from pyops.data import DataConfig
 from pyops.data_parallel import DataParallel
@@ -89,6 +89,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "comm.agreement.gather": lambda: gather(1),
     "comm.agreement.on_all_ranks": lambda: on_all_ranks(pytest.fail),
     "comm.agreement.on_first_rank": lambda: on_first_rank(pytest.fail),
+    "comm.agreement.ranks_agree": lambda: ranks_agree().__enter__(),
     "data.prepare": lambda: data.prepare(DataConfig()),
     "data.prepare_passages": lambda: data.prepare_passages(DataConfig(path="stdlib"), vocab_size=300, length=8),
     "data_parallel.DataParallel": lambda: DataParallel(linear()),

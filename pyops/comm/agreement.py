@@ -1,5 +1,5 @@
-"""Ranks fail together: what went wrong on one rank is raised on all of them, so none waits for a
-rank that left.
+"""Ranks fail together: the error of one rank is raised on all of them, so none waits for a rank
+that left.
 
 rank 0: CorpusError("...")  --.                      .--  CorpusError("...")
 rank 1: fine                --+-- gather, compare ---+--  CorpusError("...")
@@ -8,47 +8,62 @@ rank 2: fine                --'                      '--  CorpusError("...")
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pyops.failure import naming_lost_ranks
-from pyops.mesh import check_initialized
+from pyops.mesh import ProcessGroupLike, resolve
 
-__all__ = ["agree", "gather", "naming_lost_ranks", "on_all_ranks", "on_first_rank"]
+__all__ = [
+    "agree",
+    "gather",
+    "naming_lost_ranks",
+    "on_all_ranks",
+    "on_first_rank",
+    "ranks_agree",
+]
 
 T = TypeVar("T")
 
 
-def gather(
-    value: T, *, group: dist.ProcessGroup | None = None, grace: float | None = None
-) -> list[T]:
-    """Every rank's value, in rank order, on every rank; [value] where torch.distributed is not
-    running.
+def gather(value: T, *, group: ProcessGroupLike = None, grace: float | None = None) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Collective: every rank must call it.
 
-    CommunicationError, which names it, for a rank that is lost: one that gives no sign of life
-    within `grace` seconds, by default pyops.failure.PATIENCE.
+    Args:
+        value: anything that can be pickled.
+        group: the ranks; see `pyops.mesh.resolve`. One process gets [value].
+        grace: seconds within which a rank must give a sign of life, once another is found to be
+            lost; by default pyops.failure.PATIENCE.
+
+    Raises:
+        CommunicationError: a rank is lost; the error names it.
     """
-    check_initialized("what ranks tell one another", group)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    ranks = resolve(group, "what ranks tell one another")
+    if ranks is None or ranks.size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with naming_lost_ranks("telling one another", group=group, grace=grace):
-        dist.all_gather_object(values, value, group=group)
+    values: list[Any] = [None] * ranks.size()
+    with naming_lost_ranks("telling one another", group=ranks, grace=grace):
+        dist.all_gather_object(values, value, group=ranks)
     return values
 
 
-def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return if no rank has an error; else raise that of the first rank that has one, alike on
-    every rank."""
-    if error is not None and not dist.is_initialized():
+def agree(error: Exception | None, *, group: ProcessGroupLike = None) -> None:
+    """Return if no rank has an error; otherwise raise that of the first rank that has one, on every
+    rank. Collective: every rank must call it.
+
+    `ranks_agree` does this for a block of code.
+    """
+    ranks = resolve(group, "what ranks agree on")
+    if error is not None and ranks is None:
         raise error
     message = None if error is None else (type(error), str(error))
     for rank, failure in enumerate(gather(message, group=group)):
         if failure is None:
             continue
-        if error is not None and rank == dist.get_rank(group):
+        if error is not None and rank == dist.get_rank(ranks):
             raise error
         kind, text = failure
         try:
@@ -58,31 +73,49 @@ def agree(error: Exception | None, *, group: dist.ProcessGroup | None = None) ->
         raise raised
 
 
-def on_all_ranks(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `function`, which communicates nothing, on every rank; each one's own result, or on all
-    the error of any."""
-    check_initialized("what ranks do together", group)
+@contextmanager
+def ranks_agree(group: ProcessGroupLike = None) -> Iterator[None]:
+    """All ranks leave the block, or all raise: an Exception of the block on any rank is raised on
+    every rank. Collective, once, at the end of the block.
+
+        with ranks_agree(group):
+            layers = read(folder)        # communicates nothing
+
+    The block must communicate nothing: a rank that raises leaves it early. A KeyboardInterrupt and
+    others that are no Exception leave at once and tell the other ranks nothing.
+
+    Args:
+        group: the ranks; see `pyops.mesh.resolve`. One process raises its own error.
+
+    Raises:
+        Exception: the error of the first rank that has one: on that rank the very object, on the
+            others one of its type with its text, or a RuntimeError where no such one can be made.
+    """
+    resolve(group, "what ranks do together")
     error: Exception | None = None
-    result: Any = None
     try:
-        result = function()
+        yield
     except Exception as caught:
         error = caught
     agree(error, group=group)
-    found: T = result
-    return found
 
 
-def on_first_rank(function: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `function` on rank 0 of the group while the others wait; its result, or its error, on
-    every rank."""
-    check_initialized("what the first rank does for all", group)
+def on_all_ranks(function: Callable[[], T], *, group: ProcessGroupLike = None) -> T:
+    """The result of `function` on this rank, within `ranks_agree`."""
+    with ranks_agree(group):
+        return function()
+
+
+def on_first_rank(function: Callable[[], T], *, group: ProcessGroupLike = None) -> T:
+    """The result of `function` on rank 0 of the group, or its error, on every rank; the others wait
+    meanwhile. Collective: every rank must call it."""
+    ranks = resolve(group, "what the first rank does for all")
+    result: list[T] = []
     error: Exception | None = None
-    result: Any = None
-    if not dist.is_initialized() or dist.get_rank(group) == 0:
+    if ranks is None or ranks.rank() == 0:
         try:
-            result = function()
+            result.append(function())
         except Exception as caught:
             error = caught
     agree(error, group=group)
-    return gather(result, group=group)[0]
+    return gather(result, group=group)[0][0]
