@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pyops.failure import naming_lost_ranks
-from pyops.mesh import ProcessGroupLike, resolve
+from pyops.mesh import Alone, ProcessGroupLike, resolve
 
 __all__ = [
     "agree",
@@ -56,9 +56,9 @@ def agree(error: Exception | None, *, group: ProcessGroupLike = None) -> None:
 
     `ranks_agree` does this for a block of code.
     """
+    if error is not None and (isinstance(group, Alone) or not dist.is_initialized()):
+        raise error  # which says more than that of `resolve`, where ranks are not joined yet
     ranks = resolve(group, "what ranks agree on")
-    if error is not None and ranks is None:
-        raise error
     message = None if error is None else (type(error), str(error))
     for rank, failure in enumerate(gather(message, group=group)):
         if failure is None:
