@@ -11,6 +11,14 @@ which rank 0 prints alone:
     loss 0.123                     numbers with a point: within two units of their last digit
     ```
 
+Each other Python block is a fragment. It runs too, after what a comment, which no reader of the
+page sees, states before it; or the comment says why it does not:
+
+    <!-- setup                     Python statements; with ", 2 ranks" under torchrun, where torch
+    x = 3                          and dist are imported and the process group is made
+    -->
+    <!-- not run: a reason -->
+
 Each rank is one process, which runs one program after another with torchrun's variables: only the
 imports are shared.
 """
@@ -35,13 +43,33 @@ import torch.distributed as dist
 
 from tests.workers import ROOT, _context
 
-__all__ = ["Blocks", "Program", "Ranks", "blocks", "differs", "pages", "program_of", "programs_of"]
+__all__ = [
+    "Blocks",
+    "Fragment",
+    "Program",
+    "Ranks",
+    "blocks",
+    "differs",
+    "fragments_of",
+    "pages",
+    "program_of",
+    "programs_of",
+]
 
 TIMEOUT = 60.0  # seconds that a program may take
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
     r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE
 )
+COMMENT = re.compile(
+    r"<!-- (?:setup(?:, (?P<ranks>\d+) ranks)?\n(?P<setup>(?:(?!-->).)*)|not run: (?P<reason>[^\n]+) )-->\n\Z",
+    re.DOTALL,
+)
+PRELUDE = """\
+import torch
+import torch.distributed as dist
+dist.init_process_group()
+"""
 NUMBER = re.compile(r"\d+\.\d+(?:e[+-]\d+)?")
 Blocks = list[tuple[int, str, str]]
 
@@ -109,6 +137,34 @@ def programs_of(page: str, text: str) -> list[Program]:
         start = following[0] - len(f"```text\n{following[2]}```")
         if (command := COMMAND.search(text, end, start)) is not None:
             found.append(Program(page, source, int(command[1] or 0), following[2]))
+    return found
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A Python block that is no whole program, with the statements that it needs before it."""
+
+    page: str
+    line: int
+    program: Program | None
+    not_run: str | None
+
+
+def fragments_of(page: str, text: str) -> list[Fragment]:
+    """All of the page's Python blocks that `programs_of` leaves."""
+    programs = {program.source for program in programs_of(page, text)}
+    found = []
+    for block in BLOCK.finditer(text):
+        if block[1] != "python" or block[2] in programs:
+            continue
+        line = text.count("\n", 0, block.start()) + 1
+        comment = COMMENT.search(text[: block.start()])
+        if comment is not None and comment["reason"] is not None:
+            found.append(Fragment(page, line, None, comment["reason"]))
+            continue
+        ranks = 0 if comment is None else int(comment["ranks"] or 0)
+        source = (PRELUDE if ranks else "") + (comment["setup"] if comment else "") + block[2]
+        found.append(Fragment(page, line, Program(page, source, ranks, ""), None))
     return found
 
 

@@ -9,10 +9,12 @@ import pytest
 
 from tests.project.documents import (
     TABLES,
+    Fragment,
     Program,
     Ranks,
     blocks,
     differs,
+    fragments_of,
     pages,
     program_of,
     programs_of,
@@ -48,6 +50,45 @@ def test_the_first_program_of_a_page_runs_as_printed(page, ranks, tmp_path):
 @pytest.mark.parametrize("program", later(), ids=lambda program: program.page)
 def test_a_later_program_with_its_command_and_output_runs_as_printed(program, ranks, tmp_path):
     runs_as_printed(program, ranks, tmp_path)
+
+
+def fragments() -> list[Fragment]:
+    """What stands between the whole programs of all pages."""
+    return [
+        each
+        for page in pages()
+        if page.name not in TABLES
+        for each in fragments_of(page.name, page.read_text())
+    ]
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [each for each in fragments() if each.program],
+    ids=lambda each: f"{each.page}:{each.line}",
+)
+def test_a_fragment_runs_after_its_setup(fragment, ranks, tmp_path):
+    outcomes = ranks.run(fragment.program, tmp_path)
+    assert [error for _, error in outcomes if error is not None] == []
+
+
+def test_few_fragments_are_left_out_and_each_says_why():
+    left_out = [each for each in fragments() if each.not_run]
+    assert len(left_out) <= 3, [(each.page, each.line) for each in left_out]
+    assert all(len(each.not_run.split()) > 5 for each in left_out)
+
+
+def test_a_fragment_takes_its_setup_from_the_comment_before_it():
+    whole = "```python\nprint(1)\n```\n\n    python x.py\n\n```text\n1\n```\n"
+    page = whole + "<!-- setup, 2 ranks\nx = 3\n-->\n```python\ny = x\n```\n"
+    page += (
+        "text\n```python\nz = 1\n```\n<!-- not run: no such machine here -->\n```python\n!\n```\n"
+    )
+    two, alone, left_out = fragments_of("page", page)
+    assert two.program.ranks == 2
+    assert two.program.source.endswith("init_process_group()\nx = 3\ny = x\n")
+    assert alone.program == Program("page", "z = 1\n", 0, "")
+    assert (left_out.program, left_out.not_run) == (None, "no such machine here")
 
 
 def runs_as_printed(program: Program, ranks: Ranks, tmp_path: Path) -> None:
