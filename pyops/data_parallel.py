@@ -220,13 +220,13 @@ class DataParallel(nn.Module):
         False: as within `no_sync()`, until it is set again. An optimizer that communicates by
         itself sets it.
         """
-        return self.reducer.synchronises
+        return self.reducer.synchronizes
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise TypeError(f"require_backward_grad_sync is {value!r}; expected True or False")
-        self.reducer.synchronises = value
+        self.reducer.synchronizes = value
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within the block, backward adds gradients up locally; the next backward outside reduces

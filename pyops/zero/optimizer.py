@@ -31,7 +31,7 @@ from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.overlapped_gather import Arriving
 from pyops.zero.hooks.parameter_ownership import Kept
 from pyops.zero.hooks.published_gradients import Shown, gradients_set_by_hand
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.hooks.unshard_hooks import Gathering, Unit
 from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
 from pyops.zero.layout.units import IsUnit
@@ -262,11 +262,11 @@ class ZeroOptimizer(Savable):
         else:
             layout = lay_out_units(self.model, wanted=units, whole_below=whole_below, **common)
         self.flats = layout.flats
-        self.gradients = Gradients(
+        self.gradients = ShardedGradients(
             self.flats,
             self.communicator,
             keeps=self.stage < 2,
-            op=self.op,
+            reduction=self.op,
             overlap=self.overlap,
             positions=layout.positions,
             automatic=self.stage < 3,
@@ -339,7 +339,7 @@ class ZeroOptimizer(Savable):
     def _reduce_unit(self, unit: Unit) -> None:
         for flat in unit.flats:
             if flat.parameters[0].requires_grad:
-                self.gradients.start(flat)
+                self.gradients.start_flat(flat)
 
     def add_param_group(self, param_group: Group) -> None:
         """As torch.optim, while the optimizer is being made; RuntimeError afterwards, when every

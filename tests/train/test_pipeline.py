@@ -17,7 +17,7 @@ from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, 
 from pyops.config.parallel_config import ParallelConfig
 from pyops.train import Run, train
 from pyops.train.report.metrics import read_rows
-from pyops.zero.hooks.sharded_gradients import GradientBucket
+from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -197,9 +197,9 @@ def reductions(
     parameters here; bytes kept."""
     run = Run(config, device=torch.device("cpu"))
     done: list[Any] = []
-    inner, before = GradientBucket.start, run.pipelined._done
+    inner, before = ReduceScatterBucket.start, run.pipelined._done
 
-    def start(self: GradientBucket, *args: Any, **named: Any) -> None:
+    def start(self: ReduceScatterBucket, *args: Any, **named: Any) -> None:
         done.append([self.flat.names[i] for i in self.members])
         inner(self, *args, **named)
 
@@ -208,7 +208,7 @@ def reductions(
         before(action)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientBucket, "start", start)
+        patch.setattr(ReduceScatterBucket, "start", start)
         run.pipelined.pipeline.on_action(after)
         run.train_step()
     return done, {name for name, _ in run.model.named_parameters()}, run.strategy.memory()

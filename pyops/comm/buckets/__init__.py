@@ -2,7 +2,9 @@
 
 | file | what it does |
 |---|---|
-| bucket.py, reducer.py | slices of a FlatBuffer, all-reduced as backward fills them |
+| bucket.py | which slice of which flat buffer is reduced together |
+| gradient_buckets.py | hooks that start each bucket during backward; also those of ZeRO |
+| reducer.py | slices of a FlatBuffer, all-reduced as backward fills them |
 | bucket_errors.py | error feedback kept by parameter, so that it survives other buckets |
 | ddp.py, fsdp.py | hooks for torch's DistributedDataParallel and FSDP2 |
 """

@@ -12,19 +12,19 @@ addition. Where .grad is the view, autograd adds to it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.autograd import Variable
 
 from pyops.comm.buckets.bucket import plan_buckets
 from pyops.comm.buckets.bucket_errors import BucketErrors
+from pyops.comm.buckets.gradient_buckets import BucketMember, GradientBuckets
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
+from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatBuffer
@@ -90,36 +90,40 @@ class Reducer:
                 size=communicator.size,
                 devices=[b.data.device for b in self.buffers],
             )
-        self.synchronises = True
-        self._bucket_of = {
-            (b.buffer, p): i for i, b in enumerate(self.buckets) for p in b.parameters
-        }
-        numbering = [(b, p) for b, buffer in enumerate(self.buffers) for p in range(len(buffer))]
-        self._number = {key: i for i, key in enumerate(numbering)}
-        self._numbering = numbering
-        # Used since the last communication, so that a parameter of an earlier no_sync backward
-        # counts.
-        self._used = torch.zeros(
-            len(numbering), dtype=torch.int32, device=self.buffers[0].data.device
-        )
-        self._used_here = bytearray(len(numbering))
-        self._active = False
-        self.look: Callable[[], Exception | None] | None = (
-            None  # for what is wrong with the parameters, before a reduction
-        )
-        self.looked = False  # since the last backward began
-        self._begin()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(b, p))
-            for b, buffer in enumerate(self.buffers)
-            for p, parameter in enumerate(buffer.parameters)
+        bucket_of = {(b.buffer, p): i for i, b in enumerate(self.buckets) for p in b.parameters}
+        self._numbering = [
+            (b, p) for b, buffer in enumerate(self.buffers) for p in range(len(buffer))
         ]
+        # Which parameters took part on some rank, filled in for each communication.
+        self._used = torch.zeros(
+            len(self._numbering), dtype=torch.int32, device=self.buffers[0].data.device
+        )
+        self.look: Callable[[], Exception | None] | None = None
+        self.looked = False
+        self._works: list[Work | None] = []
+        members = [
+            BucketMember(
+                parameter=self.buffers[b].parameters[p],
+                name=self.buffers[b].names[p],
+                bucket=bucket_of[b, p],
+                store=partial(self.buffers[b].restore_gradient, p),
+            )
+            for b, p in self._numbering
+        ]
+        self._hooks = GradientBuckets(members, len(self.buckets), self)
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether backward sums gradients over the ranks; settable."""
+        return self._hooks.synchronizes
+
+    @synchronizes.setter
+    def synchronizes(self, value: bool) -> None:
+        self._hooks.synchronizes = value
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()
 
     def leave(self, error: Exception) -> NoReturn:
         """Raise `error` on this rank; the others hear of it in their next reduction."""
@@ -149,87 +153,45 @@ class Reducer:
         if self.errors is not None:
             self.errors.load_state_dict(state, op=self.op)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within the block, backward only adds gradients up locally."""
-        before, self.synchronises = self.synchronises, False
-        try:
-            yield
-        finally:
-            self.synchronises = before
+        return self._hooks.no_sync()
 
     def prepare(self, *, looked: bool = True) -> None:
-        """Forget a backward that was broken off; call before each forward. RuntimeError if its
-        buckets are on their way.
+        """Forget a backward that was broken off; call it before each forward.
 
-        looked: whether the caller has looked at the parameters; if not, backward does.
+        Args:
+            looked: Whether the caller has called `look`; if not, backward does.
+
+        Raises:
+            RuntimeError: Buckets of the broken-off backward are on their way.
         """
-        if self._active and self._works:
-            raise RuntimeError(
-                f"the last backward ended with an error after {len(self._works)} of "
-                f"{len(self.buckets)} buckets had left, so "
-                "the ranks no longer agree on what comes next; restart from a checkpoint"
-            )
-        self._active, self.looked = False, looked
+        self._hooks.prepare()
+        self.looked = looked
 
-    def _check(self) -> None:
-        """Leave, before anything is reduced, for an error that was not looked for in forward:
-        compiled ones don't look."""
+    def begin_backward(self, number: int | None) -> None:
+        """Called by `GradientBuckets`. Leaves the group, before anything is reduced, for an error
+        that forward has not looked for: a compiled forward does not look."""
         if self.look is not None and not self.looked and (error := self.look()) is not None:
             self.leave(error)
         self.looked = False
+        self._works = []
 
-    def _begin(self) -> None:
-        """A backward begins: nothing has arrived, nothing has left."""
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        self._arrived = bytearray(len(self._numbering))
-        self._works: list[Any] = []
-
-    def _hook(self, buffer: int, index: int) -> Callable[[nn.Parameter], None]:
-        number, bucket = self._number[buffer, index], self._bucket_of[buffer, index]
-        restore = partial(self.buffers[buffer].restore_gradient, index)
-
-        def arrived(_: nn.Parameter) -> None:
-            if not self._active:
-                self._check()
-                self._active = True
-                self._begin()
-                Variable._execution_engine.queue_callback(self._finish)
-            if bucket < len(self._works):
-                raise RuntimeError(
-                    f"a gradient of {self.buffers[buffer].names[index]} arrived after "
-                    f"its bucket {bucket} had left; if the "
-                    "model uses torch.utils.checkpoint, pass use_reentrant=False"
-                )
-            restore()
-            self._used_here[number] = 1
-            if not self._arrived[number]:
-                self._arrived[number] = 1
-                self._missing[bucket] -= 1
-                if self.synchronises:
-                    self._launch_ready()
-
-        return arrived
-
-    def _launch_ready(self) -> None:
-        """Launch every bucket that is complete and whose turn it is."""
-        while len(self._works) < len(self.buckets) and self._missing[len(self._works)] == 0:
-            self._launch(len(self._works))
-
-    def _launch(self, index: int) -> None:
-        bucket = self.buckets[index]
-        gradient = self.buffers[bucket.buffer].grad[bucket.start : bucket.stop]
-        label = f"bucket {index} of {len(self.buckets)}"
+    def start(self, bucket: int) -> None:
+        """Called by `GradientBuckets`: start the all-reduce of a bucket."""
+        found = self.buckets[bucket]
+        gradient = self.buffers[found.buffer].grad[found.start : found.stop]
+        label = f"bucket {bucket} of {len(self.buckets)}"
         if self.errors is None:
             self._works.append(
-                self._all_reduce(gradient, op=self.op, offset=bucket.start, label=label)
+                self._all_reduce(gradient, op=self.op, offset=found.start, label=label)
             )
             return
         self._works.append(
             compressed_all_reduce(
                 gradient,
                 codec=self.errors.codec,
-                error=self.errors[index],
+                error=self.errors[bucket],
                 communicator=self.communicator,
                 op=self.op,
                 async_op=True,
@@ -237,10 +199,10 @@ class Reducer:
             )
         )
 
-    def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Any:
+    def _all_reduce(self, tensor: torch.Tensor, *, op: str, offset: int, label: str) -> Work | None:
         if self.communicator is None:
             return None
-        return all_reduce(
+        work: Work = all_reduce(
             tensor,
             communicator=self.communicator,
             op=op,
@@ -249,32 +211,23 @@ class Reducer:
             offset=offset,
             label=label,
         )
+        return work
 
-    def _tell_used(self, absent: list[int]) -> Any:
+    def _sum_used(self, absent: list[int]) -> Work | None:
         """Sum over the ranks which parameters took part. Does not wait for a GPU where all did, as
         nearly always."""
         if self.communicator is None:
             return None
         if absent:
-            self._used.copy_(torch.frombuffer(self._used_here, dtype=torch.uint8))
+            self._used.copy_(torch.frombuffer(self._hooks.used, dtype=torch.uint8))
         else:
             self._used.fill_(1)
         return self._all_reduce(self._used, op="sum", offset=0, label="which parameters took part")
 
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """Backward is over: launch the buckets that waited for unused parameters, then wait for
-        all."""
-        if torch._C._current_autograd_node() is not None:
-            raise RuntimeError(
-                "a backward that runs within another one ended before it, and would have "
-                "reduced gradients that are not there "
-                "yet; if the model uses torch.utils.checkpoint, pass use_reentrant=False"
-            )
-        if not self.synchronises:
-            self._active = False
-            return
-        absent = [number for number, used in enumerate(self._used_here) if not used]
+    def finish(self) -> None:
+        """Called by `GradientBuckets`: start the buckets that waited for unused parameters, then
+        wait for all."""
+        absent = [number for number, used in enumerate(self._hooks.used) if not used]
         absent_before: dict[int, torch.Tensor | None] = {}
         errors_before: dict[int, list[torch.Tensor]] = {}
         for number in absent:
@@ -282,13 +235,11 @@ class Reducer:
             if self.errors is not None:
                 errors_before[number] = self.errors.keep(b, p)
             gradient = self.buffers[b].parameters[p].grad
-            absent_before[number] = (
-                None if gradient is None else gradient.clone()
-            )  # its place is summed with its bucket
+            # A copy, because its place in the buffer is summed with its bucket.
+            absent_before[number] = None if gradient is None else gradient.clone()
             self.buffers[b].restore_gradient(p)
-        while len(self._works) < len(self.buckets):
-            self._launch(len(self._works))
-        for work in [*self._works, self._tell_used(absent)]:
+        self._hooks.start_rest()
+        for work in [*self._works, self._sum_used(absent)]:
             if work is not None:
                 work.wait()
         if self.errors is not None:
@@ -308,6 +259,5 @@ class Reducer:
                     self.buffers[b].parameters[p].grad = absent_before[number]
                     if absent_before[number] is not None:
                         self.buffers[b].restore_gradient(p)
-        self._used_here = bytearray(len(self._numbering))
+        self._hooks.forget_used()
         self._works = []
-        self._active = False

@@ -2,11 +2,11 @@
 
 | file | what it does |
 |---|---|
-| sharded_gradients.py | buckets of gradients, reduce-scattered while backward runs |
+| sharded_gradients.py, reduce_scatter_bucket.py | gradients reduce-scattered during backward |
 | reduced_gradient.py | the value of `.grad` between backward and step |
 | published_gradients.py | puts that value into `.grad`, and finds what a program did to it |
 | unshard_hooks.py | stage 3: when the parameters of a unit are gathered and freed |
 | overlapped_gather.py | stages 1 and 2: parameters are gathered during the next forward |
-| parameter_guard.py | stage 3: an operation on a parameter that is not gathered gathers it, or raises |
+| parameter_guard.py | stage 3: an operation on a sharded parameter gathers it, or raises |
 | parameter_ownership.py | whether parameters still lie where ZeroOptimizer put them |
 """

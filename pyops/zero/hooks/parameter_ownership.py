@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyops.flat import InPlace, claim, release
-from pyops.zero.hooks.sharded_gradients import Gradients, wrapped_in_ddp
+from pyops.zero.hooks.sharded_gradients import ShardedGradients, wrapped_in_ddp
 from pyops.zero.hooks.unshard_hooks import Gathering
 from pyops.zero.layout.parameters import FlatParameters
 
@@ -45,7 +45,7 @@ class Kept:
         model: nn.Module,
         flats: Sequence[FlatParameters],
         gathering: Gathering,
-        gradients: Gradients,
+        gradients: ShardedGradients,
     ) -> None:
         self._flats = list(
             dict.fromkeys([*flats, *(flat for unit in gathering.units for flat in unit.flats)])

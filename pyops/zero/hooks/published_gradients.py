@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.zero.hooks.reduced_gradient import Norms, ReducedGradient
-from pyops.zero.hooks.sharded_gradients import GradientBucket, Gradients
+from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.layout.partition import Piece
 
 __all__ = ["Shown", "gradients_set_by_hand"]
@@ -40,14 +40,14 @@ class Shown:
 
     def __init__(
         self,
-        gradients: Gradients,
+        gradients: ShardedGradients,
         communicator: Communicator | None,
         *,
         partial_because: str | None,
         other_axes: Sequence[Communicator] = (),
     ) -> None:
         self._gradients = gradients
-        self._places: list[tuple[nn.Parameter, GradientBucket, Piece, int]] = []
+        self._places: list[tuple[nn.Parameter, ReduceScatterBucket, Piece, int]] = []
         for f, flat in enumerate(gradients.flats):
             pieces = {piece.index: piece for piece in flat.partition.pieces(flat.rank)}
             for index, parameter in enumerate(flat.parameters):

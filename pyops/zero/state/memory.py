@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import Owned
 
 __all__ = ["kept_bytes"]
@@ -24,7 +24,7 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 
 def kept_bytes(
-    model: nn.Module, owned: Owned, gradients: Gradients, more: Iterable[Tensor] = ()
+    model: nn.Module, owned: Owned, gradients: ShardedGradients, more: Iterable[Tensor] = ()
 ) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those
     of the pieces."""

@@ -14,7 +14,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.zero.agreement import agreed
 from pyops.zero.hooks.overlapped_gather import Arriving
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.hooks.unshard_hooks import Gathering
 from pyops.zero.layout.stored import in_memory
 from pyops.zero.state.memory import kept_bytes
@@ -47,7 +47,7 @@ class Savable(torch.optim.Optimizer):
     communicator: Communicator | None
     overlap: bool
     owned: Owned
-    gradients: Gradients
+    gradients: ShardedGradients
     gathering: Gathering
     arriving: Arriving
     delayed: Delayed | None

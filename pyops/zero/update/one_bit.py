@@ -32,7 +32,7 @@ from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.flat import FlatLayout
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.clip import EPSILON
-from pyops.zero.hooks.sharded_gradients import GradientBucket, Gradients
+from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import Owned, OwnedPiece
 from pyops.zero.update.step_stats import tell
 
@@ -110,7 +110,7 @@ class _Shared:
     errors: e."""
 
     def __init__(
-        self, bucket: GradientBucket, codec: Codec, communicator: Communicator | None
+        self, bucket: ReduceScatterBucket, codec: Codec, communicator: Communicator | None
     ) -> None:
         self.bucket, flat = bucket, bucket.flat
         self.where = flat.partition.buckets[bucket.number]
@@ -143,7 +143,7 @@ class OneBit:
         self,
         phases: Any,
         owned: Owned,
-        gradients: Gradients,
+        gradients: ShardedGradients,
         communicator: Communicator | None,
         group: dist.ProcessGroup | None,
         *,
@@ -222,7 +222,7 @@ class OneBit:
     def _enter(self) -> None:
         """Lay the states out by buckets; `exp_avg`, and the master or LATEST, are views from then
         on."""
-        self.gradients.synchronises = False
+        self.gradients.synchronizes = False
         self._shared = [
             _Shared(bucket, self.codec, self.communicator) for bucket in self.gradients.buckets
         ]
@@ -379,7 +379,7 @@ class OneBit:
         saved = state.get("one_bit", {"phase": WARMUP, "steps": steps, "variance_sums": []})
         self.phase, self.steps, self._shared = saved["phase"], int(saved["steps"]), []
         self.warmup.load_state_dict(saved)
-        self.gradients.synchronises = True
+        self.gradients.synchronizes = True
         if self.compressed:
             self._enter()
             for shared in self._shared:

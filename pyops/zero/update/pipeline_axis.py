@@ -21,7 +21,7 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.checks import check_crossing
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import OwnedPiece
 
 __all__ = ["Stages", "agree_over_stages", "check_stages"]
@@ -108,7 +108,7 @@ class Stages:
         """Over the ranks, in place."""
         all_reduce(told, communicator=self.communicator, label="what to step, over the stages")
 
-    def finish(self, pieces: Sequence[OwnedPiece], gradients: Gradients) -> None:
+    def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
         """Sum the gradients of what several ranks have, in the order of the ranks: the same bits on
         each; in place."""
         self._exchanges += 1

@@ -28,7 +28,7 @@ from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.adafactor_parts import Part
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.stored import in_memory, in_turn
@@ -204,7 +204,7 @@ class Owned:
     # ------------------------------------------------------------------------------------------------
     # stepping
 
-    def take_gradients(self, gradients: Gradients, absent: set[tuple[int, int]]) -> None:
+    def take_gradients(self, gradients: ShardedGradients, absent: set[tuple[int, int]]) -> None:
         """Give every piece its gradient; None to those of `absent`, pairs of a flat's number and a
         parameter's."""
         for each in self.all_pieces():

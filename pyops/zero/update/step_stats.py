@@ -19,7 +19,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import DisagreementError
 from pyops.optim.fused.clip import EPSILON
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.update.pipeline_axis import Stages
 from pyops.zero.update.sharded_optimizer_state import Owned
@@ -80,7 +80,7 @@ class Told:
 
 def tell(
     owned: Owned,
-    gradients: Gradients,
+    gradients: ShardedGradients,
     groups: Sequence[Group],
     *,
     communicator: Communicator | None,

@@ -19,7 +19,7 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.flat import Placement
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.zero.checks import check_crossing
-from pyops.zero.hooks.sharded_gradients import Gradients
+from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import OwnedPiece
 
 __all__ = ["TensorParallel"]
@@ -74,7 +74,7 @@ class TensorParallel:
             told, communicator=self.communicator, label="what to step, over tensor-parallel ranks"
         )
 
-    def finish(self, pieces: Sequence[OwnedPiece], gradients: Gradients) -> None:
+    def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
         """Sum what each rank has of a gradient only in part, in one message for each dtype; in
         place."""
         partial: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
