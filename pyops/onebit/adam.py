@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.compression.codec import Codec
-from pyops.onebit.base import on_all_ranks
-from pyops.onebit.shards import Phases, phases_of
-from pyops.onebit.steps.flat_states import Places
-from pyops.onebit.steps.frozen import inverse_roots, step_frozen
-from pyops.onebit.steps.uncorrected import step_uncorrected
+from pyops.onebit.communicating import on_all_ranks
+from pyops.onebit.sharded import Phases, phases_of
+from pyops.onebit.steps.deepspeed_step import step_uncorrected
+from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
+from pyops.onebit.steps.state_slots import Places
 from pyops.onebit.two_phases import TwoPhases
 from pyops.optim.adam import AdamW
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.compression.codec import Codec
-from pyops.onebit.base import on_all_ranks
-from pyops.onebit.steps.flat_states import Places
-from pyops.onebit.steps.frozen import step_frozen
-from pyops.onebit.steps.layers import (
+from pyops.onebit.communicating import on_all_ranks
+from pyops.onebit.steps.deepspeed_step import Rows, step_uncorrected
+from pyops.onebit.steps.frozen_variance_step import step_frozen
+from pyops.onebit.steps.layer_ratios import (
     COLUMNS,
     FACTOR,
     WEIGHT,
@@ -32,7 +32,7 @@ from pyops.onebit.steps.layers import (
     layer_slices,
     squares_of,
 )
-from pyops.onebit.steps.uncorrected import Rows, step_uncorrected
+from pyops.onebit.steps.state_slots import Places
 from pyops.onebit.two_phases import COMPRESSED, TwoPhases
 from pyops.optim.fused.checks import check_number
 from pyops.optim.fused.plan import Plan

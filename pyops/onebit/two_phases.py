@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.onebit.base import Verdict
-from pyops.onebit.saving import Saving
-from pyops.onebit.schedule import Warmup, logger
-from pyops.onebit.steps.exchange import Exchange
-from pyops.onebit.steps.flat_states import Places
-from pyops.onebit.steps.frozen import corrected_beta, take_gradients
+from pyops.onebit.communicating import Verdict
+from pyops.onebit.communication_state import Saving
+from pyops.onebit.steps.frozen_variance_step import corrected_beta, take_gradients
+from pyops.onebit.steps.momentum_exchange import Exchange
+from pyops.onebit.steps.state_slots import Places
 from pyops.optim.fused.checks import check_number, check_switch
 from pyops.optim.fused.clip import EPSILON
+from pyops.optim.one_bit_warmup import Warmup, logger
 
 __all__ = ["TwoPhases"]
 

@@ -31,14 +31,14 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit.adam import OneBitAdam
-from pyops.onebit.base import Verdict
-from pyops.onebit.schedule import logger
-from pyops.onebit.steps.exchange import Exchange
-from pyops.onebit.steps.flat_states import Places
-from pyops.onebit.steps.frozen import inverse_roots, step_frozen, take_gradients
+from pyops.onebit.communicating import Verdict
+from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen, take_gradients
 from pyops.onebit.steps.local_steps import LocalSteps, load_rows, rows_of
-from pyops.onebit.steps.rounds import EXACT, LOCAL, Rounds, RoundSchedule
+from pyops.onebit.steps.momentum_exchange import Exchange
+from pyops.onebit.steps.round_schedule import EXACT, LOCAL, Rounds, RoundSchedule
+from pyops.onebit.steps.state_slots import Places
 from pyops.onebit.steps.variance import SharedVariance
+from pyops.optim.one_bit_warmup import logger
 
 __all__ = ["ZeroOneAdam"]
 

@@ -15,7 +15,7 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
 from pyops.onebit import ZeroOneAdam
-from pyops.onebit.steps.rounds import RoundSchedule
+from pyops.onebit.steps.round_schedule import RoundSchedule
 from pyops.onebit.steps.variance import sketch
 from tests.onebit.runs import Result, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters

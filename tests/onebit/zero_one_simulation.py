@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.onebit.steps.rounds import RoundSchedule
+from pyops.onebit.steps.round_schedule import RoundSchedule
 from tests.onebit.simulation import OneBitAdamRanks, Wire
 
 __all__ = ["ZeroOneRanks"]

@@ -62,9 +62,9 @@ FLOORS = {
         ["convert"],
     ],
     "onebit": [
-        ["schedule", "steps"],
-        ["base", "shards"],
-        ["saving"],
+        ["steps"],
+        ["communicating", "sharded"],
+        ["communication_state"],
         ["two_phases"],
         ["adam", "lamb"],
         ["zero_one"],
@@ -77,7 +77,7 @@ FLOORS = {
         ["triton"],
     ],
     "optim": [
-        ["adafactor_parts", "fused", "lr_scheduler"],
+        ["adafactor_parts", "fused", "lr_scheduler", "one_bit_warmup"],
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "sgd"],
     ],
     "pipeline": [

@@ -2,11 +2,11 @@
 
 | file | what it does |
 |---|---|
-| flat_states.py | one flat fp32 tensor under the states of all parameters |
-| exchange.py | one compressed all-reduce with its error buffers |
-| frozen.py, uncorrected.py | the step with a frozen variance; DeepSpeed's step without bias
-correction |
-| layers.py | 1-bit LAMB: the compressed step, layer by layer |
-| rounds.py, variance.py, local_steps.py | 0/1 Adam: its schedule of communication, its variance,
-and its local steps |
+| state_slots.py | one flat fp32 tensor under the states of all parameters |
+| momentum_exchange.py | one compressed all-reduce with its error buffers |
+| frozen_variance_step.py | the step with a frozen variance |
+| deepspeed_step.py | DeepSpeed's step without bias correction |
+| layer_ratios.py | 1-bit LAMB: the compressed step, layer by layer |
+| round_schedule.py, variance.py, local_steps.py | 0/1 Adam: its schedule of communication, its
+variance, and its local steps |
 """

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from pyops.flat import FlatLayout, Shard
-from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.state_slots import Places
 
 __all__ = ["LocalSteps", "load_rows", "rows_of"]
 

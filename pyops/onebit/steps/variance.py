@@ -35,8 +35,8 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatLayout
-from pyops.onebit.steps.flat_states import Places
 from pyops.onebit.steps.local_steps import load_rows, rows_of
+from pyops.onebit.steps.state_slots import Places
 from pyops.ops.optimizers.grad_norm import squared_norm
 
 __all__ = ["SharedVariance"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.state_slots import Places
 from pyops.ops.optimizers.frozen_adam import frozen_adam_, momentum_
 from pyops.optim.fused.checks import number
 from pyops.optim.fused.layout import is_dense, lies_like

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from pyops.flat import FlatLayout
-from pyops.onebit.steps.flat_states import Places
-from pyops.onebit.steps.frozen import inverse_roots, step_frozen
+from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
+from pyops.onebit.steps.state_slots import Places
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.layerwise import layout_of
 

@@ -28,7 +28,7 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.failure import DisagreementError
 from pyops.mesh import check_initialized
-from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.state_slots import Places
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.clip import EPSILON

@@ -12,8 +12,8 @@ from typing import Any
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
-from pyops.onebit.schedule import Warmup
 from pyops.optim.adam import AdamW
+from pyops.optim.one_bit_warmup import Warmup
 
 __all__ = ["Phases", "phases_of"]
 

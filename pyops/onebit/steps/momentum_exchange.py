@@ -19,7 +19,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.comm.compression.error_feedback import ErrorFeedback
-from pyops.onebit.steps.flat_states import Places
+from pyops.onebit.steps.state_slots import Places
 
 __all__ = ["Exchange"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pyops.flat import Shard
-from pyops.onebit.base import Communicating, on_all_ranks
+from pyops.onebit.communicating import Communicating, on_all_ranks
 
 __all__ = ["Saving"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.onebit.steps.frozen import step_frozen
+from pyops.onebit.steps.frozen_variance_step import step_frozen
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.clip import gradient_factor
