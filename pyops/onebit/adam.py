@@ -26,7 +26,7 @@ from pyops.onebit.communicating import on_all_ranks
 from pyops.onebit.sharded import Phases, phases_of
 from pyops.onebit.steps.deepspeed_step import step_uncorrected
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.two_phases import TwoPhases
 from pyops.optim.adam import AdamW
 
@@ -129,22 +129,22 @@ class OneBitAdam(TwoPhases, AdamW):
     def _uncorrected_step(self) -> bool:
         return step_uncorrected(self)
 
-    def _weigh(self, places: Places) -> Tensor | None:
+    def _weigh(self, slots: StateSlots) -> Tensor | None:
         self._ones: Tensor | None = None
         if not self.precondition:
             return None
         self._ones = torch.ones_like(self._flat)
-        eps = [float(self.param_groups[place.group]["eps"]) for place in places]
+        eps = [float(self.param_groups[slot.group]["eps"]) for slot in slots]
         return inverse_roots(
-            places, [self.state[place.parameter]["exp_avg_sq"] for place in places], eps
+            slots, [self.state[slot.parameter]["exp_avg_sq"] for slot in slots], eps
         )
 
-    def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
+    def _apply(self, slots: StateSlots, betas: list[float], before: Tensor | None) -> None:
         for g, group in enumerate(self.param_groups):
             rows = []
-            for place in (place for place in places if place.group == g):
-                state = self.state[place.parameter]
-                variance = state["exp_avg_sq"] if self._ones is None else place.view(self._ones)
-                rows.append((place.parameter, state["exp_avg"], variance, state))
+            for slot in (slot for slot in slots if slot.group == g):
+                state = self.state[slot.parameter]
+                variance = state["exp_avg_sq"] if self._ones is None else slot.view(self._ones)
+                rows.append((slot.parameter, state["exp_avg"], variance, state))
             eps = group["eps"] if self._ones is None else 0.0
             step_frozen(group, rows, eps=eps, lr=group["lr"], weight_decay=group["weight_decay"])

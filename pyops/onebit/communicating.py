@@ -28,7 +28,7 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.failure import DisagreementError
 from pyops.mesh import check_initialized
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.clip import EPSILON
@@ -323,24 +323,24 @@ class Communicating(FusedOptimizer):
         if self.num_ranks == 1:
             return
         params = [p for group in self.param_groups for p in group["params"]]
-        places = Places(self.param_groups, moved=set(params))
+        slots = StateSlots(self.param_groups, moved=set(params))
         flat = torch.zeros(
-            places.layout.numel + len(params), dtype=torch.float32, device=self.device
+            slots.layout.numel + len(params), dtype=torch.float32, device=self.device
         )
-        gradients, present = flat[: places.layout.numel], flat[places.layout.numel :]
-        for i, place in enumerate(places):
-            if place.parameter.grad is not None:
-                place.view(gradients).copy_(place.parameter.grad)
+        gradients, present = flat[: slots.layout.numel], flat[slots.layout.numel :]
+        for i, slot in enumerate(slots):
+            if slot.parameter.grad is not None:
+                slot.view(gradients).copy_(slot.parameter.grad)
                 present[i] = 1.0
         # Each rank's own scale, so that ranks whose scalers differ still add up the same thing.
         gradients.mul_(self._inverse_scale())
         all_reduce(flat, op=self.op, group=self.group, label="gradients")
         gradients.div_(self._inverse_scale())
-        for place, anywhere in zip(places, present.tolist(), strict=True):
+        for slot, anywhere in zip(slots, present.tolist(), strict=True):
             if anywhere:
-                if place.parameter.grad is None:
-                    place.parameter.grad = torch.empty_like(place.parameter)
-                place.parameter.grad.copy_(place.view(gradients))
+                if slot.parameter.grad is None:
+                    slot.parameter.grad = torch.empty_like(slot.parameter)
+                slot.parameter.grad.copy_(slot.view(gradients))
 
     def _clip_factor(self, verdict: Verdict) -> float:
         """By what to multiply this rank's gradient: unscaled, as one of a mean over ranks, clipped

@@ -17,14 +17,14 @@ import torch
 from pyops.flat import Shard
 from pyops.onebit.communicating import Communicating, on_all_ranks
 
-__all__ = ["Saving"]
+__all__ = ["CommunicationState"]
 
 torch.serialization.add_safe_globals(
     [Shard]
 )  # errors are Shards; torch.load refuses classes that it was not told of
 
 
-class Saving(Communicating):
+class CommunicationState(Communicating):
     """The part that saves and loads."""
 
     _reads_communication = True

@@ -28,11 +28,11 @@ from pyops.onebit.steps.layer_ratios import (
     COLUMNS,
     FACTOR,
     WEIGHT,
-    FrozenLayers,
+    LayerTrustRatios,
     layer_slices,
     squares_of,
 )
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.two_phases import COMPRESSED, TwoPhases
 from pyops.optim.fused.checks import check_number
 from pyops.optim.fused.plan import Plan
@@ -154,7 +154,7 @@ class OneBitLAMB(TwoPhases, LAMB):
         self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2, ratios)
         self._tables: dict[Tensor, Tensor] = {}
         self._seen: list[tuple[list[Tensor], Tensor]] = []
-        self._frozen: FrozenLayers | None = None
+        self._frozen: LayerTrustRatios | None = None
         self._start()
 
     # ------------------------------------------------------------------------------------------------
@@ -261,11 +261,11 @@ class OneBitLAMB(TwoPhases, LAMB):
     # ------------------------------------------------------------------------------------------------
     # compressed
 
-    def _weigh(self, places: Places) -> Tensor | None:
-        for place in places:
-            self._table(place.parameter)
-        self._frozen = FrozenLayers(
-            places,
+    def _weigh(self, slots: StateSlots) -> Tensor | None:
+        for slot in slots:
+            self._table(slot.parameter)
+        self._frozen = LayerTrustRatios(
+            slots,
             self.param_groups,
             self.state,
             self._tables,
@@ -275,17 +275,17 @@ class OneBitLAMB(TwoPhases, LAMB):
         )
         return self._frozen.roots
 
-    def _linked(self, places: Places) -> bool:
+    def _linked(self, slots: StateSlots) -> bool:
         assert self._frozen is not None
-        fresh = [self.state[place.parameter]["exp_avg_sq_fresh"] for place in places]
-        return super()._linked(places) and places.lie_in(self._frozen.fresh, fresh)
+        fresh = [self.state[slot.parameter]["exp_avg_sq_fresh"] for slot in slots]
+        return super()._linked(slots) and slots.lie_in(self._frozen.fresh, fresh)
 
-    def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
+    def _apply(self, slots: StateSlots, betas: list[float], before: Tensor | None) -> None:
         assert self._frozen is not None
         assert before is not None
         decays = [
-            max(float(self.param_groups[place.group]["betas"][1]), self.frozen_beta2)
-            for place in places
+            max(float(self.param_groups[slot.group]["betas"][1]), self.frozen_beta2)
+            for slot in slots
         ]
         self._frozen.step(
             self._flat, before, self.state, betas=betas, decays=decays, bounds=self.factor_bounds
@@ -294,12 +294,12 @@ class OneBitLAMB(TwoPhases, LAMB):
     # ------------------------------------------------------------------------------------------------
     # saving
 
-    def _tabled(self) -> Places:
-        return Places(self.param_groups, moved={p for p, state in self.state.items() if state})
+    def _tabled(self) -> StateSlots:
+        return StateSlots(self.param_groups, moved={p for p, state in self.state.items() if state})
 
     def _communication_state(self) -> dict[str, Any]:
-        places = self._tabled()
-        tables = [self._table(place.parameter) for place in places]
+        slots = self._tabled()
+        tables = [self._table(slot.parameter) for slot in slots]
         table = (
             torch.cat(tables)
             if tables
@@ -307,7 +307,7 @@ class OneBitLAMB(TwoPhases, LAMB):
         )
         return {
             **super()._communication_state(),
-            "layers": list(places.layout.names),
+            "layers": list(slots.layout.names),
             "trust": table,
         }
 
@@ -320,18 +320,18 @@ class OneBitLAMB(TwoPhases, LAMB):
 
     def _load_communication(self, state: dict[str, Any]) -> None:
         rows = dict(zip(state["layers"], state["trust"], strict=True))
-        places = self._tabled()
+        slots = self._tabled()
         if self.phase == COMPRESSED and (
-            missing := [name for name in places.layout.names if name not in rows]
+            missing := [name for name in slots.layout.names if name not in rows]
         ):
             raise ValueError(
                 f"{type(self).__name__}: the state has no trust ratio of {missing[:3]}; "
                 f"it has those of {list(rows)[:3]} ...: "
                 "name the parameters as they were named when it was saved"
             )
-        self._tables, names = {}, iter(places.layout.names)
-        for place in places:
-            for row in self._table(place.parameter):
+        self._tables, names = {}, iter(slots.layout.names)
+        for slot in slots:
+            for row in self._table(slot.parameter):
                 name = next(names)
                 if name in rows:
                     row.copy_(rows[name])

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from pyops.onebit.communicating import Verdict
-from pyops.onebit.communication_state import Saving
+from pyops.onebit.communication_state import CommunicationState
 from pyops.onebit.steps.frozen_variance_step import corrected_beta, take_gradients
-from pyops.onebit.steps.momentum_exchange import Exchange
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.momentum_exchange import MomentumExchange
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.optim.fused.checks import check_number, check_switch
 from pyops.optim.fused.clip import EPSILON
 from pyops.optim.one_bit_warmup import Warmup, logger
@@ -32,7 +32,7 @@ WARMUP, COMPRESSED = "warmup", "compressed"
 SLOW = "exp_avg_sq_slow"
 
 
-class TwoPhases(Saving):
+class TwoPhases(CommunicationState):
     """The part that OneBitAdam and OneBitLAMB share."""
 
     def _begin(
@@ -65,7 +65,7 @@ class TwoPhases(Saving):
     def _start(self) -> None:
         """Be in the warm-up."""
         self.phase = WARMUP
-        self._exchanged: Exchange | None = None
+        self._exchanged: MomentumExchange | None = None
         self._roots: Tensor | None = None
         self._synchronise_backward(True)
 
@@ -183,12 +183,12 @@ class TwoPhases(Saving):
         self._synchronise_backward(self.phase == WARMUP)
         self._exchanged = None
         if self.phase == COMPRESSED:
-            places = Places(
+            slots = StateSlots(
                 self.param_groups, moved={p for p, state in self.state.items() if state}
             )
-            variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
-            self._exchanged = Exchange(
-                places, variances, codec=self.codec, communicator=self.communicator
+            variances = [self.state[slot.parameter]["exp_avg_sq"] for slot in slots]
+            self._exchanged = MomentumExchange(
+                slots, variances, codec=self.codec, communicator=self.communicator
             )
             if errors is not None:
                 self._exchanged.errors.load_state_dict(errors)
@@ -197,25 +197,23 @@ class TwoPhases(Saving):
     def _link(self) -> None:
         """Make every exp_avg a view of one flat tensor, and gather what else is flat."""
         assert self._exchanged is not None
-        places = self._exchanged.places
-        self._flat = places.gather([self.state[place.parameter]["exp_avg"] for place in places])
-        for place in places:
-            self.state[place.parameter]["exp_avg"] = place.view(self._flat)
-        self._roots = self._weigh(places)
+        slots = self._exchanged.slots
+        self._flat = slots.gather([self.state[slot.parameter]["exp_avg"] for slot in slots])
+        for slot in slots:
+            self.state[slot.parameter]["exp_avg"] = slot.view(self._flat)
+        self._roots = self._weigh(slots)
 
-    def _linked(self, places: Places) -> bool:
+    def _linked(self, slots: StateSlots) -> bool:
         """Whether the states still are what `_link` made them."""
-        return places.lie_in(
-            self._flat, [self.state[place.parameter]["exp_avg"] for place in places]
-        )
+        return slots.lie_in(self._flat, [self.state[slot.parameter]["exp_avg"] for slot in slots])
 
     @abstractmethod
-    def _weigh(self, places: Places) -> Tensor | None:
+    def _weigh(self, slots: StateSlots) -> Tensor | None:
         """Flat: by what a gradient is multiplied before it joins the momentum that travels; None:
         by nothing."""
 
     @abstractmethod
-    def _apply(self, places: Places, betas: list[float], before: Tensor | None) -> None:
+    def _apply(self, slots: StateSlots, betas: list[float], before: Tensor | None) -> None:
         """Move the parameters by what came back. before: the momentum of the last step, if
         `_needs_last`."""
 
@@ -223,23 +221,23 @@ class TwoPhases(Saving):
 
     def _compressed_step(self, factor: float) -> None:
         assert self._exchanged is not None
-        places = self._exchanged.places
-        if not self._linked(places):
+        slots = self._exchanged.slots
+        if not self._linked(slots):
             self._link()  # somebody set other states
-        betas = self._first_betas(places)
+        betas = self._first_betas(slots)
         before = self._flat.clone() if self._needs_last else None
-        gradients = [place.parameter.grad for place in places]
-        take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
+        gradients = [slot.parameter.grad for slot in slots]
+        take_gradients(slots, self._flat, gradients, betas, factor=factor, roots=self._roots)
         self._exchanged.average(self._flat, label="momentum")
-        self._apply(places, betas, before)
+        self._apply(slots, betas, before)
         self._clear_gradients()
 
-    def _first_betas(self, places: Places) -> list[float]:
-        """For each place, with how much of itself the momentum goes into this step."""
-        betas = [float(self.param_groups[place.group]["betas"][0]) for place in places]
+    def _first_betas(self, slots: StateSlots) -> list[float]:
+        """For each slot, with how much of itself the momentum goes into this step."""
+        betas = [float(self.param_groups[slot.group]["betas"][0]) for slot in slots]
         if self.compat is not None or not betas:
             return betas
-        steps = torch.stack([self.state[place.parameter]["step"] for place in places])
+        steps = torch.stack([self.state[slot.parameter]["step"] for slot in slots])
         counts = steps.tolist()  # one look at the device for all
         return [
             corrected_beta(beta, int(count) + 1) for beta, count in zip(betas, counts, strict=True)

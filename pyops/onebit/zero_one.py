@@ -34,9 +34,9 @@ from pyops.onebit.adam import OneBitAdam
 from pyops.onebit.communicating import Verdict
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen, take_gradients
 from pyops.onebit.steps.local_steps import LocalSteps, load_rows, rows_of
-from pyops.onebit.steps.momentum_exchange import Exchange
+from pyops.onebit.steps.momentum_exchange import MomentumExchange
 from pyops.onebit.steps.round_schedule import EXACT, LOCAL, Rounds, RoundSchedule
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.steps.variance import SharedVariance
 from pyops.optim.one_bit_warmup import logger
 
@@ -188,39 +188,37 @@ class ZeroOneAdam(OneBitAdam):
             communicator=self.communicator,
             noise=ONE_BIT_NOISE if isinstance(self.codec, OneBit) else 0.0,
         )
-        found = [place for place, anywhere in zip(variance.places, seen, strict=True) if anywhere]
+        found = [slot for slot, anywhere in zip(variance.slots, seen, strict=True) if anywhere]
         if not found:
             return
-        for place in found:
+        for slot in found:
             self._complete(
-                self.param_groups[place.group], place.parameter, self.state[place.parameter]
+                self.param_groups[slot.group], slot.parameter, self.state[slot.parameter]
             )
         before = self._exchanged
-        if before is None or len(before.places) != len(found):
+        if before is None or len(before.slots) != len(found):
             self._enter(errors=None)
             if before is not None and self._exchanged is not None:
                 self._exchanged.adopt(before)
         assert self._exchanged is not None
         self._relink()
-        old, places = self._roots, self._exchanged.places
-        for place in found:
-            self.state[place.parameter]["exp_avg_sq"].copy_(place.view(squares))
-        variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
+        old, slots = self._roots, self._exchanged.slots
+        for slot in found:
+            self.state[slot.parameter]["exp_avg_sq"].copy_(slot.view(squares))
+        variances = [self.state[slot.parameter]["exp_avg_sq"] for slot in slots]
         self._roots = inverse_roots(
-            places, variances, [float(self.param_groups[place.group]["eps"]) for place in places]
+            slots, variances, [float(self.param_groups[slot.group]["eps"]) for slot in slots]
         )
         assert old is not None
         ratio = torch.where(old == 0, 0.0, self._roots / old)
         self._flat.mul_(ratio)
         self._exchanged.rescale(ratio)
-        self._exchanged.bury(variances)
+        self._exchanged.find_dead(variances)
 
     def _relink(self) -> None:
         assert self._exchanged is not None
-        places = self._exchanged.places
-        if not places.lie_in(
-            self._flat, [self.state[place.parameter]["exp_avg"] for place in places]
-        ):
+        slots = self._exchanged.slots
+        if not slots.lie_in(self._flat, [self.state[slot.parameter]["exp_avg"] for slot in slots]):
             self._link()
 
     def _momentum_step(self, factor: float, *, message: bool) -> None:
@@ -229,10 +227,10 @@ class ZeroOneAdam(OneBitAdam):
         assert self._exchanged is not None
         assert self._alone is not None
         self._relink()
-        places, alone = self._exchanged.places, self._alone
-        betas = self._first_betas(places)
-        gradients = [place.parameter.grad for place in places]
-        take_gradients(places, self._flat, gradients, betas, factor=factor, roots=self._roots)
+        slots, alone = self._exchanged.slots, self._alone
+        betas = self._first_betas(slots)
+        gradients = [slot.parameter.grad for slot in slots]
+        take_gradients(slots, self._flat, gradients, betas, factor=factor, roots=self._roots)
         rates = [(float(group["lr"]), float(group["weight_decay"])) for group in self.param_groups]
         if message and not alone.begun:  # an interval of one step
             self._measure_errors_by([rate for rate, _ in rates])
@@ -249,14 +247,14 @@ class ZeroOneAdam(OneBitAdam):
     def _end_interval(self, alone: LocalSteps, rates: list[tuple[float, float]]) -> None:
         assert self._exchanged is not None
         alone.add(self._flat, rates)
-        for place in alone.places:
+        for slot in alone.slots:
             if rate := alone.rates[
-                place.group
+                slot.group
             ]:  # 0 throughout: nothing to add up, so the momentum itself travels
                 torch.div(
-                    alone.sums[place.start : place.stop],
+                    alone.sums[slot.start : slot.stop],
                     rate,
-                    out=self._flat[place.start : place.stop],
+                    out=self._flat[slot.start : slot.stop],
                 )
         self._measure_errors_by(alone.rates)
         self._exchanged.average(self._flat, label="moves")
@@ -286,13 +284,13 @@ class ZeroOneAdam(OneBitAdam):
         for g, (lr, weight_decay) in enumerate(rates):
             rows = [
                 (
-                    place.parameter,
-                    place.view(self._flat),
-                    place.view(self._ones),
-                    self.state[place.parameter],
+                    slot.parameter,
+                    slot.view(self._flat),
+                    slot.view(self._ones),
+                    self.state[slot.parameter],
                 )
-                for place in self._exchanged.places
-                if place.group == g
+                for slot in self._exchanged.slots
+                if slot.group == g
             ]
             step_frozen(self.param_groups[g], rows, eps=0.0, lr=lr, weight_decay=weight_decay)
 
@@ -305,15 +303,15 @@ class ZeroOneAdam(OneBitAdam):
         moved = {p for p, state in self.state.items() if state}
         if not moved:
             return
-        places = Places(self.param_groups, moved=moved)
-        variances = [self.state[place.parameter]["exp_avg_sq"] for place in places]
-        self._exchanged = Exchange(
-            places, variances, codec=self.codec, communicator=self.communicator
+        slots = StateSlots(self.param_groups, moved=moved)
+        variances = [self.state[slot.parameter]["exp_avg_sq"] for slot in slots]
+        self._exchanged = MomentumExchange(
+            slots, variances, codec=self.codec, communicator=self.communicator
         )
         if errors is not None:
             self._exchanged.errors.load_state_dict(errors)
         self._link()
-        self._alone = LocalSteps(places, groups=len(self.param_groups))
+        self._alone = LocalSteps(slots, groups=len(self.param_groups))
 
     def _communication_state(self) -> dict[str, Any]:
         errors = {} if self._exchanged is None else self._exchanged.errors.state_dict()
@@ -331,9 +329,9 @@ class ZeroOneAdam(OneBitAdam):
         if self._alone is not None and self.schedule.kind(self.steps) == LOCAL:
             alone = self._alone
             own = {"sums": alone.sums, "means": self._flat, "anchor": alone.anchor}
-            own["masters"] = alone.places.gather(alone.masters(self.state))
+            own["masters"] = alone.slots.gather(alone.masters(self.state))
             state["alone"] = {
-                key: rows_of(flat, alone.places.layout, **where) for key, flat in own.items()
+                key: rows_of(flat, alone.slots.layout, **where) for key, flat in own.items()
             }
             state["alone"] |= {"decays": list(alone.decays), "rates": list(alone.rates)}
         return state
@@ -376,18 +374,16 @@ class ZeroOneAdam(OneBitAdam):
                 own["exp_avg"] = torch.where(own["exp_avg_sq"] == 0, 0.0, own["exp_avg"] / unit)
 
     def _load_interval(self, alone: LocalSteps, own: dict[str, Any]) -> None:
-        masters = alone.places.zeros()
+        masters = alone.slots.zeros()
         for flat, key in (
             (alone.sums, "sums"),
             (self._flat, "means"),
             (alone.anchor, "anchor"),
             (masters, "masters"),
         ):
-            load_rows(own[key], alone.places.layout, flat, rank=self.rank, size=self.num_ranks)
+            load_rows(own[key], alone.slots.layout, flat, rank=self.rank, size=self.num_ranks)
         alone.decays, alone.rates = list(own["decays"]), list(own["rates"])
         with torch.no_grad():
-            for place in alone.places:
-                self.state[place.parameter].get("master", place.parameter).copy_(
-                    place.view(masters)
-                )
-                place.parameter.copy_(place.view(masters))
+            for slot in alone.slots:
+                self.state[slot.parameter].get("master", slot.parameter).copy_(slot.view(masters))
+                slot.parameter.copy_(slot.view(masters))

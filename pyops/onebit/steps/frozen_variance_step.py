@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.frozen_adam import frozen_adam_, momentum_
 from pyops.optim.fused.checks import number
 from pyops.optim.fused.layout import is_dense, lies_like
@@ -35,18 +35,18 @@ def corrected_beta(beta: float, step: int) -> float:
     return 1.0 - (1.0 - beta) / (1.0 - beta**step) if step > 0 else beta
 
 
-def inverse_roots(places: Places, variances: Sequence[Tensor], eps: Sequence[float]) -> Tensor:
-    """Flat: 1 / (sqrt(v) + eps) where v is not 0, else 0. One variance and one eps per place."""
-    flat = places.gather(variances)
+def inverse_roots(slots: StateSlots, variances: Sequence[Tensor], eps: Sequence[float]) -> Tensor:
+    """Flat: 1 / (sqrt(v) + eps) where v is not 0, else 0. One variance and one eps per slot."""
+    flat = slots.gather(variances)
     dead = flat == 0
     flat.sqrt_()
-    for place, each in zip(places, eps, strict=True):
-        flat[place.start : place.stop].add_(each)
+    for slot, each in zip(slots, eps, strict=True):
+        flat[slot.start : slot.stop].add_(each)
     return flat.reciprocal_().masked_fill_(dead, 0.0)
 
 
 def take_gradients(
-    places: Places,
+    slots: StateSlots,
     flat: Tensor,
     gradients: Sequence[Tensor | None],
     betas: Sequence[float],
@@ -55,15 +55,15 @@ def take_gradients(
     roots: Tensor | None = None,
 ) -> None:
     """Take this rank's gradients, times factor, into the running means in `flat`. One gradient and
-    beta per place; None: zeros. roots: flat; gradients are multiplied by it first."""
+    beta per slot; None: zeros. roots: flat; gradients are multiplied by it first."""
     calls: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for place, gradient, beta in zip(places, gradients, betas, strict=True):
-        mean = place.view(flat)
+    for slot, gradient, beta in zip(slots, gradients, betas, strict=True):
+        mean = slot.view(flat)
         if gradient is None:
             mean.mul_(beta)
             continue
         if roots is not None:
-            gradient = gradient * place.view(roots)
+            gradient = gradient * slot.view(roots)
         if not (is_dense(gradient) and lies_like(gradient, mean.stride())):
             gradient = torch.empty_like(mean, dtype=gradient.dtype).copy_(gradient)
         means, found = calls[beta]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pyops.flat import FlatLayout
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.layerwise import layout_of
 
@@ -34,7 +34,7 @@ __all__ = [
     "RATIO",
     "SCALE",
     "WEIGHT",
-    "FrozenLayers",
+    "LayerTrustRatios",
     "layer_slices",
     "squares_of",
 ]
@@ -59,14 +59,14 @@ def squares_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([squared_norm([tensor])[0] for tensor in tensors])
 
 
-def _runs(places: Places, values: Sequence[float]) -> Iterator[tuple[slice, float]]:
-    """Slices of a flat tensor over which a number per place is the same."""
-    for value, some in groupby(zip(places, values, strict=True), key=lambda pair: pair[1]):
-        run = [place for place, _ in some]
+def _runs(slots: StateSlots, values: Sequence[float]) -> Iterator[tuple[slice, float]]:
+    """Slices of a flat tensor over which a number per slot is the same."""
+    for value, some in groupby(zip(slots, values, strict=True), key=lambda pair: pair[1]):
+        run = [slot for slot, _ in some]
         yield slice(run[0].start, run[-1].stop), value
 
 
-class FrozenLayers:
+class LayerTrustRatios:
     """What stays as it is from the switch on, flat, and the step.
 
     states: of each parameter; exp_avg_sq is the kept variance, exp_avg_sq_fresh becomes a view of
@@ -79,7 +79,7 @@ class FrozenLayers:
 
     def __init__(
         self,
-        places: Places,
+        slots: StateSlots,
         groups: Sequence[Group],
         states: Any,
         tables: dict[Tensor, Tensor],
@@ -88,37 +88,37 @@ class FrozenLayers:
         precondition: bool,
         corrected: bool,
     ) -> None:
-        self.places, self.groups, self._corrected = places, groups, corrected
-        own = [states[place.parameter] for place in places]
+        self.slots, self.groups, self._corrected = slots, groups, corrected
+        own = [states[slot.parameter] for slot in slots]
         self.slices = [
-            slice(place.start + part.start, place.start + part.stop)
-            for place in places
-            for part in layer_slices(place.parameter)
+            slice(slot.start + part.start, slot.start + part.stop)
+            for slot in slots
+            for part in layer_slices(slot.parameter)
         ]
-        counts = [len(layer_slices(place.parameter)) for place in places]
-        self.table = torch.cat([tables[place.parameter] for place in places])
-        for place, part in zip(places, self.table.split(counts), strict=True):
-            tables[place.parameter] = part
+        counts = [len(layer_slices(slot.parameter)) for slot in slots]
+        self.table = torch.cat([tables[slot.parameter] for slot in slots])
+        for slot, part in zip(slots, self.table.split(counts), strict=True):
+            tables[slot.parameter] = part
         self._layered = torch.tensor(
             [
-                groups[place.group]["trust_ratio"]
-                for place, count in zip(places, counts, strict=True)
+                groups[slot.group]["trust_ratio"]
+                for slot, count in zip(slots, counts, strict=True)
                 for _ in range(count)
             ],
             device=momentum.device,
         )
-        self._eps = [float(groups[place.group]["eps"]) for place in places]
-        inverse = inverse_roots(places, [state["exp_avg_sq"] for state in own], self._eps)
+        self._eps = [float(groups[slot.group]["eps"]) for slot in slots]
+        inverse = inverse_roots(slots, [state["exp_avg_sq"] for state in own], self._eps)
         self._dead = inverse == 0
         self._denominators = _inverse(inverse)
         self.roots = inverse if precondition else self._equalise(momentum)
         self._to_gradient = self._denominators if precondition else _inverse(self.roots)
         self._to_update = None if precondition else self._to_gradient * inverse
-        self.fresh = places.gather(
+        self.fresh = slots.gather(
             [state.get("exp_avg_sq_fresh", state["exp_avg_sq"]) for state in own]
         )
-        for place, state in zip(places, own, strict=True):
-            state["exp_avg_sq_fresh"] = place.view(self.fresh)
+        for slot, state in zip(slots, own, strict=True):
+            state["exp_avg_sq_fresh"] = slot.view(self.fresh)
         self._ones = torch.ones_like(momentum)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -152,16 +152,13 @@ class FrozenLayers:
         """Move every parameter. momentum, before: flat, of this step and the last; overwrites
         `before`.
 
-        betas, decays: beta1 of the momentum and beta2 of `fresh`, per place. bounds: factor_min,
+        betas, decays: beta1 of the momentum and beta2 of `fresh`, per slot. bounds: factor_min,
         factor_max, factor_threshold.
         """
         largest = self._compare(momentum, before, betas, decays)
         update = momentum if self._to_update is None else momentum * self._to_update
-        whole = self.places.gather(
-            [
-                states[place.parameter].get("master", place.parameter.detach())
-                for place in self.places
-            ]
+        whole = self.slots.gather(
+            [states[slot.parameter].get("master", slot.parameter.detach()) for slot in self.slots]
         )
         for run, decay in self._each(lambda group: float(group["weight_decay"])):
             whole[run].mul_(decay)
@@ -174,33 +171,33 @@ class FrozenLayers:
         for g, group in enumerate(self.groups):
             rows = [
                 (
-                    place.parameter,
-                    place.view(whole),
-                    place.view(self._ones),
-                    states[place.parameter],
+                    slot.parameter,
+                    slot.view(whole),
+                    slot.view(self._ones),
+                    states[slot.parameter],
                 )
-                for place in self.places
-                if place.group == g
+                for slot in self.slots
+                if slot.group == g
             ]
             step_frozen(group, rows, eps=0.0, lr=group["lr"], weight_decay=0.0)
 
     def _each(self, value: Callable[[Group], float]) -> Iterator[tuple[slice, float]]:
-        return _runs(self.places, [value(self.groups[place.group]) for place in self.places])
+        return _runs(self.slots, [value(self.groups[slot.group]) for slot in self.slots])
 
     def _compare(
         self, momentum: Tensor, before: Tensor, betas: Sequence[float], decays: Sequence[float]
     ) -> Tensor:
         """Take the gradient that came back into `fresh`; float64 [layers]: the largest quotient of
         roots, 0 if all is dead."""
-        for run, beta in _runs(self.places, betas):
+        for run, beta in _runs(self.slots, betas):
             before[run].mul_(-beta).add_(momentum[run]).mul_(1 / (1 - beta))
         before.mul_(self._to_gradient)
         before.mul_(before)
-        for run, decay in _runs(self.places, decays):
+        for run, decay in _runs(self.slots, decays):
             before[run].mul_(1 - decay)
             self.fresh[run].mul_(decay).add_(before[run])
         quotients = torch.sqrt(self.fresh, out=before)
-        for run, eps in _runs(self.places, self._eps):
+        for run, eps in _runs(self.slots, self._eps):
             quotients[run].add_(eps)
         torch.div(self._denominators, quotients, out=quotients)
         quotients.masked_fill_(self._dead, 0.0)  # and padding, whose quotient is 0 / 0

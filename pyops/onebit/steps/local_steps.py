@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from pyops.flat import FlatLayout, Shard
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 
 __all__ = ["LocalSteps", "load_rows", "rows_of"]
 
@@ -27,9 +27,9 @@ __all__ = ["LocalSteps", "load_rows", "rows_of"]
 class LocalSteps:
     """x, s, D and L. sums, anchor: flat fp32. decays, rates: one of each per group."""
 
-    def __init__(self, places: Places, *, groups: int) -> None:
-        self.places, self._groups = places, groups
-        self.sums, self.anchor = places.zeros(), places.zeros()
+    def __init__(self, slots: StateSlots, *, groups: int) -> None:
+        self.slots, self._groups = slots, groups
+        self.sums, self.anchor = slots.zeros(), slots.zeros()
         self.restart()
 
     def restart(self) -> None:
@@ -44,17 +44,17 @@ class LocalSteps:
     def masters(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
         """What steps move: parameters, or their fp32 masters."""
         return [
-            states[place.parameter].get("master", place.parameter.detach()) for place in self.places
+            states[slot.parameter].get("master", slot.parameter.detach()) for slot in self.slots
         ]
 
     def return_to_anchor(self, masters: Sequence[Tensor]) -> None:
-        for place, master in zip(self.places, masters, strict=True):
-            master.copy_(place.view(self.anchor))
+        for slot, master in zip(self.slots, masters, strict=True):
+            master.copy_(slot.view(self.anchor))
 
     def remember(self, parameters: Sequence[Tensor]) -> None:
-        """Make the anchor of these, one for each place."""
-        for place, parameter in zip(self.places, parameters, strict=True):
-            place.view(self.anchor).copy_(parameter)
+        """Make the anchor of these, one for each slot."""
+        for slot, parameter in zip(self.slots, parameters, strict=True):
+            slot.view(self.anchor).copy_(parameter)
 
     def add(self, means: Tensor, rates: Sequence[tuple[float, float]]) -> None:
         """Take in a local step. means: flat; rates: (lr, weight decay) of each group."""
@@ -62,12 +62,12 @@ class LocalSteps:
             keep = 1 - lr * decay
             self.decays[g] *= keep
             self.rates[g] = self.rates[g] * keep + lr
-        for place in self.places:
-            lr, decay = rates[place.group]
-            sums = self.sums[place.start : place.stop]
+        for slot in self.slots:
+            lr, decay = rates[slot.group]
+            sums = self.sums[slot.start : slot.stop]
             if lr * decay:
                 sums.mul_(1 - lr * decay)
-            sums.add_(means[place.start : place.stop], alpha=lr)
+            sums.add_(means[slot.start : slot.stop], alpha=lr)
 
 
 def rows_of(flat: Tensor, layout: FlatLayout, *, rank: int, size: int) -> dict[str, Shard]:

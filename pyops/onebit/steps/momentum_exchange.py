@@ -19,35 +19,35 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.comm.compression.error_feedback import ErrorFeedback
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 
-__all__ = ["Exchange"]
+__all__ = ["MomentumExchange"]
 
 
-class Exchange:
-    """What a compressed phase keeps. variances: one for each place, None: only padding is dead.
+class MomentumExchange:
+    """What a compressed phase keeps. variances: one for each slot, None: only padding is dead.
     errors: ErrorFeedback."""
 
     def __init__(
         self,
-        places: Places,
+        slots: StateSlots,
         variances: Sequence[Tensor] | None,
         *,
         codec: Codec,
         communicator: Communicator | None,
     ) -> None:
-        self.places, self.codec, self._communicator = places, codec, communicator
+        self.slots, self.codec, self._communicator = slots, codec, communicator
         rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.size)
         self.errors = ErrorFeedback(
-            places.layout, codec=codec, rank=rank, size=size, device=places.zeros().device
+            slots.layout, codec=codec, rank=rank, size=size, device=slots.zeros().device
         )
-        self.bury(variances)
+        self.find_dead(variances)
 
-    def bury(self, variances: Sequence[Tensor] | None) -> None:
+    def find_dead(self, variances: Sequence[Tensor] | None) -> None:
         """Find the dead elements anew."""
-        places = self.places
-        alive = places.gather(
-            [torch.ones_like(place.parameter, dtype=torch.float32) for place in places]
+        slots = self.slots
+        alive = slots.gather(
+            [torch.ones_like(slot.parameter, dtype=torch.float32) for slot in slots]
             if variances is None
             else [(v > 0).float() for v in variances]
         )
@@ -65,24 +65,24 @@ class Exchange:
     def rescale_groups(self, ratios: Sequence[float]) -> None:
         """As `rescale`, by one number for each param group."""
         start, stop = self.errors.starts[self.errors.rank : self.errors.rank + 2]
-        for place in self.places:
-            if (ratio := ratios[place.group]) != 1.0:
-                self.errors.worker[place.start : place.stop].mul_(ratio)
-                low, high = max(start, place.start), min(stop, place.stop)
+        for slot in self.slots:
+            if (ratio := ratios[slot.group]) != 1.0:
+                self.errors.worker[slot.start : slot.stop].mul_(ratio)
+                low, high = max(start, slot.start), min(stop, slot.stop)
                 if low < high:
                     self.errors.server[low - start : high - start].mul_(ratio)
 
-    def adopt(self, other: Exchange) -> None:
-        """The errors of one with fewer places, whose chunks lie otherwise: a server's error becomes
+    def adopt(self, other: MomentumExchange) -> None:
+        """The errors of one with fewer slots, whose chunks lie otherwise: a server's error becomes
         a part of its worker's."""
         old = other.errors
         start, stop = old.starts[old.rank : old.rank + 2]
         left = old.worker.clone()
         left[start:stop].add_(old.server, alpha=old.size)
-        before = {place.parameter: place for place in other.places}
-        for place in self.places:
-            if place.parameter in before:
-                place.view(self.errors.worker).copy_(before[place.parameter].view(left))
+        before = {slot.parameter: slot for slot in other.slots}
+        for slot in self.slots:
+            if slot.parameter in before:
+                slot.view(self.errors.worker).copy_(before[slot.parameter].view(left))
         self.errors.rounds = old.rounds
 
     def average(self, flat: Tensor, *, label: str) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pyops.flat import ALIGNMENT, FlatLayout
 
-__all__ = ["Place", "Places"]
+__all__ = ["StateSlot", "StateSlots"]
 
 Group = dict[str, Any]
 
 
-class Place:
+class StateSlot:
     """Where the parameter param_groups[group]["params"][index] lies in flat tensors."""
 
     def __init__(self, group: int, index: int, parameter: Tensor, start: int) -> None:
@@ -35,15 +35,15 @@ class Place:
         return flat[self.start : self.stop].as_strided(self.parameter.shape, self._strides)
 
 
-class Places:
-    """All places, and the layout by names: of a parameter's `flat_layout` where it has one, else
+class StateSlots:
+    """All slots, and the layout by names: of a parameter's `flat_layout` where it has one, else
     `param_names`' or "0.3".
 
-    moved: the parameters that have a place; others, which never had a gradient, stay as they are.
+    moved: the parameters that have a slot; others, which never had a gradient, stay as they are.
     """
 
     def __init__(self, groups: Sequence[Group], *, moved: Container[Tensor]) -> None:
-        self._all: list[Place] = []
+        self._all: list[StateSlot] = []
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []
         offsets: list[int] = []
@@ -54,7 +54,7 @@ class Places:
                     continue
                 start = -(-end // ALIGNMENT) * ALIGNMENT
                 end = start + parameter.numel()
-                self._all.append(Place(g, i, parameter, start))
+                self._all.append(StateSlot(g, i, parameter, start))
                 inner: FlatLayout | None = getattr(parameter, "flat_layout", None)
                 if inner is not None and inner.numel == parameter.numel():
                     names += inner.names
@@ -70,7 +70,7 @@ class Places:
             names = [f"{k}.{name}" for k, name in enumerate(names)]
         self.layout = FlatLayout(tuple(names), tuple(shapes), tuple(offsets), end)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[StateSlot]:
         return iter(self._all)
 
     def __len__(self) -> int:
@@ -82,16 +82,16 @@ class Places:
         )
 
     def gather(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A new flat tensor of the tensors, one for each place; zeros for None and for padding."""
+        """A new flat tensor of the tensors, one for each slot; zeros for None and for padding."""
         flat = self.zeros()
-        for place, tensor in zip(self._all, tensors, strict=True):
+        for slot, tensor in zip(self._all, tensors, strict=True):
             if tensor is not None:
-                place.view(flat).copy_(tensor)
+                slot.view(flat).copy_(tensor)
         return flat
 
     def lie_in(self, flat: Tensor, tensors: Sequence[Tensor]) -> bool:
-        """Whether every tensor is its place's view of `flat`."""
+        """Whether every tensor is its slot's view of `flat`."""
         return all(
-            tensor.dtype == flat.dtype and tensor.data_ptr() == flat.data_ptr() + 4 * place.start
-            for place, tensor in zip(self._all, tensors, strict=True)
+            tensor.dtype == flat.dtype and tensor.data_ptr() == flat.data_ptr() + 4 * slot.start
+            for slot, tensor in zip(self._all, tensors, strict=True)
         )

@@ -36,7 +36,7 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatLayout
 from pyops.onebit.steps.local_steps import load_rows, rows_of
-from pyops.onebit.steps.state_slots import Places
+from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.grad_norm import squared_norm
 
 __all__ = ["SharedVariance"]
@@ -71,24 +71,22 @@ class SharedVariance:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self.places = Places(groups, moved={p for group in groups for p in group["params"]})
-        self.layout = self.places.layout
-        self.squares = self.places.zeros()
-        self.counts = torch.zeros(len(self.places), device="cpu")
+        self.slots = StateSlots(groups, moved={p for group in groups for p in group["params"]})
+        self.layout = self.slots.layout
+        self.squares = self.slots.zeros()
+        self.counts = torch.zeros(len(self.slots), device="cpu")
         self.means, self.owns = ([0.0] * len(self.layout.names) for _ in range(2))
 
     def extended(self, groups: Sequence[Group]) -> SharedVariance:
         """This one, or its successor when there are more parameters now."""
-        if len(self.places) == sum(len(group["params"]) for group in groups):
+        if len(self.slots) == sum(len(group["params"]) for group in groups):
             return self
         new = SharedVariance(groups)
-        before = {
-            place.parameter: (i, place.view(self.squares)) for i, place in enumerate(self.places)
-        }
-        for j, place in enumerate(new.places):
-            if place.parameter in before:
-                i, squares = before[place.parameter]
-                place.view(new.squares).copy_(squares)
+        before = {slot.parameter: (i, slot.view(self.squares)) for i, slot in enumerate(self.slots)}
+        for j, slot in enumerate(new.slots):
+            if slot.parameter in before:
+                i, squares = before[slot.parameter]
+                slot.view(new.squares).copy_(squares)
                 new.counts[j] = self.counts[i]
         for old, fresh in ((self.means, new.means), (self.owns, new.owns)):
             known = dict(zip(self.layout.names, old, strict=True))
@@ -97,14 +95,14 @@ class SharedVariance:
 
     def take(self, factor: float) -> None:
         """The squares of this rank's gradients, times factor, into s."""
-        for i, place in enumerate(self.places):
-            gradient = place.parameter.grad
+        for i, slot in enumerate(self.slots):
+            gradient = slot.parameter.grad
             if gradient is None and not self.counts[i]:
                 continue
             self.counts[i] += 1
-            limit = max(DECAY, float(self._groups[place.group]["betas"][1]))
+            limit = max(DECAY, float(self._groups[slot.group]["betas"][1]))
             decay = min(max(0.0, 1 - 2 / float(self.counts[i])), limit)
-            squares = place.view(self.squares).mul_(decay)
+            squares = slot.view(self.squares).mul_(decay)
             if gradient is not None:
                 gradient = gradient.float() * factor
                 squares.addcmul_(gradient, gradient, value=1 - decay)
@@ -112,7 +110,7 @@ class SharedVariance:
     def exchange(
         self, factor: float, *, codec: Codec, communicator: Communicator | None, noise: float = 0.0
     ) -> tuple[Tensor, list[bool]]:
-        """The exact round: v, flat, the same on all ranks; and for each place whether any rank has
+        """The exact round: v, flat, the same on all ranks; and for each slot whether any rank has
         had a gradient of it yet. codec: of v. noise: q."""
         ranks = 1 if communicator is None else communicator.size
         gradients = self._sketches(factor)
@@ -136,7 +134,7 @@ class SharedVariance:
 
     def _sketches(self, factor: float) -> list[Tensor]:
         """Of this rank's gradient, times factor, layer by layer."""
-        flat = self.places.gather([place.parameter.grad for place in self.places]).mul_(factor)
+        flat = self.slots.gather([slot.parameter.grad for slot in self.slots]).mul_(factor)
         return [
             sketch(flat[self.layout.slice_at(index)], name)
             for index, name in enumerate(self.layout.names)
@@ -145,7 +143,7 @@ class SharedVariance:
     def exact_numel(self) -> int:
         """How many numbers an exact round sends exactly."""
         layers = [min(SKETCH, prod(shape)) for shape in self.layout.shapes]
-        return sum(layers) + len(layers) + len(self.places)
+        return sum(layers) + len(layers) + len(self.slots)
 
     # ------------------------------------------------------------------------------------------------
     # saving
@@ -171,4 +169,4 @@ class SharedVariance:
             self.means, self.owns = list(state["means"]), list(state["owns"])
 
     def _counted(self) -> FlatLayout:
-        return FlatLayout(("tensors",), ((len(self.places),),), (0,), len(self.places))
+        return FlatLayout(("tensors",), ((len(self.slots),),), (0,), len(self.slots))
