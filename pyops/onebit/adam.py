@@ -1,10 +1,11 @@
 """1-bit Adam: AdamW until the variance is stable, then momenta of which one bit per element
 travels.
 
-    warm-up        gradients --exact mean--> AdamW                                       phase "warmup"
-    the switch     v <- v / (1 - beta2^T), m <- m / (1 - beta1^T)                        the step stays as long as it was
-    compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps) --1 bit, error feedback--> w on all ranks
-                   p = p (1 - lr wd) - lr w                                              phase "compressed"; v stays
+    warm-up        gradients --exact mean--> AdamW                         phase "warmup"
+    the switch     v <- v / (1 - beta2^T), m <- m / (1 - beta1^T)          steps stay as long
+    compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)           phase "compressed"
+                   w --1 bit, error feedback--> w on all ranks             v stays
+                   p = p (1 - lr wd) - lr w
 
 Tang et al., arXiv:2102.02888, algorithm 1; there the bias correction is left out, and m = (sqrt(v)
 + eps) w travels. v is kept and the same on all ranks, so both mean the same; but a block's one
@@ -18,11 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Unpack
 
-from pyops.comm.compression.codec import Codec
 from pyops.onebit.communicating import on_all_ranks
+from pyops.onebit.config import LocalOptions, OneBitConfig, check_arguments, with_limit
 from pyops.onebit.sharded import Phases, phases_of
 from pyops.onebit.steps.deepspeed_step import step_uncorrected
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
@@ -37,37 +38,21 @@ class OneBitAdam(TwoPhases, AdamW):
     """1-bit Adam. Each rank gives the gradients of its own part of the batch; step() averages what
     is needed.
 
-    params, lr, betas, eps, weight_decay: as AdamW's. One tensor per layer, or
-    `FlatBuffer.parameter`; in groups. warmup_steps: exact steps before the switch, or "auto": until
-    the second moment is stable (see Warmup).
-    group: the ranks; None: all, or one alone where torch.distributed is not running. Every rank
-    steps alike.
-    model: the DistributedDataParallel or DataParallel that reduces gradients during backward in the
-    warm-up; the optimizer
-        sets its require_backward_grad_sync to False at the switch. None: nobody reduces, step() does it.
-    op: "mean", or "sum" where the ranks' losses are parts of a sum: the gradient is then the sum of
-    theirs.
-    codec: how momenta travel; OneBit() by default.
-    precondition: whether w travels, as above, or m, as in the paper.
-    frozen_beta2: the decay of the mean of squared gradients that the switch keeps; by default 1 - 2
-    / warmup_steps (0.995 with
-        "auto"), if that is more than beta2: a variance that never changes again should not be that of the last few batches.
-        With frozen_beta2=beta2 the step is continuous to rounding.
-    compat: "deepspeed" steps as DeepSpeed 0.19.6 does: no bias correction in either phase, hence
-    longer first steps, m travels,
-        with one scale for the whole of it. Its first call, which throws a gradient away, is not imitated.
-    max_grad_norm: clip by the same factor on every rank. With local gradients the norm is that of
-    the ranks' root mean square. zero_grad, master_weights: as AdamW's. total_steps: of the run; a
-    warm-up that is not shorter is warned about.
-
     In the compressed phase an element whose variance is 0 only decays; a parameter that never had a
     gradient stays as it is. A gradient that is inf or nan on any rank skips the step on every rank
     and changes nothing; `grad_norm` is nan then. state_dict() is torch's and has the key
     "communication" beside it: the phase, and this rank's error buffers.
 
-    Raises, on every rank alike: ValueError and TypeError for arguments that make no sense or differ
-    between ranks, and for parameters added after the switch; DisagreementError when ranks are in
-    different phases.
+    Args:
+        params: one tensor per layer, or `FlatBuffer.parameter`; in groups.
+        lr, betas, eps, weight_decay: as AdamW's.
+        config: options of communication and of the two phases.
+        options: max_grad_norm, zero_grad, master_weights: as AdamW's.
+
+    Raises:
+        ValueError, TypeError: on every rank alike, for arguments that make no sense or differ
+            between ranks, and for parameters added after the switch.
+        DisagreementError: when ranks are in different phases.
     """
 
     def __init__(
@@ -78,40 +63,14 @@ class OneBitAdam(TwoPhases, AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        warmup_steps: int | str,
-        group: dist.ProcessGroup | None = None,
-        model: nn.Module | None = None,
-        op: str = "mean",
-        codec: Codec | None = None,
-        precondition: bool | None = None,
-        frozen_beta2: float | None = None,
-        compat: str | None = None,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        master_weights: bool = False,
-        total_steps: int | None = None,
+        config: OneBitConfig,
+        **options: Unpack[LocalOptions],
     ) -> None:
-        with on_all_ranks(group):
-            AdamW.__init__(
-                self,
-                params,
-                lr,
-                betas,
-                eps,
-                weight_decay,
-                zero_grad=zero_grad,
-                master_weights=master_weights,
-                max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
-            )
-            self._configure(group=group, model=model, op=op, codec=codec, compat=compat)
-            self._begin(
-                warmup_steps=warmup_steps,
-                beta2=float(betas[1]),
-                total_steps=total_steps,
-                precondition=precondition,
-                frozen_beta2=frozen_beta2,
-            )
-        self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2)
+        with on_all_ranks(getattr(config, "group", None)):
+            check_arguments(type(self).__name__, config, OneBitConfig, options)
+            AdamW.__init__(self, params, lr, betas, eps, weight_decay, **with_limit(options))
+            self._begin(config, beta2=float(betas[1]))
+        self._agree_on_options(config)
         self._start()
 
     @classmethod

@@ -20,24 +20,29 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather, all_reduce
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.failure import DisagreementError
 from pyops.mesh import check_initialized
+from pyops.onebit.config import (
+    CommunicatingConfig,
+    OneBitConfig,
+    check_communication,
+    plain_options,
+)
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.base import FusedOptimizer
-from pyops.optim.fused.clip import EPSILON
 from pyops.optim.fused.layout import is_dense
+from pyops.optim.one_bit import gradient_factor
 
 __all__ = ["Communicating", "Verdict", "on_all_ranks"]
 
 Group = dict[str, Any]
-COMPAT = (None, "deepspeed")
 
 
 class Verdict(NamedTuple):
@@ -79,86 +84,44 @@ class Communicating(FusedOptimizer):
     """The part of OneBitAdam, OneBitLAMB and ZeroOneAdam that speaks with other ranks; in front of
     the plain optimizer.
 
-    group: the process group, None for all ranks. codec, compat, op, model: see OneBitAdam. phase:
-    in words.
-    steps: taken so far, skipped ones apart.
+    phase: in words. steps: taken so far, without the skipped ones. The other attributes are the
+    fields of its config.
     """
 
     phase: str = ""
     steps: int = 0
+    codec: Codec
+    group: dist.ProcessGroup | None
+    model: nn.Module | None
+    reduction: str
+    compat: str | None
     # their shards are other elements on every rank, and momenta are averaged element by element
     _steps_dtensors = False
 
-    def _configure(
-        self, *, group: Any, model: Any, op: str, codec: Codec | None, compat: str | None
-    ) -> None:
+    def _configure(self, config: OneBitConfig) -> None:
         """Keep and check what the optimizer is told about communication."""
-        who = type(self).__name__
-        if op not in ("mean", "sum"):
-            raise ValueError(
-                f"{who}: op={op!r} must be 'mean' (as DistributedDataParallel reduces) or 'sum'"
-            )
-        if compat not in COMPAT:
-            raise ValueError(f"{who}: compat={compat!r} must be one of {COMPAT}")
-        if model is not None and not hasattr(model, "require_backward_grad_sync"):
-            raise TypeError(
-                f"{who}: model is a {type(model).__name__} without "
-                "require_backward_grad_sync; pass the "
-                "DistributedDataParallel or pyops DataParallel that reduces gradients, "
-                "or None when nobody does"
-            )
-        of_model = getattr(getattr(model, "reducer", None), "op", op)
-        if of_model != op:
-            raise ValueError(
-                f"{who}: op={op!r}, but the model reduces gradients with "
-                f"op={of_model!r}; pass op={of_model!r}"
-            )
-        if codec is None:
-            codec = OneBit(block=None, rule="rms") if compat == "deepspeed" else OneBit()
-        if not isinstance(codec, Codec):
-            raise TypeError(
-                f"{who}: codec={codec!r} must be a codec of pyops.comm, such as OneBit()"
-            )
-        if hasattr(codec, "all_reduce"):
-            raise ValueError(
-                f"{who}: {codec.name} needs matrices, and momenta travel as one flat "
-                "tensor; use OneBit() or Int8()"
-            )
-        self.group, self.model, self.op, self.codec, self.compat = group, model, op, codec, compat
+        self.codec = check_communication(config, type(self).__name__)
+        self.group, self.model, self.reduction = config.group, config.model, config.reduction
+        self.compat = config.compat
 
-    def _agree_on_options(self, *options: Any) -> None:
-        """ValueError on every rank when the ranks built different optimizers."""
+    def _agree_on_options(self, config: CommunicatingConfig) -> None:
+        """Raises ValueError on every rank when the ranks built different optimizers."""
         shapes = [
             [(tuple(p.shape), str(p.dtype)) for p in group["params"]] for group in self.param_groups
         ]
-        names = (
-            "class",
-            "op",
-            "codec",
-            "compat",
-            "reduces by itself",
-            "options",
-            "parameters",
-            "param_groups",
-        )
-        mine = (
-            type(self).__name__,
-            self.op,
-            self.codec.name,
-            self.compat,
-            self.model is None,
-            options,
-            shapes,
-            self._options(),
-        )
-        everyone = gather(mine, group=self.group)
+        own = {
+            "class": type(self).__name__,
+            **plain_options(config),
+            "parameters": str(shapes),
+            "param_groups": str(self._options()),
+        }
+        everyone = gather(own, group=self.group)
         for rank, theirs in enumerate(everyone):
-            for name, first, other in zip(names, everyone[0], theirs, strict=True):
-                if first != other:
+            for name, first in everyone[0].items():
+                if first != theirs.get(name):
                     raise ValueError(
-                        f"{type(self).__name__}: {name} of rank 0 is {first}, of rank "
-                        f"{rank} {other}; build the same "
-                        "optimizer on every rank"
+                        f"{type(self).__name__}: {name} of rank 0 is {first}, of rank {rank} "
+                        f"{theirs.get(name)}; build the same optimizer on every rank"
                     )
 
     def _options(self) -> list[dict[str, Any]]:
@@ -256,7 +219,7 @@ class Communicating(FusedOptimizer):
                 ranks=strangers,
             )
         total, count = sum(row[3] for row in rows), sum(row[4] for row in rows)
-        scale = 1 / len(rows) if self.op == "mean" else len(rows)
+        scale = 1 / len(rows) if self.reduction == "mean" else len(rows)
         return Verdict(
             math.sqrt(total * scale) if math.isfinite(total) else math.nan, count == 0, rows[0][5]
         )
@@ -334,7 +297,7 @@ class Communicating(FusedOptimizer):
                 present[i] = 1.0
         # Each rank's own scale, so that ranks whose scalers differ still add up the same thing.
         gradients.mul_(self._inverse_scale())
-        all_reduce(flat, op=self.op, group=self.group, label="gradients")
+        all_reduce(flat, op=self.reduction, group=self.group, label="gradients")
         gradients.div_(self._inverse_scale())
         for slot, anywhere in zip(slots, present.tolist(), strict=True):
             if anywhere:
@@ -345,9 +308,12 @@ class Communicating(FusedOptimizer):
     def _clip_factor(self, verdict: Verdict) -> float:
         """By what to multiply this rank's gradient: unscaled, as one of a mean over ranks, clipped
         by the common norm."""
-        assert self.max_grad_norm is not None
-        clip = min(1.0, self.max_grad_norm / (verdict.norm + EPSILON))
-        return clip * self._inverse_scale() * (self.num_ranks if self.op == "sum" else 1)
+        return gradient_factor(
+            verdict.norm,
+            max_grad_norm=self.max_grad_norm,
+            grad_scale=getattr(self, "grad_scale", None),
+            summed=self.num_ranks if self.reduction == "sum" else 1,
+        )
 
     def _clear_gradients(self) -> None:
         if self.zeroes_gradients:

@@ -1,11 +1,14 @@
 """1-bit LAMB: LAMB until the variance is stable, then momenta of one bit per element, and trust
 ratios that are kept.
 
-    warm-up        gradients --exact mean--> LAMB;  ratio = running mean of each layer's ||p|| / ||u||
+    warm-up        gradients --exact mean--> LAMB
+                   ratio = running mean of each layer's ||p|| / ||u||
     the switch     v, m corrected and kept as by OneBitAdam; each layer's ratio is kept too
-    compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps) --1 bit, error feedback--> w on all ranks, one message
-                   p = p - lr ratio factor (w + wd p)                 factor: of the layer, from what came back (layers.py)
+    compressed     w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)
+                   w --1 bit, error feedback--> w on all ranks, in one message
+                   p = p - lr ratio factor (w + wd p)
 
+factor: of the layer, from the momentum that came back (layer_ratios.py).
 Li et al., arXiv:2104.06069, algorithm 1; there the bias correction is left out, and m travels,
 times a number per layer that makes the layers' sizes equal. In units of sqrt(v) + eps they are of
 like size already.
@@ -13,15 +16,14 @@ like size already.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Unpack
 
-from pyops.comm.compression.codec import Codec
 from pyops.onebit.communicating import on_all_ranks
+from pyops.onebit.config import LocalOptions, OneBitLAMBConfig, check_arguments, with_limit
 from pyops.onebit.steps.deepspeed_step import Rows, step_uncorrected
 from pyops.onebit.steps.frozen_variance_step import step_frozen
 from pyops.onebit.steps.layer_ratios import (
@@ -33,59 +35,35 @@ from pyops.onebit.steps.layer_ratios import (
     squares_of,
 )
 from pyops.onebit.steps.state_slots import StateSlots
-from pyops.onebit.two_phases import COMPRESSED, TwoPhases
-from pyops.optim.fused.checks import check_number
+from pyops.onebit.two_phases import TwoPhases
 from pyops.optim.fused.plan import Plan
 from pyops.optim.fused.rows import PARAM, Batch
 from pyops.optim.lamb import LAMB
+from pyops.optim.one_bit import COMPRESSED
 
 __all__ = ["OneBitLAMB"]
 
 Group = dict[str, Any]
 
 
-def _check_coefficients(who: str, **values: float) -> None:
-    """TypeError or ValueError for bounds and decays that make no sense."""
-    for name, value in values.items():
-        check_number(value, name=name, who=who)
-    for least, most in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
-        if not 0 <= values[least] <= values[most] or math.isinf(values[least]):
-            raise ValueError(
-                f"{who}: {least}={values[least]} and {most}={values[most]} must satisfy "
-                f"0 <= {least} <= {most}"
-            )
-    if not 0 < values["factor_min"] <= 1 <= values["factor_max"]:
-        raise ValueError(
-            f"{who}: factor_min={values['factor_min']} and "
-            f"factor_max={values['factor_max']} must satisfy 0 < min <= 1 <= max"
-        )
-    for name in ("coeff_beta", "factor_threshold"):
-        if not 0 <= values[name] < 1:
-            raise ValueError(f"{who}: {name}={values[name]} must be in [0, 1)")
-
-
 class OneBitLAMB(TwoPhases, LAMB):
     """1-bit LAMB. Each rank gives the gradients of its own part of the batch; step() averages what
     is needed.
 
-    params, lr, betas, eps, weight_decay: as LAMB's; a parameter is a layer, and so is each tensor
-    of a `FlatBuffer.parameter`.
-        A group's `trust_ratio` False leaves its parameters to 1-bit Adam's step.
-    min_coeff, max_coeff: bounds of the trust ratio, LAMB's min_ratio and max_ratio. coeff_beta: the
-    decay of its running mean,
-        which leaves out steps where a norm was 0.
-    factor_min, factor_max: bounds of what multiplies the kept ratio; factor_threshold: by how much
-    of itself it may change
-        in a step.
-    Every other argument, what is raised, and what becomes of bad gradients: see OneBitAdam. `fresh`
-    squares decay by the larger of beta2 and frozen_beta2, as the variance that they are compared
-    with.
-    compat: "deepspeed" steps as DeepSpeed 0.19.6 does: no bias correction, neither of moments nor
-    of the ratios' mean, which
-        takes in only ratios that are not 1; m travels times its layer's number, with one scale for the whole of it.
+    `fresh` squares decay by the larger of beta2 and frozen_beta2, as the variance that they are
+    compared with. state_dict() is LAMB's, with "exp_avg_sq_fresh" in the compressed phase; ratios
+    and factors are in "communication", by layer name. What becomes of bad gradients: see
+    OneBitAdam.
 
-    state_dict() is LAMB's, with "exp_avg_sq_fresh" in the compressed phase; ratios and factors are
-    in "communication", by layer name.
+    Args:
+        params: a parameter is a layer, and so is each tensor of a `FlatBuffer.parameter`. A group's
+            `trust_ratio` False leaves its parameters to 1-bit Adam's step.
+        lr, betas, eps, weight_decay: as LAMB's.
+        config: options of communication, of the two phases, and of the trust ratio.
+        options: max_grad_norm, zero_grad, master_weights: as LAMB's.
+
+    Raises:
+        ValueError, TypeError, DisagreementError: as OneBitAdam.
     """
 
     _needs_last = True
@@ -98,36 +76,13 @@ class OneBitLAMB(TwoPhases, LAMB):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        warmup_steps: int | str,
-        group: dist.ProcessGroup | None = None,
-        model: nn.Module | None = None,
-        op: str = "mean",
-        codec: Codec | None = None,
-        precondition: bool | None = None,
-        frozen_beta2: float | None = None,
-        compat: str | None = None,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        master_weights: bool = False,
-        total_steps: int | None = None,
+        config: OneBitLAMBConfig,
+        **options: Unpack[LocalOptions],
     ) -> None:
         who = type(self).__name__
-        with on_all_ranks(group):
-            _check_coefficients(
-                who,
-                min_coeff=min_coeff,
-                max_coeff=max_coeff,
-                factor_min=factor_min,
-                factor_max=factor_max,
-                coeff_beta=coeff_beta,
-                factor_threshold=factor_threshold,
-            )
+        with on_all_ranks(getattr(config, "group", None)):
+            check_arguments(who, config, OneBitLAMBConfig, options)
+            config.check_coefficients(who)
             LAMB.__init__(
                 self,
                 params,
@@ -135,23 +90,14 @@ class OneBitLAMB(TwoPhases, LAMB):
                 betas,
                 eps,
                 weight_decay,
-                min_ratio=min_coeff,
-                max_ratio=max_coeff,
-                zero_grad=zero_grad,
-                master_weights=master_weights,
-                max_grad_norm=float("inf") if max_grad_norm is None else max_grad_norm,
+                min_ratio=config.min_coeff,
+                max_ratio=config.max_coeff,
+                **with_limit(options),
             )
-            self._configure(group=group, model=model, op=op, codec=codec, compat=compat)
-            self._begin(
-                warmup_steps=warmup_steps,
-                beta2=float(betas[1]),
-                total_steps=total_steps,
-                precondition=precondition,
-                frozen_beta2=frozen_beta2,
-            )
-        self.coeff_beta, self.factor_bounds = coeff_beta, (factor_min, factor_max, factor_threshold)
-        ratios = (min_coeff, max_coeff, coeff_beta, self.factor_bounds)
-        self._agree_on_options(warmup_steps, max_grad_norm, precondition, frozen_beta2, ratios)
+            self._begin(config, beta2=float(betas[1]))
+        self.coeff_beta = config.coeff_beta
+        self.factor_bounds = (config.factor_min, config.factor_max, config.factor_threshold)
+        self._agree_on_options(config)
         self._tables: dict[Tensor, Tensor] = {}
         self._seen: list[tuple[list[Tensor], Tensor]] = []
         self._frozen: LayerTrustRatios | None = None

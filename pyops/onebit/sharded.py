@@ -1,7 +1,8 @@
-"""1-bit Adam for whoever shares out its states over ranks, and does the communicating: its two
-phases, as data.
+"""1-bit Adam for ZeroOptimizer, which shards the states and communicates: its phases, as data.
 
-ZeroOptimizer(model, OneBitAdam, stage=1, warmup_steps=400, lr=3e-4)     asks OneBitAdam.over_shards(arguments)
+    ZeroOptimizer(model, OneBitAdam, stage=1, lr=3e-4, config=OneBitConfig(warmup_steps=400))
+
+asks OneBitAdam.over_shards(arguments).
 """
 
 from __future__ import annotations
@@ -12,71 +13,71 @@ from typing import Any
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
+from pyops.onebit.config import OneBitConfig, check_arguments, frozen_beta2_of
 from pyops.optim.adam import AdamW
-from pyops.optim.one_bit_warmup import Warmup
+from pyops.optim.one_bit import KeptVariance, Warmup
 
 __all__ = ["Phases", "phases_of"]
 
-NOT_HERE = (
-    "group",
-    "model",
-    "op",
-    "compat",
-    "max_grad_norm",
-)  # the one who shares states out has its own
-OWN = ("warmup_steps", "total_steps", "codec", "frozen_beta2", "precondition")
+AS_ADAMW = ("lr", "betas", "eps", "weight_decay", "state_dtype", "capturable", "seed")
+NOT_HERE = ("group", "model", "compat", "max_grad_norm")  # ZeroOptimizer has its own
 
 
 @dataclass
 class Phases:
-    """inner: the optimizer of the warm-up, and its arguments. warmup: says when it is over. codec:
-    how numbers travel then. frozen_beta2: the decay of the mean of squared gradients that is kept
-    from then on, where it is more than beta2."""
+    """The two phases of OneBitAdam as data, for an optimizer that shards the states."""
 
     inner: type[AdamW]
+    """The optimizer of the warm-up."""
+
     arguments: dict[str, Any]
+    """The arguments of `inner`."""
+
     warmup: Warmup
+    """Decides when the warm-up is over."""
+
     codec: Codec
-    frozen_beta2: float
-    steps: int | str
+    """How gradients and parameters are encoded from then on."""
+
+    kept_variance: KeptVariance
+    """The second moment that is kept from then on."""
 
     def described(self) -> tuple[object, ...]:
-        """For comparing ranks."""
-        return self.steps, self.codec.name, self.frozen_beta2
+        """What ranks compare."""
+        return self.warmup.steps, self.codec.name, self.kept_variance.beta
 
 
 def phases_of(who: str, arguments: Mapping[str, Any]) -> Phases:
-    """Of the arguments of OneBitAdam; ValueError or TypeError for those that make no sense."""
+    """The phases that the arguments of OneBitAdam ask for.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense, or that ZeroOptimizer has itself.
+    """
+    who = f"{who} over shards"
     given = dict(arguments)
+    config = given.pop("config", None)
+    options = {key: given.pop(key) for key in list(given) if key not in AS_ADAMW}
+    check_arguments(who, config, OneBitConfig, options)
     for key in NOT_HERE:
-        if given.pop(key, None) is not None:
-            raise ValueError(
-                f"{who} over shards: leave {key} to the optimizer that shares the states out"
-            )
-    own = {key: given.pop(key) for key in OWN if key in given}
-    if own.get("precondition") is False:
+        if (options if key == "max_grad_norm" else vars(config)).get(key) is not None:
+            raise ValueError(f"{who}: leave {key} to ZeroOptimizer, which has its own")
+    if config.reduction != "mean":
+        raise ValueError(f"{who}: give reduction={config.reduction!r} to ZeroOptimizer")
+    if config.precondition is False:
         raise ValueError(
-            f"{who} over shards: gradients travel, in units of sqrt(v); leave "
-            "precondition=False out"
+            f"{who}: precondition=False can't be: gradients are sent, in units of sqrt(v); leave "
+            "it out"
         )
-    for key in ("amsgrad", "maximize", "stochastic_rounding"):
-        if given.get(key):
-            raise ValueError(f"{who} over shards: {key}=True has no compressed phase; leave it out")
-    steps, betas = own.get("warmup_steps"), given.get("betas", (0.9, 0.999))
-    warmup = Warmup(steps, beta2=float(betas[1]), total_steps=own.get("total_steps"), who=who)  # type: ignore[arg-type]
-    codec = OneBit() if own.get("codec") is None else own["codec"]
+    betas = given.get("betas", (0.9, 0.999))
+    warmup = Warmup(
+        config.warmup_steps, beta2=float(betas[1]), total_steps=config.total_steps, who=who
+    )
+    codec = OneBit() if config.codec is None else config.codec
     if not isinstance(codec, Codec) or not codec.streams or hasattr(codec, "all_reduce"):
         raise TypeError(
-            f"{who} over shards: codec={codec!r} must write blocks of numbers, such as "
-            "OneBit() or Int8()"
+            f"{who}: codec={codec!r} must write blocks of numbers, such as OneBit() or Int8()"
         )
-    slow = own.get("frozen_beta2")
-    if slow is None:
-        slow = 0.995 if not isinstance(steps, int) else max(0.0, 1 - 2 / steps)
-    if not (isinstance(slow, int | float) and 0 <= slow < 1):
-        raise ValueError(
-            f"{who} over shards: frozen_beta2={slow!r} must be in [0, 1), such as 0.999, or None"
-        )
-    given.setdefault("lr", 1e-3)
-    given.setdefault("weight_decay", 0.0)
-    return Phases(AdamW, given, warmup, codec, float(slow), warmup.steps)
+    kept = KeptVariance(frozen_beta2_of(config, who))
+    options.pop("max_grad_norm", None)
+    arguments = {"lr": 1e-3, "weight_decay": 0.0, **given, **options}
+    return Phases(AdamW, arguments, warmup, codec, kept)

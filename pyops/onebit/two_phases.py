@@ -19,48 +19,38 @@ from torch import Tensor
 
 from pyops.onebit.communicating import Verdict
 from pyops.onebit.communication_state import CommunicationState
+from pyops.onebit.config import OneBitConfig, frozen_beta2_of
 from pyops.onebit.steps.frozen_variance_step import corrected_beta, take_gradients
 from pyops.onebit.steps.momentum_exchange import MomentumExchange
 from pyops.onebit.steps.state_slots import StateSlots
-from pyops.optim.fused.checks import check_number, check_switch
-from pyops.optim.fused.clip import EPSILON
-from pyops.optim.one_bit_warmup import Warmup, logger
+from pyops.optim.one_bit import (
+    COMPRESSED,
+    WARMUP,
+    KeptVariance,
+    Warmup,
+    gradient_factor,
+    logger,
+    variance_sum,
+)
 
 __all__ = ["TwoPhases"]
-
-WARMUP, COMPRESSED = "warmup", "compressed"
-SLOW = "exp_avg_sq_slow"
 
 
 class TwoPhases(CommunicationState):
     """The part that OneBitAdam and OneBitLAMB share."""
 
-    def _begin(
-        self,
-        *,
-        warmup_steps: int | str,
-        beta2: float,
-        total_steps: int | None,
-        precondition: bool | None,
-        frozen_beta2: float | None,
-    ) -> None:
-        """Check and keep the options of the two phases; `_configure` was called before."""
+    def _begin(self, config: OneBitConfig, *, beta2: float) -> None:
+        """Check and keep the options of the two phases and of communication."""
         who = type(self).__name__
-        self.warmup = Warmup(warmup_steps, beta2=beta2, total_steps=total_steps, who=who)
-        if precondition is not None:
-            check_switch(precondition, name="precondition", who=who)
-        if frozen_beta2 is not None:
-            check_number(frozen_beta2, name="frozen_beta2", who=who)
-        self.precondition = self.compat is None if precondition is None else precondition
-        slow = 0.995 if warmup_steps == "auto" else max(0.0, 1 - 2 / int(warmup_steps))
-        self.frozen_beta2 = (
-            (slow if self.compat is None else 0.0) if frozen_beta2 is None else frozen_beta2
+        self._configure(config)
+        self.warmup = Warmup(
+            config.warmup_steps, beta2=beta2, total_steps=config.total_steps, who=who
         )
-        if not 0 <= self.frozen_beta2 < 1:
-            raise ValueError(
-                f"{who}: frozen_beta2={frozen_beta2} must be in [0, 1), such as 0.999, "
-                "or None; used where more than beta2"
-            )
+        self.frozen_beta2 = frozen_beta2_of(config, who)
+        self._kept_variance = KeptVariance(self.frozen_beta2, is_corrected=self.compat is None)
+        self.precondition = (
+            self.compat is None if config.precondition is None else config.precondition
+        )
 
     def _start(self) -> None:
         """Be in the warm-up."""
@@ -84,15 +74,18 @@ class TwoPhases(CommunicationState):
     # warm-up
 
     def _observe(self) -> float:
-        if self.phase != WARMUP or not self.warmup.wants_sum(self.steps + 1):
+        if self.phase != WARMUP or not self.warmup.needs_sum(self.steps + 1):
             return 0.0
-        total = 0.0
-        for group in self.param_groups:
-            beta2 = float(group["betas"][1])
-            for state in (self.state.get(p) for p in group["params"]):
-                if state and (step := float(state["step"])):
-                    total += float(state["exp_avg_sq"].sum(dtype=torch.float64)) / (1 - beta2**step)
-        return total
+        return variance_sum(self._stepped_states())
+
+    def _stepped_states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(param group, state) of each parameter that has a state."""
+        return [
+            (group, state)
+            for group in self.param_groups
+            for state in (self.state.get(p) for p in group["params"])
+            if state
+        ]
 
     def _take(self, verdict: Verdict) -> bool:
         if self.phase == COMPRESSED:
@@ -104,15 +97,15 @@ class TwoPhases(CommunicationState):
         squares = self._squares()
         taken = self._exact_step() if self.compat is None else self._uncorrected_step()
         if taken:
-            for parameter, beta, square in squares:
-                slow = self._slow_mean(parameter, beta)
-                # The norm is known only now.
-                clip = min(
-                    1.0,
-                    float(self.max_grad_norm or 0)
-                    / (float(self._measured["grad_norm"] or 0) + EPSILON),
-                )
-                slow.mul_(beta).add_(square, alpha=(1 - beta) * (clip * self._inverse_scale()) ** 2)
+            # The norm is known only now.
+            clip = gradient_factor(
+                float(self._measured["grad_norm"] or 0),
+                max_grad_norm=float(self.max_grad_norm or 0),
+                grad_scale=getattr(self, "grad_scale", None),
+                summed=1,
+            )
+            for group, parameter, square in squares:
+                self._kept_variance.track(group, self.state[parameter], square, scale=clip**2)
         return taken
 
     @abstractmethod
@@ -120,49 +113,25 @@ class TwoPhases(CommunicationState):
         """DeepSpeed's step of the warm-up, on exactly reduced gradients; False when it had to be
         skipped."""
 
-    def _slow_mean(self, parameter: Tensor, beta: float) -> Tensor:
-        """The slower mean of squares; where AdamW began without one, it begins from AdamW's."""
-        state = self.state[parameter]
-        if SLOW not in state:
-            step = float(state["step"])
-            beta2 = next(
-                g["betas"][1] for g in self.param_groups if any(p is parameter for p in g["params"])
-            )
-            state[SLOW] = state["exp_avg_sq"] * (
-                (1 - beta ** (step - 1)) / (1 - float(beta2) ** step)
-            )
-        slow: Tensor = state[SLOW]
-        return slow
-
-    def _squares(self) -> list[tuple[Tensor, float, Tensor]]:
-        """(parameter, decay, squared reduced gradient) wherever the switch will keep a slower mean
-        than Adam's."""
+    def _squares(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+        """(param group, parameter, squared reduced gradient) wherever the slower mean runs."""
         return [
-            (p, self.frozen_beta2, p.grad.float().square())
+            (group, p, p.grad.float().square())
             for group in self.param_groups
+            if self._kept_variance.is_tracked(group)
             for p in group["params"]
-            if p.grad is not None and self.frozen_beta2 > float(group["betas"][1])
+            if p.grad is not None
         ]
 
     def _advance(self, verdict: Verdict) -> None:
         if self.phase == WARMUP:
-            wanted = self.warmup.wants_sum(self.steps)
-            if self.warmup.ended(self.steps, verdict.extra if wanted else None):
+            wanted = self.warmup.needs_sum(self.steps)
+            if self.warmup.is_last(self.steps, verdict.extra if wanted else None):
                 self._switch()
 
     def _switch(self) -> None:
         """From exact gradients to compressed momenta."""
-        for group in self.param_groups:
-            beta1, beta2 = map(float, group["betas"])
-            for state in (self.state[p] for p in group["params"] if self.state.get(p)):
-                step, slow = float(state["step"]), state.pop(SLOW, None)
-                if slow is not None:
-                    state["exp_avg_sq"].copy_(slow)
-                if self.compat is None and step:
-                    state["exp_avg"].div_(1 - beta1**step)
-                    state["exp_avg_sq"].div_(
-                        1 - (beta2 if slow is None else self.frozen_beta2) ** step
-                    )
+        self._kept_variance.freeze(self._stepped_states())
         self.phase = COMPRESSED
         self._enter(errors=None)
         if self._roots is not None:

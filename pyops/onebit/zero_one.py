@@ -1,11 +1,14 @@
 """0/1 Adam: momenta of one bit in each step, a few exact rounds for the variance, and after its
 freeze steps without messages.
 
-    phase "variance"   s = mean of squares of this rank's own gradients          every step, no message
-                       exact: v = c * the ranks' mean of s                       at steps whose distance doubles, and the last
-                       compressed: w = beta1 w + (1 - beta1) g / (sqrt(v) + eps), p = p (1 - lr wd) - lr w     every step
-    phase "local"      alone: each rank moves by its own w                       v stays
-                       message: the mean of these moves, one bit                 at steps whose distance doubles, to a cap
+    phase "variance"   s = mean of squares of this rank's own gradients     every step, no message
+                       exact: v = c * the ranks' mean of s                  at steps whose distance
+                                                                            doubles, and the last
+                       compressed: w = beta1 w + (1 - beta1) g / (sqrt(v) + eps)     every step
+                                   p = p (1 - lr wd) - lr w
+    phase "local"      each rank moves by its own w                         v stays
+                       message: the mean of these moves, one bit            at steps whose distance
+                                                                            doubles, to a cap
 
 When v becomes v', w and the errors go over to the new unit: times (sqrt(v) + eps) / (sqrt(v') +
 eps), 0 where v is 0. What a message leaves out is a way that parameters did not go, w times the sum
@@ -21,24 +24,32 @@ what travels is w, not g, as in OneBitAdam; decay is of the common parameters (s
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Unpack
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit.adam import OneBitAdam
-from pyops.onebit.communicating import Verdict
+from pyops.onebit.communicating import Verdict, on_all_ranks
+from pyops.onebit.config import (
+    CommunicatingConfig,
+    LocalOptions,
+    OneBitConfig,
+    ZeroOneConfig,
+    check_arguments,
+)
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen, take_gradients
 from pyops.onebit.steps.local_steps import LocalSteps, load_rows, rows_of
 from pyops.onebit.steps.momentum_exchange import MomentumExchange
 from pyops.onebit.steps.round_schedule import EXACT, LOCAL, Rounds, RoundSchedule
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.steps.variance import SharedVariance
-from pyops.optim.one_bit_warmup import logger
+from pyops.optim.one_bit import logger
 
 __all__ = ["ZeroOneAdam"]
 
@@ -49,26 +60,22 @@ ONE_BIT_NOISE = (
 
 
 class ZeroOneAdam(OneBitAdam):
-    """0/1 Adam, with a variance to which every step contributes. Arguments that are not here: see
-    OneBitAdam.
+    """0/1 Adam, with a variance to which every step contributes.
 
-    warmup_steps: when the variance freezes (DeepSpeed's var_freeze_step); "auto": a fifth of
-    total_steps, else 400. var_update_scaler: so many exact rounds at each distance 1, 2, 4 ..., and
-    one more at the freeze. variance_codec: how v goes over the wire in them; None: BF16().
-    Identity() is exact, and twice as much.
-    local_step_scaler: steps after which the distance between messages doubles. local_step_clipper:
-    its largest value. One bit for the sum of many steps says less than one bit for each: see
-    docs/compression.md for what distances cost.
-    With the defaults a run of 2,000 steps sends less than 1/60 of what an fp32 all-reduce in each
-    step would: `rounds(2000)` counts, `bytes_ratio(2000)` says how much. model: reduces nothing,
-    from the first step on.
+    `rounds(2000)` counts the messages of a run of 2,000 steps, `bytes_ratio(2000)` says how much
+    they send. A parameter whose first gradient comes between two exact rounds begins to move at the
+    next one, at the latest at the freeze. exp_avg in the state is w. A state_dict of AdamW goes on
+    with its v until the next exact round. Within a local interval the ranks' parameters differ.
+    state_dict() holds this rank's; loaded on another number of ranks, all go on from the mean. A
+    small message in every step, of a few bytes, finds what is not finite, and the common norm.
 
-    A parameter whose first gradient comes between two exact rounds begins to move at the next one,
-    at the latest at the freeze. exp_avg in the state is w. A state_dict of AdamW goes on with its v
-    until the next exact round.
-    Within a local interval the ranks' parameters differ. state_dict() holds this rank's; loaded on
-    another number of ranks, all go on from the mean. A small message in every step, of a few bytes,
-    finds what is not finite, and the common norm.
+    Args:
+        params, lr, betas, eps, weight_decay, options: as OneBitAdam's.
+        config: options of communication and of its rounds; its `model` reduces nothing, from the
+            first step on. None: ZeroOneConfig().
+
+    Raises:
+        ValueError, TypeError, DisagreementError: as OneBitAdam.
     """
 
     def __init__(
@@ -79,47 +86,29 @@ class ZeroOneAdam(OneBitAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        warmup_steps: int | str = "auto",
-        var_update_scaler: int = 2,
-        local_step_scaler: int = 8,
-        local_step_clipper: int = 5,
-        group: dist.ProcessGroup | None = None,
-        model: nn.Module | None = None,
-        op: str = "mean",
-        codec: Codec | None = None,
-        variance_codec: Codec | None = None,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        master_weights: bool = False,
-        total_steps: int | None = None,
+        config: ZeroOneConfig | None = None,  # type: ignore[override]
+        **options: Unpack[LocalOptions],
     ) -> None:
-        if warmup_steps == "auto":
-            warmup_steps = max(1, total_steps // 5) if total_steps else 400
-        freeze = (
-            warmup_steps if isinstance(warmup_steps, int) else 1
-        )  # of anything else the base says what is wrong
-        self.schedule = RoundSchedule(
-            max(1, freeze), var_update_scaler, local_step_scaler, local_step_clipper
-        )
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            warmup_steps=warmup_steps,
-            group=group,
-            model=model,
-            op=op,
-            codec=codec,
-            frozen_beta2=0.0,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-            master_weights=master_weights,
-            total_steps=total_steps,
-        )
-        self.variance_codec = BF16() if variance_codec is None else variance_codec
-        self._agree_on_options(self.schedule, self.variance_codec.name)
+        config = ZeroOneConfig() if config is None else config
+        with on_all_ranks(getattr(config, "group", None)):
+            check_arguments(type(self).__name__, config, ZeroOneConfig, options)
+            steps = config.warmup_steps
+            if steps == "auto":
+                steps = max(1, config.total_steps // 5) if config.total_steps else 400
+            # Of a bad number of steps the base class says what is wrong.
+            freeze = max(1, steps) if isinstance(steps, int) else 1
+            self.schedule = RoundSchedule(
+                freeze,
+                config.var_update_scaler,
+                config.local_step_scaler,
+                config.local_step_clipper,
+            )
+        shared = {each.name: getattr(config, each.name) for each in fields(CommunicatingConfig)}
+        phases = OneBitConfig(**{**shared, "warmup_steps": steps}, frozen_beta2=0.0)
+        super().__init__(params, lr, betas, eps, weight_decay, config=phases, **options)
+        codec = config.variance_codec
+        self.variance_codec: Codec = BF16() if codec is None else codec
+        self._agree_on_options(config)
         self.phase = VARIANCE
         self._lengths: list[
             float

@@ -77,7 +77,7 @@ FLOORS = {
         ["triton"],
     ],
     "optim": [
-        ["adafactor_parts", "fused", "lr_scheduler", "one_bit_warmup"],
+        ["adafactor_parts", "fused", "lr_scheduler", "one_bit"],
         ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "sgd"],
     ],
     "pipeline": [

@@ -19,6 +19,7 @@ from pyops.ops.optimizers.frozen_adam import frozen_adam_, momentum_
 from pyops.optim.fused.checks import number
 from pyops.optim.fused.layout import is_dense, lies_like
 from pyops.optim.fused.rows import Row, batch_of, split_rows
+from pyops.optim.one_bit import inverse_root, mean_weight
 
 __all__ = ["corrected_beta", "inverse_roots", "step_frozen", "take_gradients"]
 
@@ -26,23 +27,18 @@ Group = dict[str, Any]
 
 
 def corrected_beta(beta: float, step: int) -> float:
-    """The decay with which the bias-corrected mean of `step - 1` gradients becomes that of `step`
-    gradients.
-
-    m^_t = m_t / (1 - beta^t) gives m^_t = b m^_(t-1) + (1 - b) g with b = 1 - (1 - beta) / (1 -
-    beta^t); b -> beta.
-    """
-    return 1.0 - (1.0 - beta) / (1.0 - beta**step) if step > 0 else beta
+    """The decay with which the bias-corrected mean of `step - 1` gradients becomes that of
+    `step` gradients; it tends to beta."""
+    return 1.0 - mean_weight(beta, step) if step > 0 else beta
 
 
 def inverse_roots(slots: StateSlots, variances: Sequence[Tensor], eps: Sequence[float]) -> Tensor:
     """Flat: 1 / (sqrt(v) + eps) where v is not 0, else 0. One variance and one eps per slot."""
     flat = slots.gather(variances)
-    dead = flat == 0
-    flat.sqrt_()
     for slot, each in zip(slots, eps, strict=True):
-        flat[slot.start : slot.stop].add_(each)
-    return flat.reciprocal_().masked_fill_(dead, 0.0)
+        own = flat[slot.start : slot.stop]
+        own.copy_(inverse_root(own, each))
+    return flat  # padding is 0
 
 
 def take_gradients(

@@ -14,9 +14,8 @@ momenta need not travel, nor be whole anywhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,25 +30,23 @@ from pyops.comm.compression.compressed import compressed_all_gather, compressed_
 from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.flat import FlatLayout
 from pyops.ops.optimizers.grad_norm import squared_norm
-from pyops.optim.fused.clip import EPSILON
+from pyops.optim.one_bit import (
+    COMPRESSED,
+    WARMUP,
+    KeptVariance,
+    Warmup,
+    gradient_factor,
+    inverse_root,
+    mean_weight,
+    variance_sum,
+)
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import Owned, OwnedPiece
 from pyops.zero.update.step_stats import tell
 
-__all__ = ["OneBit", "Warmup", "check_phase", "phases_over_shards"]
+__all__ = ["OneBit", "check_phase", "phases_over_shards"]
 
-WARMUP, COMPRESSED = "warmup", "compressed"
-SLOW = "exp_avg_sq_slow"
 LATEST = "latest"  # the owner's float32 value of a parameter that has no master
-
-
-class Warmup(Protocol):
-    """When the first phase is over."""
-
-    def wants_sum(self, step: int) -> bool: ...
-    def ended(self, step: int, variance_sum: float | None) -> bool: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def phases_over_shards(
@@ -150,7 +147,8 @@ class OneBit:
         op: str,
     ) -> None:
         self.warmup: Warmup = phases.warmup
-        self.codec, self.frozen_beta2 = phases.codec, phases.frozen_beta2
+        self._kept_variance: KeptVariance = phases.kept_variance
+        self.codec: Codec = phases.codec
         self.owned, self.gradients, self.communicator, self.group, self.op = (
             owned,
             gradients,
@@ -183,37 +181,25 @@ class OneBit:
         groups = self.owned.optimizer.param_groups
         scale: Any = getattr(self.owned.optimizer, "grad_scale", None)
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        total = 0.0
         for g, each, state in self._pieces():
-            beta2, step = float(groups[g]["betas"][1]), float(state["step"])
-            if self.frozen_beta2 > beta2 and each.parameter.grad is not None:
-                if SLOW not in state:
-                    state[SLOW] = state["exp_avg_sq"] * (
-                        (1 - self.frozen_beta2 ** (step - 1)) / (1 - beta2**step)
-                    )
+            if self._kept_variance.is_tracked(groups[g]) and each.parameter.grad is not None:
                 square = (each.parameter.grad.float() * factor).square_()
-                state[SLOW].mul_(self.frozen_beta2).add_(square, alpha=1 - self.frozen_beta2)
-            if self.warmup.wants_sum(self.steps):
-                total += float(state["exp_avg_sq"].sum(dtype=torch.float64)) / (1 - beta2**step)
+                self._kept_variance.track(groups[g], state, square)
         found: float | None = None
-        if self.warmup.wants_sum(self.steps):
+        if self.warmup.needs_sum(self.steps):
+            total = variance_sum((groups[g], state) for g, _, state in self._pieces())
             told = torch.tensor([total], dtype=torch.float64, device=self.owned.flats[0].device)
             if self.communicator is not None:
                 all_reduce(
                     told, communicator=self.communicator, label="the sum of the second moment"
                 )
             found = float(told)
-        if self.warmup.ended(self.steps, found):
+        if self.warmup.is_last(self.steps, found):
             self._switch()
 
     def _switch(self) -> None:
-        for g, _, state in self._pieces():
-            beta1, beta2 = map(float, self.owned.optimizer.param_groups[g]["betas"])
-            step, slow = float(state["step"]), state.pop(SLOW, None)
-            if slow is not None:
-                state["exp_avg_sq"].copy_(slow)
-            state["exp_avg"].div_(1 - beta1**step)
-            state["exp_avg_sq"].div_(1 - (beta2 if slow is None else self.frozen_beta2) ** step)
+        groups = self.owned.optimizer.param_groups
+        self._kept_variance.freeze((groups[g], state) for g, _, state in self._pieces())
         self.phase = COMPRESSED
         self._enter()
         for shared in self._shared:
@@ -232,10 +218,9 @@ class OneBit:
         for g, each, state in self._pieces():
             shared = by_bucket[id(self.owned.flats[each.flat]), each.piece.bucket]
             shared.pieces.append((g, each))
-            place, v = each.piece.of_chunk, state["exp_avg_sq"]
-            shared.own_roots[place] = torch.where(
-                v == 0, 0.0, 1 / (v.sqrt() + self.owned.optimizer.param_groups[g]["eps"])
-            )
+            place = each.piece.of_chunk
+            eps = float(self.owned.optimizer.param_groups[g]["eps"])
+            shared.own_roots[place] = inverse_root(state["exp_avg_sq"], eps)
             name = "master" if "master" in state else LATEST
             if name in state:
                 shared.p[place] = state[name]
@@ -287,20 +272,17 @@ class OneBit:
         skip = told.factor(scale=scale, max_grad_norm=limit)[1]
         if not skip:
             self.owned.prepare(zero.param_groups)
-            self._exchange(self._factor(told.norm(scale), scale, limit))
+            self._exchange(
+                gradient_factor(
+                    told.norm(scale),
+                    max_grad_norm=limit,
+                    grad_scale=scale,
+                    summed=self.ranks if self.op == "sum" else 1,
+                )
+            )
             self.steps += 1
         zero.numbers.stepped(zero, skipped=skip)
         self.gradients.clear()
-
-    def _factor(self, norm: float, scale: Any, limit: float | None) -> float:
-        """By what to multiply this rank's gradients, so that their mean over the ranks is what is
-        stepped with."""
-        clip = 1.0 if limit is None or math.isinf(limit) else min(1.0, limit / (norm + EPSILON))
-        return (
-            clip
-            * (1.0 if scale is None else 1.0 / float(scale))
-            * (self.ranks if self.op == "sum" else 1)
-        )
 
     def _exchange(self, factor: float) -> None:
         common: dict[str, Any] = {
@@ -338,7 +320,7 @@ class OneBit:
             state["step"] += 1
             beta1, step = float(group["betas"][0]), float(state["step"])
             w, p, lr = shared.w[place], shared.p[place], float(group["lr"])
-            w.lerp_(mean[place], (1 - beta1) / (1 - beta1**step))
+            w.lerp_(mean[place], mean_weight(beta1, step))
             before = p.clone()
             p.mul_(1 - lr * float(group["weight_decay"])).sub_(w, alpha=lr)
             torch.where(shared.own_roots[place] == 0, before, p, out=p)
