@@ -49,8 +49,8 @@ MODELS: list[tuple[Any, Any]] = [
     (ViT, ViTConfig),
 ]
 ONE_BIT: list[tuple[Any, dict[str, int]]] = [
-    (onebit.OneBitAdam, {"warmup_steps": 3}),
-    (onebit.OneBitLAMB, {"warmup_steps": 3}),
+    (onebit.OneBitAdam, {"config": onebit.OneBitConfig(warmup_steps=3)}),
+    (onebit.OneBitLAMB, {"config": onebit.OneBitLAMBConfig(warmup_steps=3)}),
     (onebit.ZeroOneAdam, {}),
 ]
 
@@ -148,6 +148,9 @@ OTHERWISE = {
     "failure.wake_neighbours": "comes after a collective that failed",
     "elastic.ActivationCache": "memory of this process alone",
     "elastic.open_cache": "memory of this process alone",
+    "onebit.OneBitConfig": "options of an optimizer that is tried",
+    "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
+    "onebit.ZeroOneConfig": "options of an optimizer that is tried",
     "pipeline.profile": "measures this process alone",
     "recompute.apply": "inputs are kept whole",
     "recompute.checkpoint": "inputs are kept whole",

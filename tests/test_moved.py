@@ -19,7 +19,7 @@ from pyops.comm import all_reduce
 from pyops.comm.failure import CommunicationError
 from pyops.data_parallel import DataParallel
 from pyops.flat import FlatBuffer
-from pyops.onebit import OneBitAdam
+from pyops.onebit import OneBitAdam, OneBitConfig
 from pyops.optim import SGD, AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer
@@ -324,7 +324,7 @@ def test_another_module_in_the_place_of_one_is_noticed_and_one_around_it_is_not(
 def test_an_optimizer_over_a_flat_buffer_notices(kind):
     model = network()
     buffer = FlatBuffer(model.named_parameters())
-    options = {"warmup_steps": 5} if kind is OneBitAdam else {}
+    options = {"config": OneBitConfig(warmup_steps=5)} if kind is OneBitAdam else {}
     optimizer = kind([buffer.parameter], lr=0.01, **options)
     again = copy.deepcopy(optimizer) if kind is not OneBitAdam else None
     model(x_of(model)).square().mean().backward()

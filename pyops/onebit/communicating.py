@@ -169,7 +169,7 @@ class Communicating(FusedOptimizer):
     def _synchronise_backward(self, wanted: bool) -> None:
         """Let `model` reduce gradients in the next backward, or not."""
         if self.model is not None:
-            self.model.require_backward_grad_sync = wanted
+            self.model.require_backward_grad_sync = wanted  # type: ignore[assignment]
 
     def _exchange(
         self, error: Exception | None, squares: Sequence[float], *, extra: float = 0.0

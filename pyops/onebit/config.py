@@ -275,6 +275,6 @@ def plain_options(config: CommunicatingConfig) -> dict[str, str]:
         elif isinstance(value, Codec):
             value = value.name
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            value = float(value)
+            value = f"{value:g}"
         found[name] = str(value)
     return found

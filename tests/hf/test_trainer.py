@@ -132,7 +132,10 @@ def _refusals(rank: int, group: Any, folder: str) -> list[str]:
         except ValueError as error:
             found.append(str(error))
 
-    one_bit = (pyops.optim.OneBitAdam, {"lr": 1e-3, "warmup_steps": 2})
+    one_bit = (
+        pyops.optim.OneBitAdam,
+        {"lr": 1e-3, "config": pyops.onebit.OneBitConfig(warmup_steps=2)},
+    )
     with launched(rank, group):
         for options in ({}, {"stage": 1, "max_grad_norm": 1.0}, {"stage": 1, "op": "sum"}):
             refused(options)

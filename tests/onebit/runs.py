@@ -4,7 +4,7 @@ and errors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 import pyops.onebit
 
-__all__ = ["Result", "grads_of", "optimizer_of", "run_steps", "take_steps"]
+__all__ = ["Result", "built", "grads_of", "optimizer_of", "run_steps", "take_steps"]
 
+CONFIGS: dict[Any, Any] = {
+    pyops.onebit.OneBitAdam: pyops.onebit.OneBitConfig,
+    pyops.onebit.OneBitLAMB: pyops.onebit.OneBitLAMBConfig,
+    pyops.onebit.ZeroOneAdam: pyops.onebit.ZeroOneConfig,
+}
 Gradients = Sequence[Sequence[Sequence[Tensor]]]
 
 
@@ -39,7 +44,15 @@ def optimizer_of(
     groups: Any = copies
     if decays is not None:
         groups = [{"params": [p], "weight_decay": d} for p, d in zip(copies, decays, strict=True)]
-    return getattr(pyops.onebit, kind)(groups, group=group, **options), copies
+    return built(getattr(pyops.onebit, kind), groups, group=group, **options), copies
+
+
+def built(cls: Any, params: Any, **options: Any) -> Any:
+    """An optimizer of pyops.onebit, of options in one dict: those of its config, and others."""
+    config_class = CONFIGS[cls]
+    names = {each.name for each in fields(config_class)}
+    config = config_class(**{name: options.pop(name) for name in names & set(options)})
+    return cls(params, config=config, **options)
 
 
 def grads_of(params: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -105,7 +105,7 @@ def test_the_slower_variance_has_half_the_warmup_for_its_memory():
 def test_sum_of_parts_and_clipping_by_the_common_norm(world):
     params, gradients = random_parameters(), random_gradients(8, 2)
     gradients = [[[g / 2 for g in each] for each in ranks] for ranks in gradients]
-    options = {**OPTIONS, "op": "sum", "max_grad_norm": 12.0, "codec": OneBit(block=64)}
+    options = {**OPTIONS, "reduction": "sum", "max_grad_norm": 12.0, "codec": OneBit(block=64)}
     results = world(2).run(run_steps, "OneBitAdam", params, gradients, options)
     assert_like_simulation(results, params, gradients, op="sum", max_norm=12.0, block=64)
     assert results[0].norms == results[1].norms
@@ -206,7 +206,7 @@ def test_bf16_parameters_round_their_masters(world):
         "dtype": torch.bfloat16,
         "master_weights": True,
         "codec": OneBit(block=64),
-        "op": "sum",
+        "reduction": "sum",
     }
     results = world(2).run(run_steps, "OneBitAdam", params, gradients, options)
     gradients = [[[g.bfloat16().float() for g in each] for each in ranks] for ranks in gradients]

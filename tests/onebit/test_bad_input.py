@@ -13,6 +13,7 @@ from torch import nn
 
 from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import OneBitAdam, OneBitLAMB
+from tests.onebit.runs import built
 
 pytestmark = pytest.mark.on_device
 
@@ -37,7 +38,7 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"precondition": p}, TypeError, "precondition=.* must be True or False")
         for p in ("yes", 1)
     ),
-    ({"op": "max"}, ValueError, "op='max'"),
+    ({"reduction": "max"}, ValueError, "reduction='max'"),
     ({"compat": "DeepSpeed"}, ValueError, "compat='DeepSpeed'"),
     ({"codec": OneBit}, TypeError, "codec=.*OneBit.* must be a codec"),
     ({"codec": "onebit"}, TypeError, "codec='onebit' must be a codec"),
@@ -69,7 +70,7 @@ LAMBS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_arguments(make, options, error, says):
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(error, match=f"{make.__name__}: {says}"):
-        make([weight], **{"warmup_steps": 2, **options})
+        built(make, [weight], **{"warmup_steps": 2, **options})
     assert weight.grad is None
 
 
@@ -79,14 +80,15 @@ def _one_rank_is_wrong(rank: int, group: dist.ProcessGroup) -> None:
         ({"frozen_beta2": "a"}, TypeError, "='a'"),
     ):
         with pytest.raises(error, match=says):
-            OneBitAdam(
+            built(
+                OneBitAdam,
                 [nn.Parameter(torch.ones(3))],
                 warmup_steps=2,
                 group=group,
                 **(options if rank == 2 else {}),
             )
     weight = nn.Parameter(torch.ones(3))
-    optimizer = OneBitAdam([weight], warmup_steps=2, group=group, total_steps=10)
+    optimizer = built(OneBitAdam, [weight], warmup_steps=2, group=group, total_steps=10)
     weight.grad = torch.ones(3)
     optimizer.step()
 

@@ -15,7 +15,7 @@ from pyops.comm.compression.power_sgd import PowerSGD
 from pyops.comm.failure import DisagreementError
 from pyops.data_parallel import DataParallel
 from pyops.onebit import OneBitAdam
-from tests.onebit.runs import grads_of, optimizer_of, run_steps, take_steps
+from tests.onebit.runs import built, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters
 
 pytestmark = pytest.mark.on_device
@@ -123,7 +123,7 @@ def refused(rank, group, params, what):
 @pytest.mark.parametrize(
     ("what", "kinds", "text"),
     [
-        ("options", [ValueError] * 2, "options of rank 0"),
+        ("options", [ValueError] * 2, "warmup_steps of rank 0 is 3, of rank 1 4"),
         ("one rank's mistake", [ValueError] * 2, "warmup_steps=0"),
         ("phases", [DisagreementError] * 2, "rank 1 after step 1"),
         ("gradient", [RuntimeError, TypeError], "rank"),
@@ -157,7 +157,7 @@ def test_a_parameter_is_not_added_after_the_switch():
 
 def test_a_warmup_as_long_as_the_run_is_warned_about(caplog):
     with caplog.at_level(logging.WARNING, logger="pyops"):
-        OneBitAdam([torch.nn.Parameter(torch.ones(3))], warmup_steps=10, total_steps=10)
+        built(OneBitAdam, [torch.nn.Parameter(torch.ones(3))], warmup_steps=10, total_steps=10)
     assert "nothing will be compressed" in caplog.text
 
 
@@ -168,7 +168,7 @@ def test_auto_ends_when_the_variance_is_stable(caplog, loud, last):
 
     A step decides by the sum that it found, so one step after it could be known."""
     p = torch.nn.Parameter(torch.ones(50))
-    optimizer = OneBitAdam([p], warmup_steps="auto", betas=(0.9, 0.9), lr=0.0)
+    optimizer = built(OneBitAdam, [p], warmup_steps="auto", betas=(0.9, 0.9), lr=0.0)
     sums = []
     with caplog.at_level(logging.INFO, logger="pyops"):
         while optimizer.phase == "warmup" and len(sums) < 100:
@@ -188,8 +188,13 @@ def train_flat(rank, group, accumulate):
     torch.manual_seed(0)
     model = DataParallel(torch.nn.Linear(20, 10), group=group, op="mean")
     assert model.require_backward_grad_sync
-    optimizer = OneBitAdam(
-        [b.parameter for b in model.flat], lr=1e-2, warmup_steps=3, group=group, model=model
+    optimizer = built(
+        OneBitAdam,
+        [b.parameter for b in model.flat],
+        lr=1e-2,
+        warmup_steps=3,
+        group=group,
+        model=model,
     )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(8):
@@ -297,4 +302,4 @@ def test_a_rate_that_differs_between_ranks_stops_the_step_on_all(world, steps):
 def test_codecs_that_momenta_cannot_travel_by_are_refused():
     for codec, kind in ((OneBit, TypeError), (PowerSGD(), ValueError)):
         with pytest.raises(kind, match=r"codec|matrices"):
-            OneBitAdam([torch.nn.Parameter(torch.ones(3))], warmup_steps=2, codec=codec)
+            built(OneBitAdam, [torch.nn.Parameter(torch.ones(3))], warmup_steps=2, codec=codec)

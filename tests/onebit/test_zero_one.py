@@ -17,7 +17,7 @@ from pyops.flat import FlatBuffer
 from pyops.onebit import ZeroOneAdam
 from pyops.onebit.steps.round_schedule import RoundSchedule
 from pyops.onebit.steps.variance import sketch
-from tests.onebit.runs import Result, grads_of, optimizer_of, run_steps, take_steps
+from tests.onebit.runs import Result, built, grads_of, optimizer_of, run_steps, take_steps
 from tests.onebit.simulation import random_gradients, random_parameters
 from tests.onebit.zero_one_simulation import ZeroOneRanks
 from tests.tolerance import assert_close_to_reference
@@ -100,7 +100,7 @@ def test_rounds_are_the_closed_form():
 
 
 def test_the_default_rounds_send_a_sixtieth():
-    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(1 << 20))], total_steps=2000)
+    optimizer = built(ZeroOneAdam, [torch.nn.Parameter(torch.zeros(1 << 20))], total_steps=2000)
     exact = [step for step in range(1, 2001) if optimizer.schedule.kind(step) == "exact"]
     assert exact == [1, 2, 4, 6, 10, 14, 22, 30, 46, 62, 94, 126, 190, 254, 382, 400]
     rounds = optimizer.rounds(2000)
@@ -250,7 +250,7 @@ def test_errors_are_those_of_the_simulation(world, stop):
 def test_sum_of_parts_groups_and_clipping(world):
     params, gradients = random_parameters(), noisy_gradients(20, 2)
     gradients = [[[g / 2 for g in each] for each in ranks] for ranks in gradients]
-    options = {**OPTIONS, "op": "sum", "max_grad_norm": 12.0, "codec": OneBit(block=64)}
+    options = {**OPTIONS, "reduction": "sum", "max_grad_norm": 12.0, "codec": OneBit(block=64)}
     results = world(2).run(run_steps, "ZeroOneAdam", params, gradients, options)
     assert_like_simulation(results, params, gradients, op="sum", max_norm=12.0, block=64)
     assert max(results[0].norms) > 12.0, "nothing was clipped"
@@ -332,7 +332,7 @@ def take_flat_steps(rank, group, params, gradients, options):
     """As run_steps, over one flat parameter; the buffer turns the order around."""
     named = [(f"p{i}", nn.Parameter(p.clone())) for i, p in enumerate(params)][::-1]
     flat = FlatBuffer(named)
-    optimizer, found = ZeroOneAdam([flat.parameter], group=group, **options), Result()
+    optimizer, found = built(ZeroOneAdam, [flat.parameter], group=group, **options), Result()
     for each in gradients:
         for view, g in zip(flat.grad_views, each[rank], strict=True):
             view.copy_(g)
@@ -386,8 +386,8 @@ def test_parameters_that_come_later_move_from_the_next_exact_round_on(world):
 def silent(rank, group):
     torch.manual_seed(0)
     model = DataParallel(nn.Linear(20, 10), group=group, op="mean")
-    optimizer = ZeroOneAdam(
-        [b.parameter for b in model.flat], lr=1e-2, group=group, model=model, **ROUNDS
+    optimizer = built(
+        ZeroOneAdam, [b.parameter for b in model.flat], lr=1e-2, group=group, model=model, **ROUNDS
     )
     found = [model.require_backward_grad_sync]
     generator = torch.Generator().manual_seed(rank)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from pyops.flat import FlatBuffer
-from pyops.onebit import OneBitAdam
+from pyops.onebit import OneBitAdam, OneBitConfig
 from pyops.optim import LAMB, LARS, SGD, Adafactor, Adagrad, AdamW, Lion, fuse_into_backward
 from tests.optim import layer_oracle
 from tests.optim.pairs import HYPER
@@ -358,7 +358,7 @@ def _refused(rank: int, group: Any) -> None:
     ):
         AdamW([plain]).step()
     with pytest.raises(TypeError, match=r"OneBitAdam: parameter 0 .* is a DTensor"):
-        OneBitAdam([rows], warmup_steps=2)
+        OneBitAdam([rows], config=OneBitConfig(warmup_steps=2))
     with pytest.raises(TypeError, match="parameter 'w' is a DTensor"):
         FlatBuffer([("w", rows)])
     optimizer = AdamW([rows])

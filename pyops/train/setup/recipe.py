@@ -30,6 +30,7 @@ from pyops.config import (
 from pyops.data_parallel import DataParallel
 from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Policy
 from pyops.models import GPT
+from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
 from pyops.precision import PRECISIONS, LossScale
 from pyops.zero import ZeroOptimizer
 
@@ -48,6 +49,11 @@ CLASSES = {
     "adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "LAMB", "lars": "LARS", "adafactor": "Adafactor",
     "adagrad": "Adagrad", "onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLAMB", "zero_one_adam": "ZeroOneAdam",
 }  # fmt: skip
+ONE_BIT_CONFIGS: dict[str, type[OneBitConfig | OneBitLAMBConfig | ZeroOneConfig]] = {
+    "onebit_adam": OneBitConfig,
+    "onebit_lamb": OneBitLAMBConfig,
+    "zero_one_adam": ZeroOneConfig,
+}
 WITH_BETAS = ("adamw", "adam", "lion", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam")
 WITH_EPS = ("adamw", "adam", "lamb", "adagrad", "onebit_adam", "onebit_lamb", "zero_one_adam")
 WITH_MOMENTUM = ("sgd", "lars")
@@ -123,14 +129,14 @@ def make_optimizer(
     arguments |= {"max_grad_norm": _max_grad_norm(options), "zero_grad": True}
     arguments["master_weights"] = PRECISIONS[config.precision.dtype].master_weights
     if options.communicates:
-        arguments |= {
-            "warmup_steps": options.compression_warmup_steps,
-            "group": group,
-            "model": parallel,
-            "op": "sum",
-            "codec": _codec(config.communication),
-            "total_steps": config.train.steps,
-        }
+        arguments["config"] = ONE_BIT_CONFIGS[options.name](
+            warmup_steps=options.compression_warmup_steps,
+            group=group,
+            model=parallel,
+            reduction="sum",
+            codec=_codec(config.communication),
+            total_steps=config.train.steps,
+        )
     return _class(options)(groups, **arguments)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from pyops.onebit import OneBitConfig
 from pyops.optim import LAMB, LARS, SGD, Adafactor, Adagrad, Adam, AdamW, Lion, OneBitAdam
 
 KINDS: dict[str, Any] = {
@@ -97,7 +98,7 @@ def test_a_group_may_have_keys_of_its_own():
 
 
 def test_momenta_that_travelled_compressed_are_no_moments_of_adam():
-    optimizer = stepped(lambda p: OneBitAdam(p, warmup_steps=2))
+    optimizer = stepped(lambda p: OneBitAdam(p, config=OneBitConfig(warmup_steps=2)))
     stepped(AdamW).load_state_dict(optimizer.state_dict())  # still in the warm-up
     optimizer.step()
     assert optimizer.phase == "compressed"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pyops.optim
 from pyops import checkpoint
 from pyops.comm.compression.one_bit import OneBit
+from pyops.onebit import OneBitConfig
 from pyops.zero import ZeroOptimizer
 from pyops.zero.layout.partition import Partition
 from tests.zero.models import Net, groups, mean_loss, part
@@ -39,7 +40,9 @@ def _gradients(model: Net, step: int, rank: int, size: int, dtype: torch.dtype) 
     mean_loss(model, x.to(dtype), y.to(dtype), sometimes=step % 2 == 1).backward()
 
 
-def _make(model: Net, group: Any, **options: Any) -> ZeroOptimizer:
+def _make(
+    model: Net, group: Any, *, frozen_beta2: float | None = None, **options: Any
+) -> ZeroOptimizer:
     return ZeroOptimizer(
         model,
         pyops.optim.OneBitAdam,
@@ -49,8 +52,7 @@ def _make(model: Net, group: Any, **options: Any) -> ZeroOptimizer:
         bucket_bytes=BUCKET,
         lr=LR,
         weight_decay=0.1,
-        warmup_steps=WARMUP,
-        codec=CODEC,
+        config=OneBitConfig(warmup_steps=WARMUP, codec=CODEC, frozen_beta2=frozen_beta2),
         **options,
     )
 
@@ -263,7 +265,9 @@ def _wide_loss(model: nn.Module, step: int, rank: int, size: int) -> Tensor:
 
 def _trained(rank: int, group: Any, name: str, steps: int) -> dict[str, Any]:
     model, size = Wide(), dist.get_world_size(group)
-    options = {"warmup_steps": 10} if name == "OneBitAdam" else {"weight_decay": 0.0}
+    options = (
+        {"config": OneBitConfig(warmup_steps=10)} if name == "OneBitAdam" else {"weight_decay": 0.0}
+    )
     zero = ZeroOptimizer(
         model,
         getattr(pyops.optim, name),
@@ -320,7 +324,12 @@ def _skipped(rank: int, group: Any) -> list[bool]:
     """Whether anything changed in a step in which rank 1 alone had an inf; and in the next."""
     model = Wide()
     zero = ZeroOptimizer(
-        model, pyops.optim.OneBitAdam, stage=1, group=group, lr=1e-3, warmup_steps=1
+        model,
+        pyops.optim.OneBitAdam,
+        stage=1,
+        group=group,
+        lr=1e-3,
+        config=OneBitConfig(warmup_steps=1),
     )
     assert zero.one_bit is not None
     changed = []
@@ -347,7 +356,12 @@ def _resumed(rank: int, group: Any, folder: str, saved_at: int, alone: bool) -> 
         model = Wide()
         mine = dist.new_subgroups(1)[0] if again and alone else group
         return model, ZeroOptimizer(
-            model, pyops.optim.OneBitAdam, stage=1, group=mine, lr=1e-3, warmup_steps=4
+            model,
+            pyops.optim.OneBitAdam,
+            stage=1,
+            group=mine,
+            lr=1e-3,
+            config=OneBitConfig(warmup_steps=4),
         )
 
     def steps(model: nn.Module, zero: ZeroOptimizer, numbers: range) -> list[float]:
@@ -394,13 +408,14 @@ def test_goes_on_from_a_checkpoint(world, tmp_path: Path, saved_at: int, alone: 
     [
         ({"stage": 2}, "stage=1"),
         ({"offload": "cpu"}, "offload"),
-        ({"precondition": False}, "precondition"),
-        ({"codec": None, "warmup_steps": 0}, "warmup_steps"),
-        ({"group": None, "compat": "deepspeed"}, "compat"),
+        ({"config": OneBitConfig(warmup_steps=2, precondition=False)}, "precondition"),
+        ({"config": OneBitConfig(warmup_steps=0)}, "warmup_steps"),
+        ({"config": OneBitConfig(warmup_steps=2, compat="deepspeed")}, "compat"),
+        ({"config": OneBitConfig(warmup_steps=2, reduction="sum")}, "reduction"),
     ],
 )
 def test_refused(options: dict[str, Any], words: str):
-    given = {"stage": 1, "warmup_steps": 2} | options
+    given = {"stage": 1, "config": OneBitConfig(warmup_steps=2)} | options
     with pytest.raises(ValueError, match=words):
         ZeroOptimizer(Wide(), pyops.optim.OneBitAdam, **given)
     with pytest.raises(ValueError, match="ZeroOneAdam"):
@@ -419,9 +434,9 @@ def _stepped(cls: Any, steps: int, **options: Any) -> tuple[Wide, ZeroOptimizer]
 def test_states_of_other_phases():
     """A compressed one is nothing for AdamW, or for another codec; AdamW's begins a warm-up where
     it was."""
-    _, ours = _stepped(pyops.optim.OneBitAdam, 3, warmup_steps=2)
+    _, ours = _stepped(pyops.optim.OneBitAdam, 3, config=OneBitConfig(warmup_steps=2))
     _, exact = _stepped(pyops.optim.AdamW, 3, weight_decay=0.0)
-    _, other = _stepped(pyops.optim.OneBitAdam, 0, warmup_steps=5, codec=CODEC)
+    _, other = _stepped(pyops.optim.OneBitAdam, 0, config=OneBitConfig(warmup_steps=5, codec=CODEC))
     for zero, words in ((exact, "OneBitAdam"), (other, "codec")):
         before = zero.state_dict()
         with pytest.raises(ValueError, match=words):
@@ -434,10 +449,18 @@ def test_states_of_other_phases():
 
 def test_a_scaled_loss_is_unscaled_in_both_phases():
     _, plain = _stepped(
-        pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0
+        pyops.optim.OneBitAdam,
+        0,
+        config=OneBitConfig(warmup_steps=2),
+        precision="bf16",
+        max_grad_norm=1.0,
     )
     _, scaled = _stepped(
-        pyops.optim.OneBitAdam, 0, warmup_steps=2, precision="bf16", max_grad_norm=1.0
+        pyops.optim.OneBitAdam,
+        0,
+        config=OneBitConfig(warmup_steps=2),
+        precision="bf16",
+        max_grad_norm=1.0,
     )
     scaled.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     for step in range(4):
