@@ -62,7 +62,7 @@ FLOORS = {
         ["convert"],
     ],
     "onebit": [
-        ["steps"],
+        ["config", "steps"],
         ["communicating", "sharded"],
         ["communication_state"],
         ["two_phases"],
@@ -77,8 +77,8 @@ FLOORS = {
         ["triton"],
     ],
     "optim": [
-        ["adafactor_parts", "fused", "lr_scheduler", "one_bit"],
-        ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "sgd"],
+        ["adafactor_parts", "fused", "lr_scheduler"],
+        ["adafactor", "adagrad", "adam", "backward", "lamb", "lars", "lion", "one_bit", "sgd"],
     ],
     "pipeline": [
         ["schedules"],
