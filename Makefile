@@ -3,6 +3,7 @@
 #   make test    build, then run the tests, in one process per core; make test-full runs the grids whose cut stands among them
 #   make bench   build, then run every bench and write rows to benchmarks/results/
 #   make lint    ruff and mypy
+#   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
 #   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
 #   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
 #   make gpu     on a machine with CUDA torch, nvcc, cmake, ninja and pytest: build, test and bench on the GPU; installs nothing; PARTS= chooses: see benchmarks/gpu.sh
@@ -18,7 +19,7 @@ TESTS  ?= tests
 PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile
 SOURCES := setup.py build_backend.py CMakeLists.txt pyproject.toml pyops/__init__.py $(shell find csrc -type f)
 
-.PHONY: train test test-full bench lint wheel rehearse gpu clean
+.PHONY: train test test-full bench lint docs wheel rehearse gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -37,6 +38,9 @@ lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 # torch is no part of the wheel: its libraries are those of the torch that pip installs beside it. A wheel holds kernels for every
 # torch from 2.11 on, and pyops/_native for one Python: call it once for each, make wheel VENV=.venv-3.12 PYTHON=python3.12.
@@ -61,6 +65,10 @@ $(VENV)/.packages: pyproject.toml Makefile
 
 $(VENV)/.built: $(VENV)/.packages $(SOURCES)
 	$(PIP) --no-build-isolation -e ".[train,test,lint,wheel]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.built
+	$(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
 clean:
