@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from pyops.comm.buckets.grad_norm import squares_of_each
 from pyops.onebit.communicating import on_all_ranks
 from pyops.onebit.config import LocalOptions, OneBitLAMBConfig, check_arguments, with_limit
 from pyops.onebit.steps.deepspeed_step import Rows, step_uncorrected
@@ -32,7 +33,6 @@ from pyops.onebit.steps.layer_ratios import (
     WEIGHT,
     LayerTrustRatios,
     layer_slices,
-    squares_of,
 )
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.two_phases import TwoPhases
@@ -161,10 +161,10 @@ class OneBitLAMB(TwoPhases, LAMB):
                 )
                 slices = layer_slices(p)
                 parts = [flat[part] for part in slices]
-                sizes = squares_of(
+                sizes = squares_of_each(
                     [weights.as_strided((p.numel(),), (1,))[part] for part in slices]
                 )
-                norms = torch.stack([sizes, squares_of(parts)], dim=1)
+                norms = torch.stack([sizes, squares_of_each(parts)], dim=1)
                 for part, ratio in zip(parts, self._ratios(group, norms).float(), strict=True):
                     part.mul_(ratio)
                 self._seen.append(([p], norms))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.optim.fused.clip import EPSILON
+from pyops.ops.optimizers.grad_norm import CLIP_EPSILON
 
 __all__ = [
     "COMPRESSED",
@@ -69,7 +69,7 @@ def gradient_factor(
         grad_scale: the loss scale, by which the gradient is divided; None: 1.
         summed: the number of ranks where gradients are to be summed, 1 where they are averaged.
     """
-    clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + EPSILON))
+    clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPSILON))
     return clip * (1.0 if grad_scale is None else 1.0 / float(grad_scale)) * summed
 
 

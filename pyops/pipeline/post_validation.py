@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.comm.collectives.functional import all_reduce
 from pyops.pipeline.runtime.pipeline import Pipeline
-from pyops.pipeline.runtime.tied import squares_of
 from pyops.pipeline.schedules.action import Action
 
 __all__ = ["PostValidation"]
@@ -117,7 +117,8 @@ class PostValidation:
     def _try(self) -> None:
         """Say what this rank's gradients add to the norm, and step without waiting for the
         others."""
-        squares = squares_of(self.pipeline.counted())
+        gradients = [p.grad for p in self.pipeline.counted() if p.grad is not None]
+        squares = sum_of_squares(gradients, device="cpu")[0]
         self._eager = self._allows(float(squares.sqrt().float()))
         group = self.pipeline.group
         self._work = (

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError
 from pyops.elastic.frozen.prefix import Prefix
@@ -26,7 +27,6 @@ from pyops.elastic.layout.holding import values_of
 from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.transition import State
 from pyops.flat import FlatBuffer, check_free, claim, release
-from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.runtime.stage import Stage
 
@@ -175,7 +175,7 @@ class Worker:
         """Of these gradients over all stages; nan where it is not finite. The same on all ranks."""
         told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64, device="cpu")
         for buffer in self.buffers:
-            told[0] += squared_norm([buffer.grad])[0].to("cpu")
+            told[0] += sum_of_squares([buffer.grad], device="cpu")[0]
         if self.groups.pipeline is not None:
             all_reduce(told, group=self.groups.pipeline, label="the squared norm over the stages")
         squares, flags = told.tolist()

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.comm.buckets.grad_norm import squares_of_each
 from pyops.flat import FlatLayout
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
 from pyops.onebit.steps.state_slots import StateSlots
-from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.layerwise import layout_of
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "WEIGHT",
     "LayerTrustRatios",
     "layer_slices",
-    "squares_of",
 ]
 
 Group = dict[str, Any]
@@ -51,12 +50,6 @@ def layer_slices(parameter: Tensor) -> list[slice]:
     if layout is None:
         return [slice(0, parameter.numel())]
     return [layout.slice_at(k) for k in range(len(layout.names))]
-
-
-def squares_of(tensors: Sequence[Tensor]) -> Tensor:
-    """float64 [n]: the sum of squares of each tensor, in an order that depends on its length
-    alone."""
-    return torch.stack([squared_norm([tensor])[0] for tensor in tensors])
 
 
 def _runs(slots: StateSlots, values: Sequence[float]) -> Iterator[tuple[slice, float]]:
@@ -130,7 +123,7 @@ class LayerTrustRatios:
         sizes = torch.tensor(
             [max(1, part.stop - part.start) for part in self.slices], device=momentum.device
         )
-        rms = (squares_of(self._views(momentum)) / sizes).sqrt()
+        rms = (squares_of_each(self._views(momentum)) / sizes).sqrt()
         chosen = torch.where(rms > 0, rms.mean() / rms, 1.0)
         scales = self.table[:, SCALE]
         scales.copy_(torch.where(scales > 0, scales, chosen))
@@ -164,7 +157,10 @@ class LayerTrustRatios:
             whole[run].mul_(decay)
         whole.add_(update)
         scales = self._scales(
-            largest, squares_of(self._views(update)), squares_of(self._views(whole)), *bounds
+            largest,
+            squares_of_each(self._views(update)),
+            squares_of_each(self._views(whole)),
+            *bounds,
         )
         for view, scale in zip(self._views(whole), scales, strict=True):
             view.mul_(scale)

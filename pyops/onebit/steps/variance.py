@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyops import random
+from pyops.comm.buckets.grad_norm import squares_of_each
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.compression.codec import Codec
@@ -37,7 +38,6 @@ from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatLayout
 from pyops.onebit.steps.local_steps import load_rows, rows_of
 from pyops.onebit.steps.state_slots import StateSlots
-from pyops.ops.optimizers.grad_norm import squared_norm
 
 __all__ = ["SharedVariance"]
 
@@ -114,7 +114,7 @@ class SharedVariance:
         had a gradient of it yet. codec: of v. noise: q."""
         ranks = 1 if communicator is None else communicator.size
         gradients = self._sketches(factor)
-        own = torch.stack([squared_norm([each])[0] for each in gradients]).float()
+        own = squares_of_each(gradients).float()
         squares, seen, norms = self.squares.clone(), self.counts, own
         if communicator is not None and ranks > 1:
             compressed_all_reduce(squares, codec=codec, communicator=communicator, label="variance")
@@ -123,7 +123,7 @@ class SharedVariance:
             *gradients, norms, seen = message.split(
                 [*(len(each) for each in gradients), len(own), len(seen)]
             )
-        means = torch.stack([squared_norm([each])[0] for each in gradients]).float()
+        means = squares_of_each(gradients).float()
         for index, (mean, each) in enumerate(zip(means.tolist(), norms.tolist(), strict=True)):
             self.means[index] = SMOOTHING * self.means[index] + mean
             self.owns[index] = SMOOTHING * self.owns[index] + each

@@ -16,11 +16,15 @@ from pyops.ops.library import define
 from pyops.ops.optimizers.table import COLUMNS, GRAD, hidden_operands, row_problem, tensor_at
 
 __all__ = [
+    "CLIP_EPSILON",
     "squared_norm",
     "squared_norm_from_table",
     "squared_norm_from_table_reference",
     "squared_norm_reference",
 ]
+
+CLIP_EPSILON = 1e-6
+"""Added to a norm before gradients are divided by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:

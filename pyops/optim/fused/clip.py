@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Factor", "gradient_factor"]
+from pyops.ops.optimizers.grad_norm import CLIP_EPSILON
 
-EPSILON = 1e-6
+__all__ = ["Factor", "gradient_factor"]
 
 
 class Factor(NamedTuple):
@@ -60,7 +60,7 @@ def gradient_factor(
     if reduce is not None:
         total = reduce(total)
     norm = total[0].sqrt() if inverse is None else total[0].sqrt() * inverse
-    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
     if inverse is not None:
         factor = factor * inverse
     skip = (total[1] != 0) | ~norm.isfinite()

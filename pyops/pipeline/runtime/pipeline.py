@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyops.comm.buckets.grad_norm import grad_norm
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError, PeerError, lost_peer
 from pyops.flat import InPlace
@@ -35,7 +36,7 @@ from pyops.pipeline.runtime.microbatch import cut, portions, rows_of
 from pyops.pipeline.runtime.stage import Loss, Stage, named_arguments
 from pyops.pipeline.runtime.stepping import MakeOptimizer, Remedies
 from pyops.pipeline.runtime.stream import Stream
-from pyops.pipeline.runtime.tied import Ties, norm_of, tied_names
+from pyops.pipeline.runtime.tied import Ties, tied_names
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.orders import Orders
 from pyops.pipeline.schedules.schedule import Schedule
@@ -232,7 +233,9 @@ class Pipeline(nn.Module):
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole pipeline, a float32 scalar on the CPU; every
         rank calls it, all get it."""
-        return norm_of(self.counted(), group=self.group)
+        gradients = [p.grad for p in self.counted() if p.grad is not None]
+        groups = [] if self.group is None else [self.group]
+        return grad_norm(gradients, groups=groups, device="cpu").float()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients such that `grad_norm` is at most `max_norm`, as

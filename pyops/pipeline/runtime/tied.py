@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
-from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import PeerError
-from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.pipeline.schedules.orders import Orders
 
-__all__ = ["Ties", "norm_of", "squares_of", "tied_names"]
+__all__ = ["Ties", "tied_names"]
 
 Names = tuple[str, ...]
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tie(NamedTuple):
@@ -234,36 +231,6 @@ class Ties:
                 work.wait()
             except RuntimeError as error:
                 raise PeerError(peer, error) from error
-
-
-def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
-    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on
-    the CPU, the same on all."""
-    total = squares_of(parameters)
-    if group is not None:
-        all_reduce(total, group=group)
-    return total.sqrt().float()
-
-
-def squares_of(parameters: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of their gradients: a float64 scalar on the CPU."""
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    fast: list[Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or not gradient.numel():
-            continue
-        if (
-            gradient.device.type == "cpu"
-            and gradient.dtype in KERNEL_DTYPES
-            and gradient.is_contiguous()
-        ):
-            fast.append(gradient)
-        else:
-            total += gradient.detach().double().square().sum().cpu()
-    if fast:
-        total += squared_norm(fast)[0]
-    return total
 
 
 def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pyops.comm.buckets.grad_norm import clip_factor
+from pyops.comm.buckets.grad_norm import grad_norm as norm_over_groups
 from pyops.flat import Placement
 from pyops.ops.memory import require_memory
 from pyops.tensor_parallel.functional.ranks import Ranks
@@ -70,14 +72,9 @@ def grad_norm(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Te
         place = placements.get(name)
         first = place.first if place is not None else ranks.rank == 0
         if first and (gradient := _gradient(p)) is not None:
-            counted.append(gradient.double().square().sum())
+            counted.append(gradient)
     device = next((p.device for p in model.parameters()), None)
-    total = (
-        torch.stack(counted).sum()
-        if counted
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
-    return ranks.sum_(total.view(1)).wait().sqrt().squeeze()
+    return norm_over_groups(counted, groups=[ranks], device=device)
 
 
 @torch.no_grad()
@@ -87,7 +84,7 @@ def clip_grad_norm_(
     """Scale all gradients by max_norm / (norm + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_
     does; returns the norm."""
     norm = grad_norm(model, group=group)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     for p in model.parameters():
         if (gradient := _gradient(p)) is not None:
             gradient.mul_(factor.to(gradient.device))

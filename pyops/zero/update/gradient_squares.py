@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyops.comm.buckets.grad_norm import squares_of_each
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
-from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.update.sharded_optimizer_state import Owned
 
@@ -33,12 +33,7 @@ def squares_by_name(
     for each in owned.all_pieces():
         gradient = each.gradient
         if gradient is not None and gradient.numel():
-            whole = (
-                gradient.square().sum()
-                if gradient.dtype == torch.float64
-                else squared_norm([gradient])[0]
-            )
-            squares[place[each.name]] = whole.to(squares.device)
+            squares[place[each.name]] = squares_of_each([gradient])[0].to(squares.device)
     if communicator is not None:
         all_reduce(squares, communicator=communicator, label="squares of gradients")
     return dict(zip(names, squares.unbind(), strict=True))

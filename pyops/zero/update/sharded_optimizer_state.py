@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.offload.optimizer import stays_with
-from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.adafactor_parts import Part
 from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
@@ -218,25 +218,16 @@ class Owned:
 
         Of what several ranks of a tensor-parallel group hold alike, the first measures.
         """
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        found = [
-            each.gradient
-            for each in self.all_pieces()
-            if each.gradient is not None
-            and each.piece.numel
-            and (each.placement is None or each.placement.first)
-        ]
-        together: dict[torch.device, list[Tensor]] = {}
-        for gradient in found:
-            if gradient.dtype == torch.float64:
-                total += torch.stack(
-                    [gradient.square().sum(), (~gradient.isfinite()).sum().double()]
-                ).to(device)
-            else:
-                together.setdefault(gradient.device, []).append(gradient)
-        for some in together.values():
-            total += squared_norm(some).to(device)
-        return total
+        return sum_of_squares(
+            (
+                each.gradient
+                for each in self.all_pieces()
+                if each.gradient is not None
+                and each.piece.numel
+                and (each.placement is None or each.placement.first)
+            ),
+            device=device,
+        )
 
     def prepare(self, outer: Sequence[Group]) -> None:
         """Take up the hyper-parameters of `outer` for the next step."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import DisagreementError
-from pyops.optim.fused.clip import EPSILON
+from pyops.ops.optimizers.grad_norm import CLIP_EPSILON
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.update.pipeline_axis import Stages
@@ -70,7 +70,7 @@ class Told:
             norm = self.norm(scale)
             if not math.isfinite(norm):
                 return None, True
-            factor *= min(1.0, max_grad_norm / (norm + EPSILON))
+            factor *= min(1.0, max_grad_norm / (norm + CLIP_EPSILON))
         if self.sums[NONFINITE]:
             return None, True
         return (
