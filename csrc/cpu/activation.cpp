@@ -1,4 +1,5 @@
-// bias_activation, bias_gated and their derivatives on tensors: checks, then rows on torch's threads.
+// bias_activation, bias_gated and their derivatives on tensors: checks, then rows on torch's
+// threads.
 #include <string>
 #include <tuple>
 
@@ -14,7 +15,8 @@ int activation_code(const std::string& name, const char* op) {
     const char* const names[ACTIVATIONS] = {"gelu", "gelu_tanh", "relu", "silu"};
     for (int code = 0; code < ACTIVATIONS; ++code)
         if (name == names[code]) return code;
-    require(false, "pyops::", op, ": activation must be one of gelu, gelu_tanh, relu, silu; got ", name);
+    require(false, "pyops::", op, ": activation must be one of gelu, gelu_tanh, relu, silu; got ",
+            name);
     return -1;
 }
 
@@ -24,8 +26,10 @@ struct Layer {
     int64_t rows, width;
     WideBias bias;
 
-    Layer(const Tensor& given, const Bias& b, const std::string& activation, bool gated, const char* op)
-        : x(dense(given)), rows(0), width(check(given, b, gated, op)), bias(b, width, dtype_code(given)) {
+    Layer(const Tensor& given, const Bias& b, const std::string& activation, bool gated,
+          const char* op)
+        : x(dense(given)), rows(0), width(check(given, b, gated, op)),
+          bias(b, width, dtype_code(given)) {
         rows = width ? x.numel() / width : 0;
         span.x = x.data_ptr();
         span.bias = bias.data();
@@ -36,16 +40,20 @@ struct Layer {
     }
 
     static int64_t check(const Tensor& x, const Bias& bias, bool gated, const char* op) {
-        require(dtype_code(x) >= 0 && x.dim() > 0, "pyops::", op,
-                ": x must be float32, bfloat16, float16 or float64 with a last dimension, got shape ", Shape{x});
+        require(
+            dtype_code(x) >= 0 && x.dim() > 0, "pyops::", op,
+            ": x must be float32, bfloat16, float16 or float64 with a last dimension, got shape ",
+            Shape{x});
         const int64_t width = x.sizes()[static_cast<size_t>(x.dim() - 1)];
-        require(!gated || width % 2 == 0, "pyops::", op, ": gate | up in the last dimension need an even size, got ", Shape{x});
+        require(!gated || width % 2 == 0, "pyops::", op,
+                ": gate | up in the last dimension need an even size, got ", Shape{x});
         WideBias::check(bias, x, width, op);
         return width;
     }
 };
 
-Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation, bool gated, const char* op) {
+Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation, bool gated,
+               const char* op) {
     Layer layer(x, bias, activation, gated, op);
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
     shape.back() = layer.span.columns;
@@ -53,16 +61,20 @@ Tensor forward(const Tensor& x, const Bias& bias, const std::string& activation,
     if (y.numel() == 0) return y;
     layer.span.out = y.data_ptr();
     const Kernels& kernel = kernels();
-    for_each_part(y.numel(), [&](int64_t begin, int64_t end) { kernel.activation_forward(layer.span, begin, end); });
+    for_each_part(y.numel(), [&](int64_t begin, int64_t end) {
+        kernel.activation_forward(layer.span, begin, end);
+    });
     return y;
 }
 
-std::tuple<Tensor, Tensor> backward(const Tensor& given, const Tensor& x, const Bias& bias, const std::string& activation,
-                                    bool bias_grad, bool gated, const char* op) {
+std::tuple<Tensor, Tensor> backward(const Tensor& given, const Tensor& x, const Bias& bias,
+                                    const std::string& activation, bool bias_grad, bool gated,
+                                    const char* op) {
     Layer layer(x, bias, activation, gated, op);
     const Tensor dy = dense(given);
     const auto own = dy.sizes(), all = x.sizes();
-    require(dtype_code(dy) == layer.span.dtype && own.size() == all.size() && own[own.size() - 1] == layer.span.columns &&
+    require(dtype_code(dy) == layer.span.dtype && own.size() == all.size() &&
+                own[own.size() - 1] == layer.span.columns &&
                 std::equal(own.begin(), own.end() - 1, all.begin()) && dy.is_cpu(),
             "pyops::", op, ": dy must be of x's dtype and y's shape, got shape ", Shape{given});
     Tensor dx = in_huge_pages(torch::stable::empty_like(layer.x));
@@ -85,12 +97,13 @@ Tensor bias_activation(const Tensor x, const Bias bias, const std::string activa
 Tensor bias_gated(const Tensor x, const Bias bias, const std::string activation) {
     return forward(x, bias, activation, true, "bias_gated");
 }
-std::tuple<Tensor, Tensor> bias_activation_backward(const Tensor dy, const Tensor x, const Bias bias, const std::string activation,
+std::tuple<Tensor, Tensor> bias_activation_backward(const Tensor dy, const Tensor x,
+                                                    const Bias bias, const std::string activation,
                                                     bool bias_grad) {
     return backward(dy, x, bias, activation, bias_grad, false, "bias_activation_backward");
 }
-std::tuple<Tensor, Tensor> bias_gated_backward(const Tensor dy, const Tensor x, const Bias bias, const std::string activation,
-                                               bool bias_grad) {
+std::tuple<Tensor, Tensor> bias_gated_backward(const Tensor dy, const Tensor x, const Bias bias,
+                                               const std::string activation, bool bias_grad) {
     return backward(dy, x, bias, activation, bias_grad, true, "bias_gated_backward");
 }
 

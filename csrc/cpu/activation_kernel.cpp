@@ -1,4 +1,5 @@
-// Bias and activation, plain and gated, forward and backward: everything between one load and one store stays in registers.
+// Bias and activation, plain and gated, forward and backward: everything between one load and one
+// store stays in registers.
 #include "activation.h"
 
 #include "../math/activation.h"
@@ -38,7 +39,8 @@ void gated_row(S* y, const S* x, const Real<S>* bias, int64_t half, int64_t n, A
 }
 
 template <typename S, typename A>
-void backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Real<S>* sums, int64_t n, A act) {
+void backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Real<S>* sums, int64_t n,
+                  A act) {
     for_each_of<S>(n, [=](auto lane, int64_t i) __attribute__((always_inline)) {
         using V = typename decltype(lane)::type;
         V value, slope, g;
@@ -51,7 +53,8 @@ void backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Real<S>* 
 }
 
 template <typename S, typename A>
-void gated_backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Real<S>* sums, int64_t half, int64_t n, A act) {
+void gated_backward_row(S* dx, const S* dy, const S* x, const Real<S>* bias, Real<S>* sums,
+                        int64_t half, int64_t n, A act) {
     for_each_of<S>(n, [=](auto lane, int64_t i) __attribute__((always_inline)) {
         using V = typename decltype(lane)::type;
         V value, slope, g;
@@ -75,10 +78,13 @@ void activation_forward_kernel(const ActivationSpan& span, int64_t begin, int64_
             const S* const x = static_cast<const S*>(span.x);
             const Real<S>* const bias = static_cast<const Real<S>*>(span.bias);
             for (int64_t i = begin; i < end;) {
-                const int64_t row = i / columns, column = i % columns, n = end - i < columns - column ? end - i : columns - column;
+                const int64_t row = i / columns, column = i % columns,
+                              n = end - i < columns - column ? end - i : columns - column;
                 S* const y = static_cast<S*>(span.out) + i;
-                if (span.gated) gated_row(y, x + 2 * row * columns + column, bias + column, columns, n, act);
-                else forward_row(y, x + i, bias + column, n, act);
+                if (span.gated)
+                    gated_row(y, x + 2 * row * columns + column, bias + column, columns, n, act);
+                else
+                    forward_row(y, x + i, bias + column, n, act);
                 i += n;
             }
         });
@@ -89,9 +95,11 @@ void activation_backward_kernel(const ActivationSpan& span, const RowTile& tile,
     const int64_t columns = span.columns, n = tile.end - tile.begin;
     with_storage(span.dtype, [&](auto storage) {
         using S = typename decltype(storage)::type;
-        with_activation<true>(span.activation, [&](auto act) {  // GELU's slope has a zero, near which only absolute errors count
+        // GELU's slope has a zero, near which only absolute errors count
+        with_activation<true>(span.activation, [&](auto act) {
             using W = Real<S>;
-            const S *const x = static_cast<const S*>(span.x), *const dy = static_cast<const S*>(span.dy);
+            const S *const x = static_cast<const S*>(span.x), *const dy =
+                                                                  static_cast<const S*>(span.dy);
             const W* const bias = static_cast<const W*>(span.bias) + tile.begin;
             S* const dx = static_cast<S*>(span.out);
             W total[2 * SUM_COLUMNS];
@@ -100,9 +108,13 @@ void activation_backward_kernel(const ActivationSpan& span, const RowTile& tile,
                 memset(total, 0, static_cast<size_t>(n) * sizeof(W));
                 if (span.gated) memset(total + SUM_COLUMNS, 0, static_cast<size_t>(n) * sizeof(W));
                 for (int64_t row = start; row < stop; ++row) {
-                    const int64_t from = row * columns + tile.begin, wide = 2 * row * columns + tile.begin;
-                    if (span.gated) gated_backward_row(dx + wide, dy + from, x + wide, bias, total, columns, n, act);
-                    else backward_row(dx + from, dy + from, x + from, bias, total, n, act);
+                    const int64_t from = row * columns + tile.begin,
+                                  wide = 2 * row * columns + tile.begin;
+                    if (span.gated)
+                        gated_backward_row(dx + wide, dy + from, x + wide, bias, total, columns, n,
+                                           act);
+                    else
+                        backward_row(dx + from, dy + from, x + from, bias, total, n, act);
                 }
                 if (!sums) continue;
                 add_up(sums + tile.begin, total, n);

@@ -1,4 +1,5 @@
-// How the CPU ops of the codecs run their kernels: blocks on torch's threads, and the flag after the last of them.
+// How the CPU ops of the codecs run their kernels: blocks on torch's threads, and the flag after
+// the last of them.
 #pragma once
 #include <atomic>
 
@@ -15,8 +16,10 @@ template <typename F>
 void for_blocks(const CodecSpan& span, F f) {
     const int64_t blocks = span.blocks();
     if (blocks == 0) return;
-    if (span.n <= SERIAL || blocks == 1) f(int64_t{0}, blocks);
-    else torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, SERIAL / 2 / span.block), f);
+    if (span.n <= SERIAL || blocks == 1)
+        f(int64_t{0}, blocks);
+    else
+        torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, SERIAL / 2 / span.block), f);
 }
 
 using EncodeKernel = bool (*)(const CodecSpan&, int64_t, int64_t);

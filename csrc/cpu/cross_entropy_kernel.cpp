@@ -1,8 +1,11 @@
-// Statistics of rows of logits, and their gradient: one reading of a row each, tile by tile. Compute is fp32, fp64 for fp64.
+// Statistics of rows of logits, and their gradient: one reading of a row each, tile by tile.
+// Compute is fp32, fp64 for fp64.
 //
-//   tile of a row -> its maximum -> larger than before? scale the sum so far -> add exp(z - maximum) of the tile
+//   tile of a row -> its maximum -> larger than before? scale the sum so far
+//                 -> add exp(z - maximum) of the tile
 //
-// Within a tile, sums run in LANES places at once, which are then folded in halves: an order that depends on the columns alone.
+// Within a tile, sums run in LANES places at once, which are then folded in halves: an order that
+// depends on the columns alone.
 #include "logits.h"
 #include "storage.h"
 
@@ -42,7 +45,9 @@ template <typename S, typename T>
 T tile_maximum(const S* z, int64_t n) {
     alignas(64) T lanes[LANES];
     for (T& lane : lanes) lane = T(-INFINITY);
-    over_lanes(z, n, lanes, [](auto so_far, auto x) __attribute__((always_inline)) { return at_least(so_far, x); });
+    over_lanes(z, n, lanes, [](auto so_far, auto x) __attribute__((always_inline)) {
+        return at_least(so_far, x);
+    });
     T found = lanes[0];
     for (const T lane : lanes) found = lane > found ? lane : found;
     return found;
@@ -60,8 +65,9 @@ T tile_exponentials(const S* z, int64_t n, T shift) {
 template <typename S, typename T>
 T tile_sum(const S* z, int64_t n, T shift) {
     alignas(64) T lanes[LANES] = {};
-    over_lanes(z, n, lanes,
-               [=](auto so_far, auto x) __attribute__((always_inline)) { return so_far + (x - decltype(x)(shift)); });
+    over_lanes(z, n, lanes, [=](auto so_far, auto x) __attribute__((always_inline)) {
+        return so_far + (x - decltype(x)(shift));
+    });
     return folded_sum(lanes);
 }
 
@@ -91,12 +97,15 @@ void row_statistics(const S* z, const LogitRows& rows, int64_t target, bool with
         }
         const T shift = shift_of(maximum);
         total += static_cast<double>(tile_exponentials(z + start, n, shift));
-        if (with_sum) shifted += static_cast<double>(tile_sum(z + start, n, shift)) + static_cast<double>(n) * shift;
+        if (with_sum)
+            shifted +=
+                static_cast<double>(tile_sum(z + start, n, shift)) + static_cast<double>(n) * shift;
     }
     out[0] = maximum;
     out[1] = static_cast<T>(total);
     out[2] = target < 0 ? T(0) : at_column(z, target);
-    if (with_sum) out[3] = static_cast<T>(shifted - static_cast<double>(rows.columns) * shift_of(maximum));
+    if (with_sum)
+        out[3] = static_cast<T>(shifted - static_cast<double>(rows.columns) * shift_of(maximum));
 }
 
 template <typename S>
@@ -109,19 +118,21 @@ void statistics(const LogitRows& rows, bool with_sum, void* out, int64_t begin, 
             for (int64_t k = 0; k < width; ++k) result[k] = T(k == 1);
             continue;
         }
-        row_statistics(static_cast<const S*>(rows.logits) + row * rows.stride, rows, rows.column_of(row), with_sum, result);
+        row_statistics(static_cast<const S*>(rows.logits) + row * rows.stride, rows,
+                       rows.column_of(row), with_sum, result);
     }
 }
 
 template <typename S>
-void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima, const void* coefficients, int64_t begin,
-              int64_t end) {
+void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima,
+              const void* coefficients, int64_t begin, int64_t end) {
     using T = Real<S>;
     for (int64_t row = begin; row < end; ++row) {
         const S* const z = static_cast<const S*>(rows.logits) + row * rows.stride;
         S* const result = static_cast<S*>(out) + row * out_stride;
         if (rows.targets[row] == rows.ignore_index) {
-            memset(static_cast<void*>(result), 0, static_cast<size_t>(rows.columns + rows.padding) * sizeof(S));
+            memset(static_cast<void*>(result), 0,
+                   static_cast<size_t>(rows.columns + rows.padding) * sizeof(S));
             continue;
         }
         const T shift = shift_of(static_cast<const T*>(maxima)[row]);
@@ -129,7 +140,8 @@ void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* 
         const T factor = c[0], uniform = c[2];
         const int64_t target = rows.column_of(row);
         T at_target = T(0);
-        if (target >= 0) at_target = fused(factor, exponential(at_column(z, target) - shift), uniform + c[1]);
+        if (target >= 0)
+            at_target = fused(factor, exponential(at_column(z, target) - shift), uniform + c[1]);
         for_each_of<S>(rows.columns, [=](auto lane, int64_t i) __attribute__((always_inline)) {
             using V = typename decltype(lane)::type;
             V x;
@@ -137,20 +149,26 @@ void gradient(const LogitRows& rows, void* out, int64_t out_stride, const void* 
             store(result + i, fused(V(factor), exponential(x - V(shift)), V(uniform)));
         });
         if (target >= 0) store(result + target, at_target);
-        memset(static_cast<void*>(result + rows.columns), 0, static_cast<size_t>(rows.padding) * sizeof(S));
+        memset(static_cast<void*>(result + rows.columns), 0,
+               static_cast<size_t>(rows.padding) * sizeof(S));
     }
 }
 
 }  // namespace
 
-void cross_entropy_statistics_kernel(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end) {
-    with_storage(rows.dtype, [&](auto storage) { statistics<typename decltype(storage)::type>(rows, with_sum, out, begin, end); });
+void cross_entropy_statistics_kernel(const LogitRows& rows, bool with_sum, void* out, int64_t begin,
+                                     int64_t end) {
+    with_storage(rows.dtype, [&](auto storage) {
+        statistics<typename decltype(storage)::type>(rows, with_sum, out, begin, end);
+    });
 }
 
-void cross_entropy_gradient_kernel(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima,
-                                   const void* coefficients, int64_t begin, int64_t end) {
+void cross_entropy_gradient_kernel(const LogitRows& rows, void* out, int64_t out_stride,
+                                   const void* maxima, const void* coefficients, int64_t begin,
+                                   int64_t end) {
     with_storage(rows.dtype, [&](auto storage) {
-        gradient<typename decltype(storage)::type>(rows, out, out_stride, maxima, coefficients, begin, end);
+        gradient<typename decltype(storage)::type>(rows, out, out_stride, maxima, coefficients,
+                                                   begin, end);
     });
 }
 

@@ -11,9 +11,9 @@ struct DropoutSpan {
     void* out;             // null: only sums are wanted
     int64_t columns;
     int dtype;
-    bool drops;       // false: nothing is dropped or scaled
+    bool drops;  // false: nothing is dropped or scaled
     float p;
-    double scale;     // of what is kept: 1 / (1 - p)
+    double scale;  // of what is kept: 1 / (1 - p)
     uint64_t key;
 };
 

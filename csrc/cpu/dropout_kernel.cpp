@@ -1,4 +1,5 @@
-// Dropout with its mask made here, tile by tile in L1: Philox words -> a factor for each element, 0 or 1 / (1 - p).
+// Dropout with its mask made here, tile by tile in L1: Philox words -> a factor for each element, 0
+// or 1 / (1 - p).
 #include "dropout.h"
 #include "philox_fill.h"
 #include "row_sums.h"
@@ -16,11 +17,13 @@ void draw_factors(W* factor, int64_t n, const DropoutSpan& span, uint64_t index)
     const float p = span.p;
     for (int64_t done = 0; done < n;) {
         const uint64_t j = index + static_cast<uint64_t>(done);
-        const int64_t first = static_cast<int64_t>(j & 3), count = WORDS - first < n - done ? WORDS - first : n - done;
+        const int64_t first = static_cast<int64_t>(j & 3),
+                      count = WORDS - first < n - done ? WORDS - first : n - done;
         philox_fill(words, span.key, j >> 2, 0, 0);
         W* const out = factor + done;
         PYOPS_VECTORISE
-        for (int64_t i = 0; i < count; ++i) out[i] = uniform_of(words[first + i]) >= p ? scale : W(0);
+        for (int64_t i = 0; i < count; ++i)
+            out[i] = uniform_of(words[first + i]) >= p ? scale : W(0);
         done += count;
     }
 }
@@ -33,7 +36,8 @@ void factors_of(W* factor, int64_t n, const DropoutSpan& span, uint64_t index) {
 
 // out = residual + factor (x + bias); what is dropped is 0 whatever it was.
 template <bool RESIDUAL, typename S>
-void combine(S* out, const S* x, const Real<S>* bias, const S* residual, const Real<S>* factor, int64_t n) {
+void combine(S* out, const S* x, const Real<S>* bias, const S* residual, const Real<S>* factor,
+             int64_t n) {
     for_each_of<S>(n, [=](auto lane, int64_t i) __attribute__((always_inline)) {
         using V = typename decltype(lane)::type;
         V a, b, f;
@@ -66,7 +70,8 @@ void scale_and_sum(S* out, const S* dy, const Real<S>* factor, Real<S>* sums, in
 template <typename S>
 void apply(const DropoutSpan& span, int64_t begin, int64_t end, uint64_t index) {
     using W = Real<S>;
-    const S *const x = static_cast<const S*>(span.x), *const residual = static_cast<const S*>(span.residual);
+    const S *const x = static_cast<const S*>(span.x), *const residual =
+                                                          static_cast<const S*>(span.residual);
     const W* const bias = static_cast<const W*>(span.bias);
     S* const out = static_cast<S*>(span.out);
     W factor[TILE], zeros[TILE];
@@ -74,13 +79,17 @@ void apply(const DropoutSpan& span, int64_t begin, int64_t end, uint64_t index) 
     if (!span.drops) factors_of(factor, TILE, span, 0);
     for (int64_t start = begin; start < end; start += TILE) {
         const int64_t stop = end - start < TILE ? end : start + TILE;
-        if (span.drops) draw_factors(factor, stop - start, span, index + static_cast<uint64_t>(start - begin));
+        if (span.drops)
+            draw_factors(factor, stop - start, span, index + static_cast<uint64_t>(start - begin));
         for (int64_t i = start; i < stop;) {
-            const int64_t column = bias ? i % span.columns : 0, left = bias ? span.columns - column : stop - i;
+            const int64_t column = bias ? i % span.columns : 0,
+                          left = bias ? span.columns - column : stop - i;
             const int64_t n = stop - i < left ? stop - i : left;
             const W *const b = bias ? bias + column : zeros, *const f = factor + (i - start);
-            if (residual) combine<true>(out + i, x + i, b, residual + i, f, n);
-            else combine<false>(out + i, x + i, b, static_cast<const S*>(nullptr), f, n);
+            if (residual)
+                combine<true>(out + i, x + i, b, residual + i, f, n);
+            else
+                combine<false>(out + i, x + i, b, static_cast<const S*>(nullptr), f, n);
             i += n;
         }
     }
@@ -107,11 +116,16 @@ void backward(const DropoutSpan& span, const RowTile& tile, uint64_t offset, dou
 }  // namespace
 
 void dropout_kernel(const DropoutSpan& span, int64_t begin, int64_t end, uint64_t index) {
-    with_storage(span.dtype, [&](auto storage) { apply<typename decltype(storage)::type>(span, begin, end, index); });
+    with_storage(span.dtype, [&](auto storage) {
+        apply<typename decltype(storage)::type>(span, begin, end, index);
+    });
 }
 
-void dropout_backward_kernel(const DropoutSpan& span, const RowTile& tile, uint64_t offset, double* sums) {
-    with_storage(span.dtype, [&](auto storage) { backward<typename decltype(storage)::type>(span, tile, offset, sums); });
+void dropout_backward_kernel(const DropoutSpan& span, const RowTile& tile, uint64_t offset,
+                             double* sums) {
+    with_storage(span.dtype, [&](auto storage) {
+        backward<typename decltype(storage)::type>(span, tile, offset, sums);
+    });
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -3,7 +3,11 @@
 
 namespace pyops::PYOPS_ISA {
 
-void frozen_adam_kernel(const StepSpan& span, const FrozenAdam<float>& rule) { step_in_memory<FrozenAdam>(span, rule); }
-void momentum_kernel(const StepSpan& span, const Momentum<float>& rule) { step_in_memory<Momentum>(span, rule); }
+void frozen_adam_kernel(const StepSpan& span, const FrozenAdam<float>& rule) {
+    step_in_memory<FrozenAdam>(span, rule);
+}
+void momentum_kernel(const StepSpan& span, const Momentum<float>& rule) {
+    step_in_memory<Momentum>(span, rule);
+}
 
 }  // namespace pyops::PYOPS_ISA

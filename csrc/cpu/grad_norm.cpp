@@ -1,4 +1,5 @@
-// Squared norm of a list: float64 partial sums of fixed blocks, added in the order of the list, whoever computed them.
+// Squared norm of a list: float64 partial sums of fixed blocks, added in the order of the list,
+// whoever computed them.
 #include <cmath>
 
 #include "../host/box.h"
@@ -24,7 +25,8 @@ Tensor norm_of(const std::vector<Piece>& tensors) {
         work += t.n;
         const int64_t size = t.dtype == FP32 ? 4 : 2;
         for (int64_t start = 0; start < t.n; start += BLOCK)
-            blocks.push_back({static_cast<const char*>(t.data) + start * size, std::min(BLOCK, t.n - start), t.dtype});
+            blocks.push_back({static_cast<const char*>(t.data) + start * size,
+                              std::min(BLOCK, t.n - start), t.dtype});
     }
     std::vector<double> sums(blocks.size());
     const Kernels& kernel = kernels();
@@ -35,15 +37,19 @@ Tensor norm_of(const std::vector<Piece>& tensors) {
         }
     };
     const int64_t count = static_cast<int64_t>(blocks.size());
-    if (work <= SERIAL) run(0, count);
-    else torch::stable::parallel_for(0, count, 1, run);
+    if (work <= SERIAL)
+        run(0, count);
+    else
+        torch::stable::parallel_for(0, count, 1, run);
 
     double total = 0.0;
     int64_t nonfinite = 0;
     for (size_t b = 0; b < blocks.size(); ++b) {
         total += sums[b];
-        // A float64 sum of squares of finite fp32 numbers can't overflow, so a finite sum has nothing to count.
-        if (!std::isfinite(sums[b])) nonfinite += kernel.count_nonfinite(blocks[b].data, blocks[b].n, blocks[b].dtype);
+        // A float64 sum of squares of finite fp32 numbers can't overflow, so a finite sum has
+        // nothing to count.
+        if (!std::isfinite(sums[b]))
+            nonfinite += kernel.count_nonfinite(blocks[b].data, blocks[b].n, blocks[b].dtype);
     }
     const std::vector<int64_t> shape = {2};
     Tensor out = torch::stable::empty(shape, torch::headeronly::ScalarType::Double);
@@ -58,11 +64,14 @@ Tensor squared_norm(const Tensors tensors) {
     pieces.reserve(tensors.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
         const int dtype = dtype_code(tensors[i]);
-        require(dtype >= 0 && dtype != FP64, "pyops::squared_norm: tensors[", i, "] must be float32, bfloat16 or float16");
-        require(tensors[i].is_cpu(), "pyops::squared_norm: tensors[", i, "] is on another device than the first; move it there");
-        require(is_dense(tensors[i]), "pyops::squared_norm: tensors[", i, "] has shape ", Shape{tensors[i]},
-                ": gaps or overlaps in memory; pass a dense copy");
-        pieces.push_back({tensors[i].numel() ? tensors[i].data_ptr() : nullptr, tensors[i].numel(), dtype});
+        require(dtype >= 0 && dtype != FP64, "pyops::squared_norm: tensors[", i,
+                "] must be float32, bfloat16 or float16");
+        require(tensors[i].is_cpu(), "pyops::squared_norm: tensors[", i,
+                "] is on another device than the first; move it there");
+        require(is_dense(tensors[i]), "pyops::squared_norm: tensors[", i, "] has shape ",
+                Shape{tensors[i]}, ": gaps or overlaps in memory; pass a dense copy");
+        pieces.push_back(
+            {tensors[i].numel() ? tensors[i].data_ptr() : nullptr, tensors[i].numel(), dtype});
     }
     return norm_of(pieces);
 }
@@ -73,7 +82,8 @@ Tensor squared_norm_from_table(const Tensor table) {
     std::vector<Piece> pieces;
     pieces.reserve(static_cast<size_t>(rows));
     for (int64_t r = 0; r < rows; ++r, row += COLUMNS)
-        pieces.push_back({reinterpret_cast<const void*>(row[GRAD]), row[GRAD] ? row[NUMEL] : 0, dtype_of(row[PACKED], GRAD_DTYPE)});
+        pieces.push_back({reinterpret_cast<const void*>(row[GRAD]), row[GRAD] ? row[NUMEL] : 0,
+                          dtype_of(row[PACKED], GRAD_DTYPE)});
     return norm_of(pieces);
 }
 

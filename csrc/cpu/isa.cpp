@@ -1,4 +1,5 @@
-// Picks the table of kernels: the best instruction set that the machine has, or the one that PYOPS_CPU_ISA names.
+// Picks the table of kernels: the best instruction set that the machine has, or the one that
+// PYOPS_CPU_ISA names.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -18,11 +19,14 @@ namespace {
 const Kernels* find(const char* name) {
 #ifdef PYOPS_X86
     __builtin_cpu_init();
-    if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
         return &kernels_avx512;
     // Every CPU with AVX2 has F16C; __builtin_cpu_supports("f16c") is not known to older compilers.
-    if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
+    if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") &&
+        __builtin_cpu_supports("fma"))
+        return &kernels_avx2;
 #endif
     return std::strcmp(name, "baseline") ? nullptr : &kernels_baseline;
 }

@@ -1,5 +1,6 @@
-// The CPU kernels: plain loops over raw memory, single-threaded, no torch. One table per instruction set (isa.h); `kernels()` is
-// the one in use. Both _C.so and _native link them. Dtypes are codes of math/table.h: 0 fp32, 1 bf16, 2 fp16, 3 fp64.
+// The CPU kernels: plain loops over raw memory, single-threaded, no torch. One table per
+// instruction set (isa.h); `kernels()` is the one in use. Both _C.so and _native link them. Dtypes
+// are codes of math/table.h: 0 fp32, 1 bf16, 2 fp16, 3 fp64.
 #pragma once
 #include <cstdint>
 
@@ -26,20 +27,21 @@ struct StepSpan {
     int64_t n;
     int64_t packed;  // dtypes, as in the table
     bool zero_grad, stochastic_rounding;
-    bool streams;  // the step moves more than the caches hold: what is only written may go past them
+    // The step moves more than the caches hold: what is only written may go past them
+    bool streams;
     uint64_t seed, index;  // for stochastic rounding: key, and global index of the first element
     uint32_t step;
 };
 
 // Every elementwise optimizer of csrc/math: (functor, its name here).
-#define PYOPS_FOR_EACH_RULE(X) \
-    X(Adam, adam)              \
-    X(PlainSgd, plain_sgd)     \
+#define PYOPS_FOR_EACH_RULE(X)   \
+    X(Adam, adam)                \
+    X(PlainSgd, plain_sgd)       \
     X(MomentumSgd, momentum_sgd) \
-    X(Lion, lion)              \
-    X(Adagrad, adagrad)        \
-    X(FrozenAdam, frozen_adam) \
-    X(Momentum, momentum) \
+    X(Lion, lion)                \
+    X(Adagrad, adagrad)          \
+    X(FrozenAdam, frozen_adam)   \
+    X(Momentum, momentum)        \
     X(LambApply, lamb_apply)
 
 // Some whole rows of a matrix that Adafactor steps, or a part of a vector (one row).
@@ -50,7 +52,8 @@ struct FactoredBand {
     Factored<float> rule;
 };
 
-// Rows of a layer norm or a root-mean-square norm, contiguous. T: double where `dtype` is float64, else float.
+// Rows of a layer norm or a root-mean-square norm, contiguous. T: double where `dtype` is float64,
+// else float.
 struct NormRows {
     const void *x, *residual;  // residual: null where there is none
     void *sum, *y;             // of `dtype`; sum: null without a residual
@@ -63,7 +66,8 @@ struct NormRows {
     bool streams;  // the results are more than the caches hold: they may go past them
 };
 struct NormGradient {
-    const void *dy, *dsum, *x;  // of `dtype`; x: what was normalised; dsum: null, or what is added to dx
+    // Of `dtype`; x: what was normalised; dsum: null, or what is added to dx
+    const void *dy, *dsum, *x;
     void* dx;
     const void *scale, *mean, *rstd;  // T
     int64_t width;
@@ -79,11 +83,12 @@ struct Kernels {
     PYOPS_FOR_EACH_RULE(PYOPS_MEMBER)
 #undef PYOPS_MEMBER
 
-    // LAMB's first pass over a stretch of a row: moments, and in `squared_norms` the sums of squares of parameter and update.
+    // LAMB's first pass over a stretch of a row: moments, and in `squared_norms` the sums of
+    // squares of parameter and update.
     void (*lamb_moments)(const StepSpan& span, const Lamb<float>& rule, double* squared_norms);
 
-    // Adafactor: sums of the squared gradient by row and by column; a vector's variance, moved by `weight`, and its roots; the sum of
-    // the squared update; the step.
+    // Adafactor: sums of the squared gradient by row and by column; a vector's variance, moved by
+    // `weight`, and its roots; the sum of the squared update; the step.
     void (*factor_sums)(const FactoredBand& band, double* row_sums, double* column_sums);
     void (*variance_roots)(const FactoredBand& band, float* variance, float* roots, double weight);
     double (*factored_squares)(const FactoredBand& band);
@@ -93,45 +98,58 @@ struct Kernels {
     double (*squared_sum)(const void* data, int64_t n, int dtype);
     int64_t (*count_nonfinite)(const void* data, int64_t n, int dtype);
 
-    // out = round(scale * ((rows[0] + rows[1]) + ...)), out may be one of the rows. fp64 goes with fp64 only.
-    void (*sum_rows)(void* out, const void* const* rows, int num_rows, int64_t n, int dtype_out, int dtype_in, double scale);
+    // out = round(scale * ((rows[0] + rows[1]) + ...)), out may be one of the rows. fp64 goes with
+    // fp64 only.
+    void (*sum_rows)(void* out, const void* const* rows, int num_rows, int64_t n, int dtype_out,
+                     int dtype_in, double scale);
     // out = round(scale * (out + a)) and out = round(scale * a)
-    void (*accumulate)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
-    void (*scale_cast)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale);
+    void (*accumulate)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in,
+                       double scale);
+    void (*scale_cast)(void* out, const void* a, int64_t n, int dtype_out, int dtype_in,
+                       double scale);
 
-    // Blocks [first, last): encode u = source + error into the payload and keep what is lost in the error. Returns whether a number
-    // was not finite; its block gets the scale nan and keeps its error.
+    // Blocks [first, last): encode u = source + error into the payload and keep what is lost in the
+    // error. Returns whether a number was not finite; its block gets the scale nan and keeps its
+    // error.
     bool (*onebit_encode)(const CodecSpan& span, int64_t first, int64_t last);
     bool (*quantize_encode)(const CodecSpan& span, int64_t first, int64_t last);
     // Blocks [first, last): out (+)= the sum of rows.
     void (*onebit_sum)(const CodecSpan& span, int64_t first, int64_t last);
     void (*quantize_sum)(const CodecSpan& span, int64_t first, int64_t last);
-    // With one scale for all: bits and errors of elements [begin, end), begin a multiple of 8; and what a scale is made of, of all n:
+    // With one scale for all: bits and errors of elements [begin, end), begin a multiple of 8; and
+    // what a scale is made of, of all n:
     // sums[0] of |u|, [1] of u^2, [2] the number of those not finite.
     void (*onebit_encode_scaled)(const CodecSpan& span, int64_t begin, int64_t end, float scale);
     void (*onebit_sums)(const void* x, int dtype, const float* error, int64_t n, double* sums);
 
-    // Rows [begin, end) of a norm; `scratch`: 2 width T. Its gradient, which adds to dscale and dbias, T[width] (dbias: unless rms).
+    // Rows [begin, end) of a norm; `scratch`: 2 width T. Its gradient, which adds to dscale and
+    // dbias, T[width] (dbias: unless rms).
     void (*norm_rows)(const NormRows& rows, int64_t begin, int64_t end, void* scratch);
-    void (*norm_gradient)(const NormGradient& rows, int64_t begin, int64_t end, void* dscale, void* dbias);
+    void (*norm_gradient)(const NormGradient& rows, int64_t begin, int64_t end, void* dscale,
+                          void* dbias);
 
     // Elements index, index + 1, ... of the stream `key`.
     void (*uniform)(float* out, int64_t n, uint64_t key, uint64_t index);
     void (*normal)(float* out, int64_t n, uint64_t key, uint64_t index);
     void (*dropout_mask)(uint8_t* out, int64_t n, float p, uint64_t key, uint64_t index);
 
-    // Rows [begin, end). Statistics: [rows, 3], or 4 with_sum, of fp32 (fp64 for fp64). Gradient: from maxima [rows] and coefficients
-    // [rows, 3]; out may be the logits.
-    void (*cross_entropy_statistics)(const LogitRows& rows, bool with_sum, void* out, int64_t begin, int64_t end);
-    void (*cross_entropy_gradient)(const LogitRows& rows, void* out, int64_t out_stride, const void* maxima, const void* coefficients,
-                                   int64_t begin, int64_t end);
-    // y = act(x + bias), elements [begin, end) of y; dx of a tile and, unless null, its sums over rows added to the block's.
+    // Rows [begin, end). Statistics: [rows, 3], or 4 with_sum, of fp32 (fp64 for fp64). Gradient:
+    // from maxima [rows] and coefficients [rows, 3]; out may be the logits.
+    void (*cross_entropy_statistics)(const LogitRows& rows, bool with_sum, void* out, int64_t begin,
+                                     int64_t end);
+    void (*cross_entropy_gradient)(const LogitRows& rows, void* out, int64_t out_stride,
+                                   const void* maxima, const void* coefficients, int64_t begin,
+                                   int64_t end);
+    // y = act(x + bias), elements [begin, end) of y; dx of a tile and, unless null, its sums over
+    // rows added to the block's.
     void (*activation_forward)(const ActivationSpan& span, int64_t begin, int64_t end);
     void (*activation_backward)(const ActivationSpan& span, const RowTile& tile, double* sums);
-    // out = residual + dropout(x + bias), elements [begin, end), the first of which has the global index `index`; the derivative of a
-    // tile with its sums, likewise. offset: index of the matrix' first element.
+    // out = residual + dropout(x + bias), elements [begin, end), the first of which has the global
+    // index `index`; the derivative of a tile with its sums, likewise. offset: index of the matrix'
+    // first element.
     void (*dropout)(const DropoutSpan& span, int64_t begin, int64_t end, uint64_t index);
-    void (*dropout_backward)(const DropoutSpan& span, const RowTile& tile, uint64_t offset, double* sums);
+    void (*dropout_backward)(const DropoutSpan& span, const RowTile& tile, uint64_t offset,
+                             double* sums);
     // Heads [first, last) of [B, T, H]
     void (*rotary)(const RotarySpan& span, int64_t first, int64_t last);
     // out = round(from)
@@ -140,12 +158,15 @@ struct Kernels {
 
 const Kernels& kernels();
 
-#define PYOPS_STEP(RULE, NAME) \
-    inline void step_span(const Kernels& kernels, const StepSpan& span, const RULE<float>& rule) { kernels.NAME(span, rule); }
+#define PYOPS_STEP(RULE, NAME)                                                                     \
+    inline void step_span(const Kernels& kernels, const StepSpan& span, const RULE<float>& rule) { \
+        kernels.NAME(span, rule);                                                                  \
+    }
 PYOPS_FOR_EACH_RULE(PYOPS_STEP)
 #undef PYOPS_STEP
 
-// Whether this build and this machine have the instruction set; switch to it (false: they don't, and nothing is changed).
+// Whether this build and this machine have the instruction set; switch to it (false: they don't,
+// and nothing is changed).
 bool has_isa(const char* name);
 bool use_isa(const char* name);
 

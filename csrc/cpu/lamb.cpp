@@ -7,37 +7,43 @@ namespace pyops {
 namespace {
 
 // Steps are nearly always equal: the powers are worked out once per run of equal ones.
-std::vector<Lamb<float>> rules_of(const int64_t* table, int64_t rows, const LambOptions& options, double factor) {
+std::vector<Lamb<float>> rules_of(const int64_t* table, int64_t rows, const LambOptions& options,
+                                  double factor) {
     std::vector<Lamb<float>> rules;
     float last = -1.0f;
     for (int64_t r = 0; r < rows; ++r) {
         const float step = step_of(table + r * COLUMNS);
-        if (step == last) rules.push_back(rules.back());
-        else rules.emplace_back(options, factor, step);
+        if (step == last)
+            rules.push_back(rules.back());
+        else
+            rules.emplace_back(options, factor, step);
         last = step;
     }
     return rules;
 }
 
-void first_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks, const LambOptions& options, double factor,
-                const Around& around, SquaredNorms* norms) {
+void first_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
+                const LambOptions& options, double factor, const Around& around,
+                SquaredNorms* norms) {
     const std::vector<Lamb<float>> rules = rules_of(table, rows, options, factor);
     std::vector<SquaredNorms> partial(blocks.size());
     const Kernels& kernel = kernels();
     for_each_block(blocks, false, [&](size_t b, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
-        const StepSpan span = span_of(row, block.begin, block.end, static_cast<uint32_t>(step_of(row)), around, false);
+        const StepSpan span = span_of(row, block.begin, block.end,
+                                      static_cast<uint32_t>(step_of(row)), around, false);
         kernel.lamb_moments(span, rules[static_cast<size_t>(block.row)], &partial[b].param);
     });
     add_up(blocks, partial, norms, rows);
 }
 
-void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks, const LambOptions& options,
-                 Around around, const SquaredNorms* norms) {
+void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
+                 const LambOptions& options, Around around, const SquaredNorms* norms) {
     std::vector<LambApply<float>> rules;
     int64_t numel = 0;
     for (int64_t r = 0; r < rows; ++r) {
-        const double ratio = trust_ratio(norms[r].param, norms[r].other, options.min_ratio, options.max_ratio);
+        const double ratio =
+            trust_ratio(norms[r].param, norms[r].other, options.min_ratio, options.max_ratio);
         rules.emplace_back(options, step_of(table + r * COLUMNS), ratio);
         numel += table[r * COLUMNS + NUMEL];
     }
@@ -46,14 +52,16 @@ void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBloc
     for_each_block(blocks, true, [&](size_t, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
         const uint32_t step = static_cast<uint32_t>(step_of(row));
-        step_span(kernel, span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL), rules[static_cast<size_t>(block.row)]);
+        step_span(kernel,
+                  span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL),
+                  rules[static_cast<size_t>(block.row)]);
     });
 }
 
 }  // namespace
 
-void LayersOnCpu::lamb(const CpuRows& work, const Tensor& norms, LambOptions options, const Around& around, int64_t passes,
-                       const char* op) {
+void LayersOnCpu::lamb(const CpuRows& work, const Tensor& norms, LambOptions options,
+                       const Around& around, int64_t passes, const char* op) {
     const auto [table, rows] = work;
     check_passes(passes, op);
     SquaredNorms* const squared = norms_of(norms, rows, false, op);
@@ -61,7 +69,9 @@ void LayersOnCpu::lamb(const CpuRows& work, const Tensor& norms, LambOptions opt
     if (!prepare_layers(table, rows, options.lr, factor, around)) return;
     if (!options.trust_ratio) {  // AdamW, in the last pass
         if (passes & SECOND_PASS) {
-            const AdamOptions adam{options.lr, options.beta1, options.beta2, options.eps, options.weight_decay, true, options.maximize};
+            const AdamOptions adam{options.lr,      options.beta1,        options.beta2,
+                                   options.eps,     options.weight_decay, true,
+                                   options.maximize};
             step_rows<Adam<float>>(table, rows, adam, around);
         }
         return;

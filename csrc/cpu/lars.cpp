@@ -1,4 +1,5 @@
-// LARS on the CPU: the norms of each row's parameter and gradient, then SGD with a rate for each row.
+// LARS on the CPU: the norms of each row's parameter and gradient, then SGD with a rate for each
+// row.
 #include "../host/box.h"
 #include "../host/lars_ops.h"
 #include "layer.h"
@@ -8,22 +9,26 @@ namespace {
 
 double squared_sum_of(const int64_t* row, Column column, Field field, const LayerBlock& block) {
     const int dtype = dtype_of(row[PACKED], field);
-    return kernels().squared_sum(moved(row, column, field, block.begin), block.end - block.begin, dtype);
+    return kernels().squared_sum(moved(row, column, field, block.begin), block.end - block.begin,
+                                 dtype);
 }
 
-void measure(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks, SquaredNorms* norms) {
+void measure(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
+             SquaredNorms* norms) {
     std::vector<SquaredNorms> partial(blocks.size());
     for_each_block(blocks, false, [&](size_t b, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
-        partial[b].param = row[MASTER] ? squared_sum_of(row, MASTER, MASTER_DTYPE, block) : squared_sum_of(row, PARAM, PARAM_DTYPE, block);
+        partial[b].param = row[MASTER] ? squared_sum_of(row, MASTER, MASTER_DTYPE, block)
+                                       : squared_sum_of(row, PARAM, PARAM_DTYPE, block);
         partial[b].other = squared_sum_of(row, GRAD, GRAD_DTYPE, block);
     });
     add_up(blocks, partial, norms, rows);
 }
 
 template <typename Rule>
-void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks, const LarsOptions& options, double factor,
-           const Around& around, const SquaredNorms* norms) {
+void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
+           const LarsOptions& options, double factor, const Around& around,
+           const SquaredNorms* norms) {
     std::vector<Rule> rules;
     int64_t numel = 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -35,15 +40,17 @@ void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& bl
     for_each_block(blocks, true, [&](size_t, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
         const uint32_t step = static_cast<uint32_t>(step_of(row));
-        step_span(kernel, span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL), rules[static_cast<size_t>(block.row)]);
+        step_span(kernel,
+                  span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL),
+                  rules[static_cast<size_t>(block.row)]);
     });
     count_steps(table, rows);
 }
 
 }  // namespace
 
-void LayersOnCpu::lars(const CpuRows& work, const Tensor& norms, LarsOptions options, const Around& around, int64_t passes,
-                       const char* op) {
+void LayersOnCpu::lars(const CpuRows& work, const Tensor& norms, LarsOptions options,
+                       const Around& around, int64_t passes, const char* op) {
     const auto [table, rows] = work;
     check_passes(passes, op);
     SquaredNorms* const squared = norms_of(norms, rows, false, op);
@@ -52,8 +59,10 @@ void LayersOnCpu::lars(const CpuRows& work, const Tensor& norms, LarsOptions opt
     const std::vector<LayerBlock> blocks = layer_blocks(table, rows);
     if ((passes & FIRST_PASS) && options.trust_ratio) measure(table, rows, blocks, squared);
     if ((passes & SECOND_PASS) == 0) return;
-    if (options.sgd.momentum != 0.0) apply<MomentumSgd<float>>(table, rows, blocks, options, factor, around, squared);
-    else apply<PlainSgd<float>>(table, rows, blocks, options, factor, around, squared);
+    if (options.sgd.momentum != 0.0)
+        apply<MomentumSgd<float>>(table, rows, blocks, options, factor, around, squared);
+    else
+        apply<PlainSgd<float>>(table, rows, blocks, options, factor, around, squared);
 }
 
 }  // namespace pyops

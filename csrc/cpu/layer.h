@@ -1,9 +1,12 @@
-// What the layer-wise optimizers share on the CPU: rows cut into blocks, whose squared norms are added in their order.
+// What the layer-wise optimizers share on the CPU: rows cut into blocks, whose squared norms are
+// added in their order.
 //
-//   blocks    |---- row 0 ----|-- row 1 --|r2|------ row 3 ------|     BLOCK elements, the last of a row shorter
-//             first pass, in parallel -> partial sums -> norms[row] -> second pass, in parallel, last blocks first
+//   blocks  |---- row 0 ----|-- row 1 --|r2|------ row 3 ------|   BLOCK elements or the row's rest
+//           first pass, in parallel -> partial sums -> norms[row]
+//           -> second pass, in parallel, last blocks first
 //
-// A norm's bits depend on its row's length alone: not on threads, and not on what other rows there are.
+// A norm's bits depend on its row's length alone: not on threads, and not on what other rows there
+// are.
 #pragma once
 #include <vector>
 
@@ -28,7 +31,8 @@ inline std::vector<LayerBlock> layer_blocks(const int64_t* table, int64_t rows) 
     std::vector<LayerBlock> blocks;
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t n = table[r * COLUMNS + NUMEL];
-        for (int64_t begin = 0; begin < n; begin += LAYER_BLOCK) blocks.push_back({r, begin, std::min(n, begin + LAYER_BLOCK)});
+        for (int64_t begin = 0; begin < n; begin += LAYER_BLOCK)
+            blocks.push_back({r, begin, std::min(n, begin + LAYER_BLOCK)});
     }
     return blocks;
 }
@@ -43,15 +47,18 @@ void for_each_block(const std::vector<LayerBlock>& blocks, bool backwards, const
         }
     };
     const int64_t count = static_cast<int64_t>(blocks.size());
-    if (count <= 2) run(0, count);
-    else torch::stable::parallel_for(0, count, 1, run);
+    if (count <= 2)
+        run(0, count);
+    else
+        torch::stable::parallel_for(0, count, 1, run);
 }
 
 // float64 [rows, 2], contiguous, in the CPU's memory; throws otherwise.
 inline SquaredNorms* norms_of(const Tensor& norms, int64_t rows, bool on_cuda, const char* op) {
-    require(dtype_code(norms) == FP64 && norms.dim() == 2 && norms.size(0) == rows && norms.size(1) == 2 && norms.is_contiguous() &&
-                norms.is_cuda() == on_cuda,
-            "pyops::", op, ": norms must be a contiguous float64 [", rows, ", 2] on the parameters' device, got shape ", Shape{norms});
+    require(dtype_code(norms) == FP64 && norms.dim() == 2 && norms.size(0) == rows &&
+                norms.size(1) == 2 && norms.is_contiguous() && norms.is_cuda() == on_cuda,
+            "pyops::", op, ": norms must be a contiguous float64 [", rows,
+            ", 2] on the parameters' device, got shape ", Shape{norms});
     return static_cast<SquaredNorms*>(norms.data_ptr());
 }
 
@@ -61,7 +68,8 @@ inline void check_passes(int64_t passes, const char* op) {
 }
 
 // Sums of the blocks of each row, in their order.
-inline void add_up(const std::vector<LayerBlock>& blocks, const std::vector<SquaredNorms>& partial, SquaredNorms* norms, int64_t rows) {
+inline void add_up(const std::vector<LayerBlock>& blocks, const std::vector<SquaredNorms>& partial,
+                   SquaredNorms* norms, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) norms[r] = {0.0, 0.0};
     for (size_t b = 0; b < blocks.size(); ++b) {
         norms[blocks[b].row].param += partial[b].param;
@@ -69,18 +77,23 @@ inline void add_up(const std::vector<LayerBlock>& blocks, const std::vector<Squa
     }
 }
 
-// The number of a row's step that is being taken; written back once, by the last pass. Rows that follow each other may be layers
-// of one parameter, and share its step.
-inline float step_of(const int64_t* row) { return *reinterpret_cast<const float*>(row[STEP]) + 1.0f; }
+// The number of a row's step that is being taken; written back once, by the last pass. Rows that
+// follow each other may be layers of one parameter, and share its step.
+inline float step_of(const int64_t* row) {
+    return *reinterpret_cast<const float*>(row[STEP]) + 1.0f;
+}
 inline void count_steps(const int64_t* table, int64_t rows) {
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t step = table[r * COLUMNS + STEP];
-        if (r == 0 || step != table[(r - 1) * COLUMNS + STEP]) *reinterpret_cast<float*>(step) += 1.0f;
+        if (r == 0 || step != table[(r - 1) * COLUMNS + STEP])
+            *reinterpret_cast<float*>(step) += 1.0f;
     }
 }
 
-// What stands between an op and its passes: scalars checked, lr and the factor read; false when the step is to be skipped.
-inline bool prepare_layers(const int64_t* table, int64_t rows, double& lr, double& factor, const Around& around) {
+// What stands between an op and its passes: scalars checked, lr and the factor read; false when the
+// step is to be skipped.
+inline bool prepare_layers(const int64_t* table, int64_t rows, double& lr, double& factor,
+                           const Around& around) {
     check_scalar(around.lr, "lr_tensor", false, true);
     check_scalar(around.grad_factor, "grad_factor", false, false);
     check_scalar(around.found_inf, "found_inf", false, false);
@@ -101,7 +114,8 @@ struct CpuRows {
 // What csrc/cpu/lamb_ops.h and lars_ops.h call.
 struct LayersOnCpu {
     template <typename F>
-    static void with_lists(const TensorLists& lists, const std::vector<int64_t>& offsets, unsigned required, const char* op, const F& f) {
+    static void with_lists(const TensorLists& lists, const std::vector<int64_t>& offsets,
+                           unsigned required, const char* op, const F& f) {
         const std::vector<int64_t> table = make_table(lists, offsets, required, op);
         f(CpuRows{table.data(), static_cast<int64_t>(lists.params->size())});
     }
@@ -114,8 +128,10 @@ struct LayersOnCpu {
         f(CpuRows{data, rows});
     }
 
-    static void lamb(const CpuRows& rows, const Tensor& norms, LambOptions options, const Around& around, int64_t passes, const char* op);
-    static void lars(const CpuRows& rows, const Tensor& norms, LarsOptions options, const Around& around, int64_t passes, const char* op);
+    static void lamb(const CpuRows& rows, const Tensor& norms, LambOptions options,
+                     const Around& around, int64_t passes, const char* op);
+    static void lars(const CpuRows& rows, const Tensor& norms, LarsOptions options,
+                     const Around& around, int64_t passes, const char* op);
 };
 
 }  // namespace pyops

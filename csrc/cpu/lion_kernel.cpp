@@ -3,6 +3,8 @@
 
 namespace pyops::PYOPS_ISA {
 
-void lion_kernel(const StepSpan& span, const Lion<float>& rule) { step_in_memory<Lion>(span, rule); }
+void lion_kernel(const StepSpan& span, const Lion<float>& rule) {
+    step_in_memory<Lion>(span, rule);
+}
 
 }  // namespace pyops::PYOPS_ISA

@@ -1,4 +1,5 @@
-// Rows of logits and the shared vocabulary they are a part of, as the cross entropy's kernels take them.
+// Rows of logits and the shared vocabulary they are a part of, as the cross entropy's kernels take
+// them.
 //
 //   columns of a row   | in the vocabulary: [0, columns) | padding |
 //   column j is word first_column + j of the whole vocabulary

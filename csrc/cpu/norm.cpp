@@ -1,4 +1,5 @@
-// Norms of tensors' rows: checks, then rows on torch's threads. Sums over rows go by fixed groups, added in their order.
+// Norms of tensors' rows: checks, then rows on torch's threads. Sums over rows go by fixed groups,
+// added in their order.
 #include <memory>
 
 #include "../host/box.h"
@@ -11,16 +12,17 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t GROUP = 64;        // rows whose gradients of weight and bias are added up together, at least
+// Rows whose gradients of weight and bias are added up together, at least
+constexpr int64_t GROUP = 64;
 constexpr int64_t MOST_GROUPS = 128;  // and there are no more of them than this
-// Elements of a result that is written past the caches, and so not fetched into them first. What reads it next is a matrix product,
-// which waits for its arithmetic.
+// Elements of a result that is written past the caches, and so not fetched into them first. What
+// reads it next is a matrix product, which waits for its arithmetic.
 constexpr int64_t STREAMED_NUMEL = 1 << 20;
 
 int64_t width_of(const Tensor& x, const char* op) {
     const auto sizes = x.sizes();
-    require(sizes.size() > 0 && sizes[sizes.size() - 1] > 0, "pyops::", op, ": x has shape ", Shape{x},
-            "; a norm is over a last dimension of at least 1");
+    require(sizes.size() > 0 && sizes[sizes.size() - 1] > 0, "pyops::", op, ": x has shape ",
+            Shape{x}, "; a norm is over a last dimension of at least 1");
     return sizes[sizes.size() - 1];
 }
 
@@ -33,18 +35,23 @@ int check_dtype(const Tensor& t, const char* name, bool float64, const char* op)
 
 void check_same_shape(const Tensor& a, const Tensor& b, const char* name, const char* op) {
     const auto x = a.sizes(), y = b.sizes();
-    require(x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin()), "pyops::", op, ": ", name, " has shape ", Shape{b},
-            " where x has ", Shape{a});
+    require(x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin()), "pyops::", op, ": ",
+            name, " has shape ", Shape{b}, " where x has ", Shape{a});
 }
 
 torch::headeronly::ScalarType scalar_type(int dtype) {
     using torch::headeronly::ScalarType;
-    return dtype == FP64 ? ScalarType::Double : dtype == FP32 ? ScalarType::Float : dtype == BF16 ? ScalarType::BFloat16 : ScalarType::Half;
+    return dtype == FP64   ? ScalarType::Double
+           : dtype == FP32 ? ScalarType::Float
+           : dtype == BF16 ? ScalarType::BFloat16
+                           : ScalarType::Half;
 }
 
 int64_t size_of(int dtype) { return dtype == FP64 ? 8 : dtype == FP32 ? 4 : 2; }
 
-Tensor like(const Tensor& x, int dtype) { return in_huge_pages(torch::stable::new_empty(x, x.sizes(), scalar_type(dtype))); }
+Tensor like(const Tensor& x, int dtype) {
+    return in_huge_pages(torch::stable::new_empty(x, x.sizes(), scalar_type(dtype)));
+}
 
 Tensor statistic(const Tensor& x, bool float64) {
     const auto sizes = x.sizes();
@@ -52,25 +59,29 @@ Tensor statistic(const Tensor& x, bool float64) {
     return torch::stable::new_empty(x, shape, scalar_type(float64 ? FP64 : FP32));
 }
 
-// A weight or bias as the kernels read it: contiguous fp32 (float64), with the offset added. Keeps what it had to make.
+// A weight or bias as the kernels read it: contiguous fp32 (float64), with the offset added. Keeps
+// what it had to make.
 struct Vector {
     Optional kept;
     std::unique_ptr<char[]> made;
     const void* data = nullptr;
 
-    Vector(const Optional& vector, const char* name, int64_t width, bool float64, double offset, const char* op) {
+    Vector(const Optional& vector, const char* name, int64_t width, bool float64, double offset,
+           const char* op) {
         if (!vector) return;
         const int dtype = check_dtype(*vector, name, float64, op);
         const auto sizes = vector->sizes();
-        require(sizes.size() == 1 && sizes[0] == width, "pyops::", op, ": ", name, " must have shape [", width,
-                "], x's last dimension, got ", Shape{*vector});
+        require(sizes.size() == 1 && sizes[0] == width, "pyops::", op, ": ", name,
+                " must have shape [", width, "], x's last dimension, got ", Shape{*vector});
         kept = dense(*vector);
         data = kept->data_ptr();
         if ((dtype == FP32 || float64) && offset == 0.0) return;
         made.reset(new char[static_cast<size_t>(width * (float64 ? 8 : 4))]);
         kernels().scale_cast(made.get(), data, width, float64 ? FP64 : FP32, dtype, 1.0);
-        if (float64) add(reinterpret_cast<double*>(made.get()), width, offset);
-        else add(reinterpret_cast<float*>(made.get()), width, static_cast<float>(offset));
+        if (float64)
+            add(reinterpret_cast<double*>(made.get()), width, offset);
+        else
+            add(reinterpret_cast<float*>(made.get()), width, static_cast<float>(offset));
         data = made.get();
     }
     template <typename T>
@@ -85,8 +96,8 @@ struct Forward {
     Tensor rstd;
 };
 
-Forward forward(const Tensor& input, const Optional& residual, const Tensor& weight, const Optional& bias, double eps, double offset,
-                bool rms, const char* op) {
+Forward forward(const Tensor& input, const Optional& residual, const Tensor& weight,
+                const Optional& bias, double eps, double offset, bool rms, const char* op) {
     const int64_t width = width_of(input, op);
     const bool float64 = dtype_code(input) == FP64;
     NormRows rows{};
@@ -98,7 +109,8 @@ Forward forward(const Tensor& input, const Optional& residual, const Tensor& wei
         if (rows.residual_dtype != rows.x_dtype) rows.dtype = FP32;  // as torch promotes
         other = dense(*residual);
     }
-    const Vector scale(weight, "weight", width, float64, offset, op), shift(bias, "bias", width, float64, 0.0, op);
+    const Vector scale(weight, "weight", width, float64, offset, op),
+        shift(bias, "bias", width, float64, 0.0, op);
     const Tensor x = dense(input);
     Forward out{like(x, rows.dtype), std::nullopt, std::nullopt, statistic(x, float64)};
     if (residual) out.sum = like(x, rows.dtype);
@@ -119,11 +131,14 @@ Forward forward(const Tensor& input, const Optional& residual, const Tensor& wei
     if (count == 0) return out;
     const Kernels& kernel = kernels();
     const auto run = [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<char[]> scratch(new char[static_cast<size_t>(2 * width * (float64 ? 8 : 4))]);
+        const std::unique_ptr<char[]> scratch(
+            new char[static_cast<size_t>(2 * width * (float64 ? 8 : 4))]);
         kernel.norm_rows(rows, begin, end, scratch.get());
     };
-    if (count * width <= SERIAL) run(0, count);
-    else torch::stable::parallel_for(0, count, std::max<int64_t>(1, SERIAL / 2 / width), run);
+    if (count * width <= SERIAL)
+        run(0, count);
+    else
+        torch::stable::parallel_for(0, count, std::max<int64_t>(1, SERIAL / 2 / width), run);
     return out;
 }
 
@@ -132,34 +147,41 @@ struct Backward {
     Optional dbias;
 };
 
-// The groups' sums, [groups][2][width], to a tensor of the weight's dtype: added in their order, rounded once.
-void add_groups(const Tensor& out, const char* sums, int64_t which, int64_t groups, int64_t width, bool float64) {
+// The groups' sums, [groups][2][width], to a tensor of the weight's dtype: added in their order,
+// rounded once.
+void add_groups(const Tensor& out, const char* sums, int64_t which, int64_t groups, int64_t width,
+                bool float64) {
     const int dtype = dtype_code(out), wide = float64 ? FP64 : FP32;
     const int64_t size = float64 ? 8 : 4;
     char* const target = static_cast<char*>(out.data_ptr());
     for_each_part(width, [&](int64_t begin, int64_t end) {
         std::vector<const void*> rows;
-        for (int64_t g = 0; g < groups; ++g) rows.push_back(sums + ((2 * g + which) * width + begin) * size);
-        kernels().sum_rows(target + begin * size_of(dtype), rows.data(), static_cast<int>(groups), end - begin, dtype, wide, 1.0);
+        for (int64_t g = 0; g < groups; ++g)
+            rows.push_back(sums + ((2 * g + which) * width + begin) * size);
+        kernels().sum_rows(target + begin * size_of(dtype), rows.data(), static_cast<int>(groups),
+                           end - begin, dtype, wide, 1.0);
     });
 }
 
-Backward backward(const Tensor& of_y, const Optional& of_sum, const Tensor& input, const Tensor& weight, const Optional& mean,
-                  const Tensor& rstd, double offset, bool rms, bool weight_grad, const char* op) {
+Backward backward(const Tensor& of_y, const Optional& of_sum, const Tensor& input,
+                  const Tensor& weight, const Optional& mean, const Tensor& rstd, double offset,
+                  bool rms, bool weight_grad, const char* op) {
     const int64_t width = width_of(input, op), count = input.numel() / width;
     const bool float64 = dtype_code(input) == FP64;
     NormGradient rows{};
     rows.dtype = check_dtype(input, "x", float64, op);
     const auto operand = [&](const Tensor& t, const char* name) {
-        require(check_dtype(t, name, float64, op) == rows.dtype, "pyops::", op, ": ", name, " must have x's dtype");
+        require(check_dtype(t, name, float64, op) == rows.dtype, "pyops::", op, ": ", name,
+                " must have x's dtype");
         check_same_shape(input, t, name, op);
         return dense(t);
     };
     const auto per_row = [&](const Tensor& t, const char* name) {
         const auto own = t.sizes(), all = input.sizes();
-        require(check_dtype(t, name, float64, op) == (float64 ? FP64 : FP32) && own.size() + 1 == all.size() &&
-                    std::equal(own.begin(), own.end(), all.begin()),
-                "pyops::", op, ": ", name, " must be what the forward op gave, float32 or float64 of x's shape ", Shape{input},
+        require(check_dtype(t, name, float64, op) == (float64 ? FP64 : FP32) &&
+                    own.size() + 1 == all.size() && std::equal(own.begin(), own.end(), all.begin()),
+                "pyops::", op, ": ", name,
+                " must be what the forward op gave, float32 or float64 of x's shape ", Shape{input},
                 " but its last dimension, got ", Shape{t});
         return dense(t);
     };
@@ -190,11 +212,14 @@ Backward backward(const Tensor& of_y, const Optional& of_sum, const Tensor& inpu
         for (int64_t g = begin; g < end; ++g) {
             char* const here = sums.get() + 2 * g * bytes;
             memset(here, 0, static_cast<size_t>(2 * bytes));
-            kernel.norm_gradient(rows, g * in_group, std::min(count, (g + 1) * in_group), here, here + bytes);
+            kernel.norm_gradient(rows, g * in_group, std::min(count, (g + 1) * in_group), here,
+                                 here + bytes);
         }
     };
-    if (count * width <= SERIAL) run(0, groups);
-    else torch::stable::parallel_for(0, groups, 1, run);
+    if (count * width <= SERIAL)
+        run(0, groups);
+    else
+        torch::stable::parallel_for(0, groups, 1, run);
     if (weight_grad) {
         add_groups(out.dweight, sums.get(), 0, groups, width, float64);
         if (!rms) add_groups(*out.dbias, sums.get(), 1, groups, width, float64);
@@ -212,29 +237,35 @@ Three layer_norm(const Tensor x, const Tensor weight, const Optional bias, doubl
 }
 
 Two rms_norm(const Tensor x, const Tensor weight, double eps, double offset) {
-    const Forward out = forward(x, std::nullopt, weight, std::nullopt, eps, offset, true, "rms_norm");
+    const Forward out =
+        forward(x, std::nullopt, weight, std::nullopt, eps, offset, true, "rms_norm");
     return {out.y, out.rstd};
 }
 
-Four add_layer_norm(const Tensor x, const Tensor residual, const Tensor weight, const Optional bias, double eps) {
+Four add_layer_norm(const Tensor x, const Tensor residual, const Tensor weight, const Optional bias,
+                    double eps) {
     const Forward out = forward(x, residual, weight, bias, eps, 0.0, false, "add_layer_norm");
     return {out.y, *out.sum, *out.mean, out.rstd};
 }
 
-Three add_rms_norm(const Tensor x, const Tensor residual, const Tensor weight, double eps, double offset) {
-    const Forward out = forward(x, residual, weight, std::nullopt, eps, offset, true, "add_rms_norm");
+Three add_rms_norm(const Tensor x, const Tensor residual, const Tensor weight, double eps,
+                   double offset) {
+    const Forward out =
+        forward(x, residual, weight, std::nullopt, eps, offset, true, "add_rms_norm");
     return {out.y, *out.sum, out.rstd};
 }
 
-Three layer_norm_backward(const Tensor dy, const Optional dsum, const Tensor x, const Tensor weight, const Tensor mean,
-                          const Tensor rstd, bool weight_grad) {
-    const Backward out = backward(dy, dsum, x, weight, mean, rstd, 0.0, false, weight_grad, "layer_norm_backward");
+Three layer_norm_backward(const Tensor dy, const Optional dsum, const Tensor x, const Tensor weight,
+                          const Tensor mean, const Tensor rstd, bool weight_grad) {
+    const Backward out =
+        backward(dy, dsum, x, weight, mean, rstd, 0.0, false, weight_grad, "layer_norm_backward");
     return {out.dx, out.dweight, *out.dbias};
 }
 
-Two rms_norm_backward(const Tensor dy, const Optional dsum, const Tensor x, const Tensor weight, const Tensor rstd, double offset,
-                      bool weight_grad) {
-    const Backward out = backward(dy, dsum, x, weight, std::nullopt, rstd, offset, true, weight_grad, "rms_norm_backward");
+Two rms_norm_backward(const Tensor dy, const Optional dsum, const Tensor x, const Tensor weight,
+                      const Tensor rstd, double offset, bool weight_grad) {
+    const Backward out = backward(dy, dsum, x, weight, std::nullopt, rstd, offset, true,
+                                  weight_grad, "rms_norm_backward");
     return {out.dx, out.dweight};
 }
 

@@ -7,17 +7,20 @@ namespace {
 
 constexpr int64_t NORM_BLOCK = 16384;  // elements of one partial sum
 
-void onebit_encode_(const Tensor payload, const Tensor x, const OptionalTensor error, const OptionalTensor flag, int64_t block,
-                    const std::string rule) {
+void onebit_encode_(const Tensor payload, const Tensor x, const OptionalTensor error,
+                    const OptionalTensor flag, int64_t block, const std::string rule) {
     const CodecCheck check("onebit_encode_", false, ONEBIT);
-    encode_blocks(encode_span(check, payload, x, error, flag, {block, rule}), kernels().onebit_encode, flag);
+    encode_blocks(encode_span(check, payload, x, error, flag, {block, rule}),
+                  kernels().onebit_encode, flag);
 }
 
-void onebit_reencode_(const Tensor payload, const Tensors payloads, const OptionalTensor error, const OptionalTensor flag, int64_t n,
-                      int64_t block, double scale, const std::string rule) {
+void onebit_reencode_(const Tensor payload, const Tensors payloads, const OptionalTensor error,
+                      const OptionalTensor flag, int64_t n, int64_t block, double scale,
+                      const std::string rule) {
     const CodecCheck check("onebit_reencode_", false, ONEBIT);
     const auto rows = addresses(payloads);
-    const CodecSpan span = reencode_span(check, payload, payloads, rows, error, flag, n, scale, {block, rule});
+    const CodecSpan span =
+        reencode_span(check, payload, payloads, rows, error, flag, n, scale, {block, rule});
     encode_blocks(span, kernels().onebit_encode, flag);
 }
 
@@ -31,7 +34,9 @@ Tensor onebit_norm(const Tensor x, const OptionalTensor error) {
     for_blocks(span, [&](int64_t first, int64_t last) {
         for (int64_t part = first; part < last; ++part) {
             const int64_t begin = part * NORM_BLOCK, n = std::min(NORM_BLOCK, span.n - begin);
-            kernel.onebit_sums(data + begin * size, span.dtype, span.error ? span.error + begin : nullptr, n, &sums[static_cast<size_t>(3 * part)]);
+            kernel.onebit_sums(data + begin * size, span.dtype,
+                               span.error ? span.error + begin : nullptr, n,
+                               &sums[static_cast<size_t>(3 * part)]);
         }
     });
     const std::vector<int64_t> shape = {3};
@@ -42,26 +47,33 @@ Tensor onebit_norm(const Tensor x, const OptionalTensor error) {
     return out;
 }
 
-void onebit_encode_scaled_(const Tensor payload, const Tensor x, const OptionalTensor error, const Tensor scale) {
+void onebit_encode_scaled_(const Tensor payload, const Tensor x, const OptionalTensor error,
+                           const Tensor scale) {
     const CodecCheck check("onebit_encode_scaled_", false, ONEBIT);
     check.fp32(scale, "scale", 1);
     const CodecSpan span = scaled_span(check, &payload, x, error, CUT);
     const float factor = *static_cast<const float*>(scale.data_ptr());
     const Kernels& kernel = kernels();
-    for_each_part(span.n, [&](int64_t begin, int64_t end) { kernel.onebit_encode_scaled(span, begin, end, factor); });
+    for_each_part(span.n, [&](int64_t begin, int64_t end) {
+        kernel.onebit_encode_scaled(span, begin, end, factor);
+    });
 }
 
-void onebit_decode_(const Tensor out, const Tensor payload, const OptionalTensor scales, int64_t block, double scale, bool accumulate) {
+void onebit_decode_(const Tensor out, const Tensor payload, const OptionalTensor scales,
+                    int64_t block, double scale, bool accumulate) {
     const CodecCheck check("onebit_decode_", false, ONEBIT);
     const Tensors payloads{payload};
     const auto rows = addresses(payloads);
-    sum_blocks(sum_span(check, out, payloads, rows, scales, block, scale, accumulate), kernels().onebit_sum);
+    sum_blocks(sum_span(check, out, payloads, rows, scales, block, scale, accumulate),
+               kernels().onebit_sum);
 }
 
-void onebit_sum_rows_(const Tensor out, const Tensors payloads, const OptionalTensor scales, int64_t block, double scale) {
+void onebit_sum_rows_(const Tensor out, const Tensors payloads, const OptionalTensor scales,
+                      int64_t block, double scale) {
     const CodecCheck check("onebit_sum_rows_", false, ONEBIT);
     const auto rows = addresses(payloads);
-    sum_blocks(sum_span(check, out, payloads, rows, scales, block, scale, false), kernels().onebit_sum);
+    sum_blocks(sum_span(check, out, payloads, rows, scales, block, scale, false),
+               kernels().onebit_sum);
 }
 
 }  // namespace

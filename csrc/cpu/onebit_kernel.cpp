@@ -1,4 +1,5 @@
-// One bit per number: a block is read once, summed and packed in L1, and only its error is written back.
+// One bit per number: a block is read once, summed and packed in L1, and only its error is written
+// back.
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -44,21 +45,25 @@ void pack_signs(uint8_t* __restrict bits, const float* __restrict u, int64_t n) 
     int64_t i = 0;
 #if defined(__AVX512F__)
     for (; i + 16 <= n; i += 16) {
-        const uint16_t sixteen = _mm512_cmp_ps_mask(_mm512_loadu_ps(u + i), _mm512_setzero_ps(), _CMP_GE_OQ);
+        const uint16_t sixteen =
+            _mm512_cmp_ps_mask(_mm512_loadu_ps(u + i), _mm512_setzero_ps(), _CMP_GE_OQ);
         memcpy(bits + i / 8, &sixteen, 2);
     }
 #elif defined(__AVX2__)
     for (; i + 8 <= n; i += 8)
-        bits[i / 8] = static_cast<uint8_t>(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(u + i), _mm256_setzero_ps(), _CMP_GE_OQ)));
+        bits[i / 8] = static_cast<uint8_t>(_mm256_movemask_ps(
+            _mm256_cmp_ps(_mm256_loadu_ps(u + i), _mm256_setzero_ps(), _CMP_GE_OQ)));
 #elif defined(__SSE2__)
     for (; i + 8 <= n; i += 8) {
         const int low = _mm_movemask_ps(_mm_cmpge_ps(_mm_loadu_ps(u + i), _mm_setzero_ps()));
-        bits[i / 8] = static_cast<uint8_t>(low | _mm_movemask_ps(_mm_cmpge_ps(_mm_loadu_ps(u + i + 4), _mm_setzero_ps())) << 4);
+        bits[i / 8] = static_cast<uint8_t>(
+            low | _mm_movemask_ps(_mm_cmpge_ps(_mm_loadu_ps(u + i + 4), _mm_setzero_ps())) << 4);
     }
 #endif
     for (; i < n; i += 8) {
         unsigned byte = 0;
-        for (int64_t k = 0; k < 8 && i + k < n; ++k) byte |= static_cast<unsigned>(u[i + k] >= 0.0f) << k;
+        for (int64_t k = 0; k < 8 && i + k < n; ++k)
+            byte |= static_cast<unsigned>(u[i + k] >= 0.0f) << k;
         bits[i / 8] = static_cast<uint8_t>(byte);
     }
 }
@@ -89,9 +94,12 @@ void unpack_signs(float* __restrict out, const uint8_t* __restrict bits, int64_t
 void decode_row(float* out, const CodecSpan& span, int row, int64_t begin, int64_t n, bool add) {
     const uint8_t* payload = span.rows[row];
     const uint8_t* bits = payload + (span.row_scales ? 0 : 4 * span.blocks()) + begin / 8;
-    const float scale = span.row_scales ? span.row_scales[row] : scale_at(payload, begin / span.block);
-    if (add) unpack_signs<true>(out, bits, n, scale);
-    else unpack_signs<false>(out, bits, n, scale);
+    const float scale =
+        span.row_scales ? span.row_scales[row] : scale_at(payload, begin / span.block);
+    if (add)
+        unpack_signs<true>(out, bits, n, scale);
+    else
+        unpack_signs<false>(out, bits, n, scale);
 }
 
 void store_error(float* __restrict error, const float* __restrict u, int64_t n, float scale) {
@@ -100,7 +108,8 @@ void store_error(float* __restrict error, const float* __restrict u, int64_t n, 
 }
 
 // The same, but what would not be finite is left as it was.
-void store_finite_error(float* __restrict error, const float* __restrict u, int64_t n, float scale) {
+void store_finite_error(float* __restrict error, const float* __restrict u, int64_t n,
+                        float scale) {
     PYOPS_VECTORISE
     for (int64_t i = 0; i < n; ++i) {
         const float e = onebit_error(u[i], scale);
@@ -112,7 +121,8 @@ template <int RULE>
 bool encode_block(const CodecSpan& span, int64_t block, uint8_t* bits) {
     alignas(64) float tile[HELD];
     double lanes[LANES] = {};
-    const int64_t begin = block * span.block, end = begin + span.block < span.n ? begin + span.block : span.n;
+    const int64_t begin = block * span.block,
+                  end = begin + span.block < span.n ? begin + span.block : span.n;
     const float* u = tile;
     for (int64_t start = begin; start < end; start += HELD) {
         const int64_t n = end - start < HELD ? end - start : HELD;
@@ -136,7 +146,8 @@ bool onebit_encode_kernel(const CodecSpan& span, int64_t first, int64_t last) {
     uint8_t* const bits = span.payload + 4 * span.blocks();
     bool bad = false;
     for (int64_t block = first; block < last; ++block)
-        bad |= span.rule == RMS ? encode_block<RMS>(span, block, bits) : encode_block<L1>(span, block, bits);
+        bad |= span.rule == RMS ? encode_block<RMS>(span, block, bits)
+                                : encode_block<L1>(span, block, bits);
     return bad;
 }
 
@@ -150,7 +161,9 @@ void onebit_encode_scaled_kernel(const CodecSpan& span, int64_t begin, int64_t e
     }
 }
 
-void onebit_sum_kernel(const CodecSpan& span, int64_t first, int64_t last) { sum_blocks(span, first, last, decode_row); }
+void onebit_sum_kernel(const CodecSpan& span, int64_t first, int64_t last) {
+    sum_blocks(span, first, last, decode_row);
+}
 
 void onebit_sums_kernel(const void* x, int dtype, const float* error, int64_t n, double* sums) {
     alignas(64) float tile[HELD];

@@ -8,19 +8,25 @@ namespace {
 
 constexpr int64_t PHILOX_LANES = 64;  // blocks made at a time
 
-// With AVX a block is a column of 64-bit lanes of which only the lower halves count: the multiplication ignores the upper ones,
-// so a round is two products, two shifts and the exclusive ors, without shuffles.
+// With AVX a block is a column of 64-bit lanes of which only the lower halves count: the
+// multiplication ignores the upper ones, so a round is two products, two shifts and the exclusive
+// ors, without shuffles.
 #if defined(__AVX512F__)
 constexpr int64_t GROUP = 8;
 using Wide = __m512i;
 inline Wide wide(uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
-inline Wide counters(uint64_t block) { return _mm512_add_epi64(wide(block), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }
+inline Wide counters(uint64_t block) {
+    return _mm512_add_epi64(wide(block), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
+}
 inline Wide product(Wide a, Wide b) { return _mm512_mul_epu32(a, b); }
 inline Wide high(Wide a) { return _mm512_srli_epi64(a, 32); }
 inline Wide xor3(Wide a, Wide b, Wide c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-inline Wide pair(Wide low, Wide up) { return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(up, 32)); }
+inline Wide pair(Wide low, Wide up) {
+    return _mm512_mask_blend_epi32(0xAAAA, low, _mm512_slli_epi64(up, 32));
+}
 inline void put(uint32_t* out, Wide words01, Wide words23) {
-    const __m512i first = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), second = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+    const __m512i first = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11),
+                  second = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
     _mm512_storeu_si512(out, _mm512_permutex2var_epi64(words01, first, words23));
     _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi64(words01, second, words23));
 }
@@ -28,24 +34,33 @@ inline void put(uint32_t* out, Wide words01, Wide words23) {
 constexpr int64_t GROUP = 4;
 using Wide = __m256i;
 inline Wide wide(uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
-inline Wide counters(uint64_t block) { return _mm256_add_epi64(wide(block), _mm256_setr_epi64x(0, 1, 2, 3)); }
+inline Wide counters(uint64_t block) {
+    return _mm256_add_epi64(wide(block), _mm256_setr_epi64x(0, 1, 2, 3));
+}
 inline Wide product(Wide a, Wide b) { return _mm256_mul_epu32(a, b); }
 inline Wide high(Wide a) { return _mm256_srli_epi64(a, 32); }
 inline Wide xor3(Wide a, Wide b, Wide c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-inline Wide pair(Wide low, Wide up) { return _mm256_blend_epi32(low, _mm256_slli_epi64(up, 32), 0xAA); }
+inline Wide pair(Wide low, Wide up) {
+    return _mm256_blend_epi32(low, _mm256_slli_epi64(up, 32), 0xAA);
+}
 inline void put(uint32_t* out, Wide words01, Wide words23) {
-    const __m256i even = _mm256_unpacklo_epi64(words01, words23), odd = _mm256_unpackhi_epi64(words01, words23);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(even, odd, 0x20));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), _mm256_permute2x128_si256(even, odd, 0x31));
+    const __m256i even = _mm256_unpacklo_epi64(words01, words23),
+                  odd = _mm256_unpackhi_epi64(words01, words23);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                        _mm256_permute2x128_si256(even, odd, 0x20));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8),
+                        _mm256_permute2x128_si256(even, odd, 0x31));
 }
 #endif
 
 // out[4 * b + i] = word i of block `block + b`, for b < PHILOX_LANES.
-inline void philox_fill(uint32_t* __restrict out, uint64_t key, uint64_t block, uint32_t step, uint32_t stream) {
+inline void philox_fill(uint32_t* __restrict out, uint64_t key, uint64_t block, uint32_t step,
+                        uint32_t stream) {
 #if defined(__AVX2__)
     const Wide m0 = wide(PHILOX_M0), m1 = wide(PHILOX_M1);
     for (int64_t b = 0; b < PHILOX_LANES; b += GROUP) {
-        Wide c0 = counters(block + static_cast<uint64_t>(b)), c1 = high(c0), c2 = wide(step), c3 = wide(stream);
+        Wide c0 = counters(block + static_cast<uint64_t>(b)), c1 = high(c0), c2 = wide(step),
+             c3 = wide(stream);
         uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #pragma GCC unroll 10
         for (int round = 0; round < PHILOX_ROUNDS; ++round) {
@@ -63,7 +78,8 @@ inline void philox_fill(uint32_t* __restrict out, uint64_t key, uint64_t block, 
     PYOPS_VECTORISE
     for (int64_t b = 0; b < PHILOX_LANES; ++b) {
         const uint64_t counter = block + static_cast<uint64_t>(b);
-        uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = step, c3 = stream;
+        uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32),
+                 c2 = step, c3 = stream;
         uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #pragma GCC unroll 10
         for (int round = 0; round < PHILOX_ROUNDS; ++round) {
@@ -80,15 +96,18 @@ inline void philox_fill(uint32_t* __restrict out, uint64_t key, uint64_t block, 
 }
 
 // n random half-words of a stream, from element `index` on: the words' halves, low one first.
-inline void random_halves(uint16_t* out, int64_t n, uint64_t key, uint64_t index, uint32_t step, uint32_t stream) {
+inline void random_halves(uint16_t* out, int64_t n, uint64_t key, uint64_t index, uint32_t step,
+                          uint32_t stream) {
     uint32_t words[4 * PHILOX_LANES];
     for (int64_t done = 0; done < n;) {
         const uint64_t j = index + static_cast<uint64_t>(done);
         const int64_t first = static_cast<int64_t>(j & 7);
-        const int64_t count = 8 * PHILOX_LANES - first < n - done ? 8 * PHILOX_LANES - first : n - done;
+        const int64_t count =
+            8 * PHILOX_LANES - first < n - done ? 8 * PHILOX_LANES - first : n - done;
         philox_fill(words, key, j >> 3, step, stream);
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-        memcpy(out + done, reinterpret_cast<const char*>(words) + 2 * first, static_cast<size_t>(2 * count));
+        memcpy(out + done, reinterpret_cast<const char*>(words) + 2 * first,
+               static_cast<size_t>(2 * count));
 #else
         for (int64_t i = first; i < first + count; ++i)
             out[done + i - first] = static_cast<uint16_t>(words[i >> 1] >> (16 * (i & 1)));

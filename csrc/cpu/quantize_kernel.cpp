@@ -1,4 +1,5 @@
-// Eight bits per number: int8 and fp8. A block is read once; its largest magnitude gives the scale, and only its error is written back.
+// Eight bits per number: int8 and fp8. A block is read once; its largest magnitude gives the scale,
+// and only its error is written back.
 #include "../math/quantize.h"
 #include "codec_tile.h"
 #include "philox_fill.h"
@@ -6,7 +7,8 @@
 namespace pyops::PYOPS_ISA {
 namespace {
 
-// The bits of the largest magnitude: as integers they are in the order of the numbers, and above all of them are inf and nan.
+// The bits of the largest magnitude: as integers they are in the order of the numbers, and above
+// all of them are inf and nan.
 uint32_t largest_of(const float* u, int64_t n, uint32_t so_far) {
     int32_t largest = static_cast<int32_t>(so_far);
     PYOPS_VECTORISE
@@ -20,14 +22,17 @@ uint32_t largest_of(const float* u, int64_t n, uint32_t so_far) {
 template <int FORMAT>
 void to_codes(uint8_t* __restrict codes, const float* __restrict u, int64_t n, float scale) {
     PYOPS_VECTORISE
-    for (int64_t i = 0; i < n; ++i) codes[i] = quantize_code<FORMAT>(quantize_ratio<FORMAT>(u[i], scale));
+    for (int64_t i = 0; i < n; ++i)
+        codes[i] = quantize_code<FORMAT>(quantize_ratio<FORMAT>(u[i], scale));
 }
 
 template <int FORMAT>
-void to_codes_randomly(uint8_t* __restrict codes, const float* __restrict u, int64_t n, float scale, const uint16_t* __restrict random) {
+void to_codes_randomly(uint8_t* __restrict codes, const float* __restrict u, int64_t n, float scale,
+                       const uint16_t* __restrict random) {
     PYOPS_VECTORISE
     for (int64_t i = 0; i < n; ++i)
-        codes[i] = quantize_code<FORMAT>(quantize_ratio<FORMAT>(u[i], scale), static_cast<uint32_t>(random[i]));
+        codes[i] = quantize_code<FORMAT>(quantize_ratio<FORMAT>(u[i], scale),
+                                         static_cast<uint32_t>(random[i]));
 }
 
 template <int FORMAT, bool ADD>
@@ -40,7 +45,8 @@ void from_codes(float* __restrict out, const uint8_t* __restrict codes, int64_t 
 }
 
 template <int FORMAT>
-void store_error(float* __restrict error, const float* __restrict u, const uint8_t* __restrict codes, int64_t n, float scale) {
+void store_error(float* __restrict error, const float* __restrict u,
+                 const uint8_t* __restrict codes, int64_t n, float scale) {
     PYOPS_VECTORISE
     for (int64_t i = 0; i < n; ++i) {
         const float value = scale * quantize_number<FORMAT>(codes[i]);
@@ -52,14 +58,17 @@ template <int FORMAT>
 void decode_row(float* out, const CodecSpan& span, int row, int64_t begin, int64_t n, bool add) {
     const uint8_t* codes = span.rows[row] + 4 * span.blocks() + begin;
     const float scale = scale_at(span.rows[row], begin / span.block);
-    if (add) from_codes<FORMAT, true>(out, codes, n, scale);
-    else from_codes<FORMAT, false>(out, codes, n, scale);
+    if (add)
+        from_codes<FORMAT, true>(out, codes, n, scale);
+    else
+        from_codes<FORMAT, false>(out, codes, n, scale);
 }
 
 template <int FORMAT>
 bool encode_block(const CodecSpan& span, int64_t block, uint8_t* codes) {
     alignas(64) float tile[HELD];
-    const int64_t begin = block * span.block, end = begin + span.block < span.n ? begin + span.block : span.n;
+    const int64_t begin = block * span.block,
+                  end = begin + span.block < span.n ? begin + span.block : span.n;
     const float* u = tile;
     uint32_t largest = 0;
     for (int64_t start = begin; start < end; start += HELD) {
@@ -79,7 +88,8 @@ bool encode_block(const CodecSpan& span, int64_t block, uint8_t* codes) {
         } else {
             to_codes<FORMAT>(codes + start, u, n, scale);
         }
-        if (span.error && scale == scale) store_error<FORMAT>(span.error + start, u, codes + start, n, scale);
+        if (span.error && scale == scale)
+            store_error<FORMAT>(span.error + start, u, codes + start, n, scale);
     }
     return scale != scale;
 }
@@ -88,7 +98,8 @@ template <int FORMAT>
 bool encode_blocks(const CodecSpan& span, int64_t first, int64_t last) {
     uint8_t* const codes = span.payload + 4 * span.blocks();
     bool bad = false;
-    for (int64_t block = first; block < last; ++block) bad |= encode_block<FORMAT>(span, block, codes);
+    for (int64_t block = first; block < last; ++block)
+        bad |= encode_block<FORMAT>(span, block, codes);
     return bad;
 }
 
@@ -96,13 +107,17 @@ bool encode_blocks(const CodecSpan& span, int64_t first, int64_t last) {
 
 bool quantize_encode_kernel(const CodecSpan& span, int64_t first, int64_t last) {
     if (span.rule == INT8) return encode_blocks<INT8>(span, first, last);
-    return span.rule == E4M3 ? encode_blocks<E4M3>(span, first, last) : encode_blocks<E5M2>(span, first, last);
+    return span.rule == E4M3 ? encode_blocks<E4M3>(span, first, last)
+                             : encode_blocks<E5M2>(span, first, last);
 }
 
 void quantize_sum_kernel(const CodecSpan& span, int64_t first, int64_t last) {
-    if (span.rule == INT8) sum_blocks(span, first, last, decode_row<INT8>);
-    else if (span.rule == E4M3) sum_blocks(span, first, last, decode_row<E4M3>);
-    else sum_blocks(span, first, last, decode_row<E5M2>);
+    if (span.rule == INT8)
+        sum_blocks(span, first, last, decode_row<INT8>);
+    else if (span.rule == E4M3)
+        sum_blocks(span, first, last, decode_row<E4M3>);
+    else
+        sum_blocks(span, first, last, decode_row<E5M2>);
 }
 
 }  // namespace pyops::PYOPS_ISA

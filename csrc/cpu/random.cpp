@@ -1,4 +1,5 @@
-// Philox streams into tensors: a part of `out` is a few runs of consecutive global indices (pyops/ops/random.py).
+// Philox streams into tensors: a part of `out` is a few runs of consecutive global indices
+// (pyops/ops/random.py).
 #include "../host/box.h"
 #include "kernels.h"
 #include "loop.h"
@@ -14,10 +15,13 @@ struct Place {
 int64_t check_place(const Tensor& out, const Place& place, bool boolean, const char* op) {
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(out.get(), &dtype));
-    require(dtype == (boolean ? aoti_torch_dtype_bool() : aoti_torch_dtype_float32()) && out.is_contiguous(), "pyops::", op,
-            ": out must be a contiguous ", boolean ? "bool" : "float32", " tensor, got shape ", Shape{out});
+    require(dtype == (boolean ? aoti_torch_dtype_bool() : aoti_torch_dtype_float32()) &&
+                out.is_contiguous(),
+            "pyops::", op, ": out must be a contiguous ", boolean ? "bool" : "float32",
+            " tensor, got shape ", Shape{out});
     require(place.offset >= 0 && place.row >= 1 && place.row_stride >= 0, "pyops::", op,
-            ": need offset >= 0, row >= 1, row_stride >= 0; got ", place.offset, ", ", place.row, ", ", place.row_stride);
+            ": need offset >= 0, row >= 1, row_stride >= 0; got ", place.offset, ", ", place.row,
+            ", ", place.row_stride);
     return out.numel();
 }
 
@@ -28,14 +32,16 @@ void for_each_run(int64_t n, const Place& place, F f) {
         while (begin < end) {
             const int64_t line = begin / place.row, column = begin % place.row;
             const bool seamless = place.row == place.row_stride;
-            const int64_t count = seamless ? end - begin : std::min(end - begin, place.row - column);
+            const int64_t count =
+                seamless ? end - begin : std::min(end - begin, place.row - column);
             f(begin, count, static_cast<uint64_t>(place.offset + line * place.row_stride + column));
             begin += count;
         }
     });
 }
 
-void philox_uniform_(const Tensor out, int64_t key, int64_t offset, int64_t row, int64_t row_stride) {
+void philox_uniform_(const Tensor out, int64_t key, int64_t offset, int64_t row,
+                     int64_t row_stride) {
     const Place place{offset, row, row_stride};
     const int64_t n = check_place(out, place, false, "philox_uniform_");
     float* const data = static_cast<float*>(out.data_ptr());
@@ -45,7 +51,8 @@ void philox_uniform_(const Tensor out, int64_t key, int64_t offset, int64_t row,
     });
 }
 
-void philox_normal_(const Tensor out, int64_t key, int64_t offset, int64_t row, int64_t row_stride) {
+void philox_normal_(const Tensor out, int64_t key, int64_t offset, int64_t row,
+                    int64_t row_stride) {
     const Place place{offset, row, row_stride};
     const int64_t n = check_place(out, place, false, "philox_normal_");
     float* const data = static_cast<float*>(out.data_ptr());
@@ -55,14 +62,17 @@ void philox_normal_(const Tensor out, int64_t key, int64_t offset, int64_t row, 
     });
 }
 
-void philox_dropout_mask_(const Tensor out, double p, int64_t key, int64_t offset, int64_t row, int64_t row_stride) {
+void philox_dropout_mask_(const Tensor out, double p, int64_t key, int64_t offset, int64_t row,
+                          int64_t row_stride) {
     const Place place{offset, row, row_stride};
     const int64_t n = check_place(out, place, true, "philox_dropout_mask_");
-    require(p >= 0.0 && p <= 1.0, "pyops::philox_dropout_mask_: p must be a probability in [0, 1], got ", p);
+    require(p >= 0.0 && p <= 1.0,
+            "pyops::philox_dropout_mask_: p must be a probability in [0, 1], got ", p);
     uint8_t* const data = static_cast<uint8_t*>(out.data_ptr());
     const Kernels& kernel = kernels();
     for_each_run(n, place, [&](int64_t at, int64_t count, uint64_t index) {
-        kernel.dropout_mask(data + at, count, static_cast<float>(p), static_cast<uint64_t>(key), index);
+        kernel.dropout_mask(data + at, count, static_cast<float>(p), static_cast<uint64_t>(key),
+                            index);
     });
 }
 

@@ -1,4 +1,5 @@
-// Uniform and normal numbers and dropout masks from Philox words. Compiled without contraction: the same bits everywhere.
+// Uniform and normal numbers and dropout masks from Philox words. Compiled without contraction: the
+// same bits everywhere.
 #include "../math/gaussian.h"
 #include "isa.h"
 #include "philox_fill.h"
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int64_t WORDS = 4 * PHILOX_LANES;
 
-// Calls make(words) for each run of WORDS elements from an aligned start, and hands (make's result, first, count, position) on.
+// Calls make(words) for each run of WORDS elements from an aligned start, and hands (make's result,
+// first, count, position) on.
 template <typename Make, typename Take>
 void for_each_run(int64_t n, uint64_t key, uint64_t index, Make make, Take take) {
     uint32_t words[WORDS];
@@ -31,7 +33,8 @@ void uniforms(float* __restrict out, const uint32_t* __restrict words) {
 void normals(float* __restrict out, const uint32_t* __restrict words) {
     float even[WORDS / 2], odd[WORDS / 2];
     PYOPS_VECTORISE
-    for (int64_t i = 0; i < WORDS / 2; ++i) normal_pair(words[2 * i], words[2 * i + 1], even[i], odd[i]);
+    for (int64_t i = 0; i < WORDS / 2; ++i)
+        normal_pair(words[2 * i], words[2 * i + 1], even[i], odd[i]);
     PYOPS_VECTORISE
     for (int64_t i = 0; i < WORDS / 2; ++i) {
         out[2 * i] = even[i];
@@ -45,14 +48,18 @@ void uniform_kernel(float* out, int64_t n, uint64_t key, uint64_t index) {
     float values[WORDS];
     for_each_run(
         n, key, index, [&](const uint32_t* words) { uniforms(values, words); },
-        [&](int64_t first, int64_t count, int64_t done) { memcpy(out + done, values + first, static_cast<size_t>(count) * 4); });
+        [&](int64_t first, int64_t count, int64_t done) {
+            memcpy(out + done, values + first, static_cast<size_t>(count) * 4);
+        });
 }
 
 void normal_kernel(float* out, int64_t n, uint64_t key, uint64_t index) {
     float values[WORDS];
     for_each_run(
         n, key, index, [&](const uint32_t* words) { normals(values, words); },
-        [&](int64_t first, int64_t count, int64_t done) { memcpy(out + done, values + first, static_cast<size_t>(count) * 4); });
+        [&](int64_t first, int64_t count, int64_t done) {
+            memcpy(out + done, values + first, static_cast<size_t>(count) * 4);
+        });
 }
 
 void dropout_mask_kernel(uint8_t* out, int64_t n, float p, uint64_t key, uint64_t index) {
@@ -62,7 +69,9 @@ void dropout_mask_kernel(uint8_t* out, int64_t n, float p, uint64_t key, uint64_
         [&](const uint32_t* words) {
             for (int64_t i = 0; i < WORDS; ++i) keep[i] = uniform_of(words[i]) >= p;
         },
-        [&](int64_t first, int64_t count, int64_t done) { memcpy(out + done, keep + first, static_cast<size_t>(count)); });
+        [&](int64_t first, int64_t count, int64_t done) {
+            memcpy(out + done, keep + first, static_cast<size_t>(count));
+        });
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -21,7 +21,9 @@ int check_operand(const Tensor& out, const Tensor& a, const char* op) {
 const void* moved(const void* base, int64_t elements, int dtype) {
     return static_cast<const char*>(base) + elements * (dtype == FP64 ? 8 : dtype == FP32 ? 4 : 2);
 }
-void* moved(void* base, int64_t elements, int dtype) { return const_cast<void*>(moved(const_cast<const void*>(base), elements, dtype)); }
+void* moved(void* base, int64_t elements, int dtype) {
+    return const_cast<void*>(moved(const_cast<const void*>(base), elements, dtype));
+}
 
 void accumulate_(const Tensor out, const Tensor a, double scale) {
     const int in = check_operand(out, a, "accumulate_"), to = dtype_code(out);
@@ -29,7 +31,8 @@ void accumulate_(const Tensor out, const Tensor a, double scale) {
     const void* const source = a.data_ptr();
     const Kernels& kernel = kernels();
     for_each_part(out.numel(), [&](int64_t begin, int64_t end) {
-        kernel.accumulate(moved(target, begin, to), moved(source, begin, in), end - begin, to, in, scale);
+        kernel.accumulate(moved(target, begin, to), moved(source, begin, in), end - begin, to, in,
+                          scale);
     });
 }
 
@@ -39,7 +42,8 @@ void scale_cast_(const Tensor out, const Tensor a, double scale) {
     const void* const source = a.data_ptr();
     const Kernels& kernel = kernels();
     for_each_part(out.numel(), [&](int64_t begin, int64_t end) {
-        kernel.scale_cast(moved(target, begin, to), moved(source, begin, in), end - begin, to, in, scale);
+        kernel.scale_cast(moved(target, begin, to), moved(source, begin, in), end - begin, to, in,
+                          scale);
     });
 }
 
@@ -48,7 +52,8 @@ void sum_rows_(const Tensor out, const Tensors rows, double scale) {
     const int in = dtype_code(rows[0]), to = dtype_code(out);
     std::vector<const void*> sources;
     for (const Tensor& row : rows) {
-        require(check_operand(out, row, "sum_rows_") == in, "pyops::sum_rows_: rows must have one dtype");
+        require(check_operand(out, row, "sum_rows_") == in,
+                "pyops::sum_rows_: rows must have one dtype");
         sources.push_back(row.data_ptr());
     }
     void* const target = out.data_ptr();
@@ -56,7 +61,8 @@ void sum_rows_(const Tensor out, const Tensors rows, double scale) {
     for_each_part(out.numel(), [&](int64_t begin, int64_t end) {
         std::vector<const void*> here;
         for (const void* source : sources) here.push_back(moved(source, begin, in));
-        kernel.sum_rows(moved(target, begin, to), here.data(), static_cast<int>(here.size()), end - begin, to, in, scale);
+        kernel.sum_rows(moved(target, begin, to), here.data(), static_cast<int>(here.size()),
+                        end - begin, to, in, scale);
     });
 }
 

@@ -1,4 +1,5 @@
-// The arithmetic of collectives: sums of rows in the order given, in fp32 (float64 for float64), rounded once.
+// The arithmetic of collectives: sums of rows in the order given, in fp32 (float64 for float64),
+// rounded once.
 #include "vector.h"
 
 namespace pyops::PYOPS_ISA {
@@ -16,7 +17,8 @@ void scale_one(T* out, const T* a, int64_t n, T scale) {
     for (int64_t i = 0; i < n; ++i) out[i] = a[i] * scale;
 }
 
-// Two rows of bf16 to bf16, the heart of the all-reduce over shared memory: everything stays in registers.
+// Two rows of bf16 to bf16, the heart of the all-reduce over shared memory: everything stays in
+// registers.
 void add_two_bf16(Bf16* out, const Bf16* a, const Bf16* b, int64_t n, float scale) {
     int64_t i = 0;
 #if defined(__AVX2__)
@@ -29,27 +31,34 @@ void add_two_bf16(Bf16* out, const Bf16* a, const Bf16* b, int64_t n, float scal
     }
 #endif
     PYOPS_VECTORISE
-    for (; i < n; ++i) out[i].bits = float_to_bf16((bf16_to_float(a[i].bits) + bf16_to_float(b[i].bits)) * scale);
+    for (; i < n; ++i)
+        out[i].bits = float_to_bf16((bf16_to_float(a[i].bits) + bf16_to_float(b[i].bits)) * scale);
 }
 
 void sum_rows_fp64(double* out, const void* const* rows, int num_rows, int64_t n, double scale) {
-    if (num_rows == 2) return add_two(out, static_cast<const double*>(rows[0]), static_cast<const double*>(rows[1]), n, scale);
+    if (num_rows == 2)
+        return add_two(out, static_cast<const double*>(rows[0]),
+                       static_cast<const double*>(rows[1]), n, scale);
     double total[TILE];
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
         memcpy(total, static_cast<const double*>(rows[0]) + start, static_cast<size_t>(count) * 8);
-        for (int r = 1; r < num_rows; ++r) add_two(total, total, static_cast<const double*>(rows[r]) + start, count, 1.0);
+        for (int r = 1; r < num_rows; ++r)
+            add_two(total, total, static_cast<const double*>(rows[r]) + start, count, 1.0);
         scale_one(out + start, total, count, scale);
     }
 }
 
 }  // namespace
 
-void sum_rows_kernel(void* out, const void* const* rows, int num_rows, int64_t n, int dtype_out, int dtype_in, double scale) {
-    if (dtype_out == FP64) return sum_rows_fp64(static_cast<double*>(out), rows, num_rows, n, scale);
+void sum_rows_kernel(void* out, const void* const* rows, int num_rows, int64_t n, int dtype_out,
+                     int dtype_in, double scale) {
+    if (dtype_out == FP64)
+        return sum_rows_fp64(static_cast<double*>(out), rows, num_rows, n, scale);
     const float factor = static_cast<float>(scale);
     if (num_rows == 2 && dtype_in == BF16 && dtype_out == BF16)
-        return add_two_bf16(static_cast<Bf16*>(out), static_cast<const Bf16*>(rows[0]), static_cast<const Bf16*>(rows[1]), n, factor);
+        return add_two_bf16(static_cast<Bf16*>(out), static_cast<const Bf16*>(rows[0]),
+                            static_cast<const Bf16*>(rows[1]), n, factor);
     float first[TILE], next[TILE], total[TILE];
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t count = n - start < TILE ? n - start : TILE;
@@ -67,7 +76,8 @@ void sum_rows_kernel(void* out, const void* const* rows, int num_rows, int64_t n
     }
 }
 
-void accumulate_kernel(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale) {
+void accumulate_kernel(void* out, const void* a, int64_t n, int dtype_out, int dtype_in,
+                       double scale) {
     if (dtype_out == dtype_in) {
         const void* rows[2] = {out, a};
         return sum_rows_kernel(out, rows, 2, n, dtype_out, dtype_in, scale);
@@ -83,7 +93,8 @@ void accumulate_kernel(void* out, const void* a, int64_t n, int dtype_out, int d
     }
 }
 
-void scale_cast_kernel(void* out, const void* a, int64_t n, int dtype_out, int dtype_in, double scale) {
+void scale_cast_kernel(void* out, const void* a, int64_t n, int dtype_out, int dtype_in,
+                       double scale) {
     const void* rows[1] = {a};
     sum_rows_kernel(out, rows, 1, n, dtype_out, dtype_in, scale);
 }

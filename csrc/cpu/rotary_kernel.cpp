@@ -1,4 +1,5 @@
-// Rotary positions, head by head: x is read once through its strides, the tables stay in L1 over the heads of a token.
+// Rotary positions, head by head: x is read once through its strides, the tables stay in L1 over
+// the heads of a token.
 #include "rotary.h"
 #include "storage.h"
 
@@ -25,7 +26,8 @@ inline __attribute__((always_inline)) V angle(const float* table, int64_t i, W s
 }
 
 template <typename S>
-void turn_halves(S* out, const S* x, const float* cos, const float* sin, Real<S> sign, int64_t half) {
+void turn_halves(S* out, const S* x, const float* cos, const float* sin, Real<S> sign,
+                 int64_t half) {
     using W = Real<S>;
     for_each_of<S>(half, [=](auto lane, int64_t i) __attribute__((always_inline)) {
         using V = typename decltype(lane)::type;
@@ -51,7 +53,8 @@ void turn_pairs(W* out, const W* x, const float* cos, const float* sin, W sign, 
 }
 
 template <typename S>
-void turn_interleaved(S* out, const S* x, const float* cos, const float* sin, Real<S> sign, int64_t half) {
+void turn_interleaved(S* out, const S* x, const float* cos, const float* sin, Real<S> sign,
+                      int64_t half) {
     if constexpr (sizeof(S) > 2) {
         turn_pairs(out, x, cos, sin, sign, half);
     } else {
@@ -73,13 +76,18 @@ void rotary_kernel(const RotarySpan& span, int64_t first, int64_t last) {
         const Real<S> sign = span.inverse ? -1 : 1;
         const int64_t turned = 2 * span.half;
         for (int64_t row = first; row < last; ++row) {
-            const int64_t head = row % span.H, token = row / span.H, t = token % span.T, b = token / span.T;
-            const S* const x = static_cast<const S*>(span.x) + b * span.stride[0] + t * span.stride[1] + head * span.stride[2];
+            const int64_t head = row % span.H, token = row / span.H, t = token % span.T,
+                          b = token / span.T;
+            const S* const x = static_cast<const S*>(span.x) + b * span.stride[0] +
+                               t * span.stride[1] + head * span.stride[2];
             S* const out = static_cast<S*>(span.out) + row * span.K;
             const int64_t at = b * span.table_stride + t * span.half;
-            if (span.interleaved) turn_interleaved(out, x, span.cos + at, span.sin + at, sign, span.half);
-            else turn_halves(out, x, span.cos + at, span.sin + at, sign, span.half);
-            if (turned < span.K) memcpy(out + turned, x + turned, static_cast<size_t>(span.K - turned) * sizeof(S));
+            if (span.interleaved)
+                turn_interleaved(out, x, span.cos + at, span.sin + at, sign, span.half);
+            else
+                turn_halves(out, x, span.cos + at, span.sin + at, sign, span.half);
+            if (turned < span.K)
+                memcpy(out + turned, x + turned, static_cast<size_t>(span.K - turned) * sizeof(S));
         }
     });
 }

@@ -1,8 +1,11 @@
-// Sums over the rows of a matrix on torch's threads, in an order that does not depend on how many there are: bias gradients.
+// Sums over the rows of a matrix on torch's threads, in an order that does not depend on how many
+// there are: bias gradients.
 //
-//   rows    |--- block 0 ---|--- block 1 ---| ...     blocks by the number of rows alone; a task is a block and some columns
-//   sums    [block 0, columns]                        a kernel adds 32 rows in fp32, then those to the block's float64 sums
-//           [block 1, columns]   ...                  at the end the blocks are added in their order
+//   rows  |--- block 0 ---|--- block 1 ---| ...  cut by the number of rows alone; a task is a
+//                                                block and some columns
+//   sums  [block 0, columns]                     a kernel adds 32 rows in fp32, then those to
+//                                                the block's float64 sums
+//         [block 1, columns]   ...               at the end the blocks are added in their order
 #pragma once
 #include <memory>
 
@@ -27,18 +30,23 @@ public:
     double* data() { return sums_.get(); }
     double* of_block(int64_t block) { return sums_ ? sums_.get() + block * columns_ : nullptr; }
 
-    // Calls f(tile, block) for every task; `across` columns are walked (half of all where two go together).
+    // Calls f(tile, block) for every task; `across` columns are walked (half of all where two go
+    // together).
     template <typename F>
     void for_each_tile(int64_t across, F f) const {
         const int64_t tiles = (across + SUM_COLUMNS - 1) / SUM_COLUMNS, tasks = blocks_ * tiles;
         const auto run = [&](int64_t from, int64_t to) {
             for (int64_t task = from; task < to; ++task) {
                 const int64_t block = task / tiles, begin = task % tiles * SUM_COLUMNS;
-                f(RowTile{block * each_, std::min(rows_, (block + 1) * each_), begin, std::min(across, begin + SUM_COLUMNS)}, block);
+                f(RowTile{block * each_, std::min(rows_, (block + 1) * each_), begin,
+                          std::min(across, begin + SUM_COLUMNS)},
+                  block);
             }
         };
-        if (rows_ * columns_ <= SERIAL) run(0, tasks);
-        else torch::stable::parallel_for(0, tasks, 1, run);
+        if (rows_ * columns_ <= SERIAL)
+            run(0, tasks);
+        else
+            torch::stable::parallel_for(0, tasks, 1, run);
     }
 
     // The blocks' sums, added in order and rounded once to `out`'s dtype.

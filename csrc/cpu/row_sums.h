@@ -1,4 +1,5 @@
-// The kernels' side of sums over rows (row_blocks.h): fp32 sums of a few rows in L1, then added to a block's float64 sums.
+// The kernels' side of sums over rows (row_blocks.h): fp32 sums of a few rows in L1, then added to
+// a block's float64 sums.
 #pragma once
 #include "row_tile.h"
 #include "storage.h"

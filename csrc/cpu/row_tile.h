@@ -1,4 +1,5 @@
-// A part of a matrix that one call of a kernel works on, and how a sum over rows is cut so that its bits depend on the matrix alone.
+// A part of a matrix that one call of a kernel works on, and how a sum over rows is cut so that its
+// bits depend on the matrix alone.
 #pragma once
 #include <cstdint>
 

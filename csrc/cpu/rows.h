@@ -1,8 +1,11 @@
 // Registers and sums for kernels that go over whole rows, in fp32 or in float64.
 //
-//   Wide<T>            a register of T at every instruction set: Vec of vector.h, or a vector that GCC makes of what there is
-//   across<T>(n, f)    calls f(Lane<V>{}, i, slot) for every stretch of [0, n): V = Wide<T>, and T for the rest
-//   Sums<T, SLOTS>     a sum over such a sweep: up to four registers side by side, so that one addition need not wait for the last
+//   Wide<T>          a register of T at every instruction set: Vec of vector.h, or a vector that
+//                    GCC makes of what there is
+//   across<T>(n, f)  calls f(Lane<V>{}, i, slot) for every stretch of [0, n): V = Wide<T>, and T
+//                    for the rest
+//   Sums<T, SLOTS>   a sum over such a sweep: up to four registers side by side, so that one
+//                    addition need not wait for the last
 #pragma once
 #include "storage.h"
 
@@ -87,7 +90,9 @@ inline float sum_of(__m256 a) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 #if defined(__AVX512F__)
-inline float sum_of(Vec a) { return sum_of(_mm256_add_ps(_mm512_castps512_ps256(a.x), _mm512_extractf32x8_ps(a.x, 1))); }
+inline float sum_of(Vec a) {
+    return sum_of(_mm256_add_ps(_mm512_castps512_ps256(a.x), _mm512_extractf32x8_ps(a.x, 1)));
+}
 #else
 inline float sum_of(Vec a) { return sum_of(a.x); }
 #endif
@@ -106,10 +111,16 @@ struct Sums {
     inline __attribute__((always_inline)) Sums() {
         for (V& sum : wide) sum = V(T(0));
     }
-    inline __attribute__((always_inline)) void add(V x, int slot) { wide[slot % SLOTS] = wide[slot % SLOTS] + x; }
+    inline __attribute__((always_inline)) void add(V x, int slot) {
+        wide[slot % SLOTS] = wide[slot % SLOTS] + x;
+    }
     inline __attribute__((always_inline)) void add(T x, int) { rest += x; }
-    inline __attribute__((always_inline)) void add_product(V x, V y, int slot) { wide[slot % SLOTS] = fused(x, y, wide[slot % SLOTS]); }
-    inline __attribute__((always_inline)) void add_product(T x, T y, int) { rest = fused(x, y, rest); }
+    inline __attribute__((always_inline)) void add_product(V x, V y, int slot) {
+        wide[slot % SLOTS] = fused(x, y, wide[slot % SLOTS]);
+    }
+    inline __attribute__((always_inline)) void add_product(T x, T y, int) {
+        rest = fused(x, y, rest);
+    }
 
     inline __attribute__((always_inline)) T total() const {
         V sum = wide[0];

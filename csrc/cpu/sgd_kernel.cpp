@@ -3,7 +3,11 @@
 
 namespace pyops::PYOPS_ISA {
 
-void plain_sgd_kernel(const StepSpan& span, const PlainSgd<float>& rule) { step_in_memory<PlainSgd>(span, rule); }
-void momentum_sgd_kernel(const StepSpan& span, const MomentumSgd<float>& rule) { step_in_memory<MomentumSgd>(span, rule); }
+void plain_sgd_kernel(const StepSpan& span, const PlainSgd<float>& rule) {
+    step_in_memory<PlainSgd>(span, rule);
+}
+void momentum_sgd_kernel(const StepSpan& span, const MomentumSgd<float>& rule) {
+    step_in_memory<MomentumSgd>(span, rule);
+}
 
 }  // namespace pyops::PYOPS_ISA

@@ -1,4 +1,5 @@
-// A step of any elementwise rule over a list of tensors or over their table: checks, what depends on the step, one parallel region.
+// A step of any elementwise rule over a list of tensors or over their table: checks, what depends
+// on the step, one parallel region.
 #pragma once
 #include <cstring>
 
@@ -9,12 +10,14 @@
 
 namespace pyops {
 
-// From here on (12 bytes and more each) no cache keeps a step's parameters until they are read again.
+// From here on (12 bytes and more each) no cache keeps a step's parameters until they are read
+// again.
 constexpr int64_t STREAMED_NUMEL = 4 << 20;
 
 inline double value_of(const Tensor& scalar) {
     const void* data = scalar.data_ptr();
-    return dtype_code(scalar) == FP64 ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
+    return dtype_code(scalar) == FP64 ? *static_cast<const double*>(data)
+                                      : *static_cast<const float*>(data);
 }
 
 inline void* moved(const int64_t* row, Column column, Field field, int64_t elements) {
@@ -22,7 +25,8 @@ inline void* moved(const int64_t* row, Column column, Field field, int64_t eleme
     return base ? base + elements * (dtype_of(row[PACKED], field) == FP32 ? 4 : 2) : nullptr;
 }
 
-inline StepSpan span_of(const int64_t* row, int64_t begin, int64_t end, uint32_t step, const Around& around, bool streams) {
+inline StepSpan span_of(const int64_t* row, int64_t begin, int64_t end, uint32_t step,
+                        const Around& around, bool streams) {
     StepSpan span;
     span.param = moved(row, PARAM, PARAM_DTYPE, begin);
     span.grad = moved(row, GRAD, GRAD_DTYPE, begin);
@@ -49,13 +53,15 @@ struct Steps {
     std::vector<Rule> rules;
     std::vector<int32_t> of_row;
 
-    Steps(const int64_t* table, int64_t rows, const typename Rule::Options& options, double factor) : of_row(static_cast<size_t>(rows)) {
+    Steps(const int64_t* table, int64_t rows, const typename Rule::Options& options, double factor)
+        : of_row(static_cast<size_t>(rows)) {
         int32_t last = -1;
         for (int64_t r = 0; r < rows; ++r) {
             float* step = reinterpret_cast<float*>(table[r * COLUMNS + STEP]);
             const float value = step ? *step + 1.0f : 0.0f;
             if (step) *step = value;
-            if (last < 0 || values[static_cast<size_t>(last)] != value) last = find(value, options, factor);
+            if (last < 0 || values[static_cast<size_t>(last)] != value)
+                last = find(value, options, factor);
             of_row[static_cast<size_t>(r)] = last;
         }
     }
@@ -75,12 +81,14 @@ inline void zero_gradients(const int64_t* table, int64_t rows) {
         [=](int64_t r, int64_t begin, int64_t end) {
             const int64_t* row = table + r * COLUMNS;
             const size_t size = dtype_of(row[PACKED], GRAD_DTYPE) == FP32 ? 4 : 2;
-            std::memset(moved(row, GRAD, GRAD_DTYPE, begin), 0, static_cast<size_t>(end - begin) * size);
+            std::memset(moved(row, GRAD, GRAD_DTYPE, begin), 0,
+                        static_cast<size_t>(end - begin) * size);
         });
 }
 
 template <typename Rule>
-void step_rows(const int64_t* table, int64_t rows, typename Rule::Options options, const Around& around) {
+void step_rows(const int64_t* table, int64_t rows, typename Rule::Options options,
+               const Around& around) {
     check_scalar(around.lr, "lr_tensor", false, true);
     check_scalar(around.grad_factor, "grad_factor", false, false);
     check_scalar(around.found_inf, "found_inf", false, false);
@@ -89,7 +97,8 @@ void step_rows(const int64_t* table, int64_t rows, typename Rule::Options option
         return;
     }
     if (around.lr) options.lr = value_of(*around.lr);
-    const Steps<Rule> steps(table, rows, options, around.grad_factor ? value_of(*around.grad_factor) : 1.0);
+    const Steps<Rule> steps(table, rows, options,
+                            around.grad_factor ? value_of(*around.grad_factor) : 1.0);
     const Kernels& kernel = kernels();
     int64_t numel = 0;
     for (int64_t r = 0; r < rows; ++r) numel += table[r * COLUMNS + NUMEL];
@@ -98,21 +107,27 @@ void step_rows(const int64_t* table, int64_t rows, typename Rule::Options option
         [&](int64_t r, int64_t begin, int64_t end) {
             const size_t k = static_cast<size_t>(steps.of_row[static_cast<size_t>(r)]);
             const uint32_t step = static_cast<uint32_t>(steps.values[k]);
-            step_span(kernel, span_of(table + r * COLUMNS, begin, end, step, around, numel >= STREAMED_NUMEL), steps.rules[k]);
+            step_span(
+                kernel,
+                span_of(table + r * COLUMNS, begin, end, step, around, numel >= STREAMED_NUMEL),
+                steps.rules[k]);
         });
 }
 
 // What csrc/cpu/unpack.h calls.
 struct Cpu {
     template <template <typename> class R>
-    static void step(const TensorLists& lists, const std::vector<int64_t>& offsets, const typename R<float>::Options& options,
-                     const Around& around, const char* op) {
+    static void step(const TensorLists& lists, const std::vector<int64_t>& offsets,
+                     const typename R<float>::Options& options, const Around& around,
+                     const char* op) {
         const std::vector<int64_t> table = make_table(lists, offsets, REQUIRED<R<float>>, op);
-        step_rows<R<float>>(table.data(), static_cast<int64_t>(lists.params->size()), options, around);
+        step_rows<R<float>>(table.data(), static_cast<int64_t>(lists.params->size()), options,
+                            around);
     }
 
     template <template <typename> class R>
-    static void step_table(const Tensor& table, const typename R<float>::Options& options, const Around& around, const char* op) {
+    static void step_table(const Tensor& table, const typename R<float>::Options& options,
+                           const Around& around, const char* op) {
         const int64_t rows = check_table(table, op);
         const int64_t* data = static_cast<const int64_t*>(table.data_ptr());
         check_columns(data, rows, REQUIRED<R<float>>, op);

@@ -1,4 +1,5 @@
-// Numbers of any of the four dtypes in memory, and what they are computed in: registers of fp32, or float64 one by one.
+// Numbers of any of the four dtypes in memory, and what they are computed in: registers of fp32, or
+// float64 one by one.
 #pragma once
 #include "vector.h"
 
@@ -33,10 +34,14 @@ inline __attribute__((always_inline)) void for_each_of(int64_t n, const F& f) {
 // Calls f(Lane<S>{}) with the type S of a dtype's numbers in memory.
 template <typename F>
 inline __attribute__((always_inline)) void with_storage(int dtype, const F& f) {
-    if (dtype == FP32) f(Lane<float>{});
-    else if (dtype == BF16) f(Lane<Bf16>{});
-    else if (dtype == FP16) f(Lane<Fp16>{});
-    else f(Lane<double>{});
+    if (dtype == FP32)
+        f(Lane<float>{});
+    else if (dtype == BF16)
+        f(Lane<Bf16>{});
+    else if (dtype == FP16)
+        f(Lane<Fp16>{});
+    else
+        f(Lane<double>{});
 }
 
 }  // namespace

@@ -60,16 +60,19 @@ int check_operand(const List& list, size_t i, const Facts& t, const Facts& param
             "] must be float32, bfloat16 or float16; cast it, or leave it to torch");
     require(t.same_device(param), "pyops::", op, ": ", list.name, "[", i,
             "] is on another device than the parameters; move it there");
-    require(t.contiguous || is_dense(t.tensor), "pyops::", op, ": ", list.name, "[", i, "] has shape ", Shape{t.tensor},
-            ": gaps or overlaps in memory; pass a dense copy");
-    require(same_layout(t, param), "pyops::", op, ": ", list.name, "[", i, "] has shape ", Shape{t.tensor}, ", its parameter ",
-            Shape{param.tensor}, "; all tensors of a row must be laid out alike");
+    require(t.contiguous || is_dense(t.tensor), "pyops::", op, ": ", list.name, "[", i,
+            "] has shape ", Shape{t.tensor}, ": gaps or overlaps in memory; pass a dense copy");
+    require(same_layout(t, param), "pyops::", op, ": ", list.name, "[", i, "] has shape ",
+            Shape{t.tensor}, ", its parameter ", Shape{param.tensor},
+            "; all tensors of a row must be laid out alike");
     return dtype;
 }
 
 void check_step(const Facts& step, size_t i, const Facts& param, const char* op) {
-    require(dtype_code(step.tensor) == FP32 && step.numel == 1 && step.same_device(param), "pyops::", op, ": steps[", i,
-            "] must be one float32 number on its parameter's device, got shape ", Shape{step.tensor});
+    require(dtype_code(step.tensor) == FP32 && step.numel == 1 && step.same_device(param),
+            "pyops::", op, ": steps[", i,
+            "] must be one float32 number on its parameter's device, got shape ",
+            Shape{step.tensor});
 }
 
 }  // namespace
@@ -79,7 +82,11 @@ int dtype_code(const Tensor& tensor) {
     static const int32_t fp16 = aoti_torch_dtype_float16(), fp64 = aoti_torch_dtype_float64();
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    return dtype == fp32 ? FP32 : dtype == bf16 ? BF16 : dtype == fp16 ? FP16 : dtype == fp64 ? FP64 : -1;
+    return dtype == fp32   ? FP32
+           : dtype == bf16 ? BF16
+           : dtype == fp16 ? FP16
+           : dtype == fp64 ? FP64
+                           : -1;
 }
 
 bool is_dense(const Tensor& tensor) {
@@ -141,14 +148,15 @@ void check_memory(const Tensor& tensor, const ArgumentOf& argument) {
     std::ostringstream where;
     where << "argument " << argument.number;
     if (argument.place >= 0) where << "[" << argument.place << "]";
-    require(false, "pyops::", argument.op, ": ", where.str(), " has elements but no memory for them: its shape ", Shape{tensor},
-            " from element ", reach.offset, " on needs ", reach.needed, " bytes, its storage has ", reach.held,
+    require(false, "pyops::", argument.op, ": ", where.str(),
+            " has elements but no memory for them: its shape ", Shape{tensor}, " from element ",
+            reach.offset, " on needs ", reach.needed, " bytes, its storage has ", reach.held,
             "; it was resized or given back (resize_), allocate it before the call");
 }
 
 bool gradients_fit(const Tensors gradients, const std::vector<int64_t> expected) {
-    require(gradients.size() == expected.size(), "pyops::gradients_fit: expected has ", expected.size(), " numbers for ",
-            gradients.size(), " gradients; give one for each");
+    require(gradients.size() == expected.size(), "pyops::gradients_fit: expected has ",
+            expected.size(), " numbers for ", gradients.size(), " gradients; give one for each");
     for (size_t i = 0; i < gradients.size(); ++i) {
         const Tensor& t = gradients[i];
         const int64_t kind = (t.numel() << 4) | (t.is_cpu() ? 8 : 0) | dtype_code(t);
@@ -157,7 +165,8 @@ bool gradients_fit(const Tensors gradients, const std::vector<int64_t> expected)
     return true;
 }
 
-std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets, unsigned required, const char* op) {
+std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int64_t>& offsets,
+                                unsigned required, const char* op) {
     const List columns[] = {{"params", lists.params, PARAM_DTYPE},
                             {"grads", lists.grads, GRAD_DTYPE},
                             {"exp_avgs", lists.exp_avgs, MOMENT_DTYPE},
@@ -170,11 +179,13 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
     const auto optional = [=](int column) { return (required >> column & 1u) == 0; };
     for (int column = PARAM; column <= STEP; ++column) {
         const List& c = columns[column];
-        require(c.tensors->size() == params.size() || (optional(column) && c.tensors->empty()), "pyops::", op, ": ", c.name, " has ",
-                c.tensors->size(), " tensors for ", params.size(), " params; expected one for each");
+        require(c.tensors->size() == params.size() || (optional(column) && c.tensors->empty()),
+                "pyops::", op, ": ", c.name, " has ", c.tensors->size(), " tensors for ",
+                params.size(), " params; expected one for each");
     }
-    require(offsets.empty() || offsets.size() == params.size(), "pyops::", op, ": offsets has ", offsets.size(), " numbers for ",
-            params.size(), " params; expected one for each, or none");
+    require(offsets.empty() || offsets.size() == params.size(), "pyops::", op, ": offsets has ",
+            offsets.size(), " numbers for ", params.size(),
+            " params; expected one for each, or none");
     std::vector<int64_t> table(params.size() * COLUMNS, 0);
     if (params.empty()) return table;
     const Facts first(params[0]);
@@ -182,7 +193,8 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
     for (size_t i = 0; i < params.size(); ++i) {
         int64_t* row = table.data() + i * COLUMNS;
         const Facts param(params[i]);
-        require(i == 0 || param.same_device(first), "pyops::", op, ": params[", i, "] is on another device than params[0]; step them apart");
+        require(i == 0 || param.same_device(first), "pyops::", op, ": params[", i,
+                "] is on another device than params[0]; step them apart");
         int moment_dtype = -1;
         for (int column = PARAM; column <= STEP; ++column) {
             const List& c = columns[column];
@@ -194,9 +206,12 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
             } else {
                 const int dtype = check_operand(c, i, t, param, op);
                 const bool moment = c.field == MOMENT_DTYPE;
-                require(!moment || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ", c.name, "[", i,
-                        "] has another dtype than the moment before it; the moments of a row share one");
-                if (!moment || moment_dtype < 0) row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
+                require(!moment || moment_dtype < 0 || moment_dtype == dtype, "pyops::", op, ": ",
+                        c.name, "[", i,
+                        "] has another dtype than the moment before it; the moments of a row share "
+                        "one");
+                if (!moment || moment_dtype < 0)
+                    row[PACKED] |= static_cast<int64_t>(dtype) << (4 * c.field);
                 if (moment) moment_dtype = dtype;
             }
             row[column] = t.numel ? reinterpret_cast<int64_t>(t.tensor.data_ptr()) : 0;
@@ -212,8 +227,10 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
 int64_t check_table(const Tensor& table, const char* op) {
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(table.get(), &dtype));
-    require(dtype == aoti_torch_dtype_int64() && table.dim() == 2 && table.size(1) == COLUMNS && table.is_contiguous(), "pyops::",
-            op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS), "] made by optimizer_table, got ", Shape{table});
+    require(dtype == aoti_torch_dtype_int64() && table.dim() == 2 && table.size(1) == COLUMNS &&
+                table.is_contiguous(),
+            "pyops::", op, ": table must be a contiguous int64 [n, ", static_cast<int>(COLUMNS),
+            "] made by optimizer_table, got ", Shape{table});
     return table.size(0);
 }
 
@@ -221,26 +238,31 @@ void check_columns(const int64_t* table, int64_t rows, unsigned required, const 
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t* row = table + r * COLUMNS;
         for (int column = PARAM; column <= STEP; ++column)
-            require((required >> column & 1u) == 0 || row[column] || row[NUMEL] == 0, "pyops::", op, ": row ", r,
-                    " of the table has nothing in column ", column, ", which this rule works on; make the table with it");
+            require((required >> column & 1u) == 0 || row[column] || row[NUMEL] == 0, "pyops::", op,
+                    ": row ", r, " of the table has nothing in column ", column,
+                    ", which this rule works on; make the table with it");
     }
 }
 
-void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda, bool float64_allowed) {
+void check_scalar(const std::optional<Tensor>& scalar, const char* name, bool on_cuda,
+                  bool float64_allowed) {
     if (!scalar) return;
     const int dtype = dtype_code(*scalar);
-    require((dtype == FP32 || (float64_allowed && dtype == FP64)) && scalar->numel() == 1 && scalar->is_cuda() == on_cuda, "pyops: ",
-            name, " must be one float32", float64_allowed ? " or float64" : "", " number on the parameters' device, got shape ",
-            Shape{*scalar});
+    require((dtype == FP32 || (float64_allowed && dtype == FP64)) && scalar->numel() == 1 &&
+                scalar->is_cuda() == on_cuda,
+            "pyops: ", name, " must be one float32", float64_allowed ? " or float64" : "",
+            " number on the parameters' device, got shape ", Shape{*scalar});
 }
 
 namespace {
 
-Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors exp_avgs, const Tensors exp_avg_sqs,
-                       const Tensors max_exp_avg_sqs, const Tensors masters, const Tensors copies, const Tensors steps,
+Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors exp_avgs,
+                       const Tensors exp_avg_sqs, const Tensors max_exp_avg_sqs,
+                       const Tensors masters, const Tensors copies, const Tensors steps,
                        const std::vector<int64_t> offsets) {
-    const std::vector<int64_t> rows = make_table({&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps},
-                                                 offsets, OF_ANY_RULE, "optimizer_table");
+    const std::vector<int64_t> rows = make_table(
+        {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &masters, &copies, &steps},
+        offsets, OF_ANY_RULE, "optimizer_table");
     const std::vector<int64_t> shape = {static_cast<int64_t>(params.size()), COLUMNS};
     Tensor table = torch::stable::empty(shape, torch::headeronly::ScalarType::Long);
     if (!rows.empty()) std::memcpy(table.data_ptr(), rows.data(), rows.size() * sizeof(int64_t));
@@ -252,12 +274,17 @@ Tensor optimizer_table(const Tensors params, const Tensors grads, const Tensors 
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
     PYOPS_IMPL(m, "optimizer_table", &pyops::optimizer_table);
-    m.impl("gradients_fit", TORCH_BOX(&pyops::gradients_fit));  // it answers about memory, and does not walk it
+    // It answers about memory, and does not walk it
+    m.impl("gradients_fit", TORCH_BOX(&pyops::gradients_fit));
 }
 
 // Asked by pyops/ops/library.py through ctypes.
 extern "C" {
 __attribute__((visibility("default"))) const char* pyops_cpu_isa() { return pyops::kernels().name; }
-__attribute__((visibility("default"))) int pyops_has_cpu_isa(const char* name) { return pyops::has_isa(name); }
-__attribute__((visibility("default"))) int pyops_use_cpu_isa(const char* name) { return pyops::use_isa(name) ? 0 : 1; }
+__attribute__((visibility("default"))) int pyops_has_cpu_isa(const char* name) {
+    return pyops::has_isa(name);
+}
+__attribute__((visibility("default"))) int pyops_use_cpu_isa(const char* name) {
+    return pyops::use_isa(name) ? 0 : 1;
+}
 }

@@ -32,7 +32,8 @@ void uniform_kernel(float*, int64_t, uint64_t, uint64_t);
 void normal_kernel(float*, int64_t, uint64_t, uint64_t);
 void dropout_mask_kernel(uint8_t*, int64_t, float, uint64_t, uint64_t);
 void cross_entropy_statistics_kernel(const LogitRows&, bool, void*, int64_t, int64_t);
-void cross_entropy_gradient_kernel(const LogitRows&, void*, int64_t, const void*, const void*, int64_t, int64_t);
+void cross_entropy_gradient_kernel(const LogitRows&, void*, int64_t, const void*, const void*,
+                                   int64_t, int64_t);
 void activation_forward_kernel(const ActivationSpan&, int64_t, int64_t);
 void activation_backward_kernel(const ActivationSpan&, const RowTile&, double*);
 void dropout_kernel(const DropoutSpan&, int64_t, int64_t, uint64_t);
@@ -45,8 +46,7 @@ extern const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA);
 const Kernels PYOPS_JOIN(kernels_, PYOPS_ISA) = {
     PYOPS_TEXT(PYOPS_ISA),
 #define PYOPS_ENTRY(RULE, NAME) PYOPS_ISA::NAME##_kernel,
-    PYOPS_FOR_EACH_RULE(PYOPS_ENTRY)
-    PYOPS_ISA::lamb_moments_kernel,
+    PYOPS_FOR_EACH_RULE(PYOPS_ENTRY) PYOPS_ISA::lamb_moments_kernel,
     PYOPS_ISA::factor_sums_kernel,
     PYOPS_ISA::variance_roots_kernel,
     PYOPS_ISA::factored_squares_kernel,

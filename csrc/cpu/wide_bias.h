@@ -1,4 +1,5 @@
-// A bias as the kernels want it: contiguous fp32 (float64 for float64); zeros where there is none, if the kernel wants them.
+// A bias as the kernels want it: contiguous fp32 (float64 for float64); zeros where there is none,
+// if the kernel wants them.
 #pragma once
 #include "kernels.h"
 #include "layer_tensors.h"
@@ -27,8 +28,10 @@ public:
     // Throws unless `bias`, if there is one, is [columns] of x's dtype and device.
     static void check(const Bias& bias, const Tensor& x, int64_t columns, const char* op) {
         if (!bias) return;
-        require(bias->dim() == 1 && bias->numel() == columns && dtype_code(*bias) == dtype_code(x) && bias->is_cpu() == x.is_cpu(),
-                "pyops::", op, ": bias must be [", columns, "] of x's dtype and device, got shape ", Shape{*bias});
+        require(bias->dim() == 1 && bias->numel() == columns &&
+                    dtype_code(*bias) == dtype_code(x) && bias->is_cpu() == x.is_cpu(),
+                "pyops::", op, ": bias must be [", columns, "] of x's dtype and device, got shape ",
+                Shape{*bias});
     }
 
 private:

@@ -1,8 +1,11 @@
-// The kernel of squared_norm: the sum of squares in fp64 and the number of non-finite elements of a whole list.
+// The kernel of squared_norm: the sum of squares in fp64 and the number of non-finite elements of a
+// whole list.
 //
-//   CTA k of a fixed 1024 walks the chunks that are its own  ->  partial[k]  ->  the last CTA adds partial[0..1023] in order
+//   CTA k of a fixed 1024 walks the chunks that are its own  ->  partial[k]
+//   the last CTA to finish adds partial[0..1023] in order
 //
-// Grid and order are the same on every device and in every run, and so are the bits. Bytes per element: one read.
+// Grid and order are the same on every device and in every run, and so are the bits. Bytes per
+// element: one read.
 #pragma once
 
 #include "pack.cuh"
@@ -15,96 +18,113 @@ constexpr int NORM_CTAS = 1024;
 constexpr int MAX_ROWS = 1200;  // tensors that travel as kernel arguments
 
 struct Partial {
-  double sum, non_finite;
+    double sum, non_finite;
 };
 
 struct NormWorkspace {
-  Partial partial[NORM_CTAS];
-  unsigned ticket;
+    Partial partial[NORM_CTAS];
+    unsigned ticket;
 };
 
 // Where the rows come from: a table in device memory, or the arguments of the launch.
 struct TableGradients {
-  const int64_t* table;
-  int count;
-  __device__ __forceinline__ const void* data(int row) const { return pointer<const void>(table, row, GRAD); }
-  __device__ __forceinline__ int64_t numel(int row) const { return column(table, row, NUMEL); }
-  __device__ __forceinline__ int64_t first(int row) const { return column(table, row, FIRST_CHUNK); }
-  __device__ __forceinline__ int dtype(int row) const { return code_of(column(table, row, PACKED), GRAD_DTYPE); }
+    const int64_t* table;
+    int count;
+    __device__ __forceinline__ const void* data(int row) const {
+        return pointer<const void>(table, row, GRAD);
+    }
+    __device__ __forceinline__ int64_t numel(int row) const { return column(table, row, NUMEL); }
+    __device__ __forceinline__ int64_t first(int row) const {
+        return column(table, row, FIRST_CHUNK);
+    }
+    __device__ __forceinline__ int dtype(int row) const {
+        return code_of(column(table, row, PACKED), GRAD_DTYPE);
+    }
 };
 
 struct ListedTensors {
-  const void* address[MAX_ROWS];
-  int64_t packed[MAX_ROWS];  // 4 * numel + dtype
-  int32_t first_chunk[MAX_ROWS];
-  int count;
-  __device__ __forceinline__ const void* data(int row) const { return address[row]; }
-  __device__ __forceinline__ int64_t numel(int row) const { return packed[row] / 4; }
-  __device__ __forceinline__ int64_t first(int row) const { return first_chunk[row]; }
-  __device__ __forceinline__ int dtype(int row) const { return static_cast<int>(packed[row] % 4); }
+    const void* address[MAX_ROWS];
+    int64_t packed[MAX_ROWS];  // 4 * numel + dtype
+    int32_t first_chunk[MAX_ROWS];
+    int count;
+    __device__ __forceinline__ const void* data(int row) const { return address[row]; }
+    __device__ __forceinline__ int64_t numel(int row) const { return packed[row] / 4; }
+    __device__ __forceinline__ int64_t first(int row) const { return first_chunk[row]; }
+    __device__ __forceinline__ int dtype(int row) const {
+        return static_cast<int>(packed[row] % 4);
+    }
 };
 
 struct NormSum {
-  double sum = 0.0;
-  int non_finite = 0;
+    double sum = 0.0;
+    int non_finite = 0;
 
-  template <int DTYPE, int N>
-  __device__ __forceinline__ void add(const Pack<DTYPE, N>& pack) {
+    template <int DTYPE, int N>
+    __device__ __forceinline__ void add(const Pack<DTYPE, N>& pack) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float value = widen(pack.element[j]);
-      non_finite += (bits_of(value) & 0x7F800000u) == 0x7F800000u;
-      sum = fma(static_cast<double>(value), static_cast<double>(value), sum);
+        for (int j = 0; j < N; ++j) {
+            const float value = widen(pack.element[j]);
+            non_finite += (bits_of(value) & 0x7F800000u) == 0x7F800000u;
+            sum = fma(static_cast<double>(value), static_cast<double>(value), sum);
+        }
     }
-  }
 
-  // One chunk: 16 KiB of fp32 are four loads per thread, all in flight.
-  template <int DTYPE>
-  __device__ __forceinline__ void add_chunk(const void* data, int64_t numel, int64_t index) {
-    constexpr int N = 16 / bytes_of(DTYPE), UNROLL = CHUNK / (THREADS * N);
-    const int head = head_of(misalignment(data, bytes_of(DTYPE), N), N);
-    const Range range = elements_of(index, numel, CHUNK, head), packs = packs_of(range, index == 0 ? head : 0, N);
-    const auto many = [&](int64_t i) {
-      Pack<DTYPE, N> loaded[UNROLL];
+    // One chunk: 16 KiB of fp32 are four loads per thread, all in flight.
+    template <int DTYPE>
+    __device__ __forceinline__ void add_chunk(const void* data, int64_t numel, int64_t index) {
+        constexpr int N = 16 / bytes_of(DTYPE), UNROLL = CHUNK / (THREADS * N);
+        const int head = head_of(misalignment(data, bytes_of(DTYPE), N), N);
+        const Range range = elements_of(index, numel, CHUNK, head),
+                    packs = packs_of(range, index == 0 ? head : 0, N);
+        const auto many = [&](int64_t i) {
+            Pack<DTYPE, N> loaded[UNROLL];
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) loaded[u] = load<DTYPE, N>(data, i + u * THREADS * N);
+            for (int u = 0; u < UNROLL; ++u) loaded[u] = load<DTYPE, N>(data, i + u * THREADS * N);
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) add(loaded[u]);
-    };
-    walk_packs<N, UNROLL>(packs, threadIdx.x, THREADS, many, [&](int64_t i) { add(load<DTYPE, N>(data, i)); });
-    walk_edges(range, packs, threadIdx.x, THREADS, [&](int64_t i) { add(load<DTYPE, 1>(data, i)); });
-  }
+            for (int u = 0; u < UNROLL; ++u) add(loaded[u]);
+        };
+        walk_packs<N, UNROLL>(packs, threadIdx.x, THREADS, many,
+                              [&](int64_t i) { add(load<DTYPE, N>(data, i)); });
+        walk_edges(range, packs, threadIdx.x, THREADS,
+                   [&](int64_t i) { add(load<DTYPE, 1>(data, i)); });
+    }
 };
 
-// `out` receives {sum, non-finite}; `more` adds to what it holds (a list of more than MAX_ROWS tensors).
+// `out` receives {sum, non-finite}; `more` adds to what it holds (a list of more than MAX_ROWS
+// tensors).
 template <typename Rows>
-__global__ __launch_bounds__(THREADS) void norm_kernel(const __grid_constant__ Rows rows, NormWorkspace* workspace, double* out, bool more) {
-  NormSum mine;
-  const void* data = nullptr;
-  int64_t numel = 0;
-  int dtype = FP32;
-  const auto enter = [&](int row) {
-    data = rows.data(row);
-    numel = rows.numel(row);
-    dtype = rows.dtype(row);
-  };
-  sweep(rows, enter, [&](int64_t index) {
-    with_dtype(dtype, [&](auto code) { mine.template add_chunk<decltype(code)::value>(data, numel, index); });
-  });
-  const double sum = block_sum<THREADS>(mine.sum);
-  const double non_finite = block_sum<THREADS>(static_cast<double>(mine.non_finite));
-  if (threadIdx.x == 0) workspace->partial[blockIdx.x] = {sum, non_finite};
-  if (!last_cta(&workspace->ticket)) return;
-  Partial total{0.0, 0.0};
-  for (int k = threadIdx.x; k < static_cast<int>(gridDim.x); k += THREADS) {
-    total.sum += __ldcg(&workspace->partial[k].sum);
-    total.non_finite += __ldcg(&workspace->partial[k].non_finite);
-  }
-  const double all = block_sum<THREADS>(total.sum), all_non_finite = block_sum<THREADS>(total.non_finite);
-  if (threadIdx.x == 0) {
-    out[0] = more ? out[0] + all : all;
-    out[1] = more ? out[1] + all_non_finite : all_non_finite;
-  }
+__global__ __launch_bounds__(THREADS) void norm_kernel(const __grid_constant__ Rows rows,
+                                                       NormWorkspace* workspace, double* out,
+                                                       bool more) {
+    NormSum mine;
+    const void* data = nullptr;
+    int64_t numel = 0;
+    int dtype = FP32;
+    const auto enter = [&](int row) {
+        data = rows.data(row);
+        numel = rows.numel(row);
+        dtype = rows.dtype(row);
+    };
+    sweep(rows, enter, [&](int64_t index) {
+        with_dtype(dtype, [&](auto code) {
+            mine.template add_chunk<decltype(code)::value>(data, numel, index);
+        });
+    });
+    const double sum = block_sum<THREADS>(mine.sum);
+    const double non_finite = block_sum<THREADS>(static_cast<double>(mine.non_finite));
+    if (threadIdx.x == 0) workspace->partial[blockIdx.x] = {sum, non_finite};
+    if (!last_cta(&workspace->ticket)) return;
+    Partial total{0.0, 0.0};
+    for (int k = threadIdx.x; k < static_cast<int>(gridDim.x); k += THREADS) {
+        total.sum += __ldcg(&workspace->partial[k].sum);
+        total.non_finite += __ldcg(&workspace->partial[k].non_finite);
+    }
+    const double all = block_sum<THREADS>(total.sum),
+                 all_non_finite = block_sum<THREADS>(total.non_finite);
+    if (threadIdx.x == 0) {
+        out[0] = more ? out[0] + all : all;
+        out[1] = more ? out[1] + all_non_finite : all_non_finite;
+    }
 }
 
 }  // namespace pyops::cuda

@@ -5,17 +5,20 @@
 
 namespace pyops::cuda {
 
-void LayersOnCuda::lars(const CudaRows& rows, const Tensor& norms, const LarsOptions& o, const Around& around, int64_t passes, const char* op) {
-  const LayerArguments<LarsOptions> a = arguments_of(rows, norms, o, around, passes, op);
-  if ((passes & FIRST_PASS) && o.trust_ratio) first_pass<LarsFirst, false>(a, rows);
-  if ((passes & SECOND_PASS) == 0) return;
-  if (o.sgd.momentum != 0.0) second_pass<MomentumSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
-  else second_pass<PlainSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
+void LayersOnCuda::lars(const CudaRows& rows, const Tensor& norms, const LarsOptions& o,
+                        const Around& around, int64_t passes, const char* op) {
+    const LayerArguments<LarsOptions> a = arguments_of(rows, norms, o, around, passes, op);
+    if ((passes & FIRST_PASS) && o.trust_ratio) first_pass<LarsFirst, false>(a, rows);
+    if ((passes & SECOND_PASS) == 0) return;
+    if (o.sgd.momentum != 0.0)
+        second_pass<MomentumSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
+    else
+        second_pass<PlainSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
 }
 
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  PYOPS_IMPL(m, "lars_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_);
-  PYOPS_IMPL(m, "lars_from_table_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_from_table_);
+    PYOPS_IMPL(m, "lars_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_);
+    PYOPS_IMPL(m, "lars_from_table_", &pyops::LarsOps<pyops::cuda::LayersOnCuda>::lars_from_table_);
 }

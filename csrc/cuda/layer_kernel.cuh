@@ -1,10 +1,13 @@
-// The layer-wise optimizers on CUDA: every row cut into SLICES parts, whose sums are added in their order.
+// The layer-wise optimizers on CUDA: every row cut into SLICES parts, whose sums are added in their
+// order.
 //
-//   first     CTAs take (row, slice) in turn: moments, and the slice's squared norms -> partial[row][slice]
-//   add up    one CTA per row, one slice per thread -> norms[row]
-//   second    the persistent walk of step_kernel.cuh, with the rate that follows from the row's norms
+//   first   CTAs take (row, slice) in turn: moments, and the slice's squared norms
+//           -> partial[row][slice]
+//   add up  one CTA per row, one slice per thread -> norms[row]
+//   second  the persistent walk of step_kernel.cuh, with the rate that follows from the row's norms
 //
-// A norm's bits depend on the row's length and alignment alone, not on the grid. Nothing is read back to the host.
+// A norm's bits depend on the row's length and alignment alone, not on the grid. Nothing is read
+// back to the host.
 #pragma once
 
 #include "../math/lamb.h"
@@ -16,193 +19,219 @@ namespace pyops::cuda {
 constexpr int SLICES = THREADS;
 
 struct SquaredNorms {
-  double param, other;
+    double param, other;
 };
 
 // What the kernels need of a step beside the table; the options are LambOptions or LarsOptions.
 template <typename Options>
 struct LayerArguments {
-  int64_t* table;
-  int rows;
-  const void* lr;  // null: the options'
-  bool lr_is_double;
-  const float* grad_factor;
-  const float* found_inf;
-  Options options;
-  bool zero_grads;
-  uint64_t seed;
-  SquaredNorms *partial, *norms;
+    int64_t* table;
+    int rows;
+    const void* lr;  // null: the options'
+    bool lr_is_double;
+    const float* grad_factor;
+    const float* found_inf;
+    Options options;
+    bool zero_grads;
+    uint64_t seed;
+    SquaredNorms *partial, *norms;
 
-  __device__ __forceinline__ bool skips() const { return found_inf && *found_inf != 0.0f; }
-  __device__ __forceinline__ double factor() const { return grad_factor ? static_cast<double>(*grad_factor) : 1.0; }
-  __device__ __forceinline__ double rate(double given) const {
-    return !lr ? given : lr_is_double ? *static_cast<const double*>(lr) : static_cast<double>(*static_cast<const float*>(lr));
-  }
+    __device__ __forceinline__ bool skips() const { return found_inf && *found_inf != 0.0f; }
+    __device__ __forceinline__ double factor() const {
+        return grad_factor ? static_cast<double>(*grad_factor) : 1.0;
+    }
+    __device__ __forceinline__ double rate(double given) const {
+        return !lr            ? given
+               : lr_is_double ? *static_cast<const double*>(lr)
+                              : static_cast<double>(*static_cast<const float*>(lr));
+    }
 };
 
 template <int N>
 __device__ __forceinline__ void square_into(double& sum, const float (&values)[N]) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) sum = fma(static_cast<double>(values[k]), static_cast<double>(values[k]), sum);
+    for (int k = 0; k < N; ++k)
+        sum = fma(static_cast<double>(values[k]), static_cast<double>(values[k]), sum);
 }
 
 template <int N>
 __device__ __forceinline__ void load_weight(const RowInMemory& row, int64_t i, float (&p)[N]) {
-  widen(load_as<DYNAMIC, N>(row.master ? row.master : row.param, i, row.dtype(row.master ? MASTER_DTYPE : PARAM_DTYPE)), p);
+    widen(load_as<DYNAMIC, N>(row.master ? row.master : row.param, i,
+                              row.dtype(row.master ? MASTER_DTYPE : PARAM_DTYPE)),
+          p);
 }
 
-// LAMB's first pass on N elements: the moments as they are stored, and the update that follows from them.
+// LAMB's first pass on N elements: the moments as they are stored, and the update that follows from
+// them.
 struct LambFirst {
-  using Options = LambOptions;
-  static constexpr unsigned REQUIRED_COLUMNS = OF_ANY_RULE | set_of(EXP_AVG, EXP_AVG_SQ);
-  Lamb<float> rule;
+    using Options = LambOptions;
+    static constexpr unsigned REQUIRED_COLUMNS = OF_ANY_RULE | set_of(EXP_AVG, EXP_AVG_SQ);
+    Lamb<float> rule;
 
-  __device__ __forceinline__ void enter(const LayerArguments<Options>& a, float step) { rule = Lamb<float>(a.options, a.factor(), step); }
-
-  template <bool SR, int N>
-  __device__ __forceinline__ void operator()(const LayerArguments<Options>& a, const RowInMemory& row, int64_t i, double& param,
-                                             double& other) const {
-    float p[N], g[N], m[N], v[N];
-    load_weight<N>(row, i, p);
-    widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
-    widen(load_as<DYNAMIC, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE)), m);
-    widen(load_as<DYNAMIC, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE)), v);
-#pragma unroll
-    for (int k = 0; k < N; ++k) rule.moments(g[k], m[k], v[k]);
-    store_state<DYNAMIC, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
-    store_state<DYNAMIC, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
-    square_into<N>(param, p);
-#pragma unroll
-    for (int k = 0; k < N; ++k) g[k] = rule.update(p[k], m[k], v[k]);
-    square_into<N>(other, g);
-    if (a.zero_grads) {
-      float zeros[N] = {};
-      store_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
+    __device__ __forceinline__ void enter(const LayerArguments<Options>& a, float step) {
+        rule = Lamb<float>(a.options, a.factor(), step);
     }
-  }
+
+    template <bool SR, int N>
+    __device__ __forceinline__ void operator()(const LayerArguments<Options>& a,
+                                               const RowInMemory& row, int64_t i, double& param,
+                                               double& other) const {
+        float p[N], g[N], m[N], v[N];
+        load_weight<N>(row, i, p);
+        widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
+        widen(load_as<DYNAMIC, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE)), m);
+        widen(load_as<DYNAMIC, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE)), v);
+#pragma unroll
+        for (int k = 0; k < N; ++k) rule.moments(g[k], m[k], v[k]);
+        store_state<DYNAMIC, SR, N>(row.exp_avg, i, row.dtype(MOMENT_DTYPE), m, row, a.seed, 1);
+        store_state<DYNAMIC, SR, N>(row.exp_avg_sq, i, row.dtype(MOMENT_DTYPE), v, row, a.seed, 2);
+        square_into<N>(param, p);
+#pragma unroll
+        for (int k = 0; k < N; ++k) g[k] = rule.update(p[k], m[k], v[k]);
+        square_into<N>(other, g);
+        if (a.zero_grads) {
+            float zeros[N] = {};
+            store_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE), zeros, ToNearest{});
+        }
+    }
 };
 
 // LARS's first pass: norms of parameter and gradient, nothing written.
 struct LarsFirst {
-  using Options = LarsOptions;
-  static constexpr unsigned REQUIRED_COLUMNS = OF_ANY_RULE;
+    using Options = LarsOptions;
+    static constexpr unsigned REQUIRED_COLUMNS = OF_ANY_RULE;
 
-  __device__ __forceinline__ void enter(const LayerArguments<Options>&, float) {}
+    __device__ __forceinline__ void enter(const LayerArguments<Options>&, float) {}
 
-  template <bool SR, int N>
-  __device__ __forceinline__ void operator()(const LayerArguments<Options>&, const RowInMemory& row, int64_t i, double& param,
-                                             double& other) const {
-    float p[N], g[N];
-    load_weight<N>(row, i, p);
-    widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
-    square_into<N>(param, p);
-    square_into<N>(other, g);
-  }
+    template <bool SR, int N>
+    __device__ __forceinline__ void operator()(const LayerArguments<Options>&,
+                                               const RowInMemory& row, int64_t i, double& param,
+                                               double& other) const {
+        float p[N], g[N];
+        load_weight<N>(row, i, p);
+        widen(load_as<DYNAMIC, N>(row.grad, i, row.dtype(GRAD_DTYPE)), g);
+        square_into<N>(param, p);
+        square_into<N>(other, g);
+    }
 };
 
 template <typename First>
 struct FirstRow : RowInMemory {
-  First first;
+    First first;
 };
 
 template <typename First, bool SR, int N>
-__device__ __forceinline__ void first_of(const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, Range packs,
-                                         double& param, double& other) {
-  const auto pack = [&](int64_t i) { row.first.template operator()<SR, N>(a, row, i, param, other); };
-  walk_packs<N, 1>(packs, threadIdx.x, THREADS, pack, pack);
+__device__ __forceinline__ void first_of(const LayerArguments<typename First::Options>& a,
+                                         const FirstRow<First>& row, Range packs, double& param,
+                                         double& other) {
+    const auto pack = [&](int64_t i) {
+        row.first.template operator()<SR, N>(a, row, i, param, other);
+    };
+    walk_packs<N, 1>(packs, threadIdx.x, THREADS, pack, pack);
 }
 
 template <typename First, bool SR>
-__device__ __forceinline__ SquaredNorms first_slice(const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, int slice) {
-  double param = 0.0, other = 0.0;
-  const int64_t chunks = chunks_of(row.numel), end = (slice + 1) * chunks / SLICES;
-  int64_t index = slice * chunks / SLICES;
-  if (index == end) return {0.0, 0.0};  // the CTA at once: most slices of a small layer
-  for (; index < end; ++index) {
-    const Range range = elements_of(index, row.numel, CHUNK, row.head);
-    const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
-    if (row.pack == 1) {
-      first_of<First, SR, 1>(a, row, packs, param, other);
-    } else {
-      first_of<First, SR, 4>(a, row, packs, param, other);
+__device__ __forceinline__ SquaredNorms first_slice(
+    const LayerArguments<typename First::Options>& a, const FirstRow<First>& row, int slice) {
+    double param = 0.0, other = 0.0;
+    const int64_t chunks = chunks_of(row.numel), end = (slice + 1) * chunks / SLICES;
+    int64_t index = slice * chunks / SLICES;
+    if (index == end) return {0.0, 0.0};  // the CTA at once: most slices of a small layer
+    for (; index < end; ++index) {
+        const Range range = elements_of(index, row.numel, CHUNK, row.head);
+        const Range packs = packs_of(range, index == 0 ? row.head : 0, row.pack);
+        if (row.pack == 1) {
+            first_of<First, SR, 1>(a, row, packs, param, other);
+        } else {
+            first_of<First, SR, 4>(a, row, packs, param, other);
+        }
+        walk_edges(range, packs, threadIdx.x, THREADS, [&](int64_t i) {
+            row.first.template operator()<SR, 1>(a, row, i, param, other);
+        });
     }
-    walk_edges(range, packs, threadIdx.x, THREADS,
-               [&](int64_t i) { row.first.template operator()<SR, 1>(a, row, i, param, other); });
-  }
-  return {block_sum<THREADS>(param), block_sum<THREADS>(other)};
+    return {block_sum<THREADS>(param), block_sum<THREADS>(other)};
 }
 
 template <typename First, bool SR>
-__global__ __launch_bounds__(THREADS, 3) void first_kernel(const __grid_constant__ LayerArguments<typename First::Options> a) {
-  if (a.skips()) {
-    if (a.zero_grads) zero_all_grads(a);
-    return;
-  }
-  __shared__ FirstRow<First> row;
-  const int64_t items = static_cast<int64_t>(a.rows) * SLICES;
-  int last = -1;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int r = static_cast<int>(item / SLICES), slice = static_cast<int>(item % SLICES);
-    if (r != last) {
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        row.point_to(a.table, r, First::REQUIRED_COLUMNS);
-        row.step = *pointer<const float>(a.table, r, STEP) + 1.0f;
-        row.first.enter(a, row.step);
-      }
-      __syncthreads();
-      last = r;
+__global__ __launch_bounds__(THREADS, 3) void first_kernel(
+    const __grid_constant__ LayerArguments<typename First::Options> a) {
+    if (a.skips()) {
+        if (a.zero_grads) zero_all_grads(a);
+        return;
     }
-    const SquaredNorms sums = first_slice<First, SR>(a, row, slice);
-    if (threadIdx.x == 0) a.partial[item] = sums;
-  }
+    __shared__ FirstRow<First> row;
+    const int64_t items = static_cast<int64_t>(a.rows) * SLICES;
+    int last = -1;
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+        const int r = static_cast<int>(item / SLICES), slice = static_cast<int>(item % SLICES);
+        if (r != last) {
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                row.point_to(a.table, r, First::REQUIRED_COLUMNS);
+                row.step = *pointer<const float>(a.table, r, STEP) + 1.0f;
+                row.first.enter(a, row.step);
+            }
+            __syncthreads();
+            last = r;
+        }
+        const SquaredNorms sums = first_slice<First, SR>(a, row, slice);
+        if (threadIdx.x == 0) a.partial[item] = sums;
+    }
 }
 
 template <typename Options>
-__global__ __launch_bounds__(THREADS) void add_up_kernel(const __grid_constant__ LayerArguments<Options> a) {
-  if (a.skips()) return;
-  for (int r = blockIdx.x; r < a.rows; r += gridDim.x) {
-    const SquaredNorms mine = a.partial[static_cast<int64_t>(r) * SLICES + threadIdx.x];
-    const double param = block_sum<THREADS>(mine.param), other = block_sum<THREADS>(mine.other);
-    if (threadIdx.x == 0) a.norms[r] = {param, other};
-  }
+__global__ __launch_bounds__(THREADS) void add_up_kernel(
+    const __grid_constant__ LayerArguments<Options> a) {
+    if (a.skips()) return;
+    for (int r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const SquaredNorms mine = a.partial[static_cast<int64_t>(r) * SLICES + threadIdx.x];
+        const double param = block_sum<THREADS>(mine.param), other = block_sum<THREADS>(mine.other);
+        if (threadIdx.x == 0) a.norms[r] = {param, other};
+    }
 }
 
-__device__ __forceinline__ void set_rule(LambApply<float>& rule, const LayerArguments<LambOptions>& a, int r, float step) {
-  LambOptions options = a.options;
-  options.lr = a.rate(options.lr);
-  rule = LambApply<float>(options, step, trust_ratio(a.norms[r].param, a.norms[r].other, options.min_ratio, options.max_ratio));
+__device__ __forceinline__ void set_rule(LambApply<float>& rule,
+                                         const LayerArguments<LambOptions>& a, int r, float step) {
+    LambOptions options = a.options;
+    options.lr = a.rate(options.lr);
+    rule = LambApply<float>(
+        options, step,
+        trust_ratio(a.norms[r].param, a.norms[r].other, options.min_ratio, options.max_ratio));
 }
 
 template <typename Rule>
-__device__ __forceinline__ void set_rule(Rule& rule, const LayerArguments<LarsOptions>& a, int r, float step) {
-  LarsOptions options = a.options;
-  options.sgd.lr = a.rate(options.sgd.lr);
-  rule = lars_rule<Rule>(options, a.factor(), step, local_rate(options, a.norms[r].param, a.norms[r].other, a.factor()));
+__device__ __forceinline__ void set_rule(Rule& rule, const LayerArguments<LarsOptions>& a, int r,
+                                         float step) {
+    LarsOptions options = a.options;
+    options.sgd.lr = a.rate(options.sgd.lr);
+    rule = lars_rule<Rule>(options, a.factor(), step,
+                           local_rate(options, a.norms[r].param, a.norms[r].other, a.factor()));
 }
 
-// The walk of step_kernel with a rule for each row; layers of one parameter follow each other and share its step.
+// The walk of step_kernel with a rule for each row; layers of one parameter follow each other and
+// share its step.
 template <template <typename> class R, bool SR, typename Options>
-__global__ __launch_bounds__(THREADS, 2) void second_kernel(const __grid_constant__ LayerArguments<Options> a,
-                                                                     const __grid_constant__ StepArguments<R> s) {
-  if (a.skips()) {
-    if (holds(R<float>::COLUMNS, GRAD) && s.zero_grads) zero_all_grads(a);
-    return;
-  }
-  __shared__ StepRow<R> row;
-  const auto enter = [&](int r) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      row.point_to(a.table, r, REQUIRED<R<float>>);
-      row.step = *pointer<const float>(a.table, r, STEP) + 1.0f;
-      set_rule(row.rule, a, r, row.step);
+__global__ __launch_bounds__(THREADS, 2) void second_kernel(
+    const __grid_constant__ LayerArguments<Options> a, const __grid_constant__ StepArguments<R> s) {
+    if (a.skips()) {
+        if (holds(R<float>::COLUMNS, GRAD) && s.zero_grads) zero_all_grads(a);
+        return;
     }
-    __syncthreads();
-  };
-  sweep(TableRows{a.table, a.rows}, enter, UpdateChunk<R, SR>{row, s});
-  if (!last_cta(ticket_of(a.table))) return;
-  for (int r = threadIdx.x; r < a.rows; r += THREADS)
-    if (r == 0 || column(a.table, r, STEP) != column(a.table, r - 1, STEP)) *pointer<float>(a.table, r, STEP) += 1.0f;
+    __shared__ StepRow<R> row;
+    const auto enter = [&](int r) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            row.point_to(a.table, r, REQUIRED<R<float>>);
+            row.step = *pointer<const float>(a.table, r, STEP) + 1.0f;
+            set_rule(row.rule, a, r, row.step);
+        }
+        __syncthreads();
+    };
+    sweep(TableRows{a.table, a.rows}, enter, UpdateChunk<R, SR>{row, s});
+    if (!last_cta(ticket_of(a.table))) return;
+    for (int r = threadIdx.x; r < a.rows; r += THREADS)
+        if (r == 0 || column(a.table, r, STEP) != column(a.table, r - 1, STEP))
+            *pointer<float>(a.table, r, STEP) += 1.0f;
 }
 
 }  // namespace pyops::cuda

@@ -6,13 +6,14 @@
 
 namespace pyops::cuda {
 
-void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around, const Launch& on) {
-  step_rows<Adam>(table, options, around, on);
+void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around,
+               const Launch& on) {
+    step_rows<Adam>(table, options, around, on);
 }
 
 }  // namespace pyops::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  PYOPS_IMPL(m, "adam_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_);
-  PYOPS_IMPL(m, "adam_from_table_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_from_table_);
+    PYOPS_IMPL(m, "adam_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_);
+    PYOPS_IMPL(m, "adam_from_table_", &pyops::AdamOps<pyops::cuda::Cuda>::adam_from_table_);
 }

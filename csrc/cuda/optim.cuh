@@ -5,6 +5,7 @@
 
 namespace pyops::cuda {
 
-void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around, const Launch& on);
+void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around,
+               const Launch& on);
 
 }  // namespace pyops::cuda

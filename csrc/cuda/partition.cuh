@@ -1,11 +1,15 @@
-// Who works on which elements: index arithmetic only, the same on the host, where a test visits every element.
+// Who works on which elements: index arithmetic only, the same on the host, where a test visits
+// every element.
 //
-//   rows    |---- row 0 ----|-- row 1 --|r2|------------ row 3 ------------|     one row per tensor
-//   chunks  |   0   |   1   |  2  |  3  | 4|   5   |   6   |   7   |   8   |     CHUNK elements, the last of a row shorter
-//   CTAs    |<- 0 ->|<- 1 ->|<- 2 ->|<- 3 ->|<- 0 ->| ...                        SPAN consecutive chunks, then the next slab
+//   rows    |---- row 0 ----|-- row 1 --|r2|------------ row 3 ------------|  one row per tensor
+//   chunks  |   0   |   1   |  2  |  3  | 4|   5   |   6   |   7   |   8   |  CHUNK elements
+//   CTAs    |<- 0 ->|<- 1 ->|<- 2 ->|<- 3 ->|<- 0 ->| ...                     SPAN chunks each
 //
-// A chunk of consecutive elements is walked in packs of N elements, so that each operand moves 16 bytes (8 for the
-// 16-bit operands beside 32-bit ones). Operands that are out of line by the same number of elements get a scalar head;
+// The last chunk of a row is shorter. A CTA takes SPAN consecutive chunks, then the next slab.
+//
+// A chunk of consecutive elements is walked in packs of N elements, so that each operand moves 16
+// bytes (8 for the 16-bit operands beside 32-bit ones). Operands that are out of line by the same
+// number of elements get a scalar head;
 // operands that can't be brought into line together are walked one element at a time.
 #pragma once
 
@@ -19,84 +23,94 @@
 
 namespace pyops::cuda {
 
-constexpr int64_t SPAN = 16;   // chunks a CTA walks before it jumps: a row is looked up once per span, and all CTAs
-                               // together stay within a few hundred MiB, which the address translation caches hold
+// Chunks a CTA walks before it jumps: a row is looked up once per span, and all CTAs
+constexpr int64_t SPAN = 16;
+// together stay within a few hundred MiB, which the address translation caches hold
 constexpr int LANES = 32;
 
 struct Range {
-  int64_t begin, end;
+    int64_t begin, end;
 };
 
 // The chunks of CTA `cta` in slab `slab`; every CTA's share of a slab differs by one chunk at most.
 PYOPS_EVERYWHERE Range span_of(int64_t slab, int64_t cta, int64_t ctas, int64_t chunks) {
-  const int64_t first = slab * ctas * SPAN;
-  const int64_t left = chunks - first;
-  const int64_t here = left < ctas * SPAN ? left : ctas * SPAN;
-  return {first + cta * here / ctas, first + (cta + 1) * here / ctas};
+    const int64_t first = slab * ctas * SPAN;
+    const int64_t left = chunks - first;
+    const int64_t here = left < ctas * SPAN ? left : ctas * SPAN;
+    return {first + cta * here / ctas, first + (cta + 1) * here / ctas};
 }
 
-PYOPS_EVERYWHERE int64_t slabs_of(int64_t ctas, int64_t chunks) { return (chunks + ctas * SPAN - 1) / (ctas * SPAN); }
+PYOPS_EVERYWHERE int64_t slabs_of(int64_t ctas, int64_t chunks) {
+    return (chunks + ctas * SPAN - 1) / (ctas * SPAN);
+}
 
-// The row that chunk `chunk` belongs to: the last one whose first chunk is not beyond it. Rows without elements have no
-// chunk and are passed over. `vote(f)` counts the lanes 0..31 in which f(lane) holds: one step narrows 32-fold.
+// The row that chunk `chunk` belongs to: the last one whose first chunk is not beyond it. Rows
+// without elements have no chunk and are passed over. `vote(f)` counts the lanes 0..31 in which
+// f(lane) holds: one step narrows 32-fold.
 template <typename First, typename Vote>
 PYOPS_EVERYWHERE int row_of(const First& first, int rows, int64_t chunk, const Vote& vote) {
-  int low = 0, high = rows;
-  while (high - low > 1) {
-    const int step = (high - low + LANES - 1) / LANES;
-    const int below = vote([&](int lane) {
-      const int probe = low + lane * step;
-      return probe < high && first(probe) <= chunk;
-    });
-    low += (below - 1) * step;
-    high = low + step < high ? low + step : high;
-  }
-  return low;
+    int low = 0, high = rows;
+    while (high - low > 1) {
+        const int step = (high - low + LANES - 1) / LANES;
+        const int below = vote([&](int lane) {
+            const int probe = low + lane * step;
+            return probe < high && first(probe) <= chunk;
+        });
+        low += (below - 1) * step;
+        high = low + step < high ? low + step : high;
+    }
+    return low;
 }
 
-// How many elements `address` lies beyond the last pack boundary, 0 <= n < pack; -1 if it is no multiple of `bytes`.
+// How many elements `address` lies beyond the last pack boundary, 0 <= n < pack; -1 if it is no
+// multiple of `bytes`.
 PYOPS_EVERYWHERE int misalignment(const void* address, int bytes, int pack) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  return at % bytes ? -1 : static_cast<int>(at / bytes % pack);
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return at % bytes ? -1 : static_cast<int>(at / bytes % pack);
 }
 
-// The misalignment that operands share; -1 if they don't, or once one is -1. A null operand has none and agrees.
+// The misalignment that operands share; -1 if they don't, or once one is -1. A null operand has
+// none and agrees.
 PYOPS_EVERYWHERE int shared_misalignment(int so_far, const void* address, int bytes, int pack) {
-  return address == nullptr || misalignment(address, bytes, pack) == so_far ? so_far : -1;
+    return address == nullptr || misalignment(address, bytes, pack) == so_far ? so_far : -1;
 }
 
 // Elements before the first pack boundary.
 PYOPS_EVERYWHERE int head_of(int misaligned, int pack) { return (pack - misaligned) % pack; }
 
-// Elements of the row's chunk number `index`. Chunk boundaries are shifted by the head, so that packs stay in line.
+// Elements of the row's chunk number `index`. Chunk boundaries are shifted by the head, so that
+// packs stay in line.
 PYOPS_EVERYWHERE Range elements_of(int64_t index, int64_t numel, int64_t chunk, int head) {
-  const int64_t begin = index == 0 ? 0 : index * chunk + head;
-  const int64_t end = (index + 1) * chunk + head;
-  return {begin < numel ? begin : numel, end < numel ? end : numel};
+    const int64_t begin = index == 0 ? 0 : index * chunk + head;
+    const int64_t end = (index + 1) * chunk + head;
+    return {begin < numel ? begin : numel, end < numel ? end : numel};
 }
 
 // The whole packs of a range whose first `head` elements precede the first pack.
 PYOPS_EVERYWHERE Range packs_of(Range range, int head, int pack) {
-  const int64_t begin = range.begin + head < range.end ? range.begin + head : range.end;
-  return {begin, begin + (range.end - begin) / pack * pack};
+    const int64_t begin = range.begin + head < range.end ? range.begin + head : range.end;
+    return {begin, begin + (range.end - begin) / pack * pack};
 }
 
-// Visits the packs of N, split over `threads` threads: `many(i)` for UNROLL packs at i, i + threads * N, ..., then
-// `pack(i)` for those that are left.
+// Visits the packs of N, split over `threads` threads: `many(i)` for UNROLL packs at i, i + threads
+// * N, ..., then `pack(i)` for those that are left.
 template <int N, int UNROLL, typename Many, typename Pack>
-PYOPS_EVERYWHERE void walk_packs(Range packs, int thread, int threads, const Many& many, const Pack& pack) {
-  int64_t i = packs.begin + static_cast<int64_t>(thread) * N;
-  const int64_t stride = static_cast<int64_t>(threads) * N;
-  for (; i + (UNROLL - 1) * stride < packs.end; i += UNROLL * stride) many(i);
-  for (; i < packs.end; i += stride) pack(i);
+PYOPS_EVERYWHERE void walk_packs(Range packs, int thread, int threads, const Many& many,
+                                 const Pack& pack) {
+    int64_t i = packs.begin + static_cast<int64_t>(thread) * N;
+    const int64_t stride = static_cast<int64_t>(threads) * N;
+    for (; i + (UNROLL - 1) * stride < packs.end; i += UNROLL * stride) many(i);
+    for (; i < packs.end; i += stride) pack(i);
 }
 
-// Visits the elements before and after the packs, fewer than half of `threads` on either side: one(i).
+// Visits the elements before and after the packs, fewer than half of `threads` on either side:
+// one(i).
 template <typename One>
-PYOPS_EVERYWHERE void walk_edges(Range range, Range packs, int thread, int threads, const One& one) {
-  const bool before = thread < threads / 2;
-  const int64_t i = before ? range.begin + thread : packs.end + (thread - threads / 2);
-  if (i < (before ? packs.begin : range.end)) one(i);
+PYOPS_EVERYWHERE void walk_edges(Range range, Range packs, int thread, int threads,
+                                 const One& one) {
+    const bool before = thread < threads / 2;
+    const int64_t i = before ? range.begin + thread : packs.end + (thread - threads / 2);
+    if (i < (before ? packs.begin : range.end)) one(i);
 }
 
 }  // namespace pyops::cuda

@@ -1,4 +1,5 @@
-// The kernels of eight-bit compression: a warp holds a block of up to QUANTIZE_LINES lines between its largest magnitude and its codes.
+// The kernels of eight-bit compression: a warp holds a block of up to QUANTIZE_LINES lines between
+// its largest magnitude and its codes.
 //
 // Bytes per element of fp32: 5 without error, 13 with it; larger blocks are read twice, from L2.
 #pragma once
@@ -13,87 +14,96 @@ constexpr int QUANTIZE_LINES = 2;  // 256 elements
 
 template <int FORMAT>
 struct Codes {
-  __device__ static __forceinline__ uint32_t fetch(const uint8_t* codes, int64_t i, int64_t end) {
-    if (i + 4 <= end && in_line(codes, 4)) return *reinterpret_cast<const uint32_t*>(codes + i);
-    uint32_t word = 0;
+    __device__ static __forceinline__ uint32_t fetch(const uint8_t* codes, int64_t i, int64_t end) {
+        if (i + 4 <= end && in_line(codes, 4)) return *reinterpret_cast<const uint32_t*>(codes + i);
+        uint32_t word = 0;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) word |= i + k < end ? static_cast<uint32_t>(codes[i + k]) << (8 * k) : 0u;
-    return word;
-  }
-  __device__ static __forceinline__ void four(uint32_t word, float scale, int64_t, int64_t, float (&values)[4]) {
+        for (int k = 0; k < 4; ++k)
+            word |= i + k < end ? static_cast<uint32_t>(codes[i + k]) << (8 * k) : 0u;
+        return word;
+    }
+    __device__ static __forceinline__ void four(uint32_t word, float scale, int64_t, int64_t,
+                                                float (&values)[4]) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) values[k] = scale * quantize_number<FORMAT>(static_cast<uint8_t>(word >> (8 * k)));
-  }
+        for (int k = 0; k < 4; ++k)
+            values[k] = scale * quantize_number<FORMAT>(static_cast<uint8_t>(word >> (8 * k)));
+    }
 };
 
 // The half-words of elements index .. index + 3 of the stream.
 __device__ __forceinline__ void random_halves(uint64_t key, uint64_t index, uint32_t (&half)[4]) {
-  PhiloxBlock drawn = philox4x32(key, index / 8);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const uint64_t j = index + k;
-    if (k > 0 && j % 8 == 0) drawn = philox4x32(key, j / 8);
-    const unsigned which = static_cast<unsigned>(j / 2 % 4);
-    const uint32_t low = which & 1 ? drawn.word[1] : drawn.word[0], high = which & 1 ? drawn.word[3] : drawn.word[2];
-    half[k] = ((which & 2 ? high : low) >> (16 * (j % 2))) & 0xFFFFu;
-  }
-}
-
-__device__ __forceinline__ void put_codes(uint8_t* codes, int64_t i, int64_t end, const uint8_t (&code)[4]) {
-  if (i + 4 <= end && in_line(codes, 4)) {
-    *reinterpret_cast<uint32_t*>(codes + i) =
-        code[0] | static_cast<uint32_t>(code[1]) << 8 | static_cast<uint32_t>(code[2]) << 16 | static_cast<uint32_t>(code[3]) << 24;
-  } else {
+    PhiloxBlock drawn = philox4x32(key, index / 8);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      if (i + k < end) codes[i + k] = code[k];
+        const uint64_t j = index + k;
+        if (k > 0 && j % 8 == 0) drawn = philox4x32(key, j / 8);
+        const unsigned which = static_cast<unsigned>(j / 2 % 4);
+        const uint32_t low = which & 1 ? drawn.word[1] : drawn.word[0],
+                       high = which & 1 ? drawn.word[3] : drawn.word[2];
+        half[k] = ((which & 2 ? high : low) >> (16 * (j % 2))) & 0xFFFFu;
     }
-  }
+}
+
+__device__ __forceinline__ void put_codes(uint8_t* codes, int64_t i, int64_t end,
+                                          const uint8_t (&code)[4]) {
+    if (i + 4 <= end && in_line(codes, 4)) {
+        *reinterpret_cast<uint32_t*>(codes + i) = code[0] | static_cast<uint32_t>(code[1]) << 8 |
+                                                  static_cast<uint32_t>(code[2]) << 16 |
+                                                  static_cast<uint32_t>(code[3]) << 24;
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (i + k < end) codes[i + k] = code[k];
+        }
+    }
 }
 
 template <int FORMAT, int LINES, typename Source>
-__global__ __launch_bounds__(CODEC_THREADS, 3) void quantize_encode_kernel(const __grid_constant__ Codec codec,
-                                                                        const __grid_constant__ Source source) {
-  uint8_t* const codes = codec.payload + 4 * ((codec.n + codec.block - 1) / codec.block);
-  for_blocks(codec.n, codec.block, [&](int64_t b, int64_t begin, int64_t end) {
-    uint32_t largest = 0;
-    float scale = 0.0f;
-    look_twice<LINES>(
-        codec, source, b, begin, end,
-        [&](const float(&u)[4]) {
+__global__ __launch_bounds__(CODEC_THREADS,
+                             3) void quantize_encode_kernel(const __grid_constant__ Codec codec,
+                                                            const __grid_constant__ Source source) {
+    uint8_t* const codes = codec.payload + 4 * ((codec.n + codec.block - 1) / codec.block);
+    for_blocks(codec.n, codec.block, [&](int64_t b, int64_t begin, int64_t end) {
+        uint32_t largest = 0;
+        float scale = 0.0f;
+        look_twice<LINES>(
+            codec, source, b, begin, end,
+            [&](const float (&u)[4]) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const uint32_t magnitude = bits_of(u[k]) & 0x7FFFFFFFu;
-            largest = magnitude > largest ? magnitude : largest;
-          }
-        },
-        [&] {
+                for (int k = 0; k < 4; ++k) {
+                    const uint32_t magnitude = bits_of(u[k]) & 0x7FFFFFFFu;
+                    largest = magnitude > largest ? magnitude : largest;
+                }
+            },
+            [&] {
 #pragma unroll
-          for (int other = WARP / 2; other > 0; other /= 2) {
-            const uint32_t theirs = __shfl_xor_sync(0xffffffffu, largest, other);
-            largest = theirs > largest ? theirs : largest;
-          }
-          scale = quantize_scale<FORMAT>(largest);
-          if (threadIdx.x % WARP == 0) {
-            put_scale(codec.payload, b, scale);
-            if (scale != scale && codec.flag) *codec.flag = 1.0f;
-          }
-        },
-        [&](int64_t i, const float(&u)[4]) {
-          uint32_t half[4] = {0, 0, 0, 0};
-          if (codec.stochastic_rounding) random_halves(codec.seed, codec.offset + static_cast<uint64_t>(i), half);
-          uint8_t code[4];
-          float error[4];
+                for (int other = WARP / 2; other > 0; other /= 2) {
+                    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, largest, other);
+                    largest = theirs > largest ? theirs : largest;
+                }
+                scale = quantize_scale<FORMAT>(largest);
+                if (threadIdx.x % WARP == 0) {
+                    put_scale(codec.payload, b, scale);
+                    if (scale != scale && codec.flag) *codec.flag = 1.0f;
+                }
+            },
+            [&](int64_t i, const float (&u)[4]) {
+                uint32_t half[4] = {0, 0, 0, 0};
+                if (codec.stochastic_rounding)
+                    random_halves(codec.seed, codec.offset + static_cast<uint64_t>(i), half);
+                uint8_t code[4];
+                float error[4];
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const float t = quantize_ratio<FORMAT>(u[k], scale);
-            code[k] = codec.stochastic_rounding ? quantize_code<FORMAT>(t, half[k]) : quantize_code<FORMAT>(t);
-            error[k] = u[k] - scale * quantize_number<FORMAT>(code[k]);
-          }
-          put_codes(codes, i, end, code);
-          if (codec.error && scale == scale) store_four<FP32>(codec.error, i, end, error);
-        });
-  });
+                for (int k = 0; k < 4; ++k) {
+                    const float t = quantize_ratio<FORMAT>(u[k], scale);
+                    code[k] = codec.stochastic_rounding ? quantize_code<FORMAT>(t, half[k])
+                                                        : quantize_code<FORMAT>(t);
+                    error[k] = u[k] - scale * quantize_number<FORMAT>(code[k]);
+                }
+                put_codes(codes, i, end, code);
+                if (codec.error && scale == scale) store_four<FP32>(codec.error, i, end, error);
+            });
+    });
 }
 
 }  // namespace pyops::cuda

@@ -1,6 +1,8 @@
-// The kernels of the Philox streams: four consecutive elements per thread, one Philox for those that share a block.
+// The kernels of the Philox streams: four consecutive elements per thread, one Philox for those
+// that share a block.
 //
-// Compiled without contraction (-fmad=false): the bits are those of the CPU and of plain torch (pyops/ops/random.py).
+// Compiled without contraction (-fmad=false): the bits are those of the CPU and of plain torch
+// (pyops/ops/random.py).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,78 +19,88 @@ constexpr int RANDOM_THREADS = 256;
 
 // Element i of the tensor has the global index offset + (i / row) * row_stride + i % row.
 struct Place {
-  int64_t offset, row, row_stride;
+    int64_t offset, row, row_stride;
 };
 
 __device__ __forceinline__ uint32_t word_of(const PhiloxBlock& block, unsigned lane) {
-  const uint32_t low = lane & 1 ? block.word[1] : block.word[0], high = lane & 1 ? block.word[3] : block.word[2];
-  return lane & 2 ? high : low;
+    const uint32_t low = lane & 1 ? block.word[1] : block.word[0],
+                   high = lane & 1 ? block.word[3] : block.word[2];
+    return lane & 2 ? high : low;
 }
 
-// What becomes of a word. `at` is asked for elements in ascending order, with the block that the element's words are in.
+// What becomes of a word. `at` is asked for elements in ascending order, with the block that the
+// element's words are in.
 struct Uniform {
-  using type = float;
-  __device__ __forceinline__ float at(const PhiloxBlock& block, unsigned lane, bool) { return uniform_of(word_of(block, lane)); }
+    using type = float;
+    __device__ __forceinline__ float at(const PhiloxBlock& block, unsigned lane, bool) {
+        return uniform_of(word_of(block, lane));
+    }
 };
 
 struct Normal {
-  using type = float;
-  float even = 0.0f, odd = 0.0f;
-  __device__ __forceinline__ float at(const PhiloxBlock& block, unsigned lane, bool new_pair) {
-    if (new_pair) normal_pair(word_of(block, lane & 2), word_of(block, (lane & 2) | 1), even, odd);
-    return lane & 1 ? odd : even;
-  }
+    using type = float;
+    float even = 0.0f, odd = 0.0f;
+    __device__ __forceinline__ float at(const PhiloxBlock& block, unsigned lane, bool new_pair) {
+        if (new_pair)
+            normal_pair(word_of(block, lane & 2), word_of(block, (lane & 2) | 1), even, odd);
+        return lane & 1 ? odd : even;
+    }
 };
 
 struct DropoutMask {
-  using type = uint8_t;
-  float p;
-  __device__ __forceinline__ uint8_t at(const PhiloxBlock& block, unsigned lane, bool) {
-    return uniform_of(word_of(block, lane)) >= p;
-  }
+    using type = uint8_t;
+    float p;
+    __device__ __forceinline__ uint8_t at(const PhiloxBlock& block, unsigned lane, bool) {
+        return uniform_of(word_of(block, lane)) >= p;
+    }
 };
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Four {
-  T element[4];
+    T element[4];
 };
 
 template <typename Draw>
-__global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::type* out, int64_t numel, Draw draw, uint64_t key,
-                                                                Place place) {
-  using Out = Four<typename Draw::type>;
-  const bool in_line = reinterpret_cast<uintptr_t>(out) % sizeof(Out) == 0;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * RANDOM_THREADS;
-  for (int64_t four = static_cast<int64_t>(blockIdx.x) * RANDOM_THREADS + threadIdx.x; four * 4 < numel; four += threads) {
-    const int64_t first = four * 4;
-    const int count = numel - first < 4 ? static_cast<int>(numel - first) : 4;
-    int64_t line = 0, along = first;
-    if (first >= place.row) {  // a 64-bit division costs more than the block's Philox: not for a tensor that is one row
-      line = first / place.row;
-      along = first % place.row;
-    }
-    uint64_t last = 0;
-    PhiloxBlock block;
-    Out drawn;
+__global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::type* out,
+                                                                int64_t numel, Draw draw,
+                                                                uint64_t key, Place place) {
+    using Out = Four<typename Draw::type>;
+    const bool in_line = reinterpret_cast<uintptr_t>(out) % sizeof(Out) == 0;
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * RANDOM_THREADS;
+    for (int64_t four = static_cast<int64_t>(blockIdx.x) * RANDOM_THREADS + threadIdx.x;
+         four * 4 < numel; four += threads) {
+        const int64_t first = four * 4;
+        const int count = numel - first < 4 ? static_cast<int>(numel - first) : 4;
+        int64_t line = 0, along = first;
+        // A 64-bit division costs more than the block's Philox: not for a tensor that is one row
+        if (first >= place.row) {
+            line = first / place.row;
+            along = first % place.row;
+        }
+        uint64_t last = 0;
+        PhiloxBlock block;
+        Out drawn;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint64_t index = static_cast<uint64_t>(place.offset + line * place.row_stride + along);
-      if (k == 0 || index / 4 != last / 4) block = philox4x32(key, index / 4);
-      drawn.element[k] = draw.at(block, static_cast<unsigned>(index % 4), k == 0 || index / 2 != last / 2);
-      last = index;
-      if (++along == place.row) {
-        along = 0;
-        ++line;
-      }
-    }
-    if (in_line && count == 4) {
-      *reinterpret_cast<Out*>(out + first) = drawn;
-    } else {
+        for (int k = 0; k < 4; ++k) {
+            const uint64_t index =
+                static_cast<uint64_t>(place.offset + line * place.row_stride + along);
+            if (k == 0 || index / 4 != last / 4) block = philox4x32(key, index / 4);
+            drawn.element[k] =
+                draw.at(block, static_cast<unsigned>(index % 4), k == 0 || index / 2 != last / 2);
+            last = index;
+            if (++along == place.row) {
+                along = 0;
+                ++line;
+            }
+        }
+        if (in_line && count == 4) {
+            *reinterpret_cast<Out*>(out + first) = drawn;
+        } else {
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        if (k < count) out[first + k] = drawn.element[k];
+            for (int k = 0; k < 4; ++k)
+                if (k < count) out[first + k] = drawn.element[k];
+        }
     }
-  }
 }
 
 }  // namespace pyops::cuda

@@ -1,6 +1,7 @@
 // The kernel of accumulate_, sum_rows_ and scale_cast_:
 //
-//   out = round(scale * (((first + rows[0]) + rows[1]) + ...))     summed in list order, in fp32 (fp64 for fp64), rounded once
+//   out = round(scale * (((first + rows[0]) + rows[1]) + ...))
+//         summed in list order, in fp32 (fp64 for fp64), rounded once
 //
 // where `first` is `out` itself for accumulate_. Bytes per element: one read per addend, one write.
 #pragma once
@@ -14,52 +15,60 @@ constexpr int SUM_THREADS = 256;
 constexpr int MAX_ADDENDS = 256;  // pointers that travel as kernel arguments
 
 struct Rows {
-  const void* data[MAX_ADDENDS];
-  int count;
+    const void* data[MAX_ADDENDS];
+    int count;
 };
 
 template <int OUT, int IN, int N, typename Scalar>
-__device__ __forceinline__ void sum_pack(void* out, const Rows& rows, bool with_out, Scalar scale, int64_t i) {
-  Scalar sum[N];
-  int r = 0;
-  if (with_out) {
-    const auto pack = load<OUT, N>(out, i);
+__device__ __forceinline__ void sum_pack(void* out, const Rows& rows, bool with_out, Scalar scale,
+                                         int64_t i) {
+    Scalar sum[N];
+    int r = 0;
+    if (with_out) {
+        const auto pack = load<OUT, N>(out, i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum[j] = widen(pack.element[j]);
-  } else {
-    const auto pack = load<IN, N>(rows.data[r++], i);
+        for (int j = 0; j < N; ++j) sum[j] = widen(pack.element[j]);
+    } else {
+        const auto pack = load<IN, N>(rows.data[r++], i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum[j] = widen(pack.element[j]);
-  }
+        for (int j = 0; j < N; ++j) sum[j] = widen(pack.element[j]);
+    }
 #pragma unroll 4
-  for (; r < rows.count; ++r) {
-    const auto pack = load<IN, N>(rows.data[r], i);
+    for (; r < rows.count; ++r) {
+        const auto pack = load<IN, N>(rows.data[r], i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum[j] += widen(pack.element[j]);
-  }
+        for (int j = 0; j < N; ++j) sum[j] += widen(pack.element[j]);
+    }
 #pragma unroll
-  for (int j = 0; j < N; ++j) sum[j] *= scale;
-  Pack<OUT, N> rounded;
+    for (int j = 0; j < N; ++j) sum[j] *= scale;
+    Pack<OUT, N> rounded;
 #pragma unroll
-  for (int j = 0; j < N; ++j) rounded.element[j] = narrow<OUT>(sum[j]);
-  store<OUT, N>(out, i, rounded);
+    for (int j = 0; j < N; ++j) rounded.element[j] = narrow<OUT>(sum[j]);
+    store<OUT, N>(out, i, rounded);
 }
 
 template <int OUT, int IN, int N, typename Scalar>
-__global__ __launch_bounds__(SUM_THREADS) void sum_kernel(void* out, const __grid_constant__ Rows rows, bool with_out,
-                                                          Scalar scale, int64_t numel, int head) {
-  const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
-  const int64_t slabs = slabs_of(gridDim.x, chunks);
-  const auto pack = [&](int64_t i) { sum_pack<OUT, IN, N, Scalar>(out, rows, with_out, scale, i); };
-  const auto one = [&](int64_t i) { sum_pack<OUT, IN, 1, Scalar>(out, rows, with_out, scale, i); };
-  for (int64_t slab = 0; slab < slabs; ++slab) {
-    const Range span = span_of(slab, blockIdx.x, gridDim.x, chunks);
-    for (int64_t c = span.begin; c < span.end; ++c) {
-      const Range range = elements_of(c, numel, CHUNK, head), packs = packs_of(range, c == 0 ? head : 0, N);
-      walk_packs<N, 1>(packs, threadIdx.x, SUM_THREADS, pack, pack);
-      walk_edges(range, packs, threadIdx.x, SUM_THREADS, one);
+__global__ __launch_bounds__(SUM_THREADS) void sum_kernel(void* out,
+                                                          const __grid_constant__ Rows rows,
+                                                          bool with_out, Scalar scale,
+                                                          int64_t numel, int head) {
+    const int64_t chunks = (numel + CHUNK - 1) / CHUNK;
+    const int64_t slabs = slabs_of(gridDim.x, chunks);
+    const auto pack = [&](int64_t i) {
+        sum_pack<OUT, IN, N, Scalar>(out, rows, with_out, scale, i);
+    };
+    const auto one = [&](int64_t i) {
+        sum_pack<OUT, IN, 1, Scalar>(out, rows, with_out, scale, i);
+    };
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+        const Range span = span_of(slab, blockIdx.x, gridDim.x, chunks);
+        for (int64_t c = span.begin; c < span.end; ++c) {
+            const Range range = elements_of(c, numel, CHUNK, head),
+                        packs = packs_of(range, c == 0 ? head : 0, N);
+            walk_packs<N, 1>(packs, threadIdx.x, SUM_THREADS, pack, pack);
+            walk_edges(range, packs, threadIdx.x, SUM_THREADS, one);
+        }
     }
-  }
 }
 
 }  // namespace pyops::cuda

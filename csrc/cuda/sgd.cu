@@ -4,6 +4,6 @@
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-  PYOPS_IMPL(m, "sgd_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_);
-  PYOPS_IMPL(m, "sgd_from_table_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_from_table_);
+    PYOPS_IMPL(m, "sgd_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_);
+    PYOPS_IMPL(m, "sgd_from_table_", &pyops::SgdOps<pyops::cuda::Cuda>::sgd_from_table_);
 }

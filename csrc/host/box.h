@@ -1,8 +1,11 @@
-// Where every op's tensors arrive, on the CPU and on CUDA: each must lie within its memory before a kernel walks it.
+// Where every op's tensors arrive, on the CPU and on CUDA: each must lie within its memory before a
+// kernel walks it.
 //
-//   PYOPS_IMPL(m, "adam_", &adam_)     m.impl("adam_", ...), with the check between the dispatcher and the function
+//   PYOPS_IMPL(m, "adam_", &adam_)   m.impl("adam_", ...), with the check between the dispatcher
+//                                    and the function
 //
-// Views whose sign or conjugate is still to be taken come here resolved, or not at all: pyops/ops/memory.py.
+// Views whose sign or conjugate is still to be taken come here resolved, or not at all:
+// pyops/ops/memory.py.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -23,12 +26,15 @@ void check_memory(const Tensor& tensor, const ArgumentOf& argument);
 
 template <typename T>
 void check_argument(const T&, const char*, int) {}
-inline void check_argument(const Tensor& tensor, const char* op, int number) { check_memory(tensor, {op, number, -1}); }
+inline void check_argument(const Tensor& tensor, const char* op, int number) {
+    check_memory(tensor, {op, number, -1});
+}
 inline void check_argument(const std::optional<Tensor>& tensor, const char* op, int number) {
     if (tensor) check_memory(*tensor, {op, number, -1});
 }
 inline void check_argument(const Tensors& list, const char* op, int number) {
-    for (size_t i = 0; i < list.size(); ++i) check_memory(list[i], {op, number, static_cast<int64_t>(i)});
+    for (size_t i = 0; i < list.size(); ++i)
+        check_memory(list[i], {op, number, static_cast<int64_t>(i)});
 }
 
 template <typename Op, typename F, F function>
@@ -36,7 +42,8 @@ struct Checked;
 
 template <typename Op, typename R, typename... P, R (*function)(P...)>
 struct Checked<Op, R (*)(P...), function> {
-    // The arguments are the caller's own and used once, so they are moved on: lists of tensors are not copied.
+    // The arguments are the caller's own and used once, so they are moved on: lists of tensors are
+    // not copied.
     static R call(std::remove_cv_t<std::remove_reference_t<P>>&... arguments) {
         int number = 0;
         (check_argument(arguments, Op::name_of(), ++number), ...);
@@ -46,10 +53,10 @@ struct Checked<Op, R (*)(P...), function> {
 
 }  // namespace pyops
 
-#define PYOPS_IMPL(m, name, function)                                                              \
-    do {                                                                                           \
-        struct Op {                                                                                \
-            static const char* name_of() { return name; }                                          \
-        };                                                                                         \
-        (m).impl(name, TORCH_BOX((&pyops::Checked<Op, decltype(function), function>::call)));      \
+#define PYOPS_IMPL(m, name, function)                                                         \
+    do {                                                                                      \
+        struct Op {                                                                           \
+            static const char* name_of() { return name; }                                     \
+        };                                                                                    \
+        (m).impl(name, TORCH_BOX((&pyops::Checked<Op, decltype(function), function>::call))); \
     } while (false)

@@ -1,7 +1,9 @@
-// What the kernels of the codecs are given (onebit_kernel.cpp, quantize_kernel.cpp): raw memory, no torch.
+// What the kernels of the codecs are given (onebit_kernel.cpp, quantize_kernel.cpp): raw memory, no
+// torch.
 //
-//   payload   [fp32 scale of each block][bits or codes]      no address in it need be a multiple of 4
-//   source    x, or the sum of several payloads (`rows`), and then the error, if any:  u = source + error
+//   payload  [fp32 scale of each block][bits or codes]  no address in it need be a multiple of 4
+//   source   x, or the sum of several payloads (`rows`), and then the error, if any:
+//            u = source + error
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,5 @@
-// For the codecs' ops (onebit, quantize), on the CPU and on CUDA: what must fit together, checked before anything is written.
+// For the codecs' ops (onebit, quantize), on the CPU and on CUDA: what must fit together, checked
+// before anything is written.
 #pragma once
 #include <string>
 
@@ -7,7 +8,8 @@
 
 namespace pyops {
 
-// What the two families differ in. A block is a multiple of `multiple`; `body(n)` are the bytes of n bits or codes.
+// What the two families differ in. A block is a multiple of `multiple`; `body(n)` are the bytes of
+// n bits or codes.
 struct Family {
     int64_t multiple;
     int64_t (*body)(int64_t n);
@@ -19,22 +21,26 @@ inline const Family ONEBIT{64, [](int64_t n) { return (n + 7) / 8; }, "rule", {"
 inline const Family QUANTIZE{32, [](int64_t n) { return n; }, "format", {"int8", "e4m3", "e5m2"}};
 
 class CodecCheck {
- public:
-    CodecCheck(const char* op, bool on_cuda, const Family& family) : op(op), on_cuda(on_cuda), family(family) {}
+public:
+    CodecCheck(const char* op, bool on_cuda, const Family& family)
+        : op(op), on_cuda(on_cuda), family(family) {}
 
     const char* const op;
     const bool on_cuda;
     const Family& family;
 
     void place(const Tensor& t, const char* name) const {
-        require(t.is_cuda() == on_cuda, "pyops::", op, ": ", name, " is on another device; move it");
-        require(t.is_contiguous(), "pyops::", op, ": ", name, " must be contiguous, got ", Shape{t});
+        require(t.is_cuda() == on_cuda, "pyops::", op, ": ", name,
+                " is on another device; move it");
+        require(t.is_contiguous(), "pyops::", op, ": ", name, " must be contiguous, got ",
+                Shape{t});
     }
 
     // fp32, bf16 or fp16; returns the dtype code.
     int numbers(const Tensor& t, const char* name) const {
         const int dtype = dtype_code(t);
-        require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", name, " must be float32, bfloat16 or float16; cast it");
+        require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", name,
+                " must be float32, bfloat16 or float16; cast it");
         place(t, name);
         return dtype;
     }
@@ -42,7 +48,8 @@ class CodecCheck {
     void fp32(const Tensor& t, const char* name, int64_t n) const {
         require(dtype_code(t) == FP32, "pyops::", op, ": ", name, " must be float32; cast it");
         place(t, name);
-        require(t.numel() == n, "pyops::", op, ": ", name, " must have ", n, " elements, got ", t.numel());
+        require(t.numel() == n, "pyops::", op, ": ", name, " must have ", n, " elements, got ",
+                t.numel());
     }
 
     void fp32(const std::optional<Tensor>& t, const char* name, int64_t n) const {
@@ -52,9 +59,11 @@ class CodecCheck {
     void payload(const Tensor& t, int64_t bytes) const {
         int32_t dtype = 0;
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
-        require(dtype == aoti_torch_dtype_uint8(), "pyops::", op, ": a payload must be uint8; cast it");
+        require(dtype == aoti_torch_dtype_uint8(), "pyops::", op,
+                ": a payload must be uint8; cast it");
         place(t, "a payload");
-        require(t.numel() == bytes, "pyops::", op, ": a payload must have ", bytes, " bytes for these numbers, got ", t.numel());
+        require(t.numel() == bytes, "pyops::", op, ": a payload must have ", bytes,
+                " bytes for these numbers, got ", t.numel());
     }
 
     void payloads(const Tensors& rows, int64_t bytes) const {
@@ -63,11 +72,13 @@ class CodecCheck {
     }
 
     void block(int64_t block) const {
-        require(block > 0 && block % family.multiple == 0, "pyops::", op, ": block must be a positive multiple of ", family.multiple,
-                ", got ", block);
+        require(block > 0 && block % family.multiple == 0, "pyops::", op,
+                ": block must be a positive multiple of ", family.multiple, ", got ", block);
     }
 
-    int64_t bytes(int64_t n, int64_t block) const { return 4 * ((n + block - 1) / block) + family.body(n); }
+    int64_t bytes(int64_t n, int64_t block) const {
+        return 4 * ((n + block - 1) / block) + family.body(n);
+    }
 
     // The place of a rule's or format's name among the choices.
     int rule(const std::string& name) const {
@@ -84,11 +95,14 @@ class CodecCheck {
 
 using OptionalTensor = std::optional<Tensor>;
 
-inline float* data_of(const OptionalTensor& t) { return t && t->numel() ? static_cast<float*>(t->data_ptr()) : nullptr; }
+inline float* data_of(const OptionalTensor& t) {
+    return t && t->numel() ? static_cast<float*>(t->data_ptr()) : nullptr;
+}
 
 inline std::vector<const uint8_t*> addresses(const Tensors& payloads) {
     std::vector<const uint8_t*> out;
-    for (const Tensor& payload : payloads) out.push_back(static_cast<const uint8_t*>(payload.data_ptr()));
+    for (const Tensor& payload : payloads)
+        out.push_back(static_cast<const uint8_t*>(payload.data_ptr()));
     return out;
 }
 
@@ -100,8 +114,9 @@ struct EncodeOptions {
     int64_t seed = 0, offset = 0;
 };
 
-inline CodecSpan target_of(const CodecCheck& check, const Tensor& payload, const OptionalTensor& error, const OptionalTensor& flag,
-                           int64_t n, const EncodeOptions& options) {
+inline CodecSpan target_of(const CodecCheck& check, const Tensor& payload,
+                           const OptionalTensor& error, const OptionalTensor& flag, int64_t n,
+                           const EncodeOptions& options) {
     check.block(options.block);
     CodecSpan span;
     span.rule = check.rule(options.rule);
@@ -118,8 +133,9 @@ inline CodecSpan target_of(const CodecCheck& check, const Tensor& payload, const
     return span;
 }
 
-inline CodecSpan encode_span(const CodecCheck& check, const Tensor& payload, const Tensor& x, const OptionalTensor& error,
-                             const OptionalTensor& flag, const EncodeOptions& options) {
+inline CodecSpan encode_span(const CodecCheck& check, const Tensor& payload, const Tensor& x,
+                             const OptionalTensor& error, const OptionalTensor& flag,
+                             const EncodeOptions& options) {
     const int dtype = check.numbers(x, "x");
     CodecSpan span = target_of(check, payload, error, flag, x.numel(), options);
     span.dtype = dtype;
@@ -128,9 +144,10 @@ inline CodecSpan encode_span(const CodecCheck& check, const Tensor& payload, con
 }
 
 // `rows` are the addresses of `payloads`, and must live as long as the span.
-inline CodecSpan reencode_span(const CodecCheck& check, const Tensor& payload, const Tensors& payloads,
-                               const std::vector<const uint8_t*>& rows, const OptionalTensor& error, const OptionalTensor& flag,
-                               int64_t n, double scale, const EncodeOptions& options) {
+inline CodecSpan reencode_span(const CodecCheck& check, const Tensor& payload,
+                               const Tensors& payloads, const std::vector<const uint8_t*>& rows,
+                               const OptionalTensor& error, const OptionalTensor& flag, int64_t n,
+                               double scale, const EncodeOptions& options) {
     CodecSpan span = target_of(check, payload, error, flag, n, options);
     check.payloads(payloads, check.bytes(n, options.block));
     span.rows = rows.data();
@@ -139,8 +156,9 @@ inline CodecSpan reencode_span(const CodecCheck& check, const Tensor& payload, c
     return span;
 }
 
-inline CodecSpan sum_span(const CodecCheck& check, const Tensor& out, const Tensors& payloads, const std::vector<const uint8_t*>& rows,
-                          const OptionalTensor& scales, int64_t block, double scale, bool accumulate) {
+inline CodecSpan sum_span(const CodecCheck& check, const Tensor& out, const Tensors& payloads,
+                          const std::vector<const uint8_t*>& rows, const OptionalTensor& scales,
+                          int64_t block, double scale, bool accumulate) {
     check.block(block);
     CodecSpan span;
     span.dtype_out = check.numbers(out, "out");
@@ -158,7 +176,8 @@ inline CodecSpan sum_span(const CodecCheck& check, const Tensor& out, const Tens
 }
 
 // One scale for all: the payload is bits alone. `block` is only how the work is cut.
-inline CodecSpan scaled_span(const CodecCheck& check, const Tensor* payload, const Tensor& x, const OptionalTensor& error, int64_t block) {
+inline CodecSpan scaled_span(const CodecCheck& check, const Tensor* payload, const Tensor& x,
+                             const OptionalTensor& error, int64_t block) {
     CodecSpan span;
     span.dtype = check.numbers(x, "x");
     span.n = x.numel();

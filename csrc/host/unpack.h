@@ -1,5 +1,6 @@
-// The elementwise optimizers' ops: from a schema's arguments to a rule, its options and the lists of its columns. Written once
-// for both devices; Backend::step and step_table do the work (csrc/cpu/step.h, csrc/cuda/step.cuh).
+// The elementwise optimizers' ops: from a schema's arguments to a rule, its options and the lists
+// of its columns. Written once for both devices; Backend::step and step_table do the work
+// (csrc/cpu/step.h, csrc/cuda/step.cuh).
 #pragma once
 #include "table.h"
 
@@ -14,9 +15,10 @@ struct Around {
     uint64_t seed = 0;
 };
 
-inline Around around_of(const Scalar& lr, const Scalar& grad_factor, const Scalar& found_inf, bool zero_grads,
-                        bool stochastic_rounding, int64_t seed) {
-    return {lr, grad_factor, found_inf, zero_grads, stochastic_rounding, static_cast<uint64_t>(seed)};
+inline Around around_of(const Scalar& lr, const Scalar& grad_factor, const Scalar& found_inf,
+                        bool zero_grads, bool stochastic_rounding, int64_t seed) {
+    return {lr,         grad_factor,         found_inf,
+            zero_grads, stochastic_rounding, static_cast<uint64_t>(seed)};
 }
 
 inline const Tensors NONE;  // a list that an op does not have

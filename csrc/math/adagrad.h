@@ -1,4 +1,5 @@
-// One step of Adagrad on one element: pyops/ops/optimizers/adagrad.py states the formula and its source.
+// One step of Adagrad on one element: pyops/ops/optimizers/adagrad.py states the formula and its
+// source.
 #pragma once
 #include "rule.h"
 
@@ -13,7 +14,8 @@ struct AdagradOptions {
 template <typename T>
 struct Adagrad {
     using Options = AdagradOptions;
-    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG_SQ), WRITTEN = set_of(PARAM, EXP_AVG_SQ);
+    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG_SQ),
+                              WRITTEN = set_of(PARAM, EXP_AVG_SQ);
     static constexpr bool COUNTS = true;
     static constexpr int L2 = 1, WITH_MAX = 0, VARIANTS = 2;
 
@@ -23,11 +25,14 @@ struct Adagrad {
     Adagrad() = default;
 
     PYOPS_HOST_DEVICE Adagrad(const AdagradOptions& o, double grad_factor, double step)
-        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)), l2(static_cast<T>(o.weight_decay)),
-          rate(static_cast<T>(o.lr / (1.0 + (step - 1.0) * o.lr_decay))), eps(static_cast<T>(o.eps)) {}
+        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)),
+          l2(static_cast<T>(o.weight_decay)),
+          rate(static_cast<T>(o.lr / (1.0 + (step - 1.0) * o.lr_decay))),
+          eps(static_cast<T>(o.eps)) {}
 
     template <typename U>
-    explicit PYOPS_HOST_DEVICE Adagrad(const Adagrad<U>& a) : factor(a.factor), l2(a.l2), rate(a.rate), eps(a.eps) {}
+    explicit PYOPS_HOST_DEVICE Adagrad(const Adagrad<U>& a)
+        : factor(a.factor), l2(a.l2), rate(a.rate), eps(a.eps) {}
 
     PYOPS_HOST_DEVICE int variant() const { return l2 != T(0) ? L2 : 0; }
 

@@ -1,7 +1,9 @@
-// One step of Adam on one element: pyops/ops/optimizers/optim.py states the formula and its sources. T is the type computed in.
+// One step of Adam on one element: pyops/ops/optimizers/optim.py states the formula and its
+// sources. T is the type computed in.
 //
-// The hyper-parameters come from the host as float64 and are rounded to T once, after everything that depends on the step
-// has been worked out in float64: the inner loop has no pow, no double and one division.
+// The hyper-parameters come from the host as float64 and are rounded to T once, after everything
+// that depends on the step has been worked out in float64: the inner loop has no pow, no double and
+// one division.
 #pragma once
 #include "rule.h"
 
@@ -13,21 +15,23 @@ struct AdamOptions {
     bool decoupled, maximize;
 };
 
-// T is float, double, or a register of them that has + - * /, square_root, larger, fused and negative_fused.
+// T is float, double, or a register of them that has + - * /, square_root, larger, fused and
+// negative_fused.
 template <typename T>
 struct Adam {
     using Options = AdamOptions;
-    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG, EXP_AVG_SQ), WRITTEN = set_of(PARAM, EXP_AVG, EXP_AVG_SQ);
+    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG, EXP_AVG_SQ),
+                              WRITTEN = set_of(PARAM, EXP_AVG, EXP_AVG_SQ);
     // L2 is a variant because 0 * inf would be nan.
     static constexpr bool COUNTS = true;
     static constexpr int L2 = 1, WITH_MAX = 2, VARIANTS = 4;
 
-    T factor;           // of the gradient: unscale, clip, and the sign of maximize
-    T l2;               // weight decay added to the gradient; 0 when decoupled
-    T decay;            // 1 - lr * weight decay; 1 when not decoupled
+    T factor;  // of the gradient: unscale, clip, and the sign of maximize
+    T l2;      // weight decay added to the gradient; 0 when decoupled
+    T decay;   // 1 - lr * weight decay; 1 when not decoupled
     T one_minus_beta1, beta2, one_minus_beta2;
-    T step_size;        // lr / (1 - beta1^step)
-    T rsqrt_bc2;        // 1 / sqrt(1 - beta2^step)
+    T step_size;  // lr / (1 - beta1^step)
+    T rsqrt_bc2;  // 1 / sqrt(1 - beta2^step)
     T eps;
 
     Adam() = default;
@@ -37,8 +41,7 @@ struct Adam {
         : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)),
           l2(static_cast<T>(o.decoupled ? 0.0 : o.weight_decay)),
           decay(static_cast<T>(o.decoupled ? 1.0 - o.lr * o.weight_decay : 1.0)),
-          one_minus_beta1(static_cast<T>(1.0 - o.beta1)),
-          beta2(static_cast<T>(o.beta2)),
+          one_minus_beta1(static_cast<T>(1.0 - o.beta1)), beta2(static_cast<T>(o.beta2)),
           one_minus_beta2(static_cast<T>(1.0 - o.beta2)),
           step_size(static_cast<T>(o.lr / (1.0 - pow(o.beta1, step)))),
           rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - pow(o.beta2, step)))),
@@ -47,8 +50,9 @@ struct Adam {
     // The same in another type, say each number spread over a register.
     template <typename U>
     explicit PYOPS_HOST_DEVICE Adam(const Adam<U>& a)
-        : factor(a.factor), l2(a.l2), decay(a.decay), one_minus_beta1(a.one_minus_beta1), beta2(a.beta2),
-          one_minus_beta2(a.one_minus_beta2), step_size(a.step_size), rsqrt_bc2(a.rsqrt_bc2), eps(a.eps) {}
+        : factor(a.factor), l2(a.l2), decay(a.decay), one_minus_beta1(a.one_minus_beta1),
+          beta2(a.beta2), one_minus_beta2(a.one_minus_beta2), step_size(a.step_size),
+          rsqrt_bc2(a.rsqrt_bc2), eps(a.eps) {}
 
     PYOPS_HOST_DEVICE int variant() const { return l2 != T(0) ? L2 : 0; }
 

@@ -1,4 +1,5 @@
-// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/vector.h has the same for registers.
+// The few operations a rule needs beyond + - * /, for float and double; csrc/cpu/vector.h has the
+// same for registers.
 #pragma once
 #include "host_device.h"
 
@@ -34,8 +35,9 @@ PYOPS_HOST_DEVICE T where_less(T a, T b, T x, T y) {
 PYOPS_HOST_DEVICE float magnitude(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
 PYOPS_HOST_DEVICE double magnitude(double x) { return fabs(x); }
 
-// a b + c and c - a b, rounded once where the hardware can. Written out, never left to the compiler, which would choose
-// differently for a loop and for its last elements: a shard would then differ from the whole in the last bit.
+// a b + c and c - a b, rounded once where the hardware can. Written out, never left to the
+// compiler, which would choose differently for a loop and for its last elements: a shard would then
+// differ from the whole in the last bit.
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 PYOPS_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
 PYOPS_HOST_DEVICE double fused(double a, double b, double c) { return fma(a, b, c); }

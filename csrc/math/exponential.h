@@ -1,5 +1,6 @@
-// The exponential function for float, double and, through csrc/cpu/vector.h, registers of float. Polynomial: S. Moshier, Cephes,
-// expf; within 1 ulp. A nan stays; below -104 the result is 0, above 88.8 it is inf; subnormal results are not flushed.
+// The exponential function for float, double and, through csrc/cpu/vector.h, registers of float.
+// Polynomial: S. Moshier, Cephes, expf; within 1 ulp. A nan stays; below -104 the result is 0,
+// above 88.8 it is inf; subnormal results are not flushed.
 #pragma once
 #include "arithmetic.h"
 
@@ -13,7 +14,8 @@ PYOPS_HOST_DEVICE double at_most(double x, double high) { return x > high ? high
 
 // p 2^n for a whole n of -152 to 130, in two steps because 2^n itself may not be a float.
 PYOPS_HOST_DEVICE float times_power_of_two(float p, float n) {
-    const int32_t k = static_cast<int32_t>(bits_of(n + 12582912.0f)) - 0x4B400000;  // a cast of a nan would be undefined
+    // A cast of a nan would be undefined
+    const int32_t k = static_cast<int32_t>(bits_of(n + 12582912.0f)) - 0x4B400000;
     const int32_t half = k >> 1;
     const float first = float_of(static_cast<uint32_t>(half + 127) << 23);
     return p * first * float_of(static_cast<uint32_t>(k - half + 127) << 23);
@@ -23,7 +25,8 @@ PYOPS_HOST_DEVICE float times_power_of_two(float p, float n) {
 template <typename T>
 PYOPS_HOST_DEVICE T exponential(T x) {
     x = at_most(at_least(x, T(-104.0f)), T(89.0f));
-    const T n = fused(x, T(1.44269504f), T(12582912.0f)) - T(12582912.0f);  // 1.5 2^23: the addition rounds to a whole number
+    // 1.5 2^23: the addition rounds to a whole number
+    const T n = fused(x, T(1.44269504f), T(12582912.0f)) - T(12582912.0f);
     const T r = negative_fused(n, T(-2.12194440e-4f), negative_fused(n, T(0.693359375f), x));
     T q = fused(T(1.9875691500e-4f), r, T(1.3981999507e-3f));
     q = fused(q, r, T(8.3334519073e-3f));

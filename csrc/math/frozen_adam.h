@@ -1,4 +1,5 @@
-// Adam in two halves, for optimizers that exchange the momentum between them and keep the variance as it is:
+// Adam in two halves, for optimizers that exchange the momentum between them and keep the variance
+// as it is:
 // pyops/ops/optimizers/frozen_adam.py states the formulas.
 #pragma once
 #include "rule.h"
@@ -22,10 +23,12 @@ struct FrozenAdam {
     FrozenAdam() = default;
 
     PYOPS_HOST_DEVICE FrozenAdam(const FrozenAdamOptions& o, double, double)
-        : rate(static_cast<T>(o.lr)), decay(static_cast<T>(1.0 - o.lr * o.weight_decay)), eps(static_cast<T>(o.eps)) {}
+        : rate(static_cast<T>(o.lr)), decay(static_cast<T>(1.0 - o.lr * o.weight_decay)),
+          eps(static_cast<T>(o.eps)) {}
 
     template <typename U>
-    explicit PYOPS_HOST_DEVICE FrozenAdam(const FrozenAdam<U>& a) : rate(a.rate), decay(a.decay), eps(a.eps) {}
+    explicit PYOPS_HOST_DEVICE FrozenAdam(const FrozenAdam<U>& a)
+        : rate(a.rate), decay(a.decay), eps(a.eps) {}
 
     PYOPS_HOST_DEVICE int variant() const { return 0; }
 
@@ -39,7 +42,8 @@ struct MomentumOptions {
     double lr;  // 1 - beta
 };
 
-// The first half: the running mean of the gradient, which stands in the column PARAM. The bits are Adam's.
+// The first half: the running mean of the gradient, which stands in the column PARAM. The bits are
+// Adam's.
 template <typename T>
 struct Momentum {
     using Options = MomentumOptions;
@@ -55,7 +59,8 @@ struct Momentum {
         : factor(static_cast<T>(grad_factor)), one_minus_beta(static_cast<T>(o.lr)) {}
 
     template <typename U>
-    explicit PYOPS_HOST_DEVICE Momentum(const Momentum<U>& a) : factor(a.factor), one_minus_beta(a.one_minus_beta) {}
+    explicit PYOPS_HOST_DEVICE Momentum(const Momentum<U>& a)
+        : factor(a.factor), one_minus_beta(a.one_minus_beta) {}
 
     PYOPS_HOST_DEVICE int variant() const { return 0; }
 

@@ -1,6 +1,7 @@
-// Normal numbers by Box and Muller, with logarithm, sine and cosine of our own: each operation is one IEEE operation in a fixed
-// order, so the CPU, CUDA and plain torch (pyops/ops/random.py) give the same bits. Compile without contraction
-// (-ffp-contract=off, -fmad=false). Polynomials: S. Moshier, Cephes, logf, sinf and cosf; each within 1 ulp or so.
+// Normal numbers by Box and Muller, with logarithm, sine and cosine of our own: each operation is
+// one IEEE operation in a fixed order, so the CPU, CUDA and plain torch (pyops/ops/random.py) give
+// the same bits. Compile without contraction (-ffp-contract=off, -fmad=false). Polynomials: S.
+// Moshier, Cephes, logf, sinf and cosf; each within 1 ulp or so.
 #pragma once
 #include "philox.h"
 
@@ -9,7 +10,8 @@ namespace pyops {
 // Natural logarithm of a normal, positive u.
 PYOPS_HOST_DEVICE float gaussian_log(float u) {
     const int32_t bits = static_cast<int32_t>(bits_of(u));
-    const int32_t exponent = (bits - 0x3F3504F3) >> 23;  // so that the fraction is in [sqrt(1/2), sqrt(2))
+    // So that the fraction is in [sqrt(1/2), sqrt(2))
+    const int32_t exponent = (bits - 0x3F3504F3) >> 23;
     const float f = float_of(static_cast<uint32_t>(bits - exponent * (1 << 23))) - 1.0f;
     const float e = static_cast<float>(exponent);
     const float z = f * f;
@@ -55,9 +57,11 @@ PYOPS_HOST_DEVICE void gaussian_sin_cos(float u, float& sine, float& cosine) {
     cosine = (quadrant == 1 || quadrant == 2) ? -c1 : c1;
 }
 
-// Two words to two independent standard normal numbers; the first is the even lane. At most sqrt(62 ln 2) = 6.56.
+// Two words to two independent standard normal numbers; the first is the even lane. At most sqrt(62
+// ln 2) = 6.56.
 PYOPS_HOST_DEVICE void normal_pair(uint32_t word0, uint32_t word1, float& even, float& odd) {
-    const float u = (static_cast<float>(static_cast<int32_t>(word0 >> 1)) + 1.0f) * 4.656612873077393e-10f;
+    const float u =
+        (static_cast<float>(static_cast<int32_t>(word0 >> 1)) + 1.0f) * 4.656612873077393e-10f;
     const float radius = sqrtf(gaussian_log(u) * -2.0f);
     float sine, cosine;
     gaussian_sin_cos(uniform_of(word1), sine, cosine);

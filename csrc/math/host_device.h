@@ -1,4 +1,5 @@
-// What every formula needs: the macro that lets one function serve the CPU and CUDA, and a bit-exact cast.
+// What every formula needs: the macro that lets one function serve the CPU and CUDA, and a
+// bit-exact cast.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,6 +1,8 @@
-// LAMB on one element, in the two passes between which the norms of its layer are known: pyops/ops/optimizers/lamb.py states the formula.
+// LAMB on one element, in the two passes between which the norms of its layer are known:
+// pyops/ops/optimizers/lamb.py states the formula.
 //
-//   first pass   moments(g, m, v), then update(p, m, v) for its norm        second pass   LambApply: the update anew, times the ratio
+//   first pass    moments(g, m, v), then update(p, m, v) for its norm
+//   second pass   LambApply: the update anew, times the ratio
 #pragma once
 #include "rule.h"
 
@@ -11,9 +13,10 @@ struct LambOptions {
     bool trust_ratio, maximize;
 };
 
-// ||p|| / ||u|| within [least, most], from squared norms; 1 where either norm is 0: nothing to compare. You et al.,
-// arXiv:1904.00962, algorithm 2. A nan stays.
-PYOPS_HOST_DEVICE double trust_ratio(double squared_param, double squared_update, double least, double most) {
+// ||p|| / ||u|| within [least, most], from squared norms; 1 where either norm is 0: nothing to
+// compare. You et al., arXiv:1904.00962, algorithm 2. A nan stays.
+PYOPS_HOST_DEVICE double trust_ratio(double squared_param, double squared_update, double least,
+                                     double most) {
     if (squared_param == 0.0 || squared_update == 0.0) return 1.0;
     const double ratio = sqrt(squared_param) / sqrt(squared_update);
     return ratio < least ? least : ratio > most ? most : ratio;
@@ -30,16 +33,18 @@ struct Lamb {
     Lamb() = default;
 
     PYOPS_HOST_DEVICE Lamb(const LambOptions& o, double grad_factor, double step)
-        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)), one_minus_beta1(static_cast<T>(1.0 - o.beta1)),
-          beta2(static_cast<T>(o.beta2)), one_minus_beta2(static_cast<T>(1.0 - o.beta2)),
+        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)),
+          one_minus_beta1(static_cast<T>(1.0 - o.beta1)), beta2(static_cast<T>(o.beta2)),
+          one_minus_beta2(static_cast<T>(1.0 - o.beta2)),
           inverse_bc1(static_cast<T>(1.0 / (1.0 - pow(o.beta1, step)))),
-          rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - pow(o.beta2, step)))), eps(static_cast<T>(o.eps)),
-          weight_decay(static_cast<T>(o.weight_decay)) {}
+          rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - pow(o.beta2, step)))),
+          eps(static_cast<T>(o.eps)), weight_decay(static_cast<T>(o.weight_decay)) {}
 
     template <typename U>
     explicit PYOPS_HOST_DEVICE Lamb(const Lamb<U>& a)
-        : factor(a.factor), one_minus_beta1(a.one_minus_beta1), beta2(a.beta2), one_minus_beta2(a.one_minus_beta2),
-          inverse_bc1(a.inverse_bc1), rsqrt_bc2(a.rsqrt_bc2), eps(a.eps), weight_decay(a.weight_decay) {}
+        : factor(a.factor), one_minus_beta1(a.one_minus_beta1), beta2(a.beta2),
+          one_minus_beta2(a.one_minus_beta2), inverse_bc1(a.inverse_bc1), rsqrt_bc2(a.rsqrt_bc2),
+          eps(a.eps), weight_decay(a.weight_decay) {}
 
     PYOPS_HOST_DEVICE void moments(T g, T& m, T& v) const {
         g = g * factor;
@@ -68,7 +73,8 @@ struct LambApply {
     PYOPS_HOST_DEVICE LambApply(const LambOptions& o, double step, double ratio)
         : step_size(static_cast<T>(o.lr * ratio / (1.0 - pow(o.beta1, step)))),
           decay(static_cast<T>(1.0 - o.lr * ratio * o.weight_decay)),
-          rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - pow(o.beta2, step)))), eps(static_cast<T>(o.eps)) {}
+          rsqrt_bc2(static_cast<T>(1.0 / sqrt(1.0 - pow(o.beta2, step)))),
+          eps(static_cast<T>(o.eps)) {}
 
     template <typename U>
     explicit PYOPS_HOST_DEVICE LambApply(const LambApply<U>& a)

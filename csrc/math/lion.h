@@ -12,7 +12,8 @@ struct LionOptions {
 template <typename T>
 struct Lion {
     using Options = LionOptions;
-    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG), WRITTEN = set_of(PARAM, EXP_AVG);
+    static constexpr unsigned COLUMNS = set_of(PARAM, GRAD, EXP_AVG),
+                              WRITTEN = set_of(PARAM, EXP_AVG);
     static constexpr bool COUNTS = true;
     static constexpr int WITH_MAX = 0, VARIANTS = 1;
 
@@ -23,10 +24,10 @@ struct Lion {
     Lion() = default;
 
     PYOPS_HOST_DEVICE Lion(const LionOptions& o, double grad_factor, double)
-        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)), beta1(static_cast<T>(o.beta1)),
-          one_minus_beta1(static_cast<T>(1.0 - o.beta1)), beta2(static_cast<T>(o.beta2)),
-          one_minus_beta2(static_cast<T>(1.0 - o.beta2)), rate(static_cast<T>(o.lr)),
-          decay(static_cast<T>(1.0 - o.lr * o.weight_decay)) {}
+        : factor(static_cast<T>(o.maximize ? -grad_factor : grad_factor)),
+          beta1(static_cast<T>(o.beta1)), one_minus_beta1(static_cast<T>(1.0 - o.beta1)),
+          beta2(static_cast<T>(o.beta2)), one_minus_beta2(static_cast<T>(1.0 - o.beta2)),
+          rate(static_cast<T>(o.lr)), decay(static_cast<T>(1.0 - o.lr * o.weight_decay)) {}
 
     template <typename U>
     explicit PYOPS_HOST_DEVICE Lion(const Lion<U>& l)

@@ -1,11 +1,14 @@
-// Layer norm and root-mean-square norm of one element, and their gradients. V: a number or a register of them, T: a number.
+// Layer norm and root-mean-square norm of one element, and their gradients. V: a number or a
+// register of them, T: a number.
 #pragma once
 #include "arithmetic.h"
 
 namespace pyops {
 
-// What a row's elements are normalised with. The mean is kept in two parts, a rounded sum and what the second pass finds it lacks:
-// x - centre is exact for numbers near the mean, so a row of 10000 +- 1 loses no more digits than one of 0 +- 1.
+// What a row's elements are normalised with. The mean is kept in two parts, a rounded sum and what
+// the second pass finds it lacks:
+// x - centre is exact for numbers near the mean, so a row of 10000 +- 1 loses no more digits than
+// one of 0 +- 1.
 template <typename T>
 struct RowStatistics {
     T centre, shift, rstd;
@@ -29,13 +32,14 @@ PYOPS_HOST_DEVICE V normalised(V x, const RowStatistics<T>& row) {
     return fused(x - V(row.centre), V(row.rstd), V(-row.shift * row.rstd));
 }
 
-// The gradient of a norm's input: rstd (g - mean(g) - h mean(g h)) with g = dy scale and h = d rstd, d = x - mean, which is
-// rstd g - d along - across, with two numbers for each row.
+// The gradient of a norm's input: rstd (g - mean(g) - h mean(g h)) with g = dy scale and h = d
+// rstd, d = x - mean, which is rstd g - d along - across, with two numbers for each row.
 template <typename T>
 struct RowGradient {
     T mean, rstd, along, across;
 
-    // From the sums of g and of g d over the row's n elements. Products in this order stay near the size of g.
+    // From the sums of g and of g d over the row's n elements. Products in this order stay near the
+    // size of g.
     PYOPS_HOST_DEVICE void finish(T sum_g, T sum_gd, T n) {
         along = sum_gd / n * rstd * rstd * rstd;
         across = sum_g / n * rstd;

@@ -1,7 +1,9 @@
-// One-bit compression with error feedback: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, section 3.
-// pyops/ops/communication/onebit.py states the formula. A block's sum is float64 and in an order that all kernels share:
+// One-bit compression with error feedback: Seide et al., "1-bit stochastic gradient descent",
+// Interspeech 2014, section 3. pyops/ops/communication/onebit.py states the formula. A block's sum
+// is float64 and in an order that all kernels share:
 //
-//   element i of a block  ->  sum i % ONEBIT_LANES, in ascending order  ->  k + 64 added to k, then k + 32, 16, 8, 4, 2, 1
+//   element i of a block -> sum i % ONEBIT_LANES, in ascending order
+//                        -> k + 64 added to k, then k + 32, 16, 8, 4, 2, 1
 #pragma once
 #include "host_device.h"
 
@@ -25,8 +27,12 @@ PYOPS_HOST_DEVICE float onebit_scale(double sum, int64_t count, int rule) {
 }
 
 // Bit 1 stands for +scale: zero counts as positive, and so does -0.
-PYOPS_HOST_DEVICE float onebit_value(float scale, bool positive) { return positive ? scale : -scale; }
+PYOPS_HOST_DEVICE float onebit_value(float scale, bool positive) {
+    return positive ? scale : -scale;
+}
 
-PYOPS_HOST_DEVICE float onebit_error(float u, float scale) { return u - onebit_value(scale, u >= 0.0f); }
+PYOPS_HOST_DEVICE float onebit_error(float u, float scale) {
+    return u - onebit_value(scale, u >= 0.0f);
+}
 
 }  // namespace pyops

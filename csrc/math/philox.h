@@ -1,7 +1,10 @@
-// Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.3.
+// Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011, section 4.3.
 //
-//   element j of a stream:   block = j / 4, word = j % 4            uniform, normal, mask   counter (block low, block high, 0, 0)
-//                            block = j / 8, half-word = j % 8       stochastic rounding     counter (.., .., step, stream)
+//   element j of a stream   block = j / 4, word = j % 4, counter (block low, block high, 0, 0)
+//                           for uniform numbers, normal ones and masks
+//                           block = j / 8, half-word = j % 8, counter (.., .., step, stream)
+//                           for stochastic rounding
 #pragma once
 #include "host_device.h"
 
@@ -15,7 +18,8 @@ constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u;  // multipl
 constexpr uint32_t PHILOX_W0 = 0x9E3779B9u, PHILOX_W1 = 0xBB67AE85u;  // key increments
 constexpr int PHILOX_ROUNDS = 10;
 
-PYOPS_HOST_DEVICE void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3, uint32_t k0, uint32_t k1) {
+PYOPS_HOST_DEVICE void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, uint32_t& c3,
+                                    uint32_t k0, uint32_t k1) {
     const uint64_t product0 = static_cast<uint64_t>(PHILOX_M0) * c0;
     const uint64_t product1 = static_cast<uint64_t>(PHILOX_M1) * c2;
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
@@ -24,7 +28,8 @@ PYOPS_HOST_DEVICE void philox_round(uint32_t& c0, uint32_t& c1, uint32_t& c2, ui
     c3 = static_cast<uint32_t>(product0);
 }
 
-PYOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t key, uint64_t block, uint32_t c2 = 0, uint32_t c3 = 0) {
+PYOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t key, uint64_t block, uint32_t c2 = 0,
+                                         uint32_t c3 = 0) {
     uint32_t c0 = static_cast<uint32_t>(block), c1 = static_cast<uint32_t>(block >> 32);
     uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {

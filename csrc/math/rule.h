@@ -1,15 +1,19 @@
-// What an elementwise optimizer is: a functor of the columns of one row. The engines (csrc/cpu/step_kernel.h, csrc/cuda/step_row.cuh)
-// load, convert, round, store, clip and zero around it, so a new optimizer is one header like adam.h and its registration.
+// What an elementwise optimizer is: a functor of the columns of one row. The engines
+// (csrc/cpu/step_kernel.h, csrc/cuda/step_row.cuh) load, convert, round, store, clip and zero
+// around it, so a new optimizer is one header like adam.h and its registration.
 //
-//   template <typename T> struct Rule                  T: float, or a register of them
-//     Options                                          what the caller gives, as float64; has `lr`
-//     COLUMNS, WRITTEN                                 sets of columns it works on, and of those it changes
-//     COUNTS                                           whether each row needs the number of its step
-//     VARIANTS                                         how many versions of the formula are compiled
-//     WITH_MAX                                         the bit of `variant` that says the row has a maximum; 0: never has
-//     Rule(options, grad_factor, step), Rule(Rule<U>)  everything that does not depend on the element, rounded once to T
-//     variant()                                        which version these options need
-//     operator()<VARIANT>(p, g, m, v, top)             one step; columns it does not work on hold nothing
+//   template <typename T> struct Rule                 T: float, or a register of them
+//     Options                                         from the caller, as float64; has `lr`
+//     COLUMNS, WRITTEN                                columns it works on, and that it changes
+//     COUNTS                                          whether each row needs its step's number
+//     VARIANTS                                        how many versions are compiled
+//     WITH_MAX                                        the bit of `variant` for rows that have
+//                                                     a maximum; 0: never
+//     Rule(options, grad_factor, step), Rule(Rule<U>) what does not depend on the element,
+//                                                     rounded once to T
+//     variant()                                       which version these options need
+//     operator()<VARIANT>(p, g, m, v, top)            one step; columns it does not work on
+//                                                     hold nothing
 //
 // `step` counts from 1, and is 0 where none is counted.
 #pragma once
@@ -18,7 +22,9 @@
 
 namespace pyops {
 
-PYOPS_HOST_DEVICE constexpr bool holds(unsigned set, Column column) { return (set >> column & 1u) != 0; }
+PYOPS_HOST_DEVICE constexpr bool holds(unsigned set, Column column) {
+    return (set >> column & 1u) != 0;
+}
 
 // What a row must have for a rule.
 template <typename Rule>

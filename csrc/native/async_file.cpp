@@ -1,10 +1,13 @@
 // AsyncFile: reads and writes of one file that go on while the caller computes.
 //
-//     ticket = file.write(pointer, bytes, offset)     cut into pieces (file_transfer.h), handed to the engine, back at once
-//     ...                                             io_uring where the kernel has it, else threads
-//     file.wait(ticket)                               OSError with errno, what was done, and the file's name
+//     ticket = file.write(pointer, bytes, offset)  cut into pieces (file_transfer.h), handed to
+//                                                  the engine, back at once
+//     ...                                          io_uring where the kernel has it, else threads
+//     file.wait(ticket)                            OSError with errno, what was done, and the
+//                                                  file's name
 //
-// A temporary file loses its name as soon as it is open: whatever ends the process, nothing is left behind.
+// A temporary file loses its name as soon as it is open: whatever ends the process, nothing is left
+// behind.
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <sys/stat.h>
@@ -25,14 +28,17 @@ struct FileError {
 };
 
 class AsyncFile {
-  public:
-    AsyncFile(const std::string& path, int64_t bytes, const std::string& engine, bool direct, bool temporary, int depth,
-              int threads, int64_t piece_bytes)
+public:
+    AsyncFile(const std::string& path, int64_t bytes, const std::string& engine, bool direct,
+              bool temporary, int depth, int threads, int64_t piece_bytes)
         : path(path), pid_(getpid()), piece_bytes_(piece_bytes) {
-        if (bytes < 0 || depth < 1 || depth > 4096 || threads < 1 || threads > 256 || piece_bytes < 4096 || piece_bytes % 4096)
+        if (bytes < 0 || depth < 1 || depth > 4096 || threads < 1 || threads > 256 ||
+            piece_bytes < 4096 || piece_bytes % 4096)
             throw std::invalid_argument(
-                "AsyncFile: bytes must be 0 or more, depth 1 to 4096, threads 1 to 256, piece_bytes a multiple of 4096");
-        buffered_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | (temporary ? O_EXCL : 0), 0600);
+                "AsyncFile: bytes must be 0 or more, depth 1 to 4096, threads 1 to 256, "
+                "piece_bytes a multiple of 4096");
+        buffered_ =
+            open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | (temporary ? O_EXCL : 0), 0600);
         if (buffered_ < 0) throw FileError{errno, std::strerror(errno)};
         try {
             if (direct) open_direct();
@@ -55,8 +61,10 @@ class AsyncFile {
     // `owner` is kept until wait() or close(): the memory must be there even if nobody waits.
     int64_t submit(bool write, uintptr_t memory, int64_t bytes, int64_t offset, py::object owner) {
         if (!engine_ || getpid() != pid_)
-            throw FileError{EBADF, engine_ ? "opened by another process, before a fork" : "this file is closed"};
-        if (bytes < 0 || offset < 0) throw std::invalid_argument("AsyncFile: bytes and offset must be 0 or more");
+            throw FileError{EBADF, engine_ ? "opened by another process, before a fork"
+                                           : "this file is closed"};
+        if (bytes < 0 || offset < 0)
+            throw std::invalid_argument("AsyncFile: bytes and offset must be 0 or more");
         auto request = std::make_shared<Request>(write, bytes, offset);
         std::vector<Piece> pieces = cut(request, reinterpret_cast<char*>(memory), bytes, offset);
         request->expect(static_cast<int64_t>(pieces.size()));
@@ -96,21 +104,24 @@ class AsyncFile {
 
     const std::string path;
 
-  private:
+private:
     std::shared_ptr<Request> find(int64_t ticket) {
         const auto found = requests_.find(ticket);
         if (found == requests_.end())
-            throw std::invalid_argument("AsyncFile: ticket " + std::to_string(ticket) + " is unknown, or was waited for");
+            throw std::invalid_argument("AsyncFile: ticket " + std::to_string(ticket) +
+                                        " is unknown, or was waited for");
         return found->second.request;
     }
 
-    // A file system without O_DIRECT (tmpfs before Linux 6.6, some network ones) says EINVAL here; the page cache then does.
+    // A file system without O_DIRECT (tmpfs before Linux 6.6, some network ones) says EINVAL here;
+    // the page cache then does.
     void open_direct() {
         direct_ = open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
         if (direct_ < 0 && errno != EINVAL) throw FileError{errno, std::strerror(errno)};
 #ifdef STATX_DIOALIGN
-        struct statx found {};
-        if (direct_ >= 0 && statx(direct_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &found) == 0 && (found.stx_mask & STATX_DIOALIGN)) {
+        struct statx found{};
+        if (direct_ >= 0 && statx(direct_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &found) == 0 &&
+            (found.stx_mask & STATX_DIOALIGN)) {
             if (found.stx_dio_offset_align == 0) {
                 ::close(direct_);
                 direct_ = -1;
@@ -126,19 +137,22 @@ class AsyncFile {
         }
     }
 
-    // Space now, so that a full disk is known before anything depends on it, and writes need not extend the file.
+    // Space now, so that a full disk is known before anything depends on it, and writes need not
+    // extend the file.
     void reserve(int64_t bytes) {
         if (bytes == 0) return;
         const std::string what = " (making room for " + std::to_string(bytes) + " bytes)";
         if (fallocate(buffered_, 0, 0, bytes) < 0) {
             if (errno != EOPNOTSUPP) throw FileError{errno, std::strerror(errno) + what};
-            if (ftruncate(buffered_, bytes) < 0) throw FileError{errno, std::strerror(errno) + what};
+            if (ftruncate(buffered_, bytes) < 0)
+                throw FileError{errno, std::strerror(errno) + what};
         }
     }
 
     void start(const std::string& engine, int depth, int threads) {
         if (engine != "auto" && engine != "io_uring" && engine != "threads")
-            throw std::invalid_argument("AsyncFile: engine is '" + engine + "'; choose auto, io_uring or threads");
+            throw std::invalid_argument("AsyncFile: engine is '" + engine +
+                                        "'; choose auto, io_uring or threads");
         if (engine != "threads") {
             int refused = ENOSYS;
 #ifdef PYOPS_IO_URING
@@ -149,25 +163,31 @@ class AsyncFile {
                 refused = error;
             }
 #endif
-            if (engine == "io_uring") throw FileError{refused, std::string("io_uring: ") + std::strerror(refused)};
+            if (engine == "io_uring")
+                throw FileError{refused, std::string("io_uring: ") + std::strerror(refused)};
         }
         engine_ = std::make_unique<ThreadEngine>(threads);
     }
 
-    std::vector<Piece> cut(const std::shared_ptr<Request>& request, char* memory, int64_t bytes, int64_t offset) const {
+    std::vector<Piece> cut(const std::shared_ptr<Request>& request, char* memory, int64_t bytes,
+                           int64_t offset) const {
         std::vector<Piece> pieces;
         const auto add = [&](int64_t start, int64_t stop, int fd, bool bounced, int64_t most) {
             for (int64_t at = start; at < stop; at += most)
-                pieces.push_back({request, fd, buffered_, memory + (at - offset), at, std::min(most, stop - at), bounced});
+                pieces.push_back({request, fd, buffered_, memory + (at - offset), at,
+                                  std::min(most, stop - at), bounced});
         };
-        const int64_t end = offset + bytes, start = (offset + block_ - 1) / block_ * block_, stop = end / block_ * block_;
+        const int64_t end = offset + bytes, start = (offset + block_ - 1) / block_ * block_,
+                      stop = end / block_ * block_;
         if (direct_ < 0 || start >= stop) {
             add(offset, end, -1, false, piece_bytes_);
             return pieces;
         }
-        const bool bounced = reinterpret_cast<uintptr_t>(memory + (start - offset)) % static_cast<uintptr_t>(memory_alignment_);
+        const bool bounced = reinterpret_cast<uintptr_t>(memory + (start - offset)) %
+                             static_cast<uintptr_t>(memory_alignment_);
         add(offset, start, -1, false, block_);
-        add(start, stop, direct_, bounced, bounced ? std::min(BOUNCE_BYTES, piece_bytes_) : piece_bytes_);
+        add(start, stop, direct_, bounced,
+            bounced ? std::min(BOUNCE_BYTES, piece_bytes_) : piece_bytes_);
         add(stop, end, -1, false, block_);
         return pieces;
     }
@@ -181,8 +201,9 @@ class AsyncFile {
     const pid_t pid_;
     const int64_t piece_bytes_;
     int buffered_ = -1, direct_ = -1;
-    // At least a page: of a page that goes by O_DIRECT in one part and through the page cache in another, at once, the old bytes
-    // of the first part may come back, whatever the disk's own blocks are.
+    // At least a page: of a page that goes by O_DIRECT in one part and through the page cache in
+    // another, at once, the old bytes of the first part may come back, whatever the disk's own
+    // blocks are.
     int64_t block_ = std::max<int64_t>(4096, sysconf(_SC_PAGESIZE)), memory_alignment_ = 4096;
     struct Entry {
         std::shared_ptr<Request> request;
@@ -205,8 +226,10 @@ auto raising(const std::string& path, Call call) {
 }
 
 template <bool WRITE>
-int64_t transfer(AsyncFile& file, uintptr_t memory, int64_t bytes, int64_t offset, py::object owner) {
-    return raising(file.path, [&] { return file.submit(WRITE, memory, bytes, offset, std::move(owner)); });
+int64_t transfer(AsyncFile& file, uintptr_t memory, int64_t bytes, int64_t offset,
+                 py::object owner) {
+    return raising(file.path,
+                   [&] { return file.submit(WRITE, memory, bytes, offset, std::move(owner)); });
 }
 
 }  // namespace
@@ -214,20 +237,27 @@ int64_t transfer(AsyncFile& file, uintptr_t memory, int64_t bytes, int64_t offse
 
 void bind_async_file(py::module_& m) {
     using pyops::AsyncFile;
-    py::class_<AsyncFile>(m, "AsyncFile",
-                          "Asynchronous direct reads and writes of one file. Pointers are integers; `owner`, whoever owns the "
-                          "memory, is kept until wait() or close(). Errors are OSErrors that name the file.")
-        .def(py::init([](const std::string& path, int64_t bytes, const std::string& engine, bool direct, bool temporary, int depth,
-                         int threads, int64_t piece_bytes) {
+    py::class_<AsyncFile>(
+        m, "AsyncFile",
+        "Asynchronous direct reads and writes of one file. Pointers are integers; `owner`, whoever "
+        "owns the "
+        "memory, is kept until wait() or close(). Errors are OSErrors that name the file.")
+        .def(py::init([](const std::string& path, int64_t bytes, const std::string& engine,
+                         bool direct, bool temporary, int depth, int threads, int64_t piece_bytes) {
                  return pyops::raising(path, [&] {
-                     return std::make_unique<AsyncFile>(path, bytes, engine, direct, temporary, depth, threads, piece_bytes);
+                     return std::make_unique<AsyncFile>(path, bytes, engine, direct, temporary,
+                                                        depth, threads, piece_bytes);
                  });
              }),
-             py::arg("path"), py::arg("bytes") = 0, py::arg("engine") = "auto", py::arg("direct") = true,
-             py::arg("temporary") = true, py::arg("depth") = 32, py::arg("threads") = 4, py::arg("piece_bytes") = 4 << 20)
-        .def("read", &pyops::transfer<false>, py::arg("memory"), py::arg("bytes"), py::arg("offset"), py::arg("owner") = py::none())
-        .def("write", &pyops::transfer<true>, py::arg("memory"), py::arg("bytes"), py::arg("offset"), py::arg("owner") = py::none())
-        .def("wait", [](AsyncFile& self, int64_t ticket) { pyops::raising(self.path, [&] { self.wait(ticket); }); })
+             py::arg("path"), py::arg("bytes") = 0, py::arg("engine") = "auto",
+             py::arg("direct") = true, py::arg("temporary") = true, py::arg("depth") = 32,
+             py::arg("threads") = 4, py::arg("piece_bytes") = 4 << 20)
+        .def("read", &pyops::transfer<false>, py::arg("memory"), py::arg("bytes"),
+             py::arg("offset"), py::arg("owner") = py::none())
+        .def("write", &pyops::transfer<true>, py::arg("memory"), py::arg("bytes"),
+             py::arg("offset"), py::arg("owner") = py::none())
+        .def("wait", [](AsyncFile& self,
+                        int64_t ticket) { pyops::raising(self.path, [&] { self.wait(ticket); }); })
         .def("done", &AsyncFile::done)
         .def("close", &AsyncFile::close)
         .def_property_readonly("path", [](const AsyncFile& self) { return self.path; })

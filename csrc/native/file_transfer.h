@@ -1,10 +1,12 @@
-// Transfers between memory and a file, cut into pieces that an engine (io_ring.h, io_threads.h) carries out.
+// Transfers between memory and a file, cut into pieces that an engine (io_ring.h, io_threads.h)
+// carries out.
 //
-//     request  [ head | middle, middle, middle ... | tail ]       offset and length of any size
-//               buffered      O_DIRECT               buffered     head and tail are less than a block each
+//     request [ head | middle, middle, middle ... | tail ]      offset and length of any size
+//              buffered      O_DIRECT         buffered         head, tail: less than a block each
 //
-// A middle piece whose memory is not aligned goes through an aligned bounce buffer. Head and tail go through the page cache,
-// where the kernel merges two writers of one block; nothing here reads a block to write a part of it.
+// A middle piece whose memory is not aligned goes through an aligned bounce buffer. Head and tail
+// go through the page cache, where the kernel merges two writers of one block; nothing here reads a
+// block to write a part of it.
 #pragma once
 #include <unistd.h>
 
@@ -28,8 +30,9 @@ constexpr int64_t BOUNCE_BYTES = 1 << 20;
 
 // What a caller waits for: all pieces of one read or write.
 class Request {
-  public:
-    Request(bool write, int64_t bytes, int64_t offset) : write(write), bytes(bytes), offset(offset) {}
+public:
+    Request(bool write, int64_t bytes, int64_t offset)
+        : write(write), bytes(bytes), offset(offset) {}
 
     void expect(int64_t pieces) { left_ = pieces; }
 
@@ -55,14 +58,14 @@ class Request {
     }
 
     std::string description() const {
-        return std::string(std::strerror(error_)) + " (" + (write ? "write of " : "read of ") + std::to_string(bytes) +
-               " bytes at offset " + std::to_string(offset) + why_ + ")";
+        return std::string(std::strerror(error_)) + " (" + (write ? "write of " : "read of ") +
+               std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + why_ + ")";
     }
 
     const bool write;
     const int64_t bytes, offset;
 
-  private:
+private:
     std::mutex mutex_;
     std::condition_variable done_;
     int64_t left_ = 0;
@@ -91,10 +94,12 @@ struct Piece {
         if (!write()) std::memcpy(memory, bounce, static_cast<size_t>(bytes));
     }
 
-    // What the kernel answered: bytes moved, or -errno. True when the piece is over, with *error set if it failed.
+    // What the kernel answered: bytes moved, or -errno. True when the piece is over, with *error
+    // set if it failed.
     bool advance(int64_t answer, int* error, std::string* why) {
         if (answer == -EINTR || answer == -EAGAIN) return false;
-        if (answer == -EINVAL && direct_fd >= 0) {  // not for O_DIRECT: what a short transfer left, which is no multiple of blocks
+        // Not for O_DIRECT: what a short transfer left, which is no multiple of blocks
+        if (answer == -EINVAL && direct_fd >= 0) {
             direct_fd = -1;
             return false;
         }
@@ -106,8 +111,8 @@ struct Piece {
             done += answer;
         }
         if (*error) {
-            *why = ", " + std::to_string(done) + " of " + std::to_string(bytes) + (write() ? " written" : " there") + " at " +
-                   std::to_string(offset);
+            *why = ", " + std::to_string(done) + " of " + std::to_string(bytes) +
+                   (write() ? " written" : " there") + " at " + std::to_string(offset);
         }
         return *error || done == bytes;
     }
@@ -115,7 +120,7 @@ struct Piece {
 
 // Memory as O_DIRECT wants it.
 class BounceBuffer {
-  public:
+public:
     BounceBuffer() : memory_(static_cast<char*>(std::aligned_alloc(4096, BOUNCE_BYTES))) {
         if (!memory_) throw std::bad_alloc();
     }
@@ -124,13 +129,13 @@ class BounceBuffer {
     ~BounceBuffer() { std::free(memory_); }
     char* get() const { return memory_; }
 
-  private:
+private:
     char* memory_;
 };
 
 // Pieces waiting for an engine; `wake` is called after each addition.
 class Engine {
-  public:
+public:
     virtual ~Engine() = default;
     virtual const char* name() const = 0;
 
@@ -142,7 +147,7 @@ class Engine {
         wake();
     }
 
-  protected:
+protected:
     virtual void wake() = 0;
 
     std::mutex mutex_;

@@ -1,10 +1,13 @@
-// The engine over io_uring, by raw system calls: one thread keeps up to `depth` pieces in the kernel's hands.
+// The engine over io_uring, by raw system calls: one thread keeps up to `depth` pieces in the
+// kernel's hands.
 //
-//     submit() -> queue -> [thread: fills the submission ring, sleeps in io_uring_enter, reads the completion ring] -> request
+//     submit() -> queue -> [thread: fills the submission ring, sleeps in io_uring_enter,
+//                           reads the completion ring] -> request
 //                  eventfd --- a read of it lies in the ring, so that a new piece ends the sleep
 //
-// Axboe, "Efficient IO with io_uring" (kernel.dk/io_uring.pdf). Needs Linux 5.6 (IORING_OP_READ, IORING_OP_WRITE); a container's
-// seccomp profile or /proc/sys/kernel/io_uring_disabled may refuse it, which is found out by asking.
+// Axboe, "Efficient IO with io_uring" (kernel.dk/io_uring.pdf). Needs Linux 5.6 (IORING_OP_READ,
+// IORING_OP_WRITE); a container's seccomp profile or /proc/sys/kernel/io_uring_disabled may refuse
+// it, which is found out by asking.
 #pragma once
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
 #define PYOPS_IO_URING 1
@@ -20,13 +23,15 @@
 namespace pyops {
 
 class Ring {
-  public:
+public:
     // Throws the errno of the kernel's refusal.
     explicit Ring(unsigned entries) {
         io_uring_params params{};
         fd_ = static_cast<int>(syscall(SYS_io_uring_setup, entries, &params));
         if (fd_ < 0) throw errno;
-        const unsigned needed = IORING_FEAT_RW_CUR_POS | IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP;  // all of 5.6
+        // All of 5.6
+        const unsigned needed =
+            IORING_FEAT_RW_CUR_POS | IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP;
         if ((params.features & needed) != needed) {
             close(fd_);
             throw ENOSYS;
@@ -70,7 +75,8 @@ class Ring {
 
     // Hands over what was prepared and sleeps until something is complete. 0 or errno.
     int enter() {
-        const long taken = syscall(SYS_io_uring_enter, fd_, unsubmitted_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
+        const long taken =
+            syscall(SYS_io_uring_enter, fd_, unsubmitted_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
         if (taken < 0) return errno == EINTR || errno == EAGAIN || errno == EBUSY ? 0 : errno;
         unsubmitted_ -= static_cast<unsigned>(taken);
         return 0;
@@ -86,9 +92,10 @@ class Ring {
         return true;
     }
 
-  private:
+private:
     char* map(size_t bytes, off_t what) {
-        void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, what);
+        void* found =
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, what);
         if (found != MAP_FAILED) return static_cast<char*>(found);
         const int reason = errno;
         if (ring_) munmap(ring_, ring_bytes_);
@@ -107,7 +114,7 @@ class Ring {
 };
 
 class RingEngine : public Engine {
-  public:
+public:
     explicit RingEngine(int depth) : ring_(static_cast<unsigned>(depth) + 1), slots_(depth) {
         for (int i = 0; i < depth; ++i) free_.push_back(i);
         wake_fd_ = eventfd(0, EFD_CLOEXEC);
@@ -125,14 +132,14 @@ class RingEngine : public Engine {
     }
     const char* name() const override { return "io_uring"; }
 
-  protected:
+protected:
     void wake() override {
         const uint64_t one = 1;
         while (::write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
         }
     }
 
-  private:
+private:
     static constexpr uint64_t WAKE = ~uint64_t{0};
     static constexpr size_t MAX_BOUNCES = 8;
 
@@ -152,7 +159,8 @@ class RingEngine : public Engine {
             int64_t answer;
             while (ring_.next(&tag, &answer)) {
                 if (tag == WAKE)
-                    ring_.prepare(false, wake_fd_, reinterpret_cast<char*>(&woken_), sizeof woken_, 0, WAKE);
+                    ring_.prepare(false, wake_fd_, reinterpret_cast<char*>(&woken_), sizeof woken_,
+                                  0, WAKE);
                 else
                     completed(static_cast<int>(tag), answer);
             }
@@ -160,7 +168,8 @@ class RingEngine : public Engine {
         }
     }
 
-    // The first piece of the queue into a free slot; false when it wants a bounce buffer and all are in use.
+    // The first piece of the queue into a free slot; false when it wants a bounce buffer and all
+    // are in use.
     bool take() {
         Piece& first = queue_.front();
         if (first.bounced) {
@@ -193,7 +202,8 @@ class RingEngine : public Engine {
 
     void ask(int slot) {
         const Piece& piece = slots_[slot].piece;
-        ring_.prepare(piece.write(), piece.fd(), piece.at(), piece.left(), piece.offset + piece.done, static_cast<uint64_t>(slot));
+        ring_.prepare(piece.write(), piece.fd(), piece.at(), piece.left(),
+                      piece.offset + piece.done, static_cast<uint64_t>(slot));
     }
 
     void completed(int slot, int64_t answer) {
@@ -216,7 +226,8 @@ class RingEngine : public Engine {
     void fail_all(int error) {
         std::lock_guard<std::mutex> lock(mutex_);
         for (size_t slot = 0; slot < slots_.size(); ++slot)
-            if (slots_[slot].piece.request) finish(static_cast<int>(slot), error, ", io_uring_enter failed");
+            if (slots_[slot].piece.request)
+                finish(static_cast<int>(slot), error, ", io_uring_enter failed");
         for (Piece& piece : queue_) piece.request->piece_done(error, ", io_uring_enter failed");
         queue_.clear();
         usleep(10'000);  // whoever goes on submitting to it

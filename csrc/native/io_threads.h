@@ -7,7 +7,7 @@
 namespace pyops {
 
 class ThreadEngine : public Engine {
-  public:
+public:
     explicit ThreadEngine(int threads) {
         for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
     }
@@ -21,10 +21,10 @@ class ThreadEngine : public Engine {
     }
     const char* name() const override { return "threads"; }
 
-  protected:
+protected:
     void wake() override { more_.notify_all(); }
 
-  private:
+private:
     void run() {
         std::unique_ptr<BounceBuffer> bounce;
         for (;;) {
@@ -45,7 +45,8 @@ class ThreadEngine : public Engine {
             do {
                 const auto place = static_cast<off_t>(piece.offset + piece.done);
                 const auto left = static_cast<size_t>(piece.left());
-                answer = piece.write() ? pwrite(piece.fd(), piece.at(), left, place) : pread(piece.fd(), piece.at(), left, place);
+                answer = piece.write() ? pwrite(piece.fd(), piece.at(), left, place)
+                                       : pread(piece.fd(), piece.at(), left, place);
             } while (!piece.advance(answer < 0 ? -errno : answer, &error, &why));
             if (piece.bounce && !error) piece.empty_bounce();
             piece.request->piece_done(error, why);

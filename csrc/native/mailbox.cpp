@@ -1,10 +1,12 @@
-// Messages from one process of a host to another, in order, over shared memory: pybind11 class Mailbox.
+// Messages from one process of a host to another, in order, over shared memory: pybind11 class
+// Mailbox.
 //
-//     ring      | ...... | length, message | length, message | ...... |      bytes wrap around its end
+//     ring      | ...... | length, message | length, message | ...... |   bytes wrap around its end
 //                        ^ taken so far                      ^ put so far
 //
-// For messages that are short beside the time that two processes need to tell each other anything: putting one is a copy, and a
-// reader that waits spins for a moment before it sleeps. A message that finds no room is refused: the writer never waits.
+// For messages that are short beside the time that two processes need to tell each other anything:
+// putting one is a copy, and a reader that waits spins for a moment before it sleeps. A message
+// that finds no room is refused: the writer never waits.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -17,20 +19,25 @@ namespace py = pybind11;
 namespace pyops {
 namespace {
 
-constexpr uint64_t LENGTH = 8;  // bytes before a message that hold its length; messages begin at multiples of it
+// Bytes before a message that hold its length; messages begin at multiples of it
+constexpr uint64_t LENGTH = 8;
 
 class Mailbox {
-  public:
-    Mailbox(const std::string& name, bool writes, int64_t bytes) : bytes_(static_cast<uint64_t>(bytes)) {
-        if (bytes < 4096 || bytes % 4096) throw std::invalid_argument("a mailbox has a multiple of 4096 bytes");
-        region_ = std::make_unique<Region>(name, writes ? 0 : 1, 2, writes, static_cast<size_t>(bytes));
+public:
+    Mailbox(const std::string& name, bool writes, int64_t bytes)
+        : bytes_(static_cast<uint64_t>(bytes)) {
+        if (bytes < 4096 || bytes % 4096)
+            throw std::invalid_argument("a mailbox has a multiple of 4096 bytes");
+        region_ =
+            std::make_unique<Region>(name, writes ? 0 : 1, 2, writes, static_cast<size_t>(bytes));
     }
 
     void unlink() { region_->unlink(); }
 
     // False where there is no room for it now.
     bool put(uintptr_t data, int64_t n) {
-        const uint64_t size = LENGTH + rounded(n), put = region_->mine().in.load(std::memory_order_relaxed);
+        const uint64_t size = LENGTH + rounded(n),
+                       put = region_->mine().in.load(std::memory_order_relaxed);
         const uint64_t taken = region_->control(1).out.load(std::memory_order_acquire);
         if (size > bytes_ - (put - taken)) return false;
         const uint64_t length = static_cast<uint64_t>(n);
@@ -43,7 +50,8 @@ class Mailbox {
     // Whether a message is there.
     bool ready() { return region_->control(0).in.load(std::memory_order_acquire) > taken(); }
 
-    // The length of the next message, when it is there; -2 for a writer that died, -3 for one that is later than `timeout`.
+    // The length of the next message, when it is there; -2 for a writer that died, -3 for one that
+    // is later than `timeout`.
     int64_t wait(int spins, double timeout) {
         if (!ready()) {
             py::gil_scoped_release released;
@@ -65,8 +73,10 @@ class Mailbox {
         region_->post(&Control::out, taken() + LENGTH + rounded(static_cast<int64_t>(length)));
     }
 
-  private:
-    static uint64_t rounded(int64_t n) { return (static_cast<uint64_t>(n) + LENGTH - 1) / LENGTH * LENGTH; }
+private:
+    static uint64_t rounded(int64_t n) {
+        return (static_cast<uint64_t>(n) + LENGTH - 1) / LENGTH * LENGTH;
+    }
     uint64_t taken() { return region_->mine().out.load(std::memory_order_relaxed); }
 
     void copy_in(uint64_t at, const void* from, uint64_t n) {
@@ -89,8 +99,11 @@ class Mailbox {
 
 void bind_mailbox(py::module_& m) {
     using pyops::Mailbox;
-    py::class_<Mailbox>(m, "Mailbox", "One end of a line of messages between two processes of a host. Pointers are integers.")
-        .def(py::init<const std::string&, bool, int64_t>(), py::arg("name"), py::arg("writes"), py::arg("bytes") = 1 << 19)
+    py::class_<Mailbox>(
+        m, "Mailbox",
+        "One end of a line of messages between two processes of a host. Pointers are integers.")
+        .def(py::init<const std::string&, bool, int64_t>(), py::arg("name"), py::arg("writes"),
+             py::arg("bytes") = 1 << 19)
         .def("unlink", &Mailbox::unlink)
         .def("put", &Mailbox::put, py::arg("memory"), py::arg("bytes"))
         .def("ready", &Mailbox::ready)

@@ -1,4 +1,5 @@
-// The Python module `pyops._native`: objects that own memory, files or threads. No torch headers; pointers are integers.
+// The Python module `pyops._native`: objects that own memory, files or threads. No torch headers;
+// pointers are integers.
 #include <pybind11/pybind11.h>
 
 void bind_shared_memory(pybind11::module_& m);
@@ -8,7 +9,9 @@ void bind_parameter_scan(pybind11::module_& m);
 void bind_mailbox(pybind11::module_& m);
 
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "Objects with a life of their own, under pyops.comm, pyops.optim, pyops.offload, pyops.pipeline and pyops.recompute.";
+    m.doc() =
+        "Objects with a life of their own, under pyops.comm, pyops.optim, pyops.offload, "
+        "pyops.pipeline and pyops.recompute.";
     bind_shared_memory(m);
     bind_parameter_scan(m);
     bind_async_file(m);

@@ -1,19 +1,22 @@
 // ParameterScan: has anything changed since the optimizer made its table of pointers?
 //
-//   every step, per parameter:  same object? same memory? gradient present as before? at the same address?
-//   (a parameter may also be outside of the table: without gradient, with one that is handled elsewhere, or ignored)
+//   every step, per parameter:  same object? same memory? gradient present as before?
+//                               at the same address?
+//   (a parameter may also be outside of the table: without gradient, with one that is handled
+//   elsewhere, or ignored)
 //
 //   SAME     nothing changed: the table is good as it is
-//   MOVED    gradients lie elsewhere but fit: their addresses were written to the table's gradient column
+//   MOVED    gradients lie elsewhere but fit: their addresses were written to the table's column
 //   REBUILD  anything else
 //
-// It asks the tensors through Python (no torch headers), about 0.1 us each. It holds no reference to a gradient, which
-// would keep its memory alive through the next forward pass; weak references tell whether a gradient is the same
-// object, and only new ones are asked for dtype, size, strides and memory: a few one by one, many in one call
-// (pyops::gradients_fit), whose price of about ten tensors is paid once.
+// It asks the tensors through Python (no torch headers), about 0.1 us each. It holds no reference
+// to a gradient, which would keep its memory alive through the next forward pass; weak references
+// tell whether a gradient is the same object, and only new ones are asked for dtype, size, strides
+// and memory: a few one by one, many in one call (pyops::gradients_fit), whose price of about ten
+// tensors is paid once.
 //
-// StateWatch: is every entry of the optimizer's state the same object as before? It keeps the entries alive, so that
-// an address is never that of a freed tensor.
+// StateWatch: is every entry of the optimizer's state the same object as before? It keeps the
+// entries alive, so that an address is never that of a freed tensor.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -24,13 +27,14 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr std::int64_t FEW = 8;  // gradients that are asked one by one: for more, one call for all costs less
+// Gradients that are asked one by one: for more, one call for all costs less
+constexpr std::int64_t FEW = 8;
 
 enum Verdict { SAME = 0, MOVED = 1, REBUILD = 2 };
 enum Kind { ABSENT = 0, ROW = 1, ELSEWHERE = 2, IGNORED = 3 };
 
-// Attributes and methods of torch.Tensor. For exactly torch.Tensor and nn.Parameter their C functions are called
-// directly; a subclass might override them and is asked in the ordinary way.
+// Attributes and methods of torch.Tensor. For exactly torch.Tensor and nn.Parameter their C
+// functions are called directly; a subclass might override them and is asked in the ordinary way.
 struct TensorProtocol {
     PyTypeObject* tensor = nullptr;
     PyTypeObject* parameter = nullptr;
@@ -50,11 +54,11 @@ struct TensorProtocol {
 
     TensorProtocol(py::type tensor_type, py::type parameter_type)
         : tensor(reinterpret_cast<PyTypeObject*>(tensor_type.ptr())),
-          parameter(reinterpret_cast<PyTypeObject*>(parameter_type.ptr())),
-          grad(getter("grad")), dtype(getter("dtype")), nbytes(getter("nbytes")), is_cpu(getter("is_cpu")),
-          data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")), stride(method("stride")),
-          dim(method("dim")), is_neg(method("is_neg")), storage_offset(method("storage_offset")),
-          untyped_storage(method("untyped_storage")) {}
+          parameter(reinterpret_cast<PyTypeObject*>(parameter_type.ptr())), grad(getter("grad")),
+          dtype(getter("dtype")), nbytes(getter("nbytes")), is_cpu(getter("is_cpu")),
+          data_ptr(method("data_ptr")), is_contiguous(method("is_contiguous")),
+          stride(method("stride")), dim(method("dim")), is_neg(method("is_neg")),
+          storage_offset(method("storage_offset")), untyped_storage(method("untyped_storage")) {}
 
     // Both types must find the very same descriptor, or the direct call would go past an override.
     PyObject* descriptor(PyObject* name) const {
@@ -73,11 +77,14 @@ struct TensorProtocol {
         const bool direct = found && Py_TYPE(found) == &PyMethodDescr_Type;
         return {name, direct ? reinterpret_cast<PyMethodDescrObject*>(found)->d_method : nullptr};
     }
-    bool exact(PyObject* object) const { return Py_TYPE(object) == tensor || Py_TYPE(object) == parameter; }
+    bool exact(PyObject* object) const {
+        return Py_TYPE(object) == tensor || Py_TYPE(object) == parameter;
+    }
 
     py::object get(const Getter& what, PyObject* object) const {
-        PyObject* found = what.direct && exact(object) ? what.direct->get(object, what.direct->closure)
-                                                       : PyObject_GetAttr(object, what.name);
+        PyObject* found = what.direct && exact(object)
+                              ? what.direct->get(object, what.direct->closure)
+                              : PyObject_GetAttr(object, what.name);
         if (!found) throw py::error_already_set();
         return py::reinterpret_steal<py::object>(found);
     }
@@ -85,7 +92,8 @@ struct TensorProtocol {
         PyObject* found = nullptr;
         if (what.direct && exact(object) && what.direct->ml_flags == METH_NOARGS) {
             found = what.direct->ml_meth(object, nullptr);
-        } else if (what.direct && exact(object) && what.direct->ml_flags == (METH_VARARGS | METH_KEYWORDS)) {
+        } else if (what.direct && exact(object) &&
+                   what.direct->ml_flags == (METH_VARARGS | METH_KEYWORDS)) {
             auto with_keywords = reinterpret_cast<PyCFunctionWithKeywords>(
                 reinterpret_cast<void (*)()>(what.direct->ml_meth));
             found = with_keywords(object, no_arguments.ptr(), nullptr);
@@ -124,7 +132,8 @@ bool leads_to(const py::object& reference, PyObject* object) {
 
 class ParameterScan {
 public:
-    ParameterScan(py::list parameters, py::list kinds, py::type tensor, py::type parameter, py::object gradients_fit)
+    ParameterScan(py::list parameters, py::list kinds, py::type tensor, py::type parameter,
+                  py::object gradients_fit)
         : protocol_(tensor, parameter), list_(parameters), gradients_fit_(gradients_fit) {
         if (parameters.size() != kinds.size())
             throw py::value_error("ParameterScan: kinds must have one entry per parameter");
@@ -135,7 +144,8 @@ public:
         }
     }
 
-    // Where addresses of gradients go: row r at `base[r * columns + column]`, int64, memory that the caller keeps.
+    // Where addresses of gradients go: row r at `base[r * columns + column]`, int64, memory that
+    // the caller keeps.
     void attach(std::uintptr_t base, std::int64_t columns, std::int64_t column) {
         column_ = reinterpret_cast<std::int64_t*>(base) + column;
         columns_ = columns;
@@ -150,7 +160,8 @@ public:
         try {
             return scan();
         } catch (py::error_already_set&) {
-            return REBUILD;  // a gradient that can't even be asked: the caller looks closely and explains
+            // A gradient that can't even be asked: the caller looks closely and explains
+            return REBUILD;
         }
     }
 
@@ -193,35 +204,46 @@ private:
         return py::reinterpret_steal<py::object>(made);
     }
 
-    // A gradient's elements, place and dtype in one number, as the op gradients_fit reads it (pyops/ops/optimizers/table.py).
+    // A gradient's elements, place and dtype in one number, as the op gradients_fit reads it
+    // (pyops/ops/optimizers/table.py).
     py::object kind_of(PyObject* gradient) const {
         const auto dtype = py::str(protocol_.get(protocol_.dtype, gradient)).cast<std::string>();
         const std::int64_t code = dtype == "torch.float32" ? 0 : dtype == "torch.bfloat16" ? 1 : 2;
-        const std::int64_t numel = protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) / (code == 0 ? 4 : 2);
-        const std::int64_t on_cpu = protocol_.get(protocol_.is_cpu, gradient).ptr() == Py_True ? 8 : 0;
+        const std::int64_t numel =
+            protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) / (code == 0 ? 4 : 2);
+        const std::int64_t on_cpu =
+            protocol_.get(protocol_.is_cpu, gradient).ptr() == Py_True ? 8 : 0;
         return py::int_(numel << 4 | on_cpu | code);
     }
 
-    // Whether gradients that have not been seen before can stand in for the last ones: the op asks the contiguous ones all that
-    // matters, their memory and a sign that is still to be taken included.
+    // Whether gradients that have not been seen before can stand in for the last ones: the op asks
+    // the contiguous ones all that matters, their memory and a sign that is still to be taken
+    // included.
     bool fit(const py::list& strangers, const py::list& kinds) const {
-        return PyList_GET_SIZE(strangers.ptr()) == 0 || gradients_fit_(strangers, kinds).cast<bool>();
+        return PyList_GET_SIZE(strangers.ptr()) == 0 ||
+               gradients_fit_(strangers, kinds).cast<bool>();
     }
 
-    // What the op asks, of one contiguous gradient without a call through the dispatcher. False: let the op decide.
+    // What the op asks, of one contiguous gradient without a call through the dispatcher. False:
+    // let the op decide.
     bool plainly_fits(const Seen& seen, PyObject* gradient) const {
-        if (!protocol_.exact(gradient) || !protocol_.get(protocol_.dtype, gradient).is(seen.dtype)) return false;
-        if (protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) != seen.gradient_bytes) return false;
+        if (!protocol_.exact(gradient) || !protocol_.get(protocol_.dtype, gradient).is(seen.dtype))
+            return false;
+        if (protocol_.integer(protocol_.get(protocol_.nbytes, gradient)) != seen.gradient_bytes)
+            return false;
         if (!protocol_.get(protocol_.is_cpu, gradient).is(seen.on_cpu)) return false;
         if (protocol_.call(protocol_.is_contiguous, gradient).ptr() != Py_True) return false;
         if (protocol_.call(protocol_.is_neg, gradient).ptr() != Py_False) return false;
         if (seen.gradient_bytes == 0) return true;
-        const std::int64_t width = seen.gradient_bytes / (seen.kind_of_gradient.cast<std::int64_t>() >> 4);
-        const std::int64_t before = width * protocol_.integer(protocol_.call(protocol_.storage_offset, gradient));
+        const std::int64_t width =
+            seen.gradient_bytes / (seen.kind_of_gradient.cast<std::int64_t>() >> 4);
+        const std::int64_t before =
+            width * protocol_.integer(protocol_.call(protocol_.storage_offset, gradient));
         return before + seen.gradient_bytes <= protocol_.bytes_of_storage(gradient);
     }
 
-    // One that is laid out in another way is asked by itself, as it would be if it lay one element after the other.
+    // One that is laid out in another way is asked by itself, as it would be if it lay one element
+    // after the other.
     bool fits(const Seen& seen, PyObject* gradient) const {
         if (!protocol_.call(protocol_.stride, gradient).equal(seen.strides)) return false;
         const std::int64_t numel = seen.kind_of_gradient.cast<std::int64_t>() >> 4;
@@ -235,7 +257,8 @@ private:
 
     bool parameter_holds(const Seen& seen, PyObject* parameter) const {
         if (protocol_.address(parameter) != seen.address) return false;
-        if (protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes) return false;
+        if (protocol_.integer(protocol_.get(protocol_.nbytes, parameter)) != seen.bytes)
+            return false;
         if (seen.flat) return true;
         if (seen.layout) return protocol_.call(protocol_.stride, parameter).equal(seen.layout);
         return protocol_.call(protocol_.is_contiguous, parameter).ptr() == Py_True;
@@ -260,7 +283,8 @@ private:
             if (seen.kind != ROW) continue;
             if (!parameter_holds(seen, parameter)) return REBUILD;
             const std::int64_t address = protocol_.address(gradient.ptr());
-            if (!address && seen.gradient) return REBUILD;  // its storage was given back: the caller explains
+            // Its storage was given back: the caller explains
+            if (!address && seen.gradient) return REBUILD;
             const bool known = leads_to(seen.weak, gradient.ptr()) && address == seen.gradient;
             if (!known) {
                 if (seen.strides) {
@@ -281,7 +305,8 @@ private:
         }
         if (!fit(unknown, kinds)) return REBUILD;
         last_strangers_ = strangers;
-        // Gradients made anew each step: don't pay for weak references that will be dead by the next.
+        // Gradients made anew each step: don't pay for weak references that will be dead by the
+        // next.
         if (make_weak && 2 * strangers > rows_) patience_ = 31;
         return verdict;
     }
@@ -313,7 +338,8 @@ public:
     }
 
 private:
-    // Every key and value of the state and of each parameter's dictionary, in order, until `visit` says false.
+    // Every key and value of the state and of each parameter's dictionary, in order, until `visit`
+    // says false.
     template <class Visit>
     bool walk(Visit visit) const {
         PyObject *parameter, *entry, *name, *value;
@@ -334,20 +360,30 @@ private:
 }  // namespace
 
 void bind_parameter_scan(py::module_& m) {
-    py::class_<ParameterScan>(m, "ParameterScan", "Notices what changed in parameters and gradients since it was made.")
-        .def(py::init<py::list, py::list, py::type, py::type, py::object>(), py::arg("parameters"), py::arg("kinds"),
-             py::arg("tensor"), py::arg("parameter"), py::arg("gradients_fit"))
-        .def("attach", &ParameterScan::attach, py::arg("base"), py::arg("columns"), py::arg("column"))
+    py::class_<ParameterScan>(m, "ParameterScan",
+                              "Notices what changed in parameters and gradients since it was made.")
+        .def(py::init<py::list, py::list, py::type, py::type, py::object>(), py::arg("parameters"),
+             py::arg("kinds"), py::arg("tensor"), py::arg("parameter"), py::arg("gradients_fit"))
+        .def("attach", &ParameterScan::attach, py::arg("base"), py::arg("columns"),
+             py::arg("column"))
         .def("check", &ParameterScan::check)
         .def_property_readonly("rows", &ParameterScan::rows)
-        .def_property_readonly_static("SAME", [](const py::object&) { return static_cast<int>(SAME); })
-        .def_property_readonly_static("MOVED", [](const py::object&) { return static_cast<int>(MOVED); })
-        .def_property_readonly_static("REBUILD", [](const py::object&) { return static_cast<int>(REBUILD); })
-        .def_property_readonly_static("ABSENT", [](const py::object&) { return static_cast<int>(ABSENT); })
-        .def_property_readonly_static("ROW", [](const py::object&) { return static_cast<int>(ROW); })
-        .def_property_readonly_static("ELSEWHERE", [](const py::object&) { return static_cast<int>(ELSEWHERE); })
-        .def_property_readonly_static("IGNORED", [](const py::object&) { return static_cast<int>(IGNORED); });
-    py::class_<StateWatch>(m, "StateWatch", "Notices any entry of an optimizer's state that was replaced.")
+        .def_property_readonly_static("SAME",
+                                      [](const py::object&) { return static_cast<int>(SAME); })
+        .def_property_readonly_static("MOVED",
+                                      [](const py::object&) { return static_cast<int>(MOVED); })
+        .def_property_readonly_static("REBUILD",
+                                      [](const py::object&) { return static_cast<int>(REBUILD); })
+        .def_property_readonly_static("ABSENT",
+                                      [](const py::object&) { return static_cast<int>(ABSENT); })
+        .def_property_readonly_static("ROW",
+                                      [](const py::object&) { return static_cast<int>(ROW); })
+        .def_property_readonly_static("ELSEWHERE",
+                                      [](const py::object&) { return static_cast<int>(ELSEWHERE); })
+        .def_property_readonly_static("IGNORED",
+                                      [](const py::object&) { return static_cast<int>(IGNORED); });
+    py::class_<StateWatch>(m, "StateWatch",
+                           "Notices any entry of an optimizer's state that was replaced.")
         .def(py::init<py::dict>(), py::arg("state"))
         .def("unchanged", &StateWatch::unchanged, py::arg("state"));
 }

@@ -1,10 +1,12 @@
-// A stretch of POSIX shared memory among the ranks of one host, with counters to wait on: what the collectives are made of.
+// A stretch of POSIX shared memory among the ranks of one host, with counters to wait on: what the
+// collectives are made of.
 //
 //     | failed | control[0] | control[1] | ... | small slots | in slots | result slots |
 //
-// Each rank writes only its own control block and slots (and `failed`). Its three counters only grow: collective number q,
-// chunk k stands as (q << CHUNK_BITS) + k + 1, and a finished collective as ((q + 1) << CHUNK_BITS). A rank that waits spins for a
-// moment, yields, then sleeps on a futex, and looks every few milliseconds whether its peer is alive.
+// Each rank writes only its own control block and slots (and `failed`). Its three counters only
+// grow: collective number q, chunk k stands as (q << CHUNK_BITS) + k + 1, and a finished collective
+// as ((q + 1) << CHUNK_BITS). A rank that waits spins for a moment, yields, then sleeps on a futex,
+// and looks every few milliseconds whether its peer is alive.
 #pragma once
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -40,8 +42,9 @@ struct Status {
 };
 
 struct alignas(128) Control {
-    std::atomic<uint64_t> in, sum, out;  // chunks whose input is in its slot / that are summed / copied out
-    std::atomic<uint32_t> epoch;         // grows with every post: the word that sleepers watch
+    // Chunks whose input is in its slot / that are summed / copied out
+    std::atomic<uint64_t> in, sum, out;
+    std::atomic<uint32_t> epoch;  // grows with every post: the word that sleepers watch
     std::atomic<uint32_t> sleepers;
     alignas(128) int64_t pid;
     uint64_t start_time;
@@ -54,8 +57,8 @@ struct alignas(128) Header {
     Control control[MAX_RANKS];
 };
 
-// When a process started, in clock ticks since boot; 0 if there is no such process or it is a zombie. With the pid it names
-// a process for good, because pids are used again.
+// When a process started, in clock ticks since boot; 0 if there is no such process or it is a
+// zombie. With the pid it names a process for good, because pids are used again.
 inline uint64_t process_start(int64_t pid) {
     char path[64], text[1024];
     std::snprintf(path, sizeof path, "/proc/%lld/stat", static_cast<long long>(pid));
@@ -64,7 +67,8 @@ inline uint64_t process_start(int64_t pid) {
     const size_t length = std::fread(text, 1, sizeof text - 1, file);
     std::fclose(file);
     text[length] = 0;
-    const char* field = std::strrchr(text, ')');  // the command's name may hold anything, a parenthesis too
+    // The command's name may hold anything, a parenthesis too
+    const char* field = std::strrchr(text, ')');
     if (!field || field[1] == 0 || field[2] == 'Z' || field[2] == 'X') return 0;
     for (int number = 2; number < 22 && field; ++number) field = std::strchr(field + 1, ' ');
     return field ? std::strtoull(field, nullptr, 10) : 0;
@@ -79,11 +83,13 @@ inline void pause_cpu() {
 }
 
 class Region {
-  public:
-    Region(const std::string& name, int rank, int size, bool create, size_t bytes) : rank(rank), size(size), name_(name) {
+public:
+    Region(const std::string& name, int rank, int size, bool create, size_t bytes)
+        : rank(rank), size(size), name_(name) {
         if (size < 1 || size > MAX_RANKS || rank < 0 || rank >= size)
-            throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                                        ": shared memory serves 1 to " + std::to_string(MAX_RANKS) + " ranks");
+            throw std::invalid_argument("rank " + std::to_string(rank) + " of " +
+                                        std::to_string(size) + ": shared memory serves 1 to " +
+                                        std::to_string(MAX_RANKS) + " ranks");
         length_ = sizeof(Header) + bytes;
         const int file = shm_open(name.c_str(), create ? O_RDWR | O_CREAT | O_EXCL : O_RDWR, 0600);
         if (file < 0) fail("shm_open");
@@ -103,7 +109,8 @@ class Region {
             errno = reason;
             fail("mmap");
         }
-        header_ = static_cast<Header*>(memory);  // fresh shared memory is zero, and so are all counters
+        // Fresh shared memory is zero, and so are all counters
+        header_ = static_cast<Header*>(memory);
         mine().pid = getpid();
         mine().start_time = process_start(getpid());
     }
@@ -147,13 +154,16 @@ class Region {
     }
 
     const int rank, size;
-    int spins = 64;          // tries with a pause before the first yield: about a microsecond
-    bool yields = true;      // yield for a while before sleeping; not beside a computing thread, which would run for its whole slice
-    double timeout = 60.0;   // seconds
+    int spins = 64;  // tries with a pause before the first yield: about a microsecond
+    // Yield for a while before sleeping; not beside a computing thread, which would run for its
+    // whole slice
+    bool yields = true;
+    double timeout = 60.0;  // seconds
 
-  private:
+private:
     [[noreturn]] void fail(const std::string& what) {
-        throw std::runtime_error("shared memory " + name_ + ": " + what + ": " + std::strerror(errno));
+        throw std::runtime_error("shared memory " + name_ + ": " + what + ": " +
+                                 std::strerror(errno));
     }
 
     static void wake(Control& control) {
@@ -165,21 +175,27 @@ class Region {
     // The first failure stands; every rank that waits, or comes later, ends with it.
     Status give_up(Status status) {
         uint32_t none = 0;
-        header_->failed.compare_exchange_strong(none, static_cast<uint32_t>(status.packed()), std::memory_order_acq_rel);
+        header_->failed.compare_exchange_strong(none, static_cast<uint32_t>(status.packed()),
+                                                std::memory_order_acq_rel);
         for (int peer = 0; peer < size; ++peer) wake(control(peer));
         return failed();
     }
 
     Status wait_for(int peer, Counter counter, uint64_t value) {
         Control& other = control(peer);
-        const auto reached = [&] { return (other.*counter).load(std::memory_order_acquire) >= value; };
+        const auto reached = [&] {
+            return (other.*counter).load(std::memory_order_acquire) >= value;
+        };
         for (int i = 0; i < spins; ++i) {
             if (reached()) return {};
             pause_cpu();
         }
         const auto start = std::chrono::steady_clock::now();
-        const auto waited = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
-        // The peer may be waiting for this very processor. When others take it too, a sleeper is back sooner than who yields.
+        const auto waited = [&] {
+            return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        };
+        // The peer may be waiting for this very processor. When others take it too, a sleeper is
+        // back sooner than who yields.
         while (yields && waited() < 50e-6) {
             if (reached()) return {};
             sched_yield();
