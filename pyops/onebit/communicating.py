@@ -36,8 +36,8 @@ from pyops.onebit.config import (
 )
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.grad_norm import squared_norm
-from pyops.optim.fused.base import FusedOptimizer
-from pyops.optim.fused.layout import is_dense
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.memory_layout import is_dense
 from pyops.optim.one_bit import gradient_factor
 
 __all__ = ["Communicating", "Verdict", "on_all_ranks"]

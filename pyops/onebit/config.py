@@ -17,7 +17,7 @@ from torch import nn
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
-from pyops.optim.fused.checks import check_number, check_switch
+from pyops.optim.fused.input_checks import check_number, check_switch
 
 __all__ = [
     "CommunicatingConfig",

@@ -36,8 +36,8 @@ from pyops.onebit.steps.layer_ratios import (
 )
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.two_phases import TwoPhases
-from pyops.optim.fused.plan import Plan
-from pyops.optim.fused.rows import PARAM, Batch
+from pyops.optim.fused.table_plan import Plan
+from pyops.optim.fused.table_rows import PARAM, Batch
 from pyops.optim.lamb import LAMB
 from pyops.optim.one_bit import COMPRESSED
 

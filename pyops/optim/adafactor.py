@@ -21,11 +21,11 @@ from torch import Tensor
 from pyops.flat.dtensor import first_element, is_dtensor, local_of, spread_of
 from pyops.ops.optimizers.adafactor import adafactor_
 from pyops.optim.adafactor_parts import Part, PartRow, part_of, step_parts
-from pyops.optim.fused.base import FusedOptimizer, Group
-from pyops.optim.fused.checks import check_hyperparameters, name_of
+from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.input_checks import check_hyperparameters, name_of
 from pyops.optim.fused.layerwise import check_layout, layers_of, layout_of
-from pyops.optim.fused.rows import GRAD, PARAM, Batch, Row
-from pyops.optim.fused.state import check_placed
+from pyops.optim.fused.param_state import check_placed
+from pyops.optim.fused.table_rows import GRAD, PARAM, Batch, Row
 
 __all__ = ["Adafactor"]
 

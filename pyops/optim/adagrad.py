@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.adagrad import adagrad_, adagrad_from_table_
-from pyops.optim.fused.base import FusedOptimizer, Group
-from pyops.optim.fused.rows import Batch
-from pyops.optim.fused.state import complete_state
+from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.param_state import complete_state
+from pyops.optim.fused.table_rows import Batch
 
 __all__ = ["Adagrad"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyops.optim.fused.base import FusedOptimizer
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 
 __all__ = ["FusedBackward", "fuse_into_backward"]
 

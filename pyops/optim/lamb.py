@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.lamb import lamb_, lamb_from_table_
-from pyops.optim.fused.base import Group
+from pyops.optim.fused.fused_optimizer import Group
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 
 __all__ = ["LAMB"]

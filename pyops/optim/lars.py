@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.lars import lars_, lars_from_table_
-from pyops.optim.fused.base import Group
-from pyops.optim.fused.checks import check_hyperparameters
+from pyops.optim.fused.fused_optimizer import Group
+from pyops.optim.fused.input_checks import check_hyperparameters
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 
 __all__ = ["LARS"]

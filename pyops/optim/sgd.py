@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.sgd import sgd_, sgd_from_table_
-from pyops.optim.fused.base import FusedOptimizer, Group
-from pyops.optim.fused.rows import Batch
+from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.table_rows import Batch
 
 __all__ = ["SGD"]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pyops.onebit.steps.frozen_variance_step import step_frozen
 from pyops.ops.optimizers.grad_norm import squared_norm
-from pyops.optim.fused.base import FusedOptimizer
 from pyops.optim.fused.clip import gradient_factor
-from pyops.optim.fused.layout import is_dense
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.memory_layout import is_dense
 
 __all__ = ["step_uncorrected"]
 

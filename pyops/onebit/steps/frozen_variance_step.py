@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.frozen_adam import frozen_adam_, momentum_
-from pyops.optim.fused.checks import number
-from pyops.optim.fused.layout import is_dense, lies_like
-from pyops.optim.fused.rows import Row, batch_of, split_rows
+from pyops.optim.fused.input_checks import number
+from pyops.optim.fused.memory_layout import is_dense, lies_like
+from pyops.optim.fused.table_rows import Row, batch_of, split_rows
 from pyops.optim.one_bit import inverse_root, mean_weight
 
 __all__ = ["corrected_beta", "inverse_roots", "step_frozen", "take_gradients"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyops.flat.dtensor import Spread, spread_of
 from pyops.ops.optimizers.grad_norm import squared_norm, squared_norm_from_table
-from pyops.optim.fused.plan import Plan
-from pyops.optim.fused.rows import GRAD, PARAM, Batch
+from pyops.optim.fused.table_plan import Plan
+from pyops.optim.fused.table_rows import GRAD, PARAM, Batch
 
 __all__ = ["Launch", "device_of", "spread_of_work", "squared_norms"]
 

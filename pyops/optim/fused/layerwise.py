@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pyops.flat import FlatLayout
 from pyops.ops.optimizers.table import PARAM, optimizer_table
-from pyops.optim.fused.base import FusedOptimizer, Group
-from pyops.optim.fused.checks import name_of
+from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.input_checks import name_of
 from pyops.optim.fused.launches import spread_of_work
-from pyops.optim.fused.rows import Batch
+from pyops.optim.fused.table_rows import Batch
 
 __all__ = ["LayerwiseOptimizer", "layers_of", "layout_of"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyops.optim.fused.base import FusedOptimizer
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.precision import PRECISIONS, LossScale, Precision
 
 __all__ = ["Numbers", "numbers_of"]

@@ -26,7 +26,7 @@ from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.offload.optimizer import stays_with
 from pyops.optim.adafactor_parts import Part
-from pyops.optim.fused.base import FusedOptimizer
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters

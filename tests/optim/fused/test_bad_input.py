@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pyops.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, Lion
-from pyops.optim.fused.checks import check_gradient
+from pyops.optim.fused.input_checks import check_gradient
 from tests.optim.pairs import assert_equal, give_gradients, parameters
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pyops.flat.dtensor import local_of, placed_alike
-from pyops.optim.fused.checks import DTYPES, memory_of
-from pyops.optim.fused.layout import lies_like
+from pyops.optim.fused.input_checks import DTYPES, memory_of
+from pyops.optim.fused.memory_layout import lies_like
 
 __all__ = ["cast_entry", "check_placed", "check_state", "complete_state"]
 

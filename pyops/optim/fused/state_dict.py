@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyops.optim.fused.kinds import check_kind
-from pyops.optim.fused.state import cast_entry, check_placed
+from pyops.optim.fused.param_state import cast_entry, check_placed
 
 __all__ = ["Loading"]
 

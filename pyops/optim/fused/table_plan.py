@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.table import gradients_fit
-from pyops.optim.fused.rows import GRAD, PARAM, Row, columns_of, split_rows
+from pyops.optim.fused.table_rows import GRAD, PARAM, Row, columns_of, split_rows
 
 __all__ = ["Plan"]
 

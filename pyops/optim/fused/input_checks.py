@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyops.flat.dtensor import check_placements, first_element, is_dtensor, local_of, placed_alike
 from pyops.ops.memory import memory_problem
-from pyops.optim.fused.layout import has_overlap, is_dense, overlapping
+from pyops.optim.fused.memory_layout import has_overlap, is_dense, overlapping
 
 __all__ = [
     "DTYPES",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pyops.flat.dtensor import Spread, first_element, is_dtensor, local_of, placed_as, spread_of
-from pyops.optim.fused.checks import is_unresolved
-from pyops.optim.fused.layout import is_dense, lies_like, overlapping
+from pyops.optim.fused.input_checks import is_unresolved
+from pyops.optim.fused.memory_layout import is_dense, lies_like, overlapping
 
 __all__ = [
     "GRAD",

@@ -22,7 +22,8 @@ from pyops.flat import check_watches, watches_of
 from pyops.flat.dtensor import is_dtensor, placed_alike
 from pyops.ops.library import has_kernel, native
 from pyops.ops.optimizers.table import optimizer_table
-from pyops.optim.fused.checks import (
+from pyops.optim.fused.clip import gradient_factor
+from pyops.optim.fused.input_checks import (
     DTYPES,
     check_gradient,
     check_gradients_apart,
@@ -33,12 +34,20 @@ from pyops.optim.fused.checks import (
     name_of,
     number,
 )
-from pyops.optim.fused.clip import gradient_factor
 from pyops.optim.fused.launches import Launch, device_of, squared_norms
-from pyops.optim.fused.loading import Loading
-from pyops.optim.fused.plan import Plan
-from pyops.optim.fused.rows import GRAD, PARAM, Batch, Row, batch_of, by_spread, row_of, split_rows
-from pyops.optim.fused.state import check_state, complete_state
+from pyops.optim.fused.param_state import check_state, complete_state
+from pyops.optim.fused.state_dict import Loading
+from pyops.optim.fused.table_plan import Plan
+from pyops.optim.fused.table_rows import (
+    GRAD,
+    PARAM,
+    Batch,
+    Row,
+    batch_of,
+    by_spread,
+    row_of,
+    split_rows,
+)
 
 __all__ = ["FusedOptimizer"]
 
