@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyops.protocols import ParamGroup
+
 __all__ = ["rehearse", "standing_in"]
 
-Group = dict[str, Any]
 STATES_OF_ITS_OWN = ("offsets", "copies", "params", "param_names")
 NUMEL = 96
 
 
 @contextmanager
 def standing_in(
-    optimizer: torch.optim.Optimizer, groups: list[Group], state: Mapping[Any, Any]
+    optimizer: torch.optim.Optimizer, groups: list[ParamGroup], state: Mapping[Any, Any]
 ) -> Iterator[None]:
     """Within the block the optimizer has these param groups and this state."""
     before = optimizer.param_groups, optimizer.state
@@ -38,7 +39,7 @@ def standing_in(
 
 
 def rehearse(
-    optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype
+    optimizer: torch.optim.Optimizer, group: ParamGroup, dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Dtypes, by name, of the states that have an entry for each element of a parameter of `dtype`
     in `group`.
@@ -79,7 +80,7 @@ def rehearse(
 
 def _steps(
     optimizer: torch.optim.Optimizer,
-    group: Group,
+    group: ParamGroup,
     parts: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:

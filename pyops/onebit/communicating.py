@@ -39,10 +39,9 @@ from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.memory_layout import is_dense
 from pyops.optim.one_bit import gradient_factor
+from pyops.protocols import ParamGroup
 
 __all__ = ["Communicating", "Verdict", "on_all_ranks"]
-
-Group = dict[str, Any]
 
 
 class Verdict(NamedTuple):
@@ -231,7 +230,7 @@ class Communicating(FusedOptimizer):
     # ------------------------------------------------------------------------------------------------
     # gradients
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch.optim; ValueError once gradients are no longer reduced exactly, or for several
         devices."""
         who = type(self).__name__

@@ -36,14 +36,13 @@ from pyops.onebit.steps.layer_ratios import (
 )
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.onebit.two_phases import TwoPhases
-from pyops.optim.fused.table_plan import Plan
-from pyops.optim.fused.table_rows import PARAM, Batch
+from pyops.optim.fused.table_plan import TablePlan
+from pyops.optim.fused.table_rows import PARAM, TableRows
 from pyops.optim.lamb import LAMB
 from pyops.optim.one_bit import COMPRESSED
+from pyops.protocols import ParamGroup
 
 __all__ = ["OneBitLAMB"]
-
-Group = dict[str, Any]
 
 
 class OneBitLAMB(TwoPhases, LAMB):
@@ -108,7 +107,7 @@ class OneBitLAMB(TwoPhases, LAMB):
 
     def _layer_step(
         self,
-        group: Group,
+        group: ParamGroup,
         work: Tensor | list[list[Tensor]],
         norms: Tensor,
         *args: Tensor | None,
@@ -119,12 +118,16 @@ class OneBitLAMB(TwoPhases, LAMB):
             self._norms = norms
 
     def _run(
-        self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: ParamGroup,
+        work: TablePlan | TableRows,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         super()._run(group, work, factor, skip)
         if not group["trust_ratio"]:
             return
-        if isinstance(work, Plan):
+        if isinstance(work, TablePlan):
             assert work.table is not None
             params = work.written[: work.table.shape[0]]
         else:
@@ -148,7 +151,7 @@ class OneBitLAMB(TwoPhases, LAMB):
             self._average_ratios()
         return taken
 
-    def _move_uncorrected(self, group: Group, rows: Rows) -> None:
+    def _move_uncorrected(self, group: ParamGroup, rows: Rows) -> None:
         """p = p - lr ratio (m / (sqrt(v) + eps) + wd p), layer by layer."""
         moves = []
         for p, m, v, state in rows:
@@ -171,7 +174,7 @@ class OneBitLAMB(TwoPhases, LAMB):
             moves.append((p, update, torch.ones_like(update), state))
         step_frozen(group, moves, eps=0.0, lr=group["lr"], weight_decay=0.0)
 
-    def _ratios(self, group: Group, norms: Tensor) -> Tensor:
+    def _ratios(self, group: ParamGroup, norms: Tensor) -> Tensor:
         """float64 [layers]: LAMB's trust ratio of ||p||^2 and ||u||^2."""
         ratio = (norms[:, 0] / norms[:, 1]).sqrt().clamp(group["min_ratio"], group["max_ratio"])
         return torch.where(norms.amin(dim=1) > 0, ratio, 1.0)

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from pyops.flat.dtensor import first_element, is_dtensor, local_of, spread_of
 from pyops.ops.optimizers.adafactor import adafactor_
-from pyops.optim.adafactor_parts import Part, PartRow, part_of, step_parts
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.adafactor_parts import PartRow, TensorPart, part_of, step_parts
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.input_checks import check_hyperparameters, name_of
 from pyops.optim.fused.layerwise import check_layout, layers_of, layout_of
 from pyops.optim.fused.param_state import check_placed
-from pyops.optim.fused.table_rows import GRAD, PARAM, Batch, Row
+from pyops.optim.fused.table_rows import GRAD, PARAM, Row, TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["Adafactor"]
 
@@ -124,7 +125,7 @@ class Adafactor(FusedOptimizer):
             zero_grad=zero_grad,
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParamGroup) -> None:
         who, eps = type(self).__name__, group["eps"]
         check_hyperparameters(
             {**group, "eps": 0.0, "differentiable": False, "fused": False}, who=who
@@ -155,10 +156,10 @@ class Adafactor(FusedOptimizer):
                 f"{who}: beta2_decay={group['beta2_decay']} must be <= 0, such as -0.8"
             )
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return None, None, None  # states have shapes of their own and are no columns
 
-    def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
+    def _check_rows(self, group: ParamGroup, indices: Iterable[int]) -> None:
         indices = list(indices)
         super()._check_rows(group, indices)
         for i in indices:
@@ -181,7 +182,7 @@ class Adafactor(FusedOptimizer):
                 if value is not None and key == "variance":
                     check_placed(value, param, what=f"state {key!r} of {name}", who=who)
 
-    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete(self, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> None:
         super()._complete(group, param, state)
         for key, shape in state_shapes(param).items():
             value = state.get(key)
@@ -216,13 +217,13 @@ class Adafactor(FusedOptimizer):
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        assert isinstance(work, Batch)
+        assert isinstance(work, TableRows)
         if work.spread is not None or part_of(work.columns[PARAM][0]) is not None:
             return self._launch_parts(group, work, lr, factor, skip)
         dense, changed = self._contiguous(work.columns)
@@ -262,8 +263,8 @@ class Adafactor(FusedOptimizer):
 
     def _launch_parts(
         self,
-        group: Group,
-        work: Batch,
+        group: ParamGroup,
+        work: TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,
@@ -275,7 +276,7 @@ class Adafactor(FusedOptimizer):
         rows, columns = [], work.columns
         for i, step in enumerate(columns[-1]):
             param = owner[id(step)]
-            part = part_of(param) or Part(tuple(param.shape), first_element(param) or 0)
+            part = part_of(param) or TensorPart(tuple(param.shape), first_element(param) or 0)
             master, copy = (self._given(columns[which], i) for which in (MASTER, COPY))
             master, copy = (None if t is None else t.view(-1) for t in (master, copy))
             tensors = (
@@ -297,7 +298,7 @@ class Adafactor(FusedOptimizer):
             stochastic_rounding=self.stochastic_rounding,
         )
 
-    def _reduce_of(self, work: Batch) -> Callable[[Tensor], Tensor]:
+    def _reduce_of(self, work: TableRows) -> Callable[[Tensor], Tensor]:
         if work.spread is not None:
             return work.spread.sum_
         return self.reduce_sums or (lambda sums: sums)

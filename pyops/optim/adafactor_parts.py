@@ -24,14 +24,14 @@ from torch import Tensor
 from pyops.flat import boxes_of_range
 from pyops.ops.optimizers.step import round_stochastically
 
-__all__ = ["Part", "PartRow", "part_of", "step_parts"]
+__all__ = ["PartRow", "TensorPart", "part_of", "step_parts"]
 
 BAND = 1 << 17  # elements
 Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What a parameter of one dimension is: elements [start, start + its length) of a flattened
     tensor of this shape."""
 
@@ -49,7 +49,7 @@ class Part:
         return prod(self.shape[:-2]), rows, columns
 
 
-def part_of(param: Tensor) -> Part | None:
+def part_of(param: Tensor) -> TensorPart | None:
     """What a parameter is a part of, its attribute `part_of`; None: it is whole."""
     return getattr(param, "part_of", None)
 
@@ -58,7 +58,7 @@ def part_of(param: Tensor) -> Part | None:
 class PartRow:
     """A parameter's tensors, 1-D and contiguous but for the states, and what they are a part of."""
 
-    part: Part
+    part: TensorPart
     param: Tensor
     grad: Tensor
     master: Tensor | None

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.adagrad import adagrad_, adagrad_from_table_
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.param_state import complete_state
-from pyops.optim.fused.table_rows import Batch
+from pyops.optim.fused.table_rows import TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["Adagrad"]
 
@@ -80,7 +81,7 @@ class Adagrad(FusedOptimizer):
             for param in group["params"]:
                 self._begin(group, param, self.state[param])
 
-    def _begin(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    def _begin(self, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> None:
         """Make what is missing but for a master, which must be the parameter at the first step."""
         if "sum" not in state:
             state["sum"] = torch.full_like(
@@ -91,17 +92,17 @@ class Adagrad(FusedOptimizer):
             ).detach()
         complete_state(state, param, moments=["sum"], state_dtype=self.state_dtype, master=False)
 
-    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete(self, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> None:
         self._begin(group, param, state)
         super()._complete(group, param, state)
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return None, "sum", None
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,

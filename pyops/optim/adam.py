@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.optim import adam_, adam_from_table_
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
-from pyops.optim.fused.table_rows import Batch
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.table_rows import TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["Adam", "AdamW"]
 
@@ -104,13 +105,13 @@ class Adam(FusedOptimizer):
             for group in self.param_groups:
                 group["decoupled_weight_decay"] = True
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,

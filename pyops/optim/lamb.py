@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.lamb import lamb_, lamb_from_table_
-from pyops.optim.fused.fused_optimizer import Group
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
+from pyops.protocols import ParamGroup
 
 __all__ = ["LAMB"]
 
@@ -89,7 +89,7 @@ class LAMB(LayerwiseOptimizer):
             zero_grad=zero_grad,
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParamGroup) -> None:
         super()._check_group(group)
         who, least, most = type(self).__name__, group["min_ratio"], group["max_ratio"]
         for key, value in (("min_ratio", least), ("max_ratio", most)):
@@ -103,12 +103,12 @@ class LAMB(LayerwiseOptimizer):
                 "min_ratio <= max_ratio, min_ratio finite"
             )
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq", None
 
     def _layer_step(
         self,
-        group: Group,
+        group: ParamGroup,
         work: Tensor | list[list[Tensor]],
         norms: Tensor,
         *device_scalars: Tensor | None,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.lars import lars_, lars_from_table_
-from pyops.optim.fused.fused_optimizer import Group
 from pyops.optim.fused.input_checks import check_hyperparameters
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
+from pyops.protocols import ParamGroup
 
 __all__ = ["LARS"]
 
@@ -87,7 +87,7 @@ class LARS(LayerwiseOptimizer):
             zero_grad=zero_grad,
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParamGroup) -> None:
         who = type(self).__name__
         check_hyperparameters({**group, "betas": (0.0, 0.0)}, who=who)
         for key in ("momentum", "dampening", "trust_coefficient"):
@@ -105,12 +105,12 @@ class LARS(LayerwiseOptimizer):
                 f"dampening={group['dampening']}"
             )
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return "momentum_buffer" if group["momentum"] else None, None, None
 
     def _layer_step(
         self,
-        group: Group,
+        group: ParamGroup,
         work: Tensor | list[list[Tensor]],
         norms: Tensor,
         *device_scalars: Tensor | None,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.lion import lion_, lion_from_table_
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
-from pyops.optim.fused.table_rows import Batch
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.table_rows import TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["Lion"]
 
@@ -73,13 +74,13 @@ class Lion(FusedOptimizer):
             zero_grad=zero_grad,
         )
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return "exp_avg", None, None
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,

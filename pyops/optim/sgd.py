@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.sgd import sgd_, sgd_from_table_
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
-from pyops.optim.fused.table_rows import Batch
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.table_rows import TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["SGD"]
 
@@ -74,7 +75,7 @@ class SGD(FusedOptimizer):
             zero_grad=zero_grad,
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParamGroup) -> None:
         super()._check_group(group)
         momentum, dampening = group["momentum"], group["dampening"]
         if group["nesterov"] and (momentum == 0 or dampening != 0):
@@ -84,10 +85,10 @@ class SGD(FusedOptimizer):
                 f"dampening={dampening}"
             )
 
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         return "momentum_buffer" if group["momentum"] != 0 else None, None, None
 
-    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete(self, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> None:
         """A buffer that is new takes the whole first gradient; one of torch, which counts no steps,
         has had its first."""
         if group["momentum"] != 0:
@@ -100,8 +101,8 @@ class SGD(FusedOptimizer):
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,

@@ -14,10 +14,10 @@ from pyops.flat import check_free
 from pyops.mesh import check_initialized
 from pyops.offload import Offloaded
 from pyops.ops.memory import require_memory
+from pyops.protocols import ParamGroup
 
 __all__ = ["STAGES", "check_arguments", "check_crossing", "param_groups_of"]
 
-Group = dict[str, Any]
 STAGES = (0, 1, 2, 3)
 # They look at a whole tensor, of which a rank has a part. pyops' own Adafactor sums over the parts.
 NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
@@ -102,7 +102,7 @@ def check_arguments(
             )
 
 
-def _listed(params: Iterable[Any]) -> list[Group]:
+def _listed(params: Iterable[Any]) -> list[ParamGroup]:
     given = list(params)
     if given and all(isinstance(each, Mapping) for each in given):
         groups = [dict(each) for each in given]
@@ -128,7 +128,7 @@ def param_groups_of(
     stage: int,
     offload: str | None = None,
     dtype: torch.dtype | None = None,
-) -> list[Group]:
+) -> list[ParamGroup]:
     """The groups of trained parameters, checked; parameters that require no gradient are left out.
     dtype: what they will be cast to."""
     who = "ZeroOptimizer"

@@ -24,6 +24,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.compression.codec import Codec
 from pyops.precision import LossScale, Precision
+from pyops.protocols import ParamGroup
 from pyops.zero.agreement import agreed, check_same_model, check_same_options
 from pyops.zero.build import Place, lay_out_units, lay_out_whole
 from pyops.zero.checks import check_arguments, param_groups_of
@@ -47,8 +48,6 @@ from pyops.zero.update.step_stats import Told, tell
 from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["ZeroOptimizer"]
-
-Group = dict[str, Any]
 
 
 class ZeroOptimizer(Savable):
@@ -147,7 +146,7 @@ class ZeroOptimizer(Savable):
         **optimizer_arguments: Any,
     ) -> None:
         error: Exception | None = None
-        groups: list[Group] = []
+        groups: list[ParamGroup] = []
         try:
             wrong = {
                 "offload": offload,
@@ -182,7 +181,7 @@ class ZeroOptimizer(Savable):
             numbers = self.numbers = numbers_of(
                 precision, loss_scale, optimizer_class, optimizer_arguments
             )
-            trial: Group = {"stage": stage, "offload": offload, "dtype": numbers.dtype}
+            trial: ParamGroup = {"stage": stage, "offload": offload, "dtype": numbers.dtype}
             groups = param_groups_of(model, params, optimizer_class, numbers.arguments, **trial)
             self.tensor_parallel = TensorParallel.of(
                 model, optimizer_class, tp_group=tp_group, group=group
@@ -251,12 +250,14 @@ class ZeroOptimizer(Savable):
         self.in_place = Kept(self.model, self.flats, self.gathering, self.gradients)
         self._hook = self.model.register_forward_pre_hook(ModuleHook(self.in_place.before_forward))
 
-    def _lay_out(self, groups: list[Group], place: Place, units: Any, whole_below: int) -> None:
+    def _lay_out(
+        self, groups: list[ParamGroup], place: Place, units: Any, whole_below: int
+    ) -> None:
         """Put the parameters where they belong, with rank 0's values, and hooks on them."""
         trained = {id(p) for g in groups for p in g["params"]}
         if self.stages is not None:
             place = replace(place, apart=frozenset(self.stages.apart))
-        common: Group = {"trained": trained, "bucket_bytes": self.bucket_bytes, "place": place}
+        common: ParamGroup = {"trained": trained, "bucket_bytes": self.bucket_bytes, "place": place}
         if self.stage < 3:
             layout = lay_out_whole(self.model, **common)
         else:
@@ -299,9 +300,9 @@ class ZeroOptimizer(Savable):
 
     def _own(
         self,
-        groups: list[Group],
+        groups: list[ParamGroup],
         optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group,
+        arguments: ParamGroup,
         offload: str | None,
         tile_bytes: int,
         delayed_update: bool | int,
@@ -341,7 +342,7 @@ class ZeroOptimizer(Savable):
             if flat.parameters[0].requires_grad:
                 self.gradients.start_flat(flat)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch.optim, while the optimizer is being made; RuntimeError afterwards, when every
         place is given away."""
         if self.__dict__.get("_built", False):

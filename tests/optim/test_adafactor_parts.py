@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.optim import Adafactor
-from pyops.optim.adafactor_parts import Part
+from pyops.optim.adafactor_parts import TensorPart
 from tests.tolerance import assert_close_to_reference
 
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -79,7 +79,7 @@ def in_parts(
         for value in values:
             start, stop = cuts(value.numel(), processes)[process : process + 2]
             p = nn.Parameter(value.view(-1)[start:stop].clone())
-            p.part_of = Part(tuple(value.shape), start)
+            p.part_of = TensorPart(tuple(value.shape), start)
             parameters.append(p)
         offsets = [
             sum(prod(s) for s in SHAPES[:i]) + p.part_of.start for i, p in enumerate(parameters)
@@ -155,7 +155,7 @@ def test_16_bit_parts_are_rounded_as_whole_tensors(options: dict[str, Any]):
 
 def test_a_part_with_the_states_of_another_shape_is_refused():
     p = nn.Parameter(torch.randn(10))
-    p.part_of = Part((4, 5), 3)
+    p.part_of = TensorPart((4, 5), 3)
     optimizer = Adafactor([p])
     p.grad = torch.ones(10)
     optimizer.state[p]["row_var"] = torch.zeros(5, 1)

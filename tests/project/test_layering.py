@@ -26,6 +26,7 @@ LAYERS = [
         "ops",
         "failure",
         "host_memory",
+        "protocols",
         "renamed",
     ],  # the contracts of the kernels; the only importer of torch.ops.pyops
     ["mesh", "flat", "random", "deferred"],
@@ -288,7 +289,7 @@ def test_no_room_is_called_by_a_word_that_says_nothing():
 def test_every_room_is_reached_from_the_package():
     import pyops
 
-    rooms = {room_of(p) for p in package_files()} - {"__main__", "renamed"}
+    rooms = {room_of(p) for p in package_files()} - {"__main__", "protocols", "renamed"}
     assert rooms == set(pyops._ROOMS)
     assert all(getattr(pyops, room).__name__ == f"pyops.{room}" for room in rooms)
 

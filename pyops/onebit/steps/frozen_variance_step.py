@@ -18,12 +18,11 @@ from pyops.onebit.steps.state_slots import StateSlots
 from pyops.ops.optimizers.frozen_adam import frozen_adam_, momentum_
 from pyops.optim.fused.input_checks import number
 from pyops.optim.fused.memory_layout import is_dense, lies_like
-from pyops.optim.fused.table_rows import Row, batch_of, split_rows
+from pyops.optim.fused.table_rows import Row, split_rows, table_rows_of
 from pyops.optim.one_bit import inverse_root, mean_weight
+from pyops.protocols import ParamGroup
 
 __all__ = ["corrected_beta", "inverse_roots", "step_frozen", "take_gradients"]
-
-Group = dict[str, Any]
 
 
 def corrected_beta(beta: float, step: int) -> float:
@@ -71,7 +70,7 @@ def take_gradients(
 
 
 def step_frozen(
-    group: Group,
+    group: ParamGroup,
     rows: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]],
     *,
     eps: float,
@@ -97,7 +96,7 @@ def step_frozen(
     )
     fast, others = split_rows([Row(i, column, 0) for i, column in enumerate(columns)])
     for some in ([fast] if fast else []) + others:
-        batch = batch_of(some, zero_grads=False)
+        batch = table_rows_of(some, zero_grads=False)
         batch.load(gradients=False)
         params, _, means, variances, _, masters, into, _ = batch.columns
         frozen_adam_(

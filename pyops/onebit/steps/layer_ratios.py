@@ -27,6 +27,7 @@ from pyops.flat import FlatLayout
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
 from pyops.onebit.steps.state_slots import StateSlots
 from pyops.optim.fused.layerwise import layout_of
+from pyops.protocols import ParamGroup
 
 __all__ = [
     "COLUMNS",
@@ -38,7 +39,6 @@ __all__ = [
     "layer_slices",
 ]
 
-Group = dict[str, Any]
 # Columns of the table that a parameter has, a row per layer.
 RATIO, WEIGHT, FACTOR, SCALE = range(4)
 COLUMNS = 4
@@ -73,7 +73,7 @@ class LayerTrustRatios:
     def __init__(
         self,
         slots: StateSlots,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         states: Any,
         tables: dict[Tensor, Tensor],
         momentum: Tensor,
@@ -177,7 +177,7 @@ class LayerTrustRatios:
             ]
             step_frozen(group, rows, eps=0.0, lr=group["lr"], weight_decay=0.0)
 
-    def _each(self, value: Callable[[Group], float]) -> Iterator[tuple[slice, float]]:
+    def _each(self, value: Callable[[ParamGroup], float]) -> Iterator[tuple[slice, float]]:
         return _runs(self.slots, [value(self.groups[slot.group]) for slot in self.slots])
 
     def _compare(

@@ -9,16 +9,14 @@ state         exp_avg = a view of the flat tensor with the parameter's shape and
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyops.flat import ALIGNMENT, FlatLayout
+from pyops.protocols import ParamGroup
 
 __all__ = ["StateSlot", "StateSlots"]
-
-Group = dict[str, Any]
 
 
 class StateSlot:
@@ -42,7 +40,7 @@ class StateSlots:
     moved: the parameters that have a slot; others, which never had a gradient, stay as they are.
     """
 
-    def __init__(self, groups: Sequence[Group], *, moved: Container[Tensor]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], *, moved: Container[Tensor]) -> None:
         self._all: list[StateSlot] = []
         names: list[str] = []
         shapes: list[tuple[int, ...]] = []

@@ -38,14 +38,13 @@ from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatLayout
 from pyops.onebit.steps.local_steps import load_rows, rows_of
 from pyops.onebit.steps.state_slots import StateSlots
+from pyops.protocols import ParamGroup
 
 __all__ = ["SharedVariance"]
 
 DECAY = 0.995  # or beta2, if that is more
 SMOOTHING = 0.5
 SKETCH = 1024  # numbers
-
-Group = dict[str, Any]
 
 
 def sketch(layer: Tensor, name: str) -> Tensor:
@@ -69,7 +68,7 @@ class SharedVariance:
     """Over all parameters, with and without a gradient. squares: flat fp32, s. means, owns: a and
     b, one of each per layer."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
         self.slots = StateSlots(groups, moved={p for group in groups for p in group["params"]})
         self.layout = self.slots.layout
@@ -77,7 +76,7 @@ class SharedVariance:
         self.counts = torch.zeros(len(self.slots), device="cpu")
         self.means, self.owns = ([0.0] * len(self.layout.names) for _ in range(2))
 
-    def extended(self, groups: Sequence[Group]) -> SharedVariance:
+    def extended(self, groups: Sequence[ParamGroup]) -> SharedVariance:
         """This one, or its successor when there are more parameters now."""
         if len(self.slots) == sum(len(group["params"]) for group in groups):
             return self

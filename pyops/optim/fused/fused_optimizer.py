@@ -37,21 +37,21 @@ from pyops.optim.fused.input_checks import (
 from pyops.optim.fused.launches import Launch, device_of, squared_norms
 from pyops.optim.fused.param_state import check_state, complete_state
 from pyops.optim.fused.state_dict import Loading
-from pyops.optim.fused.table_plan import Plan
+from pyops.optim.fused.table_plan import TablePlan
 from pyops.optim.fused.table_rows import (
     GRAD,
     PARAM,
-    Batch,
     Row,
-    batch_of,
+    TableRows,
     by_spread,
     row_of,
     split_rows,
+    table_rows_of,
 )
+from pyops.protocols import ParamGroup
 
 __all__ = ["FusedOptimizer"]
 
-Group = dict[str, Any]
 SETTINGS = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_norm", "zero_grad")
 
 
@@ -71,7 +71,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: Group,
+        defaults: ParamGroup,
         *,
         master_weights: bool,
         state_dtype: torch.dtype,
@@ -106,7 +106,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @abstractmethod
-    def _moments(self, group: Group) -> tuple[str | None, ...]:
+    def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
         """Names of the states that a row has, in the order of the table's columns exp_avg,
         exp_avg_sq, max; None for a column that this group leaves empty."""
 
@@ -117,11 +117,11 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             params, grads, exp_avgs, exp_avg_sqs, largest, masters, copies, steps, offsets
         )
 
-    def _check_group(self, group: Group) -> None:
+    def _check_group(self, group: ParamGroup) -> None:
         """Raise for hyper-parameters of a group that make no sense; called before each step."""
         check_hyperparameters(group, who=type(self).__name__)
 
-    def _complete(self, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete(self, group: ParamGroup, param: Tensor, state: dict[str, Any]) -> None:
         """Add to a parameter's checked state what is missing."""
         complete_state(
             state,
@@ -137,8 +137,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     @abstractmethod
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,
@@ -146,7 +146,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip:
         found_inf."""
 
-    def _scalars(self, group: Group, lr: Tensor | None) -> Group:
+    def _scalars(self, group: ParamGroup, lr: Tensor | None) -> ParamGroup:
         """What every op takes beside its rule's own hyper-parameters."""
         return {
             "lr": 0.0 if lr is not None else float(group["lr"]),
@@ -160,7 +160,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------
     # param groups
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group, as torch.optim does; ValueError or TypeError before anything is added."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -205,11 +205,11 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop every plan: the next step gathers anew."""
-        self._plans: dict[int, list[Plan]] = {}
+        self._plans: dict[int, list[TablePlan]] = {}
         self._watch: Any = None
         self._flat_watches = watches_of(getattr(self, "param_groups", ()))
 
-    def _offsets(self, group: Group) -> list[int]:
+    def _offsets(self, group: ParamGroup) -> list[int]:
         """The number of each parameter's first element, for stochastic rounding: counted through
         all groups."""
         if group.get("offsets") is not None:
@@ -225,7 +225,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------
     # gathering
 
-    def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
+    def _check_rows(self, group: ParamGroup, indices: Iterable[int]) -> None:
         """Raise for anything about these parameters that can't be stepped. Nothing is changed."""
         indices = list(indices)
         if self.zeroes_gradients:
@@ -252,7 +252,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
                     f"expected {param.device}"
                 )
 
-    def _gather(self, group: Group, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
+    def _gather(self, group: ParamGroup, indices: Iterable[int]) -> dict[torch.device, list[Row]]:
         """Rows of checked parameters by device, their state made or completed."""
         moments = self._moments(group)
         offsets = self._offsets(group) if self.stochastic_rounding else None
@@ -271,7 +271,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             rows[row.device].append(row)
         return rows
 
-    def _key(self, group: Group) -> tuple[Any, ...]:
+    def _key(self, group: ParamGroup) -> tuple[Any, ...]:
         """What, besides tensors, decides the columns of a group's table."""
         copies, offsets = group.get("copies"), group.get("offsets")
         return (
@@ -328,7 +328,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         plans, left = [], {}
         # A group without any gradient has a plan too: to notice the first one.
         for device, some in (rows or {torch.device("cpu"): []}).items():
-            plan = Plan(params, some, make_table=self._make_table, native=module)
+            plan = TablePlan(params, some, make_table=self._make_table, native=module)
             plan.key = self._key(self.param_groups[g])
             out = {i for each in plan.leftover for i in each}
             left[device] = [row for row in some if row.place in out]
@@ -355,13 +355,15 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             launches += self._batches(group, self._gather(group, indices))
         return launches
 
-    def _batches(self, group: Group, rows: dict[torch.device, list[Row]]) -> list[Launch]:
+    def _batches(self, group: ParamGroup, rows: dict[torch.device, list[Row]]) -> list[Launch]:
         """Launches of lists of tensors, without a plan."""
         launches: list[Launch] = []
         for some in (alike for of_device in rows.values() for alike in by_spread(of_device)):
             fast, others = split_rows(some)
             each = ([fast] if fast else []) + others
-            launches += [(group, batch_of(one, zero_grads=self.zeroes_gradients)) for one in each]
+            launches += [
+                (group, table_rows_of(one, zero_grads=self.zeroes_gradients)) for one in each
+            ]
         return launches
 
     def _prepare_traced(self) -> list[Launch]:
@@ -373,7 +375,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
                 group, [i for i, p in enumerate(group["params"]) if p.grad is not None]
             )
             launches += [
-                (group, batch_of(some, zero_grads=self.zeroes_gradients)) for some in rows.values()
+                (group, table_rows_of(some, zero_grads=self.zeroes_gradients))
+                for some in rows.values()
             ]
         return launches
 
@@ -411,7 +414,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             return
         device = first.device if not launches else device_of(launches[0][1])
         for _, work in launches:
-            if isinstance(work, Batch):
+            if isinstance(work, TableRows):
                 work.load(gradients=True)
         squared = (
             [] if self.max_grad_norm is None else squared_norms(launches, self._unplanned(), device)
@@ -437,7 +440,11 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         ]
 
     def _run(
-        self, group: Group, work: Plan | Batch, factor: Tensor | None, skip: Tensor | None
+        self,
+        group: ParamGroup,
+        work: TablePlan | TableRows,
+        factor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         """Launch one table or batch, copy back stand-ins, and tell autograd what was written."""
         device = device_of(work)
@@ -451,7 +458,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             factor = factor.to(device)
         if skip is not None and skip.device != device:
             skip = skip.to(device)
-        if isinstance(work, Plan):
+        if isinstance(work, TablePlan):
             assert work.table is not None
             self._launch(group, work.table, rate, factor, skip)
             written = work.written
@@ -478,7 +485,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         self._check_group(chosen)
         self._check_rows(chosen, [index])
         for rows in self._gather(chosen, [index]).values():
-            batch = batch_of(rows, zero_grads=self.zeroes_gradients)
+            batch = table_rows_of(rows, zero_grads=self.zeroes_gradients)
             batch.load(gradients=True)
             self._run(chosen, batch, None, None)
 

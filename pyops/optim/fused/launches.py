@@ -11,16 +11,16 @@ from torch import Tensor
 
 from pyops.flat.dtensor import Spread, spread_of
 from pyops.ops.optimizers.grad_norm import squared_norm, squared_norm_from_table
-from pyops.optim.fused.table_plan import Plan
-from pyops.optim.fused.table_rows import GRAD, PARAM, Batch
+from pyops.optim.fused.table_plan import TablePlan
+from pyops.optim.fused.table_rows import GRAD, PARAM, TableRows
 
 __all__ = ["Launch", "device_of", "spread_of_work", "squared_norms"]
 
-Launch = tuple[dict[str, Any], Plan | Batch]
+Launch = tuple[dict[str, Any], TablePlan | TableRows]
 
 
-def device_of(work: Plan | Batch) -> torch.device:
-    if isinstance(work, Batch):
+def device_of(work: TablePlan | TableRows) -> torch.device:
+    if isinstance(work, TableRows):
         return work.columns[PARAM][0].device
     assert work.table is not None
     return work.table.device
@@ -28,11 +28,11 @@ def device_of(work: Plan | Batch) -> torch.device:
 
 def spread_of_work(work: object) -> Spread | None:
     """Over which ranks the elements of every row are; None where this rank has them all."""
-    return work.spread if isinstance(work, Batch) else None
+    return work.spread if isinstance(work, TableRows) else None
 
 
-def _squared_norm_of(work: Plan | Batch) -> Tensor:
-    if isinstance(work, Batch):
+def _squared_norm_of(work: TablePlan | TableRows) -> Tensor:
+    if isinstance(work, TableRows):
         return squared_norm(work.columns[GRAD])
     assert work.table is not None
     return squared_norm_from_table(work.table)

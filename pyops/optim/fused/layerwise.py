@@ -20,10 +20,11 @@ from torch import Tensor
 
 from pyops.flat import FlatLayout
 from pyops.ops.optimizers.table import PARAM, optimizer_table
-from pyops.optim.fused.fused_optimizer import FusedOptimizer, Group
+from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.input_checks import name_of
 from pyops.optim.fused.launches import spread_of_work
-from pyops.optim.fused.table_rows import Batch
+from pyops.optim.fused.table_rows import TableRows
+from pyops.protocols import ParamGroup
 
 __all__ = ["LayerwiseOptimizer", "layers_of", "layout_of"]
 
@@ -98,7 +99,7 @@ class LayerwiseOptimizer(FusedOptimizer):
     @abstractmethod
     def _layer_step(
         self,
-        group: Group,
+        group: ParamGroup,
         work: Tensor | list[list[Tensor]],
         norms: Tensor,
         *device_scalars: Tensor | None,
@@ -107,7 +108,7 @@ class LayerwiseOptimizer(FusedOptimizer):
     ) -> None:
         """Run the passes on a table or on the lists of a batch."""
 
-    def _check_rows(self, group: Group, indices: Iterable[int]) -> None:
+    def _check_rows(self, group: ParamGroup, indices: Iterable[int]) -> None:
         indices = list(indices)
         super()._check_rows(group, indices)
         for i in indices:
@@ -118,14 +119,14 @@ class LayerwiseOptimizer(FusedOptimizer):
         table.layers = _layer_table(columns, offsets, table)  # type: ignore[attr-defined]
         return table
 
-    def _key(self, group: Group) -> tuple[Any, ...]:
+    def _key(self, group: ParamGroup) -> tuple[Any, ...]:
         layouts = tuple(id(layout) for p in group["params"] if (layout := layout_of(p)) is not None)
         return (*super()._key(group), layouts)
 
     def _launch(
         self,
-        group: Group,
-        work: Tensor | Batch,
+        group: ParamGroup,
+        work: Tensor | TableRows,
         lr: Tensor | None,
         factor: Tensor | None,
         skip: Tensor | None,
@@ -134,7 +135,7 @@ class LayerwiseOptimizer(FusedOptimizer):
         scalars = (lr, factor, skip)
         offsets: list[int] = []
         lists: Tensor | list[list[Tensor]]
-        if isinstance(work, Batch):
+        if isinstance(work, TableRows):
             lists, offsets = (
                 layers_of(work.columns, work.offsets) if layered else (work.columns, work.offsets)
             )

@@ -21,10 +21,10 @@ from torch import Tensor
 from pyops.ops.optimizers.table import gradients_fit
 from pyops.optim.fused.table_rows import GRAD, PARAM, Row, columns_of, split_rows
 
-__all__ = ["Plan"]
+__all__ = ["TablePlan"]
 
 
-class Plan:
+class TablePlan:
     """One group on one device.
 
     table: of the rows that fit one, or None. leftover: places in the group of the others, in lists

@@ -23,13 +23,13 @@ from pyops.optim.fused.memory_layout import is_dense, lies_like, overlapping
 __all__ = [
     "GRAD",
     "PARAM",
-    "Batch",
     "Row",
-    "batch_of",
+    "TableRows",
     "by_spread",
     "columns_of",
     "row_of",
     "split_rows",
+    "table_rows_of",
 ]
 
 PARAM, GRAD = 0, 1
@@ -54,7 +54,7 @@ class Row(NamedTuple):
         return param.device
 
 
-class Exchange(NamedTuple):
+class StandIn(NamedTuple):
     """A tensor of a column and its dense stand-in; `written`: the launch changes it, so it is
     copied back."""
 
@@ -64,13 +64,13 @@ class Exchange(NamedTuple):
     written: bool
 
 
-class Batch(NamedTuple):
+class TableRows(NamedTuple):
     """Columns for one launch, and the stand-ins among them. `shared`: the DTensors whose local
     tensors are stepped; `spread`: that of every row."""
 
     columns: list[list[Tensor]]
     offsets: list[int]
-    exchanges: list[Exchange]
+    exchanges: list[StandIn]
     shared: list[Tensor]
     spread: Spread | None
 
@@ -111,9 +111,9 @@ def columns_of(rows: Sequence[Row]) -> list[list[Tensor]]:
     ]
 
 
-def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
+def table_rows_of(rows: Sequence[Row], *, zero_grads: bool) -> TableRows:
     """Columns of the rows, with stand-ins where a row needs them."""
-    exchanges: list[Exchange] = []
+    exchanges: list[StandIn] = []
     ready: list[Row] = []
     for row in rows:
         param, tensors = row.tensors[PARAM], list(row.tensors)
@@ -126,11 +126,13 @@ def batch_of(rows: Sequence[Row], *, zero_grads: bool) -> Batch:
                 stand_in = torch.empty_strided(
                     tuple(param.shape), strides, dtype=tensor.dtype, device=tensor.device
                 )
-                exchanges.append(Exchange(column, tensor, stand_in, column != GRAD or zero_grads))
+                exchanges.append(StandIn(column, tensor, stand_in, column != GRAD or zero_grads))
                 tensors[column] = stand_in
         ready.append(row._replace(tensors=tensors))
     shared = [row.shared for row in rows if row.shared is not None]
-    return Batch(columns_of(ready), [row.offset for row in rows], exchanges, shared, rows[0].spread)
+    return TableRows(
+        columns_of(ready), [row.offset for row in rows], exchanges, shared, rows[0].spread
+    )
 
 
 def row_of(place: int, tensors: list[Tensor | None], offset: int | None) -> Row:

@@ -12,6 +12,7 @@ from torch import nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
+from pyops.protocols import ParamGroup
 from pyops.zero.agreement import agreed
 from pyops.zero.hooks.overlapped_gather import Arriving
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
@@ -35,8 +36,6 @@ from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["Savable"]
 
-Group = dict[str, Any]
-
 
 class Savable(torch.optim.Optimizer):
     """The part of a ZeroOptimizer that states go through, by parameter name."""
@@ -58,7 +57,7 @@ class Savable(torch.optim.Optimizer):
     _names: dict[int, str]
     _placements: Mapping[str, Placement]
 
-    def state_dict(self) -> Group:  # type: ignore[override]
+    def state_dict(self) -> ParamGroup:  # type: ignore[override]
         """{"state": {parameter's name: {key: pyops.flat.Shard}}, "param_groups": [options and
         names]}.
 
@@ -111,7 +110,7 @@ class Savable(torch.optim.Optimizer):
         if self.one_bit is not None:
             self.one_bit.refresh_masters()
 
-    def model_state_dict(self) -> Group:
+    def model_state_dict(self) -> ParamGroup:
         """The model's state by name; parameters that are spread over the ranks as pyops.flat.Shard,
         this rank's part."""
         self.arriving.wait()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
+from pyops.protocols import ParamGroup
 from pyops.zero.hooks.unshard_hooks import Unit
 from pyops.zero.layout.stored import Region, in_turn
 from pyops.zero.layout.stretch import Stretch
@@ -33,8 +34,6 @@ __all__ = [
     "distribute_model",
     "regions_of",
 ]
-
-Group = dict[str, Any]
 
 
 def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> di
 
 
 def collect(
-    owned: Owned, groups: Sequence[Group], names: Mapping[int, str], *, replica: bool
+    owned: Owned, groups: Sequence[ParamGroup], names: Mapping[int, str], *, replica: bool
 ) -> dict[str, Any]:
     """The state dict. names: of the users' parameters, by id. replica: another rank holds all this,
     and writes it."""
@@ -75,7 +74,7 @@ def collect(
     return {"state": state, "param_groups": listed}
 
 
-def check_names(groups: Sequence[Group], saved: Any, names: Mapping[int, str]) -> None:
+def check_names(groups: Sequence[ParamGroup], saved: Any, names: Mapping[int, str]) -> None:
     """ValueError unless the saved groups hold the parameters of the optimizer's groups."""
     if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
         raise ValueError(

@@ -25,9 +25,10 @@ from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.flat import Placement
 from pyops.offload import Offloaded
 from pyops.offload.optimizer import stays_with
-from pyops.optim.adafactor_parts import Part
+from pyops.optim.adafactor_parts import TensorPart
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
+from pyops.protocols import ParamGroup
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
@@ -36,7 +37,6 @@ from pyops.zero.layout.stretch import Stretch
 
 __all__ = ["Coming", "Owned", "OwnedPiece"]
 
-Group = dict[str, Any]
 Coming = Mapping[str, Callable[[], Any]]  # a piece's states by name, each taken when it is called
 AHEAD = "ahead"  # the result of a delayed step, in the state
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -83,9 +83,9 @@ class Owned:
     def __init__(
         self,
         flats: Sequence[FlatParameters],
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group,
+        arguments: ParamGroup,
         *,
         offload: str | None = None,
         tile_bytes: int = 32 << 20,
@@ -117,7 +117,7 @@ class Owned:
             for piece in flat.partition.pieces(flat.rank)
         }
         self.pieces: list[list[OwnedPiece]] = []
-        inner: list[Group] = []
+        inner: list[ParamGroup] = []
         first = 0
         for group in groups:
             mine: list[OwnedPiece] = []
@@ -127,7 +127,8 @@ class Owned:
                 if piece.numel or self._by_layers:
                     mine.append(self._own(f, piece, fused=fused))
                     if self._in_parts:
-                        mine[-1].parameter.part_of = Part(mine[-1].shape, piece.of_tensor.start)  # type: ignore[attr-defined]
+                        part = TensorPart(mine[-1].shape, piece.of_tensor.start)
+                        mine[-1].parameter.part_of = part  # type: ignore[attr-defined]
                     offsets.append(first + piece.of_tensor.start)
                 first += parameter.numel()
             self.pieces.append(mine)
@@ -149,9 +150,9 @@ class Owned:
 
     def _over(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         optimizer_class: type[torch.optim.Optimizer],
-        arguments: Group,
+        arguments: ParamGroup,
     ) -> torch.optim.Optimizer:
         """The optimizer over the groups. It is made of stand-ins, for parameters that are in a file
         have no memory."""
@@ -229,7 +230,7 @@ class Owned:
             device=device,
         )
 
-    def prepare(self, outer: Sequence[Group]) -> None:
+    def prepare(self, outer: Sequence[ParamGroup]) -> None:
         """Take up the hyper-parameters of `outer` for the next step."""
         for theirs, mine in zip(outer, self.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
@@ -320,7 +321,7 @@ class Owned:
             if each.result is not each.tensor:
                 each.tensor.copy_(each.result)
 
-    def states_of(self, each: OwnedPiece) -> Group:
+    def states_of(self, each: OwnedPiece) -> ParamGroup:
         """A piece's states by name, its master among them where there is one, those in use, or to
         be read from where they are; {} before the first step."""
         if self.offloaded is not None:
@@ -356,7 +357,7 @@ class Owned:
             self.optimizer.refresh_masters()
 
     @torch.no_grad()
-    def load(self, coming: Sequence[Coming], outer: Sequence[Group]) -> None:
+    def load(self, coming: Sequence[Coming], outer: Sequence[ParamGroup]) -> None:
         """Take up the states of each piece, in the order of `all_pieces`; options from `outer`.
 
         With offload one piece's are in memory at a time. "ahead" is the result of a delayed step.
@@ -376,7 +377,7 @@ class Owned:
         for each in chain.from_iterable(self._turns(lambda each: id(each) in ahead)):
             each.result.copy_(ahead[id(each)]())
 
-    def _load(self, coming: Sequence[Coming], outer: Sequence[Group]) -> None:
+    def _load(self, coming: Sequence[Coming], outer: Sequence[ParamGroup]) -> None:
         if self.offloaded is not None:
             for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
                 own.update({key: value for key, value in theirs.items() if key != "params"})

@@ -19,6 +19,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import DisagreementError
 from pyops.ops.optimizers.grad_norm import CLIP_EPSILON
+from pyops.protocols import ParamGroup
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.update.pipeline_axis import Stages
@@ -27,7 +28,6 @@ from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["Told", "tell"]
 
-Group = dict[str, Any]
 PENDING, OPTIONS, OPTIONS_SQUARED, STRANGE, SQUARES, NONFINITE, USED = range(7)
 
 
@@ -81,7 +81,7 @@ class Told:
 def tell(
     owned: Owned,
     gradients: ShardedGradients,
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     *,
     communicator: Communicator | None,
     measures: bool,
@@ -133,7 +133,7 @@ def tell(
     return Told(sums, device)
 
 
-def _options(groups: Sequence[Group]) -> list[Group]:
+def _options(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     return [
         {
             key: value.tolist() if isinstance(value, Tensor) else value

@@ -133,12 +133,12 @@ def test_the_comparison_sees_a_change_that_only_one_side_makes(change, device):
 def test_a_stale_table_would_be_seen(monkeypatch, device):
     """The mutant: a plan that never looks. Fresh gradients and new memory must then give wrong
     results."""
-    from pyops.optim.fused.table_plan import Plan
+    from pyops.optim.fused.table_plan import TablePlan
 
     sides = Sides(device)
     keep = []  # so that the stale pointers lead to memory that still is ours
     sides.step()
-    monkeypatch.setattr(Plan, "still_holds", lambda self, params, key: True)
+    monkeypatch.setattr(TablePlan, "still_holds", lambda self, params, key: True)
     keep.append([p.grad for p in sides.lists[0]])
     run(sides.optimizers, sides.lists, steps=1, first=sides.steps)
     sides.steps += 1
