@@ -6,7 +6,7 @@ and docs/*.md.
     <!-- /results -->
 
 `results:optim` takes every case of the bench; `results:optim/clip` those whose name contains
-`clip`.
+`clip`; `results:headlines` the cases of HEADLINES, each beside one rival.
 """
 
 from __future__ import annotations
@@ -24,6 +24,24 @@ __all__ = ["fill", "read_rows", "table", "write_tables"]
 ROOT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(<!-- results:([\w./ +-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 Row = dict[str, Any]
+HEADLINES = (  # bench, case, rival
+    ("optim", "AdamW fp32, 1000 tensors of 64", "torch fused"),
+    ("optim", "AdamW fp32, 1 tensor of 16 Mi", "torch fused"),
+    ("collectives", "all_reduce 25 MiB float32, 2 ranks, shared_memory", "gloo"),
+    (
+        "data_parallel",
+        "GPT step, 2 ranks, 1 x 256 tokens a rank, torch's fused AdamW for both",
+        "torch DDP",
+    ),
+    ("zero", "GPT step, stage 3, 2 ranks, 8 x 256 tokens a rank", "torch FSDP2"),
+    ("tensor_parallel", "GPT step, tp = 2, 8 x 256 tokens", "torch DTensor"),
+    ("pipeline", "1f1b, tiny layers, 2 ranks, 16 micro-batches", "torch pipelining"),
+    (
+        "slow_link",
+        "loss, 2 ranks, 100 Mbit/s, batch 8, 250 steps, AdamW, int8",
+        "torch DDP + AdamW",
+    ),
+)
 
 
 def read_rows(folder: Path = ROOT / "benchmarks" / "results") -> list[Row]:
@@ -177,8 +195,27 @@ def heading(rows: list[Row]) -> str:
     return f"{what} ({where['threads']} threads); {stamp}:"
 
 
+def headlines(rows: list[Row]) -> str:
+    """One line for each of HEADLINES: its newest row and how many times faster than the rival."""
+    found = {(row["bench"], row["case"]): row for row in newest(rows) if row["device"] == "cpu"}
+    chosen = [(found[bench, case], rival) for bench, case, rival in HEADLINES]
+    dates = sorted({row["date"] for row, _ in chosen})
+    where = chosen[0][0]["machine"]
+    lines = [
+        f"{where['cpu']}, {where['cores']} cores, no GPU; torch "
+        f"{chosen[0][0]['versions']['torch']}; {dates[0]} to {dates[-1]}:",
+        "",
+        "| case | beside | faster |",
+        "|---|---|---:|",
+        *(f"| {row['case']} | {rival} | {row['speedup'][rival]:.2f}x |" for row, rival in chosen),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def section(rows: list[Row], what: str) -> str:
     """All tables of one marker: one for each machine and device."""
+    if what == "headlines":
+        return headlines(rows)
     bench, _, part = what.partition("/")
     chosen = [row for row in newest(rows) if row["bench"] == bench and part in row["case"]]
     groups: dict[tuple[str, str], list[Row]] = {}

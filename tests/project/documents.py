@@ -86,9 +86,10 @@ class Program:
 
 
 TABLES = {
+    "index.md",
     "tensor_parallel_models.md",
     "results.md",
-}  # pages of generated tables, which are of other pages' programs
+}  # pages without a program of their own
 
 
 def pages() -> list[Path]:
