@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.config import Config, OptimizerConfig, PrecisionConfig
+from pyops.mesh import Axes, Mesh
 from pyops.models import GPTConfig
 from pyops.train.setup.recipe import make_model
 from pyops.train.setup.strategy import Replicated
@@ -95,7 +96,7 @@ class PyopsStep:
         )
         config = Config(model=model, optimizer=OPTIMIZER, precision=PrecisionConfig(dtype="bf16"))
         self.model, self.rows, self.tokens = (
-            make_model(config, device=device, tp_group=None),
+            make_model(config, Mesh(Axes()), device=device),
             size.batch_of_tokens(device),
             size.tokens,
         )

@@ -23,7 +23,7 @@ from pyops.cli.commands import main
 from pyops.config import Config, ConfigError, load_config
 from pyops.config.task_config import KINDS
 from pyops.models import BERT, GPT, ViT
-from pyops.train import text_training as training
+from pyops.train import run as training
 from pyops.train.setup import recipe
 
 if sys.version_info >= (3, 11):
@@ -45,7 +45,7 @@ class Refused(Exception):
     """The command line printed one line and returned 2."""
 
 
-def _make(config: Config, *, device: torch.device, resume: bool = False) -> None:
+def _make(config: Config, **_: Any) -> None:
     """What a run begins with, without its data and without memory."""
     section = KINDS[config.task.kind]
     made: Any = {"model": GPT, "vit": ViT, "bert": BERT}[section]
@@ -166,7 +166,7 @@ class Toml:
         try:
             with (
                 contextlib.redirect_stderr(told),
-                mock.patch.multiple(training, Run=_make, TaskRun=_make),
+                mock.patch.multiple(training, TextTraining=_make, SampleTraining=_make),
             ):
                 code = main(["train", "config.toml"])
         except Reached:

@@ -4,9 +4,11 @@
 
 | folder or file | what it does |
 |---|---|
-| text_training.py | the run itself; reads the way the data goes |
-| sample_training.py, tasks.py, initial_weights.py | a run over numbered samples, in a layout that follows
-what is frozen |
+| run.py | `train`: a run from its configuration to its outcome |
+| loop.py | the steps of a run, with its checkpoints, metrics and display |
+| text_training.py | a GPT on text; reads the way the data goes |
+| sample_training.py, tasks.py, initial_weights.py | a task over numbered samples, in a layout that
+follows what is frozen |
 | lr_range.py | the first steps with a rising learning rate |
 | folder.py, outcome.py | the folder of a run, to which one run at a time writes; how a run ended |
 | setup | the configuration as objects: layout, model, data parallelism, optimizer, state |
@@ -15,8 +17,10 @@ what is frozen |
 """
 
 from pyops.train.host.ranks import StopRequest
+from pyops.train.loop import TrainingLoop
 from pyops.train.lr_range import lr_range_test
 from pyops.train.outcome import Outcome
-from pyops.train.text_training import Run, train
+from pyops.train.run import train
+from pyops.train.text_training import TextTraining
 
-__all__ = ["Outcome", "Run", "StopRequest", "lr_range_test", "train"]
+__all__ = ["Outcome", "StopRequest", "TextTraining", "TrainingLoop", "lr_range_test", "train"]

@@ -10,6 +10,7 @@ loss   ..........
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from pyops.config import Config, ConfigError
 from pyops.optim.lr_scheduler import LRRangeTest, steepest
 from pyops.train.folder import only_run_in
 from pyops.train.host.ranks import joined_ranks
+from pyops.train.loop import TrainingLoop
 from pyops.train.report.notes import collected_notes
 from pyops.train.setup.adapted_layout import adapted, started_ranks
-from pyops.train.text_training import Run
+from pyops.train.text_training import TextTraining
 
 __all__ = ["lr_range_test"]
 
@@ -45,42 +47,38 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
         only_run_in(config.folder),
         collected_notes() as notes,
     ):
-        run = Run(config, device=device)
-        notes.show(run.display.note)
-        schedule = LRRangeTest(run.optimizer, min_lr=least, max_lr=most, steps=steps)
-        run.lr_at = lambda step: schedule.rate(step, 0.0)
-        rates, losses = _sweep(run, steps)
-        run.display.close()
+        training = TextTraining(config, device=device)
+        loop = TrainingLoop(lambda _: training, config)
+        notes.show(loop.display.note)
+        schedule = LRRangeTest(training.optimizer, min_lr=least, max_lr=most, steps=steps)
+        training.lr_at = lambda step: schedule.rate(step, 0.0)
+        rates, losses = _sweep(training, loop)
+        loop.display.close()
         found = steepest(rates, losses)
-        if run.log is not None:
-            run.log.close()
-            place = config.folder / "lr_range.png"
-            if plot_range(place, rates, losses, found=found, title=name):
-                run.display.note(f"loss against learning rate: {place}")
-        where = (
-            "the loss never fell: try smaller rates"
-            if found is None
-            else (
-                f"the loss falls fastest at a learning rate of {rates[found]:.2g}: set "
-                "optimizer.lr there, or a little below"
-            )
+        if loop.log is not None:
+            loop.log.close()
+            picture = config.folder / "lr_range.png"
+            if plot_range(picture, rates, losses, found=found, title=name):
+                loop.display.note(f"loss against learning rate: {picture}")
+        if found is None:
+            loop.display.note("the loss never fell: try smaller rates")
+            return None
+        loop.display.note(
+            f"the loss falls fastest at a learning rate of {rates[found]:.2g}: set optimizer.lr "
+            "there, or a little below"
         )
-        run.display.note(where)
-        return None if found is None else rates[found]
+        return rates[found]
 
 
-def _sweep(run: Run, steps: int) -> tuple[list[float], list[float]]:
+def _sweep(training: TextTraining, loop: TrainingLoop) -> tuple[list[float], list[float]]:
     """Rates and losses up to where training falls apart."""
     rates: list[float] = []
     losses: list[float] = []
-    while run.step < steps:
-        row, _ = run.train_step()
-        run.display.step(row)
-        if run.log is not None:
-            run.log.write(row, tensorboard=False)
-        loss = (
-            float("inf") if row["loss"] is None else row["loss"]
-        )  # of all ranks: they stop together
+    while not training.is_over:
+        row, _ = training.train_step()
+        loop.write(row, tensorboard=False)
+        # The loss is of all ranks, so that they stop together.
+        loss = math.inf if row["loss"] is None else row["loss"]
         rates.append(row["lr"])
         losses.append(loss)
         if loss > ENOUGH * min(losses):

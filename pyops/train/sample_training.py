@@ -1,4 +1,5 @@
-"""A run over numbered samples: a task, epochs of it, and a layout that follows what is frozen.
+"""SampleTraining: a task over numbered samples, epoch by epoch, in a layout that follows what is
+frozen.
 
     one epoch:   shares of the batches -> Elastic.step -> metrics;  held-out samples;  Elastic.decide;  checkpoint
 
@@ -9,9 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,57 +21,69 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.checkpoint import Checkpoints, load
-from pyops.comm.agreement import on_first_rank
+from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
 from pyops.config.task_config import KINDS
 from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elastic, rows_besides
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
-from pyops.train.folder import prepare_folder
 from pyops.train.host.heap import trim_after
 from pyops.train.host.ranks import StopRequest
 from pyops.train.initial_weights import FirstValues, weights_of
+from pyops.train.loop import Row, StepResult, Training, check_same_options
 from pyops.train.outcome import Outcome
-from pyops.train.report.display import Display, describe_transition
-from pyops.train.report.metrics import MetricsLog, peak_memory_gib
+from pyops.train.report.display import describe_transition
+from pyops.train.report.metrics import peak_memory_gib
 from pyops.train.setup.recipe import make_named_optimizer, make_policy
-from pyops.train.setup.state import read
 from pyops.train.tasks import make_task
 
-__all__ = ["TaskRun"]
+__all__ = ["SampleTraining"]
 
 
-class TaskRun:
-    """Everything of a run over samples. ConfigError, on every rank alike, for what the user can put
-    right."""
+class SampleTraining(Training):
+    """A task of `pyops.train.tasks`, trained by `pyops.elastic.Elastic`."""
 
-    def __init__(self, config: Config, *, device: torch.device, resume: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, device: torch.device, checkpoint: Path | None = None
+    ) -> None:
+        """Make the task, its model and the runtime of its layers.
+
+        Args:
+            config: The run's configuration.
+            device: Where the layers of this rank are.
+            checkpoint: The folder of the checkpoint that the run will go on from, if any: what was
+                measured for it holds on, and no pretrained weights are read.
+
+        Raises:
+            ConfigError: On every rank alike, for what the user can put right.
+        """
         _check(config)
-        self.config, self.device, options = config, device, config.train
+        self.config, self.device = config, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.task = make_task(config)
         self.precision = PRECISIONS[config.precision.dtype]
+        self.besides = self._rows_besides(checkpoint)
+        self.elastic = self._make_elastic(pretrained=checkpoint is None)
+        self.per_epoch = -(-self.task.samples // config.train.batch)
+        self.num_steps = config.task.epochs * self.per_epoch or config.train.steps
+        self.skipped, self.score = 0, math.nan
+
+    def _make_elastic(self, *, pretrained: bool) -> Elastic:
+        config, options, elastic = self.config, self.config.train, self.config.elastic
         model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
-        self.checkpoints = Checkpoints(
-            config.folder / "checkpoints", keep=options.keep, background=True
-        )
-        latest = on_first_rank(self.checkpoints.latest) if resume else None
-        pretrained = config.task.pretrained if latest is None else ""
-        weights = weights_of(Path(pretrained), task=self.task) if pretrained else None
+        self.num_parameters = sum(p.numel() for p in model.parameters())
+        folder = config.task.pretrained if pretrained else ""
+        weights = weights_of(Path(folder), task=self.task) if folder else None
         initialise = FirstValues(
             model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights
         )
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        elastic = config.elastic
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
-        self.besides = self._rows_besides(latest)
         packing = {
             "machine": machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)
         }
         try:
-            self.elastic = Elastic(
+            made = Elastic(
                 layers,
                 optimizer=partial(make_named_optimizer, config),
                 loss=self.task.loss,
@@ -80,7 +92,7 @@ class TaskRun:
                 batch=options.batch,
                 seed=options.seed,
                 terms=self.task.terms,
-                device=device,
+                device=self.device,
                 stages=config.parallel.pp,
                 schedule=config.parallel.schedule,
                 policy=make_policy(elastic),
@@ -99,26 +111,7 @@ class TaskRun:
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
         initialise.forget_weights()
-        self.per_epoch = -(-self.task.samples // options.batch)
-        self.num_steps = config.task.epochs * self.per_epoch or options.steps
-        self.skipped, self.score = 0, math.nan
-
-        on_first_rank(lambda: prepare_folder(config, resume=resume))
-        if latest is not None:
-            self.restore(latest)
-        self.log = None
-        if self.rank == 0:
-            self.log = MetricsLog(
-                config.folder, first_step=self.elastic.steps, tensorboard=config.train.tensorboard
-            )
-        self.display = Display(
-            config.name,
-            num_steps=self.num_steps,
-            first_step=self.elastic.steps,
-            every=options.log_every,
-            quiet=self.rank != 0,
-        )
-        self.display.note(self._introduction(resumed=latest, wanted=resume))
+        return made
 
     def _cache_options(self) -> CacheOptions:
         options = self.config.elastic
@@ -145,13 +138,13 @@ class TaskRun:
         """The task's, without values."""
         return self.task.model(seed=None, device=device, dtype=self.precision.dtype)
 
-    def _rows_besides(self, latest: Path | None) -> float:
+    def _rows_besides(self, checkpoint: Path | None) -> float:
         """What a micro-batch costs, in rows; what was measured stays so after a checkpoint, and
         layouts are the same."""
         if self.config.elastic.rows_besides:
             return self.config.elastic.rows_besides
-        if latest is not None:
-            state, _ = load(latest, lazy=True, compare=True)
+        if checkpoint is not None:
+            state, _ = load(checkpoint, lazy=True, compare=True)
             if state.get("besides"):  # 0: of a run with one stage, which did not measure
                 return float(state["besides"])
         if self.config.parallel.pp == 1:
@@ -178,34 +171,31 @@ class TaskRun:
                 "to a number of rows, such as 8"
             ) from error
 
-    def _introduction(self, *, resumed: Path | None, wanted: bool) -> str:
-        task, layout = self.task, self.elastic.layout
-        layers = f"{layout.replicas} x {layout.stages} stages, {layout.micro_batches} micro-batches"
-        epochs = self.config.task.epochs
+    @property
+    def step(self) -> int:
+        """The number of steps that were taken, skipped ones too."""
+        return self.elastic.steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self._samples_left() <= 0
+
+    def introduction(self) -> str:
+        """What is trained, and on what, for the display."""
+        task, layout, epochs = self.task, self.elastic.layout, self.config.task.epochs
         length = f"{epochs} epochs" if epochs else f"{self.num_steps} steps in epochs"
-        text = (
-            f"{task.name}: {self.num_parameters / 1e6:.2f} M parameters on "
-            f"{layout.ranks} x {self.device.type}, "
-            f"{task.samples:,} samples, {task.held_out:,} held out; {length} of "
-            f"{self.per_epoch} steps\n{layers}"
-        )
-        if resumed is not None:
-            return f"{text}\nresumed from {resumed}"
         return (
-            f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning"
-            if wanted
-            else text
+            f"{task.name}: {self.num_parameters / 1e6:.2f} M parameters on {layout.ranks} x "
+            f"{self.device.type}, {task.samples:,} samples, {task.held_out:,} held out; {length} "
+            f"of {self.per_epoch} steps\n"
+            f"{layout.replicas} x {layout.stages} stages, {layout.micro_batches} micro-batches"
         )
 
     # ------------------------------------------------------------------------------------------------
     # training
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no step is left."""
-        return self._left() <= 0
-
-    def _left(self) -> int:
+    def _samples_left(self) -> int:
         """Samples from here on, counted from the next one's epoch, to the run's end: beyond that
         epoch's where it goes on."""
         sampler = self.elastic.sampler
@@ -214,65 +204,79 @@ class TaskRun:
             epoch, position = epoch + 1, 0
         return (self.num_steps - epoch * self.per_epoch) * self.config.train.batch - position
 
-    def _ahead(self) -> int:
+    def _batches_ahead(self) -> int:
         """Batches until the run ends or a checkpoint is due, the same on all ranks."""
-        every, batches = (
-            self.config.train.checkpoint_every,
-            -(-self._left() // self.elastic.sampler.global_batch),
-        )
+        every = self.config.train.checkpoint_every
+        batches = -(-self._samples_left() // self.elastic.sampler.global_batch)
         return min(batches, every - self.elastic.steps % every) if every else batches
 
-    def loop(self, request: StopRequest) -> bool:
-        """All steps that are left; True when a signal to any rank ended them early."""
+    def steps(self, request: StopRequest) -> Iterator[StepResult]:
+        """Take one step after the other; see `Training.steps`.
+
+        The result of a step comes after the next one, or after what ends with it: an epoch, the
+        run, the part before a checkpoint or a change of layout, whose metrics its row gets.
+        """
         every = self.config.train.checkpoint_every
         while not self.is_over:
-            row: dict[str, Any] | None = None
+            row: Row | None = None
             broken = False
-            for share in self.elastic.shares(most=self._ahead()):
+            for share in self.elastic.shares(most=self._batches_ahead()):
                 if row is not None:
-                    self._tell(row)
+                    yield self._result(row)
                 row, broken = self.train_step(share, stop=bool(request.number))
                 if broken:
                     break
             ends = self._at_epoch_end() or self.elastic.is_due or self.is_over
-            broken, asked = (
-                self.elastic.any_of(broken and not ends),
-                self.elastic.any_of(bool(request.number)),
-            )
+            # A rank without a part in the layout took no step, and hears of the signal here.
+            broken = self.elastic.any_of(broken and not ends)
+            asked = self.elastic.any_of(bool(request.number))
+            note = ""
             if ends and not broken:
-                self._conclude(row)
-            elif row is not None:
-                self._tell(row)
+                row, note = self._conclude(row)
             due = bool(every) and self.elastic.steps % every == 0
-            if due or self._at_epoch_end() or self.is_over or broken or asked:
-                self.save()
-            if broken or (asked and not self.is_over):
-                return True
-        return False
+            yield self._result(
+                row,
+                note,
+                save=due or self._at_epoch_end() or self.is_over or broken or asked,
+                stop=broken or (asked and not self.is_over),
+            )
+
+    def _result(
+        self, row: Row | None, note: str = "", *, save: bool = False, stop: bool = False
+    ) -> StepResult:
+        tensorboard = row is not None and (
+            any(key.startswith("validation") for key in row)
+            or row["step"] % self.config.train.log_every == 0
+        )
+        return StepResult(row, note, tensorboard=tensorboard, save=save, stop=stop)
 
     def _at_epoch_end(self) -> bool:
         return self.elastic.sampler.position == self.elastic.sampler.samples
 
-    def _conclude(self, row: dict[str, Any] | None) -> None:
-        """At an epoch's end, a decision, and the run's end: how well the held-out samples are
-        known, if an epoch ends, or the run, and what was changed. row: of the last step; None on a
-        rank that had none."""
-        ends: dict[str, Any] = {}
+    def _conclude(self, row: Row | None) -> tuple[Row | None, str]:
+        """What is done at an epoch's end, at a decision, and at the run's end: the score of the
+        held-out samples, if an epoch or the run ends, and a change of layout.
+
+        Args:
+            row: The metrics of the last step; None on a rank that had none.
+
+        Returns:
+            The metrics with the score and the time of the change; a line on the change.
+        """
+        ends: Row = {}
         if self._at_epoch_end() or self.is_over:
             self.score = self.validate()
-            ends["validation_accuracy" if self.task.metric == "accuracy" else "validation_loss"] = (
-                self.score
-            )
+            kind = "accuracy" if self.task.metric == "accuracy" else "loss"
+            ends[f"validation_{kind}"] = self.score
         change = self.elastic.decide() if self.elastic.is_due and not self.is_over else None
         if change is not None:
             ends["transition_s"] = change.seconds
-        if row is not None:
-            self._tell({**row, **ends})
-            if change is not None:
-                text = describe_transition(
-                    row, self._described(), seconds=change.seconds, reason=change.reason
-                )
-                self.display.note(text)
+        if row is None or change is None:
+            return (None if row is None else {**row, **ends}), ""
+        note = describe_transition(
+            row, self._described(), seconds=change.seconds, reason=change.reason
+        )
+        return {**row, **ends}, note
 
     def _described(self) -> dict[str, Any]:
         layout = self.elastic.layout
@@ -283,8 +287,16 @@ class TaskRun:
             "micro_batches": layout.micro_batches,
         }
 
-    def train_step(self, share: Portion, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
-        """One optimizer step; its row of metrics, and whether any rank wants to stop."""
+    def train_step(self, share: Portion, *, stop: bool = False) -> tuple[Row, bool]:
+        """Take one optimizer step.
+
+        Args:
+            share: This rank's samples of the batch.
+            stop: Whether this rank wants to stop.
+
+        Returns:
+            The metrics of the step, and whether any rank wants to stop.
+        """
         started = time.perf_counter()
         inputs, target, named = self._rows(share, epoch=share.epoch)
         lr = self.lr_at(share)
@@ -362,24 +374,12 @@ class TaskRun:
         )
         return total / (self.task.held_out * self.task.held_out_terms)
 
-    def _tell(self, row: dict[str, Any]) -> None:
-        self.display.step(row)
-        if self.log is None:
-            return
-        written = (
-            any(key.startswith("validation") for key in row)
-            or row["step"] % self.config.train.log_every == 0
-        )
-        self.log.write(row, tensorboard=written)
-        for problem in self.log.take_problems():
-            self.display.note(problem)
-
     # ------------------------------------------------------------------------------------------------
     # states
 
-    def save(self) -> Path:
-        """Write a checkpoint of the steps done so far."""
-        state = {
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {
             **self.elastic.state_dict(),
             "step": self.elastic.steps,
             "skipped": self.skipped,
@@ -391,43 +391,36 @@ class TaskRun:
             "optimizer_name": self.config.optimizer.name,
             "model_config": asdict(getattr(self.config, KINDS[self.config.task.kind])),
         }
-        return self.checkpoints.save(
-            self.elastic.steps, state, own={"torch": torch.get_rng_state()}
-        )
 
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint, on any number of ranks. ConfigError when it is of another
-        model or task."""
-        state, own = load(path, lazy=True, compare=True)
+    def load_state(self, state: Mapping[str, Any], path: Path) -> None:
+        """Go on from a checkpoint; see `Training.load_state`."""
         if "elastic" not in state:
             raise ConfigError(
-                f"checkpoint {path} is of a run over text in which nothing was frozen, "
-                "but this one is over numbered samples; "
-                "set task.kind to 'text' and elastic.freeze to 'none', or give this run "
-                "another name"
+                f"checkpoint {path} is of a run over text in which nothing was frozen, but this "
+                "one is over numbered samples; set task.kind to 'text' and elastic.freeze to "
+                "'none', or give this run another name"
             )
         section = KINDS[self.config.task.kind]
-        now = {
-            f"{section}.{key}": value
-            for key, value in asdict(getattr(self.config, section)).items()
-        }
-        now |= {"task.kind": self.config.task.kind, "precision.dtype": self.precision.name}
-        now |= {"optimizer.name": self.config.optimizer.name}
-        before = {f"{section}.{key}": value for key, value in state["model_config"].items()}
-        before |= {"task.kind": state["task"]["kind"], "precision.dtype": state["precision"]}
-        before |= {"optimizer.name": state["optimizer_name"]}
-        for key, value in now.items():
-            if before.get(key, value) != value:
-                raise ConfigError(
-                    f"{key} is {value!r}, but checkpoint {path} was made with "
-                    f"{before[key]!r}; set it to that, "
-                    "or give this run another name"
-                )
+        model = asdict(getattr(self.config, section))
+        check_same_options(
+            path,
+            {
+                **{f"{section}.{key}": value for key, value in model.items()},
+                "task.kind": self.config.task.kind,
+                "precision.dtype": self.precision.name,
+                "optimizer.name": self.config.optimizer.name,
+            },
+            {
+                **{f"{section}.{key}": value for key, value in state["model_config"].items()},
+                "task.kind": state["task"]["kind"],
+                "precision.dtype": state["precision"],
+                "optimizer.name": state["optimizer_name"],
+            },
+        )
         if state.get("data", "") != self.task.digest:
             raise ConfigError(
-                f"checkpoint {path} is of a run over other data, or another split of it; "
-                "set [data] to what it "
-                "was, or give this run another name"
+                f"checkpoint {path} is of a run over other data, or another split of it; set "
+                "[data] to what it was, or give this run another name"
             )
         try:
             self.elastic.load_state_dict(state)
@@ -436,45 +429,38 @@ class TaskRun:
                 f"checkpoint {path} does not fit this configuration: {error}"
             ) from None
         self.skipped, self.score = state["skipped"], state["score"]
-        if own is not None:
-            torch.set_rng_state(read(own)["torch"])
 
-    def finish(self, *, stopped_by: int = 0) -> Outcome:
-        """Draw the run, and say how it went."""
-        self.display.close()
-        self.checkpoints.wait()
+    def finish(self, rows: Sequence[Row], *, stopped_by: int) -> tuple[Outcome, list[str]]:
+        """Draw the run, and say how it went; see `Training.finish`."""
         self.elastic.close()
-        accuracy = self.task.metric == "accuracy"
+        is_accuracy = self.task.metric == "accuracy"
         score = None if math.isnan(self.score) else self.score
-        loss, right = (None, score) if accuracy else (score, None)
-        outcome = Outcome(self.elastic.steps, loss, None, self.skipped, stopped_by, accuracy=right)
-        if self.log is None:
-            return outcome
-        self.log.close()
-        if stopped_by:
-            name = signal.Signals(stopped_by).name
-            self.display.note(
-                f"stopped by {name} after step {self.elastic.steps}; continue with --resume"
-            )
-            return outcome
+        outcome = Outcome(
+            self.elastic.steps,
+            None if is_accuracy else score,
+            None,
+            self.skipped,
+            stopped_by,
+            accuracy=score if is_accuracy else None,
+        )
+        notes: list[str] = []
+        if self.rank or stopped_by:
+            return outcome, notes
         picture = self.config.folder / "run.png"
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if self.config.train.plot and plot_elastic(
-            picture, self.log.rows, ranks=ranks, title=self.config.name, most=self.elastic.blocks
+            picture, rows, ranks=ranks, title=self.config.name, most=self.elastic.blocks
         ):
-            self.display.note(f"picture of the run: {picture}")
-        what = (
-            "no score"
-            if score is None
-            else f"accuracy {score:.2%}"
-            if accuracy
-            else f"{score:.4f} nats"
+            notes.append(f"picture of the run: {picture}")
+        if score is None:
+            text = "no score"
+        else:
+            text = f"accuracy {score:.2%}" if is_accuracy else f"{score:.4f} nats"
+        notes.append(
+            f"{text} on {self.task.held_out:,} held-out samples; {self.elastic.steps} steps, "
+            f"{self.skipped} skipped"
         )
-        self.display.note(
-            f"{what} on {self.task.held_out:,} held-out samples; {self.elastic.steps} "
-            f"steps, {self.skipped} skipped"
-        )
-        return outcome
+        return outcome, notes
 
 
 def _layers(model: Any) -> list[nn.Module]:

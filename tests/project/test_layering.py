@@ -90,10 +90,9 @@ FLOORS = {
     "tensor_parallel": [["functional"], ["layers"], ["convert"]],
     "train": [
         ["folder", "host", "outcome", "report", "setup", "tasks"],
-        ["initial_weights"],
-        ["sample_training"],
-        ["text_training"],
-        ["lr_range"],
+        ["initial_weights", "loop"],
+        ["sample_training", "text_training"],
+        ["lr_range", "run"],
     ],
     "zero": [
         ["agreement", "checks", "layout"],

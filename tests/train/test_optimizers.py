@@ -14,7 +14,7 @@ import pyops.optim
 from pyops.checkpoint import load
 from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ConfigError
 from pyops.models import GPT
-from pyops.train import Run, train
+from pyops.train import TextTraining, train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.recipe import CLASSES
 from tests.train.test_resume import train_and_stop_rank_1
@@ -182,13 +182,13 @@ def test_the_switch_is_said(tmp_path, device, capsys):
 
 
 def test_a_bad_gradient_skips_the_step(tmp_path, device, monkeypatch):
-    config, inner = of(tmp_path, device, "onebit_adam", steps=16), Run._update
+    config, inner = of(tmp_path, device, "onebit_adam", steps=16), TextTraining._update
 
-    def poisoned(self: Run, *, finite: bool) -> float | None:
+    def poisoned(self: TextTraining, *, finite: bool) -> float | None:
         if self.step == 13:
             self.strategy.parallel.flat[0].grad[5] = float("inf")
         return inner(self, finite=finite)
 
-    monkeypatch.setattr(Run, "_update", poisoned)
+    monkeypatch.setattr(TextTraining, "_update", poisoned)
     assert train(config).skipped == 1
     assert all(torch.isfinite(torch.tensor(losses(config))))

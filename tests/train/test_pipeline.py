@@ -15,7 +15,7 @@ import torch
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
 from pyops.config.parallel_config import ParallelConfig
-from pyops.train import Run, train
+from pyops.train import TextTraining, TrainingLoop, train
 from pyops.train.report.metrics import read_rows
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket
 from tests.train.test_resume import train_and_stop_rank_1
@@ -101,14 +101,15 @@ def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path):
 
 def resaved(rank: int, group: object, config: Config) -> int:
     """Take up the newest checkpoint, and save it again."""
-    run = Run(config, device=torch.device("cpu"), resume=True)
+    training = TextTraining(config, device=torch.device("cpu"))
+    run = TrainingLoop(lambda _: training, config, resume=True)
     torch.distributed.barrier()  # all have read it
     if rank == 0:
         shutil.rmtree(config.folder / "checkpoints")
     torch.distributed.barrier()
     run.save()
     run.checkpoints.wait()
-    return run.step
+    return training.step
 
 
 def test_any_layout_loads_any_others_checkpoint_bit_for_bit(world, plain, tmp_path):
@@ -195,7 +196,7 @@ def reductions(
 ) -> tuple[list[Any], set[str], dict[str, int]]:
     """Of one step: actions and buckets' names in the order in which they were done or left;
     parameters here; bytes kept."""
-    run = Run(config, device=torch.device("cpu"))
+    run = TextTraining(config, device=torch.device("cpu"))
     done: list[Any] = []
     inner, before = ReduceScatterBucket.start, run.pipelined._done
 
@@ -236,14 +237,16 @@ def test_a_stage_is_reduced_once_as_soon_as_its_gradients_are_complete(world, tm
 
 def everyone_alone(folder: Path) -> list[torch.nn.Parameter]:
     return list(
-        Run(config_of(folder, "cpu", name="whole"), device=torch.device("cpu")).model.parameters()
+        TextTraining(
+            config_of(folder, "cpu", name="whole"), device=torch.device("cpu")
+        ).model.parameters()
     )
 
 
 def poisoned(rank: int, group: object, config: Config) -> tuple[list[Any], bool]:
     """Three steps, in the second of which a gradient of the last stage is infinite: norms, and
     whether weights stayed."""
-    run = Run(config, device=torch.device("cpu"))
+    run = TextTraining(config, device=torch.device("cpu"))
     found, stayed = [], False
     for step in range(3):
         before = [p.detach().clone() for p in run.model.parameters()]

@@ -12,7 +12,7 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config
-from pyops.train import Run, train
+from pyops.train import TextTraining, train
 from tests.train.tiny_run import STEPS, config_of, losses, same, stop_before, train_on_rank
 
 
@@ -47,9 +47,9 @@ def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precis
 def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
     """What a step of one's own draws from torch's generator."""
     drawn: list[float] = []
-    inner = Run.train_step
+    inner = TextTraining.train_step
 
-    def drawing(self: Run, *, stop: bool = False) -> Any:
+    def drawing(self: TextTraining, *, stop: bool = False) -> Any:
         if not drawn:
             torch.manual_seed(3)
         drawn.append(torch.rand((), device=device).item())
@@ -57,7 +57,7 @@ def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(self, stop=stop)
 
-    monkeypatch.setattr(Run, "train_step", drawing)
+    monkeypatch.setattr(TextTraining, "train_step", drawing)
     config = config_of(tmp_path, device, steps=10)
     assert train(config).steps < 10
     torch.manual_seed(4)
@@ -72,15 +72,15 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch
     straight = config_of(tmp_path, device, name="straight", checkpoint_every=5)
     broken = config_of(tmp_path, device, name="broken", checkpoint_every=5)
     train(straight)
-    inner = Run.train_step
+    inner = TextTraining.train_step
 
-    def dying(self: Run, *, stop: bool = False) -> Any:
+    def dying(self: TextTraining, *, stop: bool = False) -> Any:
         if self.step == 9:
             raise RuntimeError("killed")
         return inner(self, stop=stop)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(Run, "train_step", dying)
+        patch.setattr(TextTraining, "train_step", dying)
         train(broken)
     assert len(losses(broken)) == 9
     train(broken, resume=True)

@@ -16,7 +16,7 @@ from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, PrecisionConfig
 from pyops.data import Batches, CorpusError, prepare, validation_rows
 from pyops.models import GPT
-from pyops.train import Run, StopRequest, train
+from pyops.train import StopRequest, TextTraining, train
 from pyops.train.report.metrics import read_rows
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -136,9 +136,9 @@ def test_micro_batches_on_ranks(world, tmp_path):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch, where):
     config = config_of(tmp_path, device, steps=6)
-    inner, seen = Run._update, []
+    inner, seen = TextTraining._update, []
 
-    def poisoned(self: Run, *, finite: bool) -> float | None:
+    def poisoned(self: TextTraining, *, finite: bool) -> float | None:
         if self.step == 3:
             if where == "gradient":
                 self.strategy.parallel.flat[0].grad[5] = float("inf")
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
         )
         return norm
 
-    monkeypatch.setattr(Run, "_update", poisoned)
+    monkeypatch.setattr(TextTraining, "_update", poisoned)
     outcome = train(config)
     assert seen == [None]
     assert outcome.skipped == 1
@@ -175,13 +175,13 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
 )  # the second leaves gradients finite
 def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor, term):
     config = config_of(tmp_path, device, steps=3)
-    inner = Run._nats
+    inner = TextTraining._nats
 
-    def poisoned(self: Run, *arguments: Any) -> torch.Tensor:
+    def poisoned(self: TextTraining, *arguments: Any) -> torch.Tensor:
         nats = inner(self, *arguments)
         return nats * factor + term if self.step == 1 else nats
 
-    monkeypatch.setattr(Run, "_nats", poisoned)
+    monkeypatch.setattr(TextTraining, "_nats", poisoned)
     assert train(config).skipped == 1
     assert [loss is None for loss in losses(config)] == [False, True, False]
     states = load(config.folder / "checkpoints" / "step-00000003")[0]["optimizer"]
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor
 
 def test_validation_is_on_the_text_held_out(tmp_path, device):
     config = config_of(tmp_path, device, dropout=0.5, micro_batch=4)
-    run = Run(config, device=device)
+    run = TextTraining(config, device=device)
     corpus = prepare(config.data)
     rows = validation_rows(corpus, sequence_length=16, num_sequences=6).to(device)
     assert bytes(rows[0].tolist()) in bytes(corpus.validation)
@@ -201,7 +201,7 @@ def test_validation_is_on_the_text_held_out(tmp_path, device):
 
 
 def test_only_weights_of_two_dimensions_decay(tmp_path, device):
-    run = Run(config_of(tmp_path, device), device=device)
+    run = TextTraining(config_of(tmp_path, device), device=device)
     by_id = {id(b.parameter): b for b in run.strategy.parallel.flat}
     decays = {
         name: group["weight_decay"]

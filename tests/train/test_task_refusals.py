@@ -26,7 +26,7 @@ from pyops.config.task_config import TaskConfig
 from pyops.data import DataConfig
 from pyops.models import BERTConfig, ViTConfig
 from pyops.train import train
-from pyops.train.sample_training import TaskRun
+from pyops.train.sample_training import SampleTraining
 from tests.train.tiny_run import train_on_rank
 
 pytestmark = pytest.mark.cpu_only
@@ -171,15 +171,15 @@ def test_fewer_rows_than_replicas(world, tmp_path):
 
 def train_without_memory(rank: int, group: Any, config: Config) -> Any:
     """Where the whole model does not fit the first rank."""
-    inner = TaskRun._model
+    inner = SampleTraining._model
 
-    def make(self: TaskRun, *, device: torch.device) -> Any:
+    def make(self: SampleTraining, *, device: torch.device) -> Any:
         if device.type != "meta":
             raise torch.OutOfMemoryError("no memory for 70 GiB")
         return inner(self, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TaskRun, "_model", make)
+        patch.setattr(SampleTraining, "_model", make)
         return train_on_rank(rank, group, config)
 
 

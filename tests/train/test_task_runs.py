@@ -27,7 +27,7 @@ from pyops.elastic import Portion
 from pyops.models import ViTConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
-from pyops.train.sample_training import TaskRun
+from pyops.train.sample_training import SampleTraining
 from tests.train import tiny_run
 from tests.train.tiny_run import losses, norms, same, train_on_rank
 
@@ -141,14 +141,14 @@ def test_a_cache_changes_no_bit(alone, tmp_path):
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A SIGTERM arrives while this step is computed."""
-    inner = TaskRun.train_step
+    inner = SampleTraining.train_step
 
-    def stopping(self: TaskRun, share: Portion, *, stop: bool = False) -> Any:
+    def stopping(self: SampleTraining, share: Portion, *, stop: bool = False) -> Any:
         if share.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(self, share, stop=stop)
 
-    monkeypatch.setattr(TaskRun, "train_step", stopping)
+    monkeypatch.setattr(SampleTraining, "train_step", stopping)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, PrecisionConfig, ZeroConfig
 from pyops.models import GPT
 from pyops.precision import LossScale
-from pyops.train import Run, train
+from pyops.train import TextTraining, train
 from pyops.train.report.metrics import read_rows
 from pyops.train.setup.strategy import Zero
 from tests.train.test_resume import train_and_stop_rank_1
@@ -163,7 +163,7 @@ def kept_on_rank(
 ) -> tuple[dict[str, int], list[str], bool]:
     """After a step: the bytes that this rank keeps, the modules that are recomputed, whether states
     are elsewhere."""
-    run = Run(config, device=torch.device("cpu"))
+    run = TextTraining(config, device=torch.device("cpu"))
     run.train_step()
     recomputed = [name for name, module in run.model.named_modules() if "forward" in vars(module)]
     elsewhere = isinstance(run.strategy, Zero) and run.strategy.zero.owned.offloaded is not None
@@ -173,7 +173,7 @@ def kept_on_rank(
 def first_values(
     rank: int, group: object, config: Config
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    run = Run(config, device=torch.device("cpu"))
+    run = TextTraining(config, device=torch.device("cpu"))
     table = next(buffer for name, buffer in run.model.named_buffers() if "table" in name)
     with run.strategy.whole():
         return {name: p.detach().clone() for name, p in run.model.named_parameters()}, table.clone()

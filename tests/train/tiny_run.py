@@ -22,7 +22,7 @@ from pyops.config import (
 )
 from pyops.data import CorpusError, DataConfig
 from pyops.models import GPTConfig
-from pyops.train import Run, train
+from pyops.train import TextTraining, train
 from pyops.train.report.metrics import read_rows
 
 STEPS = 20
@@ -92,11 +92,11 @@ def train_on_rank(rank: int, group: object, config: Config, resume: bool = False
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A SIGTERM arrives while this step is computed."""
-    inner = Run.train_step
+    inner = TextTraining.train_step
 
-    def stopping(self: Run, *, stop: bool = False) -> Any:
+    def stopping(self: TextTraining, *, stop: bool = False) -> Any:
         if self.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(self, stop=stop)
 
-    monkeypatch.setattr(Run, "train_step", stopping)
+    monkeypatch.setattr(TextTraining, "train_step", stopping)

@@ -26,10 +26,10 @@ from pyops.pipeline.runtime.stage import Stage
 from pyops.tensor_parallel import set_dropout
 from pyops.zero import ZeroOptimizer
 
-__all__ = ["Part", "Pipelined", "layer_costs"]
+__all__ = ["LocalStages", "PipelinedModel", "layer_costs"]
 
 
-class Part:
+class LocalStages:
     """What this rank has of `model`, which is on the meta device: the other layers are taken out of
     it.
 
@@ -65,34 +65,49 @@ def layer_costs(config: GPTConfig) -> list[float]:
     ]
 
 
-class Pipelined:
-    """Runs `part` of `model`, which `zero` steps, with the other ranks of the mesh's axis "pp".
-
-    rows: sequences of this model's batch, on all its ranks alike.
-    """
+class PipelinedModel:
+    """Runs the stages of `model` that are on this rank, with the other ranks of the axis "pp"."""
 
     def __init__(
-        self, config: Config, model: GPT, part: Part, zero: ZeroOptimizer, *, mesh: Mesh, rows: int
+        self,
+        config: Config,
+        model: GPT,
+        stages: LocalStages,
+        zero: ZeroOptimizer,
+        *,
+        mesh: Mesh,
+        num_rows: int,
     ) -> None:
-        self.config, self.model, self.part, self.zero, self.rows = config, model, part, zero, rows
+        """Make the pipeline.
+
+        Args:
+            config: The run's configuration.
+            model: The model, of which this rank has the layers of `stages`.
+            stages: This rank's stages.
+            zero: The optimizer of this rank's parameters.
+            mesh: The ranks.
+            num_rows: Sequences of this model's batch, on all its ranks alike.
+        """
+        self.config, self.model, self.zero, self.num_rows = config, model, zero, num_rows
+        self.local = stages
         self.group = mesh.group("pp")
-        self.pipeline = self._pipeline(part.plan)
+        self.pipeline = self._pipeline(stages.plan)
         self.pipeline.on_action(self._done)
         # Of each stage, the place in this rank's order after which its gradients are complete.
-        last, order = part.plan.last_gradients, part.plan.ranks[part.rank]
-        self._ends = {order[last[stage]]: stage for stage in part.plan.stages_of(part.rank)}
+        last, order = stages.plan.last_gradients, stages.plan.ranks[stages.rank]
+        self._ends = {order[last[stage]]: stage for stage in stages.plan.stages_of(stages.rank)}
         self._keys: dict[str, int] = {}
 
     def _pipeline(self, plan: Schedule) -> Pipeline:
         # The head gives the loss itself, in which whole logits never are; the optimizer sums what
         # is tied.
         return Pipeline(
-            self.part.layers,
+            self.local.layers,
             schedule=plan,
             group=self.group,
             loss=lambda nats, _: nats,
             reduction="sum",
-            boundaries=self.part.boundaries,
+            boundaries=self.local.boundaries,
             before=self._before,
             tied=None,
         )
@@ -100,13 +115,13 @@ class Pipelined:
     @property
     def described(self) -> str:
         """The layout, in words."""
-        ends = zip(self.part.boundaries, self.part.boundaries[1:], strict=False)
-        names = self.part.names
+        ends = zip(self.local.boundaries, self.local.boundaries[1:], strict=False)
+        names = self.local.names
         stages = " | ".join(
             names[a] if b - a == 1 else f"{names[a]} .. {names[b - 1]}" for a, b in ends
         )
         return (
-            f"pipeline {self.part.plan.name}, {self.part.plan.num_microbatches} "
+            f"pipeline {self.local.plan.name}, {self.local.plan.num_microbatches} "
             f"micro-batches: {stages}"
         )
 
@@ -123,8 +138,8 @@ class Pipelined:
         """Nats of any number of sequences, on every rank."""
         self._keys = {}
         total = torch.zeros((), dtype=torch.float64, device="cpu")
-        for some_BT in rows_BT.split(self.rows):
-            lacking = self.rows - len(some_BT)
+        for some_BT in rows_BT.split(self.num_rows):
+            lacking = self.num_rows - len(some_BT)
             if len(some_BT):
                 total += self.pipeline(**self._given(some_BT, lacking=lacking))
         return total
@@ -138,7 +153,7 @@ class Pipelined:
             targets_BT = torch.cat(
                 [targets_BT, targets_BT.new_full((lacking, targets_BT.shape[1]), IGNORED)]
             )
-        shape = (self.rows // self.part.plan.num_microbatches, tokens_BT.shape[1])
+        shape = (self.num_rows // self.local.plan.num_microbatches, tokens_BT.shape[1])
         return {
             "batch": tokens_BT,
             "target": targets_BT,
@@ -152,8 +167,8 @@ class Pipelined:
         model = self.config.model
         if not self._keys or not (model.dropout or model.attention_dropout):
             return
-        size = self.rows // self.part.plan.num_microbatches
-        for layer, name in zip(stage.layers, self.part.names[stage.first :], strict=False):
+        size = self.num_rows // self.local.plan.num_microbatches
+        for layer, name in zip(stage.layers, self.local.names[stage.first :], strict=False):
             set_dropout(
                 layer,
                 seed=self.config.train.seed,
@@ -174,7 +189,7 @@ class Pipelined:
     def whole(self) -> nn.Module:
         """The model as it is, for `sample`: tokens [1, T] -> logits [1, 1, V] of the last one, on
         every rank. All call it."""
-        plan = self.part.plan
+        plan = self.local.plan
         orders = []
         for rank in range(plan.num_ranks):
             stages = plan.stages_of(rank)

@@ -7,6 +7,7 @@ onebit_adam     warm-up: the same; then DataParallel is silent, and the optimize
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from pyops.config import (
 )
 from pyops.data_parallel import DataParallel
 from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Policy
+from pyops.flat import Placement
+from pyops.mesh import Axes, Mesh
 from pyops.models import GPT
 from pyops.onebit import OneBitConfig, OneBitLAMBConfig, ZeroOneConfig
 from pyops.precision import PRECISIONS, LossScale
@@ -37,11 +40,13 @@ from pyops.zero import ZeroOptimizer
 __all__ = [
     "make_data_parallel",
     "make_loss_scale",
+    "make_mesh",
     "make_model",
     "make_named_optimizer",
     "make_optimizer",
     "make_policy",
     "make_zero",
+    "num_parameters",
     "recompute_modules",
 ]
 
@@ -76,17 +81,30 @@ def _codec(config: CommunicationConfig) -> Codec | None:
     return None if config.codec == "none" else parse(config.codec)
 
 
-def make_model(config: Config, *, device: torch.device, tp_group: dist.ProcessGroup | None) -> GPT:
-    """The model with its first values; with [zero], or a pipeline, on the meta device: `make_zero`
-    gives it memory and values part by part.
+def make_mesh(config: Config, *, device_type: str) -> Mesh:
+    """The axes of [parallel] over the ranks that run. A collective."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parallel = config.parallel
+    axes = Axes(pp=parallel.pp, dp=parallel.copies(num_ranks), tp=parallel.tp)
+    return Mesh(axes, device_type=device_type)
 
-    tp_group: the ranks that share its layers. ConfigError for heads that they can't share.
+
+def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
+    """The model with its first values; its layers are shared by the ranks of the axis "tp".
+
+    With [zero], or a pipeline, it is on the meta device: `make_zero` gives it memory and values
+    part by part.
+
+    Raises:
+        ConfigError: The ranks can't share the heads; or [recompute] names no module.
     """
     later = config.zero.stage > 0 or config.parallel.pp > 1
+    # Without a group the layers are whole.
+    shared: dict[str, Any] = {"group": mesh.group("tp")} if mesh.size("tp") > 1 else {}
     try:
-        return GPT(
+        model = GPT(
             config.model,
-            group=tp_group,
+            **shared,
             sequence_parallel=config.parallel.sequence_parallel,
             seed=None if later else config.train.seed,
             device="meta" if later else device,
@@ -94,6 +112,20 @@ def make_model(config: Config, *, device: torch.device, tp_group: dist.ProcessGr
         )
     except ValueError as error:
         raise ConfigError(f"parallel.tp is {config.parallel.tp}: {error}") from None
+    if config.train.compile:
+        model.compile()
+    if config.recompute.modules:
+        recompute_modules(model, config.recompute)
+    return model
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Elements of the parameters of the whole model, of which a rank may hold parts."""
+    placements = Placement.of(model)
+    return sum(
+        math.prod(placements[name].global_shape if name in placements else parameter.shape)
+        for name, parameter in model.named_parameters()
+    )
 
 
 def make_data_parallel(
@@ -140,17 +172,9 @@ def make_optimizer(
     return _class(options)(groups, **arguments)
 
 
-def make_zero(
-    config: Config,
-    model: GPT,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-) -> ZeroOptimizer:
+def make_zero(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -> ZeroOptimizer:
     """The optimizer of `model`'s parameters, which it puts on `device`, shared out over the ranks
-    of `group`; gradients are summed."""
+    of the axis "dp"; gradients are summed."""
     options = config.optimizer
     keyed: dict[str, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -163,9 +187,9 @@ def make_zero(
         model,
         _class(options),
         stage=config.zero.stage,
-        group=group,
-        tp_group=tp_group,
-        pp_group=pp_group,
+        group=mesh.group("dp"),
+        tp_group=mesh.group("tp") if mesh.size("tp") > 1 else None,
+        pp_group=mesh.group("pp") if mesh.size("pp") > 1 else None,
         params=groups,
         op="sum",
         overlap=config.zero.overlap,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.config import Config, ConfigError
+from pyops.mesh import Mesh
 from pyops.models import GPT
 from pyops.train.setup.recipe import make_data_parallel, make_optimizer, make_zero
 from pyops.train.setup.state import load_optimizer_state, optimizer_state, read
@@ -108,20 +109,9 @@ class Replicated(Strategy):
 class Zero(Strategy):
     """Shared out over the ranks, by pyops.zero."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: GPT,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        tp_group: dist.ProcessGroup | None,
-        pp_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -> None:
         self.forward = model
-        self.optimizer = self.zero = make_zero(
-            config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group
-        )
+        self.optimizer = self.zero = make_zero(config, model, mesh, device=device)
         self.communicator = self.zero.communicator
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -166,20 +156,16 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def make_strategy(
-    config: Config,
-    model: GPT,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-) -> Strategy:
+def make_strategy(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -> Strategy:
     """The strategy that `config` asks for; it gives a model on the meta device its memory.
 
-    group: the ranks that hold the same parts of the model and see other sequences; tp_group: those
-    that share its layers. pp_group: those that have its other layers.
+    Args:
+        config: The run's configuration.
+        model: What is trained; on the meta device, or on `device`.
+        mesh: The ranks. Those of "dp" hold the same parts of the model and see other sequences,
+            those of "tp" share its layers, those of "pp" have its other layers.
+        device: Where the model's memory is.
     """
     if config.zero.stage or config.parallel.tp > 1 or config.parallel.pp > 1:
-        return Zero(config, model, device=device, group=group, tp_group=tp_group, pp_group=pp_group)
-    return Replicated(config, model, group=group)
+        return Zero(config, model, mesh, device=device)
+    return Replicated(config, model, group=mesh.group("dp"))

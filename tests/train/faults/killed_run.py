@@ -15,7 +15,7 @@ from typing import Any
 
 from pyops.checkpoint import writing
 from pyops.config import load_config
-from pyops.train import Run, train
+from pyops.train import TextTraining, train
 from pyops.zero.hooks.unshard_hooks import Gathering
 
 
@@ -34,9 +34,10 @@ def main() -> None:
         int(sys.argv[4]),
     )
     marker, now = folder / "killed", {"step": -1}
-    inner_step, inner_need, inner_write = Run.train_step, Gathering._start, writing.write_tensors
+    inner_step, inner_need = TextTraining.train_step, Gathering._start
+    inner_write = writing.write_tensors
 
-    def train_step(self: Run, *, stop: bool = False) -> Any:
+    def train_step(self: TextTraining, *, stop: bool = False) -> Any:
         now["step"] = self.step
         if where == "step" and self.step == step:
             die(marker)
@@ -53,7 +54,9 @@ def main() -> None:
             die(marker)
         return inner_write(path, tensors, *args, **kwargs)
 
-    Run.train_step, Gathering._start, writing.write_tensors = train_step, start, write  # type: ignore[method-assign]
+    TextTraining.train_step = train_step  # type: ignore[method-assign]
+    Gathering._start = start  # type: ignore[method-assign]
+    writing.write_tensors = write
     train(load_config(config_path), resume=True)
 
 

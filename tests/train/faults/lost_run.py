@@ -16,22 +16,23 @@ from typing import Any
 
 from pyops.checkpoint import writing
 from pyops.config import load_config
-from pyops.train import Run, train
+from pyops.train import TextTraining, TrainingLoop, train
 
 LOST_AT, WAITS_AT = 7, 5
 
 
 def main() -> None:
     config, folder, ranks = load_config(sys.argv[1]), Path(sys.argv[2]), os.environ["WORLD_SIZE"]
-    inner_loop, inner_step, inner_write = Run.loop, Run.train_step, writing.write_tensors
+    inner_run, inner_step = TrainingLoop.run, TextTraining.train_step
+    inner_write = writing.write_tensors
     requests: list[Any] = []
     now = {"step": -1}
 
-    def loop(self: Run, request: Any) -> bool:
+    def run(self: TrainingLoop, request: Any) -> bool:
         requests.append(request)
-        return inner_loop(self, request)
+        return inner_run(self, request)
 
-    def train_step(self: Run, *, stop: bool = False) -> Any:
+    def train_step(self: TextTraining, *, stop: bool = False) -> Any:
         now["step"] = self.step
         while ranks == "2" and self.step == WAITS_AT and not requests[0].number:
             (folder / "waits").touch()
@@ -51,7 +52,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return inner_write(path, tensors, *args, **kwargs)
 
-    Run.loop, Run.train_step, writing.write_tensors = loop, train_step, write  # type: ignore[method-assign]
+    TrainingLoop.run = run  # type: ignore[method-assign]
+    TextTraining.train_step = train_step  # type: ignore[method-assign]
+    writing.write_tensors = write
     outcome = train(config)
     sys.exit(128 + outcome.stopped_by if outcome.stopped_by else 0)
 
