@@ -1,0 +1,268 @@
+"""TrainingLoop: the steps of a run, with its checkpoints, its metrics and its display, whatever is
+trained.
+
+    Training (a model, its data, its optimizer)          TrainingLoop
+    steps() --StepResult(row, save, stop)-------------> display, metrics.jsonl, checkpoint, next step
+    state(), load_state() <---------------------------> checkpoints/step-00000200
+    finish() --Outcome, what a person is told---------> display
+
+`pyops.train.text_training` trains a GPT on text, `pyops.train.sample_training` a task over numbered
+samples, in a layout that follows what is frozen.
+"""
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyops.checkpoint import Checkpoints, load
+from pyops.comm.agreement import on_first_rank
+from pyops.config import Config, ConfigError
+from pyops.train.folder import prepare_folder
+from pyops.train.host.ranks import StopRequest
+from pyops.train.outcome import Outcome
+from pyops.train.report.display import Display
+from pyops.train.report.metrics import MetricsLog
+from pyops.train.setup.state import read
+
+__all__ = ["Row", "StepResult", "Training", "TrainingLoop", "check_same_options"]
+
+Row = dict[str, Any]  # metrics of a step, as a line of metrics.jsonl has them
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the loop does after a step."""
+
+    row: Row | None
+    """The metrics of the step; None on a rank that had no part in it."""
+
+    note: str = ""
+    """A line for the display, after that of the step."""
+
+    tensorboard: bool = True
+    """Whether the metrics go to TensorBoard, too."""
+
+    save: bool = False
+    """Whether a checkpoint is written. The same on every rank."""
+
+    stop: bool = False
+    """Whether the run ends early, since a rank was asked to. The same on every rank."""
+
+
+class Training(ABC):
+    """A model, its data and its optimizer, as the loop sees them."""
+
+    config: Config
+    device: torch.device
+    num_steps: int
+    """Steps of the whole run."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """The number of steps that were taken."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.step >= self.num_steps
+
+    @abstractmethod
+    def introduction(self) -> str:
+        """What is trained, and on what, for the display."""
+
+    @abstractmethod
+    def steps(self, request: StopRequest) -> Iterator[StepResult]:
+        """Take one step after the other, until none is left or one of them says to stop.
+
+        Args:
+            request: Holds the signal that this process was sent, if any.
+        """
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any], path: Path) -> None:
+        """Go on from a checkpoint, written on any number of ranks.
+
+        Args:
+            state: The checkpoint; its tensors may be on the disk still.
+            path: The checkpoint's folder, for messages.
+
+        Raises:
+            ConfigError: The checkpoint is of another model, or of another kind of run.
+        """
+
+    @abstractmethod
+    def finish(self, rows: Sequence[Row], *, stopped_by: int) -> tuple[Outcome, list[str]]:
+        """Draw the curves, and say how the run went. All ranks call it, once.
+
+        Args:
+            rows: The metrics of all steps; empty on every rank but the first.
+            stopped_by: The signal that ended the run early, or 0.
+
+        Returns:
+            How the run ended, and lines for the display.
+        """
+
+
+def check_same_options(
+    path: Path, options: Mapping[str, Any], checkpoint_options: Mapping[str, Any]
+) -> None:
+    """Compare the options that decide which states there are with those of a checkpoint.
+
+    Args:
+        path: The checkpoint's folder.
+        options: Values of this run, by their keys in the configuration.
+        checkpoint_options: Those of the run that wrote the checkpoint; a key may be absent from it.
+
+    Raises:
+        ConfigError: A value differs.
+    """
+    for key, value in options.items():
+        before = checkpoint_options.get(key, value)
+        if before != value:
+            raise ConfigError(
+                f"{key} is {value!r}, but checkpoint {path} was made with {before!r}; set it to "
+                "that, or give this run another name"
+            )
+
+
+class TrainingLoop:
+    """Runs a `Training` to its end, or to the signal that ends it early."""
+
+    def __init__(
+        self,
+        make_training: Callable[[Path | None], Training],
+        config: Config,
+        *,
+        resume: bool = False,
+    ) -> None:
+        """Make what is trained, and the folder of the run; go on from a checkpoint.
+
+        Args:
+            make_training: Makes what is trained, given the folder of the checkpoint that the run
+                goes on from, or None.
+            config: The run's configuration.
+            resume: Whether to go on from the newest checkpoint in the run's folder. Otherwise an
+                earlier run there is moved aside.
+
+        Raises:
+            ConfigError: On every rank alike, for what the user can put right.
+        """
+        self.config = config
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        # A copy of states in files, to be written in the background, would take the memory that
+        # they were put there to save.
+        background = config.zero.offload in ("none", "cpu")
+        self.checkpoints = Checkpoints(
+            config.folder / "checkpoints", keep=config.train.keep, background=background
+        )
+        latest = on_first_rank(self.checkpoints.latest) if resume else None
+        self.training = make_training(latest)
+        on_first_rank(lambda: prepare_folder(config, resume=resume))
+        if latest is not None:
+            self.restore(latest)
+        self.log: MetricsLog | None = None
+        if self.rank == 0:
+            self.log = MetricsLog(
+                config.folder,
+                first_step=self.training.step,
+                tensorboard=config.train.tensorboard,
+            )
+        self.display = Display(
+            config.name,
+            num_steps=self.training.num_steps,
+            first_step=self.training.step,
+            every=config.train.log_every,
+            quiet=self.rank != 0,
+        )
+        text = self.training.introduction()
+        if latest is not None:
+            text = f"{text}\nresumed from {latest}"
+        elif resume:
+            text = f"{text}\nno checkpoint in {self.checkpoints.folder}: from the beginning"
+        self.display.note(text)
+
+    def run(self, request: StopRequest) -> bool:
+        """Take all steps that are left.
+
+        Args:
+            request: Holds the signal that this process was sent, if any.
+
+        Returns:
+            Whether a signal to any rank ended the run early.
+        """
+        for result in self.training.steps(request):
+            if result.row is not None:
+                self.write(result.row, tensorboard=result.tensorboard)
+            if result.note:
+                self.display.note(result.note)
+            if result.save:
+                self.save()
+            if result.stop:
+                return True
+        return False
+
+    def write(self, row: Row, *, tensorboard: bool = True) -> None:
+        """Show the metrics of a step, and append them to the log."""
+        self.display.step(row)
+        if self.log is None:
+            return
+        self.log.write(row, tensorboard=tensorboard)
+        for problem in self.log.take_problems():
+            self.display.note(problem)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the steps taken so far; returns its folder."""
+        # First the state: with it a rank without a part in the layout hears of the others' steps.
+        state, device = self.training.state(), self.training.device
+        own = {"torch": torch.get_rng_state()}
+        if device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(device)
+        return self.checkpoints.save(self.training.step, state, own=own)
+
+    def restore(self, path: Path) -> None:
+        """Go on from the checkpoint in this folder, written on any number of ranks.
+
+        Raises:
+            ConfigError: The checkpoint is of another model, or of another kind of run.
+        """
+        # Without `compare`, damage that one rank alone meets later would leave the others waiting.
+        state, own = load(path, lazy=True, compare=True)
+        self.training.load_state(state, path)
+        if own is None:
+            return
+        own, device = read(own), self.training.device
+        torch.set_rng_state(own["torch"])
+        if device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"], device)
+
+    def finish(self, *, stopped_by: int = 0) -> Outcome:
+        """Close the log and the checkpoints, draw the curves, and say how the run went.
+
+        Args:
+            stopped_by: The signal that ended the run early, or 0.
+        """
+        self.display.close()
+        self.checkpoints.wait()
+        rows = self.log.rows if self.log is not None else []
+        outcome, notes = self.training.finish(rows, stopped_by=stopped_by)
+        if self.log is not None:
+            self.log.close()
+        if stopped_by:
+            name = signal.Signals(stopped_by).name
+            notes.append(f"stopped by {name} after step {outcome.steps}; continue with --resume")
+        for note in notes:
+            self.display.note(note)
+        return outcome

@@ -1,0 +1,91 @@
+"""train: a run from its configuration to its outcome.
+
+    ranks at hand -> layout -> process group -> folder -> TrainingLoop -> Outcome
+
+The same code runs as one process and under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyops.config import Config
+from pyops.train.folder import continues, finished, only_run_in
+from pyops.train.host.memory import check_memory
+from pyops.train.host.ranks import StopRequest, joined_ranks, stand_by
+from pyops.train.loop import Training, TrainingLoop
+from pyops.train.outcome import Outcome
+from pyops.train.report.notes import collected_notes
+from pyops.train.sample_training import SampleTraining
+from pyops.train.setup.adapted_layout import adapted, started_ranks, trouble_ahead
+from pyops.train.text_training import TextTraining
+
+__all__ = ["train"]
+
+
+def train(config: Config, *, resume: bool = False) -> Outcome:
+    """Train as `config` says; outputs go to config.folder.
+
+    Runs alone, or as one of the ranks that torchrun started. When torchrun starts the ranks again,
+    they go on by themselves.
+
+    Args:
+        config: The run's configuration.
+        resume: Continue from the newest checkpoint in the folder, if there is one. Otherwise a
+            folder of an earlier run is moved aside.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError, CorpusError, CheckpointError: On every rank alike, for what the user can put
+            right.
+    """
+    config, chosen = adapted(config, started_ranks(), idle=not dist.is_initialized())
+    if chosen.idle and int(os.environ["RANK"]) >= chosen.grid.ranks:
+        return Outcome(0, None, None, 0, stand_by())
+    check_memory(config, ranks=chosen.grid.ranks)
+    request = StopRequest()
+    joined = joined_ranks(config.train, active=chosen.grid.ranks, request=request)
+    with joined as device, only_run_in(config.folder), collected_notes() as notes:
+        resume = continues(config.folder) or resume
+        loop = _make_loop(config, device=device, resume=resume)
+        notes.show(loop.display.note)
+        if chosen.reason:
+            loop.display.note(f"{chosen.reason}{trouble_ahead()}")
+        if loop.training.is_over:
+            loop.display.note(_already_finished(config, loop.training.num_steps))
+        try:
+            with request:
+                stopped = loop.run(request)
+        except BaseException:
+            loop.checkpoints.close()
+            raise
+        # Another rank may have been sent the signal; which one it was is not known here.
+        request.number = request.number or signal.SIGTERM if stopped else 0
+        outcome = loop.finish(stopped_by=request.number)
+        if loop.rank == 0 and not stopped:
+            finished(config.folder)
+        return outcome
+
+
+def _make_loop(config: Config, *, device: torch.device, resume: bool) -> TrainingLoop:
+    def make_training(checkpoint: Path | None) -> Training:
+        if config.over_samples:
+            return SampleTraining(config, device=device, checkpoint=checkpoint)
+        return TextTraining(config, device=device)
+
+    return TrainingLoop(make_training, config, resume=resume)
+
+
+def _already_finished(config: Config, num_steps: int) -> str:
+    key = "task.epochs" if config.over_samples and config.task.epochs else "train.steps"
+    return (
+        f"already finished: {config.folder} has all {num_steps} steps; set {key} to more, or "
+        "leave out --resume to begin anew"
+    )
