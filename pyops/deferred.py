@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.torch_private import post_accumulate_grad_hooks, tensor_hooks
+
 __all__ = [
     "Deferred",
     "Pieces",
@@ -158,8 +160,8 @@ class _Waiting:
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = parameter
         self.operands: list[tuple[Tensor, int, Tensor | None, int]] = []
-        self.gradient_hooks = _emptied(parameter._backward_hooks)
-        self.accumulate_hooks = _emptied(parameter._post_accumulate_grad_hooks)
+        self.gradient_hooks = _emptied(tensor_hooks(parameter))
+        self.accumulate_hooks = _emptied(post_accumulate_grad_hooks(parameter))
         self.arrival = parameter.register_hook(self._arrived) if parameter.requires_grad else None
 
     def keep(self, dy: Tensor, x: Tensor | None) -> None:
@@ -174,8 +176,8 @@ class _Waiting:
         if self.arrival is not None:
             self.arrival.remove()
             self.arrival = None
-        _refilled(self.parameter._backward_hooks, self.gradient_hooks)
-        _refilled(self.parameter._post_accumulate_grad_hooks, self.accumulate_hooks)
+        _refilled(tensor_hooks(self.parameter), self.gradient_hooks)
+        _refilled(post_accumulate_grad_hooks(self.parameter), self.accumulate_hooks)
 
     def _arrived(self, gradient: Tensor | None) -> Tensor | None:
         """Another module's share, which autograd is about to add to .grad: ours goes with it, and
@@ -188,7 +190,7 @@ class _Waiting:
         for hook in list(self.gradient_hooks.values()):
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
-        _refilled(self.parameter._post_accumulate_grad_hooks, self.accumulate_hooks)
+        _refilled(post_accumulate_grad_hooks(self.parameter), self.accumulate_hooks)
         return gradient
 
     @torch.no_grad()

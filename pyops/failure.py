@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from pyops.torch_private import default_store, group_store
+
 __all__ = [
     "GRACE",
     "PATIENCE",
@@ -50,8 +52,8 @@ def ranks_without_note(
     keys = [f"pyops/failure/{r}" for r in range(size)]
     anywhere = [f"pyops/failure/of rank {r}" for r in dist.get_process_group_ranks(group)]
     try:
-        store = dist.distributed_c10d._get_process_group_store(group)
-        of_all = dist.distributed_c10d._get_default_store()
+        store = group_store(group)
+        of_all = default_store()
         store.set(keys[rank], note)
         of_all.set(anywhere[rank], note)
         wake_neighbours(group)

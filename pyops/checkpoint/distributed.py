@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from pyops.checkpoint.format.stored import Stored
 from pyops.checkpoint.loading import Reader
 from pyops.flat import Shard, Shards
+from pyops.torch_private import local_shape_and_offset
 
 __all__ = ["StorageReader", "as_shards"]
 
@@ -54,7 +54,7 @@ def as_shards(state: Any, *, replicas: bool = False) -> Any:
                 )
         mesh, shape = state.device_mesh, tuple(state.shape)
         coordinate = mesh.get_coordinate()
-        size, offset = compute_local_shape_and_global_offset(shape, mesh, state.placements)
+        size, offset = local_shape_and_offset(state)
         copies = coordinate is None or any(
             at and isinstance(p, Replicate)
             for at, p in zip(coordinate, state.placements, strict=True)

@@ -277,10 +277,10 @@ def _show(value: object) -> str:
 
 def _ops() -> set[str]:
     """The names of all ops of pyops."""
-    import torch
+    from pyops.torch_private import all_op_names
 
     importlib.import_module("pyops.ops")  # which defines them
-    names = torch._C._dispatch_get_all_op_names()
+    names = all_op_names()
     return {
         name.removeprefix("pyops::").split(".")[0] for name in names if name.startswith("pyops::")
     }

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyops.torch_private import local_shape_and_offset, local_tensor
+
 __all__ = [
     "Spread",
     "check_placements",
@@ -43,7 +45,7 @@ def local_of(tensor: Tensor) -> Tensor:
     as it is."""
     if not is_dtensor(tensor):
         return tensor
-    local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() makes it a Parameter of a Parameter
+    local: Any = local_tensor(tensor)  # to_local() makes it a Parameter of a Parameter
     return local.wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
@@ -111,7 +113,6 @@ def first_element(tensor: Any) -> int | None:
     holds a run; None where its elements are no run (cut along another dimension than the first, or
     in strides) and for one that is not contiguous."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     cut = [
         p
@@ -123,9 +124,7 @@ def first_element(tensor: Any) -> int | None:
         return None
     if not cut or local.numel() == 0:
         return 0
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    _, offset = local_shape_and_offset(tensor)
     return int(offset[0]) * prod(tensor.shape[1:])
 
 

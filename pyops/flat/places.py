@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pyops.flat.layout import FlatLayout
+from pyops.torch_private import without_torch_function
 
 __all__ = [
     "Entries",
@@ -74,9 +75,7 @@ class Places:
                 base,
                 [0 if offset is None else base + offset for offset in self._offsets],
             )
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # where a spread parameter lies is known without its values
+        with without_torch_function():  # where a spread parameter lies is known without its values
             found = [parameter.data_ptr() for parameter in self._parameters]
         if found == self._expected:
             return None

@@ -40,6 +40,7 @@ from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.memory_layout import is_dense
 from pyops.optim.one_bit import gradient_factor
 from pyops.protocols import ParamGroup
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["Communicating", "Verdict", "on_all_ranks"]
 
@@ -328,7 +329,7 @@ class Communicating(FusedOptimizer):
     # ------------------------------------------------------------------------------------------------
     # stepping
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _step(self) -> None:
         error, squares = self._measure()
         verdict = self._exchange(error, squares, extra=self._observe())

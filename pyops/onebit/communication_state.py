@@ -16,6 +16,7 @@ import torch
 
 from pyops.flat import Shard
 from pyops.onebit.communicating import Communicating, on_all_ranks
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["CommunicationState"]
 
@@ -37,7 +38,7 @@ class CommunicationState(Communicating):
     def _load_communication(self, state: dict[str, Any]) -> None:
         """Continue as `state` says; phase, steps and the parameters' states are there already."""
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim, and "communication": what continues this rank mid-phase. Tensors by
         reference."""
@@ -51,7 +52,7 @@ class CommunicationState(Communicating):
         }
         return saved
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what state_dict() returned; called by every rank of the group, each with
         its own rank's.

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from pyops.ops.memory import VIEWS, check_kinds, check_memory, resolving
+from pyops.torch_private import has_dispatch_kernel
 
 __all__ = [
     "build_info", "define", "has_kernel", "has_triton", "isa", "isas", "library", "load", "native", "no_second_derivative",
@@ -202,7 +203,7 @@ def has_kernel(op: str, device: str) -> bool:
     name, key = op.removeprefix("pyops::"), {"cpu": "CPU", "cuda": "CUDA"}.get(device.split(":")[0])
     if not hasattr(torch.ops.pyops, name):
         raise ValueError(f"pyops has no op {op!r}; dir(torch.ops.pyops) lists them")
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"pyops::{name}", key)
+    return key is not None and has_dispatch_kernel(f"pyops::{name}", key)
 
 
 @functools.cache

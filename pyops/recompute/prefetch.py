@@ -13,11 +13,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyops.comm.collectives.work import Work
 from pyops.recompute.inputs import Keeping, Kept
+from pyops.torch_private import graph_task_id
 
 __all__ = ["Inputs", "Prefetch"]
 
@@ -88,4 +88,4 @@ class Prefetch:
 def _run() -> int:
     """The backward that is running, -1 for none: calls within a recomputation come before each
     other, not before others."""
-    return int(torch._C._current_graph_task_id())
+    return graph_task_id()

@@ -22,13 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pyops"
 
 LAYERS = [
-    [
-        "ops",
-        "failure",
-        "host_memory",
-        "protocols",
-        "renamed",
-    ],  # the contracts of the kernels; the only importer of torch.ops.pyops
+    ["protocols", "renamed", "torch_private"],
+    # The contracts of the kernels; the only importer of torch.ops.pyops.
+    ["ops", "failure", "host_memory"],
     ["mesh", "flat", "random", "deferred"],
     ["optim", "comm", "offload", "precision"],
     # Strategies, which never import each other.
@@ -288,7 +284,12 @@ def test_no_room_is_called_by_a_word_that_says_nothing():
 def test_every_room_is_reached_from_the_package():
     import pyops
 
-    rooms = {room_of(p) for p in package_files()} - {"__main__", "protocols", "renamed"}
+    rooms = {room_of(p) for p in package_files()} - {
+        "__main__",
+        "protocols",
+        "renamed",
+        "torch_private",
+    }
     assert rooms == set(pyops._ROOMS)
     assert all(getattr(pyops, room).__name__ == f"pyops.{room}" for room in rooms)
 

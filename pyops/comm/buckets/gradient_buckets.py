@@ -18,7 +18,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.autograd import Variable
+
+from pyops.torch_private import after_backward, in_autograd_node
 
 __all__ = ["BucketMember", "BucketStrategy", "GradientBuckets"]
 
@@ -163,7 +164,7 @@ class GradientBuckets:
         # The end of backward is known to the autograd engine alone: the gradients of parameters
         # that took no part never arrive. The engine calls back when its last task is done, and an
         # error in the callback comes out of backward().
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        after_backward(self._end_backward)
 
     def _begin(self) -> None:
         """Nothing has arrived, nothing has started."""
@@ -205,7 +206,7 @@ class GradientBuckets:
     def _end_backward(self) -> None:
         # The callback of a backward within a backward runs at the end of the inner one, while a
         # node of the outer one is being evaluated.
-        if torch._C._current_autograd_node() is not None:
+        if in_autograd_node():
             raise RuntimeError(
                 "a backward that runs within another one ended before it, and would have "
                 "reduced gradients that are not there "

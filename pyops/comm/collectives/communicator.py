@@ -35,6 +35,7 @@ from pyops.comm.collectives.work import StreamWork, Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
 from pyops.failure import naming_lost_ranks
 from pyops.mesh import check_initialized
+from pyops.torch_private import backend_name, group_store, group_timeout
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
 
@@ -118,12 +119,12 @@ class Communicator:
 
     def backend(self, device: torch.device) -> str:
         """ "gloo", "nccl", ...: what carries tensors of this device."""
-        return str(self.group._get_backend(device).name()).lower()
+        return backend_name(self.group, device)
 
     def timeout(self, device: torch.device) -> float:
         """The group's timeout in seconds."""
-        options = getattr(self.group._get_backend(device), "options", None)
-        return float(options._timeout.total_seconds()) if options is not None else 1800.0
+        timeout = group_timeout(self.group, device)
+        return 1800.0 if timeout is None else timeout.total_seconds()
 
     @property
     def bytes_sent(self) -> int:
@@ -230,7 +231,7 @@ class Communicator:
 
     @property
     def _store(self) -> dist.Store:
-        store: dist.Store = dist.distributed_c10d._get_process_group_store(self.group)
+        store: dist.Store = group_store(self.group)
         return store
 
     def _note(self, rank: int) -> str:

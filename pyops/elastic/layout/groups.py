@@ -27,6 +27,7 @@ from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.watch import call_off, watched
 from pyops.failure import PATIENCE, naming_lost_ranks
 from pyops.mesh import check_initialized
+from pyops.torch_private import set_group_timeout
 
 __all__ = ["Active", "Everyone", "agree_within", "giving_up", "make_group", "message_group"]
 
@@ -61,7 +62,7 @@ def make_group(
     with naming_lost_ranks("the making of a process group"):
         made: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=usual)
     if patience is not None and dist.get_rank() in (members or range(dist.get_world_size())):
-        dist.distributed_c10d._set_pg_timeout(_limit(patience), made)
+        set_group_timeout(made, _limit(patience))
     return made
 
 

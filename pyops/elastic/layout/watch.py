@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from pyops.comm.failure import wake_neighbours
+from pyops.torch_private import group_store
 
 __all__ = ["call_off", "watched"]
 
@@ -29,7 +30,7 @@ def call_off(group: dist.ProcessGroup) -> None:
     with contextlib.suppress(
         RuntimeError
     ):  # the store went with the rank that held it, and their watches see that
-        dist.distributed_c10d._get_process_group_store(group).set(KEY, "")
+        group_store(group).set(KEY, "")
 
 
 @contextlib.contextmanager
@@ -52,7 +53,7 @@ def watched(group: dist.ProcessGroup | None, *, seconds: float | None = None) ->
 
 
 def _watch(group: dist.ProcessGroup, over: threading.Event, seconds: float | None) -> None:
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = group_store(group)
     begin = time.monotonic()
     while not over.wait(EVERY):
         if seconds is not None and time.monotonic() - begin > seconds:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyops.flat.dtensor import check_placements, first_element, is_dtensor, local_of, placed_alike
 from pyops.ops.memory import memory_problem
 from pyops.optim.fused.memory_layout import has_overlap, is_dense, overlapping
+from pyops.torch_private import is_traceable_wrapper_subclass
 
 __all__ = [
     "DTYPES",

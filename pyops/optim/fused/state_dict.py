@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyops.optim.fused.kinds import check_kind
 from pyops.optim.fused.param_state import cast_entry, check_placed
+from pyops.torch_private import disable_dynamo
 
 __all__ = ["Loading"]
 
@@ -45,7 +46,7 @@ class Loading(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what can be remade from the state; FusedOptimizer says what that is."""
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim: {"state": {index: {...}}, "param_groups": [...]}, tensors by reference.
 
@@ -107,7 +108,7 @@ class Loading(torch.optim.Optimizer):
                     )
         return params
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() of this class or of torch's optimizer of the same name returned.
 

@@ -19,6 +19,7 @@ from pyops.pipeline.partition.balance import balance
 from pyops.pipeline.runtime.skips import Edges, edges_of, skip_pairs
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
+from pyops.torch_private import group_store
 
 __all__ = ["agreed", "raise_together"]
 
@@ -70,9 +71,7 @@ def agreed(
         )
     first = None
     if dist.get_rank(group) == 0:
-        first = TAGS + 32 * dist.distributed_c10d._get_process_group_store(group).add(
-            "pyops/pipeline", 1
-        )
+        first = TAGS + 32 * group_store(group).add("pyops/pipeline", 1)
     return next(each for each in gather(first, group=group) if each is not None), found, edges
 
 

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
+from pyops.torch_private import preserve_version_counter
 
 __all__ = ["Corrected", "Stashed", "Versions"]
 
@@ -211,6 +211,6 @@ def _unseen(parameters: Sequence[Tensor]) -> Iterator[None]:
     Sound because a schedule says which weights a backward meets: others than its forward's where it
     means to.
     """
-    with _unsafe_preserve_version_counter(tuple(parameters)):
+    with preserve_version_counter(tuple(parameters)):
         yield
     torch.clear_autocast_cache()

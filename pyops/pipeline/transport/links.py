@@ -25,6 +25,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.pipeline.schedules.orders import Orders
 from pyops.pipeline.transport.channel import Direct, Edge, Incoming, Outgoing
 from pyops.pipeline.transport.mailboxes import Name, open_mailboxes
+from pyops.torch_private import group_store, set_timeout
 
 __all__ = ["open_channels"]
 
@@ -90,7 +91,7 @@ def _pairs(
     # Not by dist.new_group: that is for all ranks there are, or names a group after how many others
     # its ranks are in, which the two ends of a channel need not have alike. A place in the group's
     # store, under a tag that is used once, is their own.
-    rank, store = dist.get_rank(group), dist.distributed_c10d._get_process_group_store(group)
+    rank, store = dist.get_rank(group), group_store(group)
     timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
     found: dict[Name, Direct] = {}
     for name in sorted(channels):  # in one order on all ranks: both of a pair wait for each other
@@ -107,5 +108,5 @@ def _pair(store: dist.Store, rank: int, *, backend: str, timeout: timedelta) -> 
         return dist.ProcessGroupGloo(store, rank, 2, timeout)
     nccl = dist.distributed_c10d.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     return nccl(store, rank, 2, options)

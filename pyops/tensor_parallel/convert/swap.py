@@ -16,6 +16,7 @@ from pyops.tensor_parallel.functional.products import Plan
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from pyops.torch_private import has_hooks
 
 __all__ = ["Cut", "Tied", "check_kind", "filled", "laid_out", "swapped"]
 
@@ -60,12 +61,7 @@ def check_kind(module: nn.Module, cut: Cut) -> None:
         raise ValueError(
             f"{what} can't be cut: it has parameters of other names, {', '.join(extra)}"
         )
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
+    if has_hooks(module):
         raise ValueError(
             f"{what} can't be cut: it has hooks, which would get this rank's part; "
             "register them afterwards"

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.torch_private import has_symmetric_memory
 
 __all__ = ["LEAST", "fuses", "gathered_products", "scattered_product"]
 
@@ -35,7 +35,7 @@ def fuses(x: Tensor, ranks: Ranks, *, rows: int) -> bool:
         return False
     if rows % ranks.size or rows * x.shape[-1] < LEAST:
         return False
-    return bool(is_symm_mem_enabled_for_group(ranks.group.group_name))
+    return has_symmetric_memory(ranks.group)
 
 
 def gathered_products(

@@ -19,6 +19,7 @@ from pyops.flat import Placement
 from pyops.tensor_parallel.functional.initialise import initialise_
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.functional.regions import reduce, reduce_scatter_tokens
+from pyops.torch_private import assert_async
 
 __all__ = ["VocabParallelEmbedding"]
 
@@ -104,9 +105,7 @@ class VocabParallelEmbedding(nn.Module):
         if tokens.is_cuda:
             if self.ranks.size > 1:  # else the look-up itself asserts
                 inside = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
-                torch._assert_async(
-                    inside, f"a token is outside the vocabulary of {self.num_embeddings}"
-                )
+                assert_async(inside, f"a token is outside the vocabulary of {self.num_embeddings}")
             return
         low, high = torch.stack(tokens.aminmax()).tolist()
         if low < 0 or high >= self.num_embeddings:

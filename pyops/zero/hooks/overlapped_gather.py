@@ -20,6 +20,7 @@ from torch import nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
+from pyops.torch_private import disable_dynamo
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.units import find_units
@@ -93,7 +94,7 @@ class Arriving:
             hook.remove()
         self._hooks = []
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _wait_for(self, keys: tuple[Key, ...], *_: Any) -> None:
         if self._works:
             for key in keys:

@@ -18,6 +18,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from pyops.torch_private import parse_to, without_torch_function
+
 __all__ = ["Spreading"]
 
 Touched = Callable[[nn.Parameter], None]
@@ -80,7 +82,7 @@ class _Spread:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if not _needs_values(func, args, kwargs):
                 # torch copies from `cpu` to `cpu:0`, and there is nothing to copy.
                 return args[0] if getattr(func, "__name__", "") == "to" else func(*args, **kwargs)
@@ -89,7 +91,7 @@ class _Spread:
             return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
         return f"Parameter of shape {shape}, {dtype}, spread over the ranks"
 
@@ -119,7 +121,7 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if any(isinstance(each, Tensor) for each in args[1:]):
             return False
         given = {key: value for key, value in kwargs.items() if key != "copy"}
-        device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **given)
+        device, dtype, *_ = parse_to(*args[1:], **given)
         same_type = device is None or device.type == tensor.device.type
         same_device = same_type and (
             device is None or device.index in (None, tensor.device.index) or device.type == "cpu"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pyops.flat import InPlace, claim, release
+from pyops.torch_private import in_backward
 from pyops.zero.hooks.sharded_gradients import ShardedGradients, wrapped_in_ddp
 from pyops.zero.hooks.unshard_hooks import Gathering
 from pyops.zero.layout.parameters import FlatParameters
@@ -59,11 +60,7 @@ class Kept:
 
     def before_forward(self, *_: Any) -> None:
         """Of the model: a hook."""
-        if (
-            torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and torch._C._current_graph_task_id() == -1
-        ):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
             self.check()
         self._gradients.prepare()
 

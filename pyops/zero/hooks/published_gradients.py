@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
+from pyops.torch_private import graph_task_id, without_torch_function
 from pyops.zero.hooks.reduced_gradient import Norms, ReducedGradient
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.layout.partition import Piece
@@ -81,7 +82,7 @@ class Shown:
     def show(self) -> None:
         """All gradients are reduced."""
         self._norms.changed()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for (parameter, *_), reduced in zip(self._places, self._reduced, strict=True):
                 parameter.grad = reduced
 
@@ -91,7 +92,7 @@ class Shown:
 
         arriving: the number of the parameter that has just got a gradient.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for (parameter, bucket, piece, number), reduced in zip(
                 self._places, self._reduced, strict=True
             ):
@@ -113,7 +114,7 @@ class Shown:
     def forget(self, arriving: int | None) -> None:
         """Another backward has begun: what was forgotten, or replaced, before it doesn't count."""
         if any(bucket.chunk is not None for bucket in self._gradients.buckets):
-            added = arriving, torch._C._current_graph_task_id()
+            added = arriving, graph_task_id()
             for number, _ in list(self._others(arriving)):
                 if (
                     number != arriving or self._norms.added != added

@@ -16,6 +16,7 @@ from pyops.comm.collectives.functional import all_reduce, reduce_scatter
 from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_reduce_scatter
+from pyops.torch_private import without_torch_function
 from pyops.zero.hooks.reduced_gradient import ReducedGradient
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
@@ -188,7 +189,7 @@ class ReduceScatterBucket:
         self._before = self.whole = None
 
     def _forget_views(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are spread at stage 3
+        with without_torch_function():  # of parameters that are spread at stage 3
             for index in self._views:
                 self.flat.parameters[index].grad = None
         self._views.clear()

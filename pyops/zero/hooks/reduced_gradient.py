@@ -22,6 +22,12 @@ from torch import Tensor
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
+from pyops.torch_private import (
+    NO_TORCH_FUNCTION,
+    graph_task_id,
+    in_backward,
+    unscale_and_check_finite,
+)
 
 __all__ = ["Norms", "ReducedGradient"]
 
@@ -151,7 +157,7 @@ class ReducedGradient(Tensor):
             "spread over the ranks"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -171,7 +177,7 @@ class ReducedGradient(Tensor):
             raise _refusal(func, first)
         if func is aten.detach.default:
             return first.alias()
-        if func in (aten.add_.Tensor, aten.add.Tensor) and torch._C._current_graph_task_id() != -1:
+        if func in (aten.add_.Tensor, aten.add.Tensor) and in_backward():
             return first._accumulate(args[1], in_place=func is aten.add_.Tensor)
         if func in NORMS or func is aten._foreach_norm.Scalar:
             return _norm(func, args, kwargs)
@@ -224,7 +230,7 @@ class ReducedGradient(Tensor):
     def _accumulate(self, coming: Tensor, *, in_place: bool) -> Tensor:
         """Autograd adds the gradient of another backward: it has to be reduced first, so it is put
         aside for the bucket."""
-        self.norms.added = self.number, torch._C._current_graph_task_id()
+        self.norms.added = self.number, graph_task_id()
         if not in_place:  # create_graph=True
             return coming.clone()
         self._arrived = coming
@@ -278,7 +284,7 @@ def _unscale(gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> No
     any rank."""
     parts = [part for each in gradients if (part := _part(each)).numel()]
     if parts:
-        torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse)
+        unscale_and_check_finite(parts, found_inf, inverse)
     norms = next(each.norms for each in gradients if isinstance(each, ReducedGradient))
     norms.changed()
     for communicator in norms.axes:

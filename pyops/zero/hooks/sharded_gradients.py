@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyops.comm.buckets.gradient_buckets import BucketMember, GradientBuckets
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
+from pyops.torch_private import in_backward, without_torch_function
 from pyops.zero.hooks.reduce_scatter_bucket import ReduceScatterBucket
 from pyops.zero.layout.parameters import FlatParameters
 
@@ -142,7 +143,7 @@ class ShardedGradients:
         self.finish_reducing()
         for bucket in self.buckets:
             bucket.clear()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for flat in self.flats:
                 for parameter in flat.parameters:
                     parameter.grad = None
@@ -156,7 +157,7 @@ class ShardedGradients:
             RuntimeError: Buckets of the broken-off backward are on their way, or the model is
                 wrapped in DistributedDataParallel.
         """
-        if torch._C._current_graph_task_id() != -1:  # a forward that backward itself runs again
+        if in_backward():  # a forward that backward itself runs again
             return
         if DistributedDataParallel._active_ddp_module is not None:
             raise wrapped_in_ddp()

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
+from pyops.torch_private import after_backward, disable_dynamo, in_backward, storage_address
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.parameter_guard import Spreading
 from pyops.zero.layout.sharded import ShardedParameters
@@ -59,8 +59,8 @@ class Unit:
         """Whether the tensor is a view of the gathered memory."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return False
-        storage = tensor.untyped_storage()._cdata
-        return any(flat.data.untyped_storage()._cdata == storage for flat in self.flats)
+        storage = storage_address(tensor)
+        return any(storage_address(flat.data) == storage for flat in self.flats)
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -79,7 +79,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return in_backward()
 
 
 class Trace:
@@ -259,7 +259,7 @@ class Gathering:
                 flat.read_ahead()
         self._need(unit)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A forward begins."""
         again = _in_backward()  # a recomputation
@@ -297,7 +297,7 @@ class Gathering:
             leaves[i] = tensor
         return tree_unflatten(leaves, spec)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A forward ends, also by an exception."""
         if unit.open is not module:
@@ -326,7 +326,7 @@ class Gathering:
     def _begin_backward_of(self, unit: Unit, gradient: Tensor) -> None:
         if self._phase != "backward":
             self._enter("backward")
-            Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            after_backward(self.end_backward)
         if unit.is_root:
             self._need(unit)
         else:

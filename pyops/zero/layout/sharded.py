@@ -20,6 +20,7 @@ from torch import Tensor
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather
 from pyops.comm.collectives.work import Work
+from pyops.torch_private import storage_use_count
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.stored import Arrival, ParameterFile, Region
@@ -121,8 +122,7 @@ class ShardedParameters(FlatParameters):
 
     def holders(self) -> int:
         """How many tensors there are over the gathered memory."""
-        storage = self.data.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+        return storage_use_count(self.data)
 
     def leave(self) -> None:
         """Leave the gathered memory, as it is, to whoever has views of it, and gather into another
