@@ -1,13 +1,17 @@
-"""Public names of earlier versions: an import of one raises an error that says where it is now."""
+"""Public names of earlier versions: the use of one raises an error that says the new name.
+
+`MODULES` has modules; `refuse_renamed` refuses keyword arguments. The table "Changed names" of
+CHANGELOG.md lists both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["MODULES", "RenamedFinder"]
+__all__ = ["MODULES", "RenamedFinder", "refuse_renamed"]
 
 MODULES = {
     "pyops.arena": "pyops.recompute.Arena",
@@ -41,3 +45,23 @@ class RenamedFinder(MetaPathFinder):
                 f"{fullname} has a new name: {MODULES[fullname]}", name=fullname
             )
         return None
+
+
+def refuse_renamed(who: str, arguments: Mapping[str, object], renamed: Mapping[str, str]) -> None:
+    """Refuse the keyword arguments that a function does not know, the renamed ones by both names.
+
+        def step(loss, *, reduction="mean", **unknown):
+            refuse_renamed("step", unknown, {"op": "reduction"})
+
+    Args:
+        who: the function or class, for the error.
+        arguments: the keyword arguments that it has no parameter for.
+        renamed: old name -> new name, or what to write instead, such as "group=ALONE".
+
+    Raises:
+        TypeError: there is one, as Python raises it; the error names the argument and its new name.
+    """
+    for name in arguments:
+        if name in renamed:
+            raise TypeError(f"{who}: the argument {name} has a new name: {renamed[name]}")
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")

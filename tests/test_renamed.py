@@ -8,7 +8,7 @@ import re
 import pytest
 
 import pyops
-from pyops.renamed import MODULES
+from pyops.renamed import MODULES, refuse_renamed
 
 pytestmark = pytest.mark.cpu_only
 
@@ -36,3 +36,11 @@ def test_the_new_name_is_there(old: str):
 def test_an_attribute_of_the_package_that_has_moved():
     with pytest.raises(AttributeError, match=r"pyops\.optim\.lr_scheduler"):
         _ = pyops.schedules
+
+
+def test_a_keyword_argument_of_an_old_name_says_the_new_one():
+    refuse_renamed("step", {}, {"op": "reduction"})
+    with pytest.raises(TypeError, match=r"^step: .* op .* reduction$"):
+        refuse_renamed("step", {"op": "mean"}, {"op": "reduction"})
+    with pytest.raises(TypeError, match=r"step\(\) got an unexpected keyword argument 'opp'"):
+        refuse_renamed("step", {"opp": "mean"}, {"op": "reduction"})
