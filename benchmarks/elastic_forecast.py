@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyops.elastic import Bound, Epoch, Machine, forecast, pack
+from pyops.elastic import Bound, Epoch, ForecastRun, Machine, PackingConfig, forecast, pack
 from pyops.pipeline import Costs, LayerCosts, Profile, schedule, simulate
 
 __all__ = ["bert", "machine", "run", "seconds", "throughput", "vit"]
@@ -75,24 +75,30 @@ def run(
     *,
     epochs: int = 10,
     cache: bool = True,
-    **options: Any,
+    compress: bool = True,
+    replicate: bool = True,
 ) -> tuple[Epoch, ...]:
     """As published: each replica's batch kept, frozen layers in 1/6 of their memory."""
     return forecast(
         profile,
         policy=None if alpha is None else Bound(alpha),
-        epochs=epochs,
-        samples=50_000,
-        blocks=model["blocks"],
-        layers_of=lambda n: 1 + 2 * n,
-        stages=8,
-        machine=machine(),
-        batch=model["batch"],
-        batch_policy="replica",
-        cached_from=model["cached_from"] if cache else None,
-        schedule="gpipe",
-        head=2,
-        **options,
+        run=ForecastRun(
+            epochs=epochs,
+            samples=50_000,
+            batch=model["batch"],
+            stages=8,
+            blocks=model["blocks"],
+            layers_of=lambda n: 1 + 2 * n,
+            cached_from=model["cached_from"] if cache else None,
+            compress=compress,
+        ),
+        packing=PackingConfig(
+            machine=machine(),
+            batch_policy="replica",
+            schedule="gpipe",
+            head=2,
+            replicate=replicate,
+        ),
     )
 
 

@@ -51,7 +51,7 @@ def _make(config: Config, **_: Any) -> None:
     made: Any = {"model": GPT, "vit": ViT, "bert": BERT}[section]
     made(getattr(config, section), seed=None, device="meta", dtype=torch.float32)
     recipe.make_loss_scale(config.precision)
-    recipe.make_policy(config.elastic)
+    config.elastic.policy()
     config.optimizer.lr_at(0, num_steps=config.train.steps)
     raise Reached
 

@@ -60,7 +60,7 @@ def linear() -> nn.Linear:
 
 
 def packing() -> Any:
-    return elastic.pack([1.0] * 4, frozen=0, stages=1, batch=8, machine=elastic.Machine(devices=1))
+    return elastic.pack([1.0] * 4, frozen=0, stages=1, batch=8)
 
 
 def one_bit(kind: Any, options: dict[str, int]) -> Any:
@@ -94,7 +94,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "data.prepare_passages": lambda: data.prepare_passages(DataConfig(path="stdlib"), vocab_size=300, length=8),
     "data_parallel.DataParallel": lambda: DataParallel(linear()),
     "elastic.Elastic": lambda: elastic.Elastic(
-        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, samples=8, batch=4, seed=0
+        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, data=elastic.ElasticData(samples=8, batch=4, seed=0)
     ),
     "elastic.agree_on": lambda: elastic.agree_on(1),
     "elastic.carry": lambda: elastic.carry({}, *[elastic.Layout(ranks=1, stages=1, replicas=1, boundaries=(0, 3))] * 2),

@@ -24,7 +24,7 @@ from pyops.comm import CommunicationError, all_reduce
 from pyops.comm.agreement import gather
 from pyops.comm.broadcast import broadcast
 from pyops.data_parallel import DataParallel
-from pyops.elastic import Elastic, message_group
+from pyops.elastic import message_group
 from pyops.elastic.frozen.caching import CacheOptions, Caching
 from pyops.elastic.layout.groups import Active
 from pyops.elastic.layout.layout import Layout
@@ -37,6 +37,7 @@ from pyops.train import Run
 from pyops.train.setup.pipelined import _Whole
 from pyops.zero import ZeroOptimizer
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 from tests.workers import spawn_ranks
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
@@ -53,7 +54,7 @@ def _save(group: Group, folder: str) -> None:
 
 
 def _replicas(group: Group, folder: str) -> None:
-    Elastic(
+    make_elastic(
         networks.layers(2),
         optimizer=networks.optimizer,
         loss=networks.loss,

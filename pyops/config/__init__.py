@@ -19,7 +19,6 @@ names the key, its value and the fix; nothing has been started by then.
 """
 
 from pyops.config.config_error import ConfigError
-from pyops.config.elastic_config import ElasticConfig
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.config.run_config import Config
@@ -34,6 +33,7 @@ from pyops.config.training_sections import (
     TrainConfig,
     ZeroConfig,
 )
+from pyops.elastic.config import ElasticConfig
 
 __all__ = [
     "COMMUNICATING",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import ConfigError
-from pyops.config.elastic_config import ElasticConfig
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.task_config import KINDS, TaskConfig, check_task
 from pyops.config.training_sections import (
@@ -19,6 +18,7 @@ from pyops.config.training_sections import (
     ZeroConfig,
 )
 from pyops.data import DataConfig
+from pyops.elastic.config import ElasticConfig
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
 
 __all__ = ["Config"]

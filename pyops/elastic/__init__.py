@@ -31,6 +31,7 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 | picture.py | a run drawn |
 """
 
+from pyops.elastic.config import ElasticCallbacks, ElasticConfig, ElasticData, ElasticRun
 from pyops.elastic.frozen.cache import ActivationCache, open_cache
 from pyops.elastic.frozen.caching import CacheOptions
 from pyops.elastic.frozen.prefix import Prefix
@@ -43,9 +44,10 @@ from pyops.elastic.layout.transition import Move, carry, moves, transition
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.planning.confirm import confirm
-from pyops.elastic.planning.forecast import Epoch, forecast
+from pyops.elastic.planning.forecast import Epoch, ForecastRun, forecast
 from pyops.elastic.planning.overhead import machine_of, rows_besides
-from pyops.elastic.planning.packing import Machine, Packing, frozen_share, pack
+from pyops.elastic.planning.packing import Packing, frozen_share, pack
+from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.elastic.policy.meter import Meter
 from pyops.elastic.policy.policy import (
     Bound,
@@ -68,7 +70,12 @@ __all__ = [
     "Change",
     "Choice",
     "Elastic",
+    "ElasticCallbacks",
+    "ElasticConfig",
+    "ElasticData",
+    "ElasticRun",
     "Epoch",
+    "ForecastRun",
     "GradientNorm",
     "Grid",
     "Layout",
@@ -77,6 +84,7 @@ __all__ = [
     "Meter",
     "Move",
     "Packing",
+    "PackingConfig",
     "PercentileOfChange",
     "Policy",
     "Portion",

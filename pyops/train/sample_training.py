@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,18 @@ from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
 from pyops.config.task_config import KINDS
-from pyops.elastic import CacheOptions, Elastic, Portion, machine_of, plot_elastic, rows_besides
+from pyops.elastic import (
+    Elastic,
+    ElasticCallbacks,
+    ElasticConfig,
+    ElasticData,
+    ElasticRun,
+    PackingConfig,
+    Portion,
+    machine_of,
+    plot_elastic,
+    rows_besides,
+)
 from pyops.precision import PRECISIONS
 from pyops.tensor_parallel import set_dropout
 from pyops.train.host.heap import trim_after
@@ -35,7 +46,7 @@ from pyops.train.loop import Row, StepResult, Training, check_same_options
 from pyops.train.outcome import Outcome
 from pyops.train.report.display import describe_transition
 from pyops.train.report.metrics import peak_memory_gib
-from pyops.train.setup.recipe import make_named_optimizer, make_policy
+from pyops.train.setup.recipe import make_named_optimizer
 from pyops.train.tasks import make_task
 
 __all__ = ["SampleTraining"]
@@ -70,69 +81,60 @@ class SampleTraining(Training):
         self.skipped, self.score = 0, math.nan
 
     def _make_elastic(self, *, pretrained: bool) -> Elastic:
-        config, options, elastic = self.config, self.config.train, self.config.elastic
+        config, options = self.config, self.config.train
         model = self._model(device=torch.device("meta"))  # ranks give memory to their own layers
         self.num_parameters = sum(p.numel() for p in model.parameters())
         folder = config.task.pretrained if pretrained else ""
         weights = weights_of(Path(folder), task=self.task) if folder else None
-        initialise = FirstValues(
+        initialize = FirstValues(
             model, draw=lambda module: model.initialize(options.seed, only=module), weights=weights
         )
         layers = dict(zip(self.task.layer_names, _layers(model), strict=True))
-        packing = {
-            "machine": machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)
-        }
+        packing = PackingConfig(
+            machine=machine_of(_layers(model), besides=self.besides, stages=config.parallel.pp)
+        )
         try:
             made = Elastic(
                 layers,
                 optimizer=partial(make_named_optimizer, config),
                 loss=self.task.loss,
-                samples=self.task.samples,
-                held_out=self.task.held_out,
-                batch=options.batch,
-                seed=options.seed,
-                terms=self.task.terms,
-                device=self.device,
-                stages=config.parallel.pp,
-                schedule=config.parallel.schedule,
-                policy=make_policy(elastic),
-                every=elastic.every,
-                compress=elastic.compress,
-                replicate=elastic.replicate,
-                batch_policy=elastic.batch_policy,
-                lr_rule=elastic.lr_rule,
-                max_grad_norm=config.optimizer.max_grad_norm or None,
-                before=self._key_dropout,
-                cache=self._cache_options(),
-                packing=packing,
-                trial=self._rows if elastic.trial else None,
-                initialise=initialise,
+                data=ElasticData(
+                    samples=self.task.samples,
+                    batch=options.batch,
+                    seed=options.seed,
+                    held_out=self.task.held_out,
+                    terms=self.task.terms,
+                ),
+                config=self._elastic_config(),
+                run=ElasticRun(
+                    stages=config.parallel.pp,
+                    schedule=config.parallel.schedule,
+                    device=self.device,
+                    max_grad_norm=config.optimizer.max_grad_norm or None,
+                    packing=packing,
+                ),
+                callbacks=ElasticCallbacks(
+                    initialize=initialize,
+                    before_forward=self._key_dropout,
+                    rows_of=self._rows,
+                ),
             )
         except ValueError as error:
             raise ConfigError(f"[elastic], [parallel], [train]: {error}") from None
-        initialise.forget_weights()
+        initialize.forget_weights()
         return made
 
-    def _cache_options(self) -> CacheOptions:
+    def _elastic_config(self) -> ElasticConfig:
+        """[elastic], without a cache where a sample has other inputs in each epoch."""
         options = self.config.elastic
-        changing = self.task.augmentation(0) != self.task.augmentation(1)
-        if changing and options.cache == "on":
+        if self.task.augmentation(0) == self.task.augmentation(1):
+            return options
+        if options.cache == "on":
             raise ConfigError(
                 f"elastic.cache is 'on', but task.kind {self.task.name!r} has other "
                 "inputs in each epoch; set it to 'off'"
             )
-
-        def example(samples: torch.Tensor) -> tuple[Any, dict[str, Any]]:
-            inputs, _, named = self._rows(Portion(samples, 0, len(samples), 0, 0, len(samples)))
-            return inputs, named
-
-        return CacheOptions(
-            "off" if changing or not options.on else options.cache,
-            example,
-            budget=int(options.cache_gib * 2**30) or None,
-            stored=torch.bfloat16 if options.cache_dtype == "bf16" else None,
-            disk=options.cache_folder or None,
-        )
+        return replace(options, cache="off")
 
     def _model(self, *, device: torch.device) -> Any:
         """The task's, without values."""

@@ -10,7 +10,6 @@ import pytest
 
 from pyops.config import Config, ConfigError, ElasticConfig, load_config
 from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Sampler
-from pyops.train.setup.recipe import make_policy
 
 pytestmark = pytest.mark.cpu_only
 
@@ -110,19 +109,19 @@ def test_a_head_that_has_the_embeddings_weights(tmp_path):
 
 
 def test_the_policy_that_is_named():
-    assert make_policy(ElasticConfig()) is None
+    assert ElasticConfig().policy() is None
     for name, kind in (("gradient_norm", GradientNorm), ("bound", Bound)):
-        policy = make_policy(ElasticConfig(freeze=name, alpha=1 / 3))
+        policy = ElasticConfig(freeze=name, alpha=1 / 3).policy()
         assert type(policy) is kind
         assert policy.alpha == Fraction(1, 3)
-    policy = make_policy(ElasticConfig(freeze="percentile", percent=30))
+    policy = ElasticConfig(freeze="percentile", percent=30).policy()
     assert isinstance(policy, PercentileOfChange)
     assert policy.percent == 30
 
 
 @pytest.mark.parametrize("alpha", [1e-6, 1 - 1e-6])
 def test_every_alpha_that_is_taken_makes_a_policy(alpha: float):
-    make_policy(ElasticConfig(freeze="bound", alpha=alpha))
+    ElasticConfig(freeze="bound", alpha=alpha).policy()
 
 
 @pytest.mark.parametrize("policy", ["global", "replica"])

@@ -12,12 +12,13 @@ from pyops.elastic import Elastic
 from pyops.optim import AdamW
 from pyops.zero import ZeroOptimizer
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
 
 def run_of(layers: dict[str, nn.Module]) -> Elastic:
-    return Elastic(
+    return make_elastic(
         layers,
         optimizer=networks.optimizer,
         loss=networks.loss,

@@ -34,6 +34,7 @@ LAYERS = [
 ]
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 SAME_LAYER_ALLOWED = {
+    "config": {"elastic"},
     "train": {"config", "elastic"},
     "cli": {"train", "config", "hub"},
     "__main__": {"cli"},
@@ -50,7 +51,12 @@ FLOORS = {
         ["convert"],
     ],
     "comm": [["agreement", "broadcast", "failure"], ["collectives"], ["compression"], ["buckets"]],
-    "elastic": [["layout", "membership", "picture", "policy"], ["frozen", "planning"], ["runtime"]],
+    "elastic": [
+        ["layout", "membership", "picture", "policy"],
+        ["frozen", "planning"],
+        ["config"],
+        ["runtime"],
+    ],
     "hub": [
         ["files", "packing"],
         ["fields"],

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initialise", "freeze", "is_held", "lacks_tables", "let_go", "take", "values_of"]
+__all__ = ["Initialize", "freeze", "is_held", "lacks_tables", "let_go", "take", "values_of"]
 
-Initialise = Callable[
+Initialize = Callable[
     [str, nn.Module], None
 ]  # (name of the layer in the model, layer): fills it with its first values
 
@@ -43,12 +43,12 @@ def take(
     values: Mapping[str, Tensor] | None,
     *,
     device: torch.device,
-    initialise: Callable[[nn.Module], None] | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Give a layer memory on `device`, and these values by its own names of them; None: those that
     it has, or its first ones.
 
-    initialise: fills a layer that has none, and tables, which nobody can send.
+    initialize: fills a layer that has none, and tables, which nobody can send.
     """
     if values is None and is_held(layer):
         values = {name: tensor.clone() for name, tensor in values_of(layer).items()}
@@ -57,8 +57,8 @@ def take(
         layer,
         lambda tensor, lasting: torch.empty_like(tensor, device=device) if tensor.is_meta else None,
     )
-    if first and initialise is not None:
-        initialise(layer)
+    if first and initialize is not None:
+        initialize(layer)
     if values is not None:
         for name, tensor in values_of(layer).items():
             tensor.copy_(values[name])

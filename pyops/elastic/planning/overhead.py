@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import on_first_rank
-from pyops.elastic.planning.packing import Machine
+from pyops.elastic.planning.packing_config import Machine
 from pyops.pipeline import Profile, profile
 
 __all__ = ["machine_of", "rows_besides"]

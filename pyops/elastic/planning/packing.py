@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.pipeline import Costs, LayerCosts, Profile, balance, schedule, simulate
 from pyops.pipeline.partition.balance import places
 
 __all__ = ["Machine", "Packing", "frozen_share", "pack"]
 
-POLICIES = ("global", "replica")
-MEASURES = ("parameters", "memory")
 MULTIPLES = (
     1,
     2,
@@ -37,34 +36,35 @@ MULTIPLES = (
 
 @dataclass(frozen=True)
 class Packing:
-    """What `pack` found. boundaries: stage s holds layers [boundaries[s], boundaries[s + 1]).
-    fullest: what the fullest stage holds, in the unit of the costs. time: of a step, simulated.
-    reason: why not fewer stages, in words. simulated: (number of micro-batches, time) of all
-    numbers that these boundaries were tried with, the fastest first."""
+    """What `pack` found."""
 
     frozen: int
+    """How many of the first layers are frozen."""
+
     stages: int
+    """Pipeline stages of a replica."""
+
     boundaries: tuple[int, ...]
+    """Stage s holds layers [boundaries[s], boundaries[s + 1])."""
+
     micro_batches: int
+    """Micro-batches of a replica's step."""
+
     replicas: int
+    """Pipelines that the devices have room for."""
+
     reason: str
+    """Why there are not fewer stages, in words."""
+
     fullest: float
+    """What the fullest stage holds, in the unit of the costs."""
+
     time: float
+    """Simulated seconds of a step."""
+
     simulated: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a step costs besides the layers. devices: of all replicas together. overhead: seconds
-    that a micro-batch costs a stage in forward, and again in backward, however small it is.
-    latency, bandwidth (bytes a second): from a stage to the next. reduce_bandwidth: of a ring over
-    the replicas, for gradients."""
-
-    devices: int
-    overhead: float = 0.0
-    latency: float = 0.0
-    bandwidth: float = math.inf
-    reduce_bandwidth: float = math.inf
+    """(number of micro-batches, time) of all numbers that these boundaries were tried with, the
+    fastest first."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,11 @@ class _Problem:
     stages."""
 
     profile: Profile
-    by: str
     held: tuple[float, ...]  # with by="parameters": of each layer, as a stage holds it
+    config: PackingConfig
     machine: Machine
     batch: int
-    profiled: float
     starting: int  # stages
-    policy: str
-    replicate: bool
-    name: str  # of the schedule
     tied: dict[str, Any]
 
     @property
@@ -102,27 +98,29 @@ class _Problem:
 
     def replicas(self, stages: int) -> int:
         """Pipelines of so many stages."""
-        return self.machine.devices // (stages if self.replicate else self.starting)
+        return self.machine.devices // (stages if self.config.replicate else self.starting)
 
     def candidates(self, stages: int, most: float) -> Iterator[_Candidate]:
         """One for each number of micro-batches with which no stage holds more than that."""
         batch = float(self.batch)
-        if self.policy == "global":
+        if self.config.batch_policy == "global":
             batch *= self.replicas(self.starting) / self.replicas(stages)
         counts = [n * stages for n in MULTIPLES if n * stages <= batch] or [max(1, int(batch))]
-        if self.by == "parameters":
+        if self.config.by == "parameters":
             bounds = balance(self.held, num_stages=stages, **self.tied)
             fullest = max(math.fsum(self.held[a:b]) for _, a, b in _stages(bounds))
             if fullest <= most:
                 yield from (
-                    _Candidate(stages, count, batch / count / self.profiled, tuple(bounds), fullest)
+                    _Candidate(
+                        stages, count, batch / count / self.config.profiled, tuple(bounds), fullest
+                    )
                     for count in counts
                 )
             return
         for count in counts:
             made, scale = (
-                schedule(self.name, num_stages=stages, num_microbatches=count),
-                batch / count / self.profiled,
+                schedule(self.config.schedule, num_stages=stages, num_microbatches=count),
+                batch / count / self.config.profiled,
             )
             flights = [made.peak(rank) * scale for rank in range(stages)]
             limit: dict[str, Any] = (
@@ -146,7 +144,7 @@ class _Problem:
 
     def best(self, stages: int, most: float = math.inf) -> list[tuple[float, _Candidate]]:
         """With the time of a step, from the fastest on those of its boundaries; of equally fast
-        ones, the fewest micro-batches come first."""
+        ones, the min_stages micro-batches come first."""
         timed = [(self._time(each), each) for each in self.candidates(stages, most)]
         least = min(time for time, _ in timed)
         first = min(
@@ -168,7 +166,7 @@ class _Problem:
         """Seconds of a step: the pipeline's, and the reduction of each stage's gradients behind its
         last backward."""
         machine, scale, ranks = self.machine, found.scale, range(found.stages)
-        made = schedule(self.name, num_stages=found.stages, num_microbatches=found.count)
+        made = schedule(self.config.schedule, num_stages=found.stages, num_microbatches=found.count)
         once = self.profile.costs(found.boundaries, split=made.splits_backward)
         learns = [
             any(layer.backward for layer in self.profile.layers[a:b])
@@ -208,72 +206,50 @@ def pack(
     *,
     frozen: int,
     stages: int,
-    machine: Machine | None = None,
-    by: str = "parameters",
-    lambda_frozen: float | None = 1 / 6,
-    ceiling: float | None = None,
     batch: int | None = None,
-    profiled: float = 1.0,
-    batch_policy: str = "global",
-    schedule: str = "1f1b",
-    together: Iterable[tuple[int, int]] = (),
-    same_stage: Iterable[Sequence[int]] = (),
     cached: bool = False,
-    fewest: int = 1,
-    replicate: bool = True,
-    head: int = 1,
+    min_stages: int = 1,
+    config: PackingConfig | None = None,
 ) -> Packing:
     """Halve the number of stages as often as the fullest stage then holds no more than the fullest
     did at the start.
 
-    costs: of the pipeline's layers, embedding and head included: a Profile, or numbers, which say
-    both what a layer holds and
-        what it takes, a third of it in forward. A cut never goes through a layer, so give a residual's layers as one.
-    frozen: how many of the first layers; no cut goes between these, stage 0 has them all. stages:
-    at the start, with nothing
-        frozen. machine: default: `stages` devices.
-    by: "parameters": a stage holds its parameters (for numbers: these), and layers are cut so that
-    the fullest holds the least,
-        as in the paper. "memory", of a Profile: weights, gradients, Adam's moments, and activations of the micro-batches that
-        the schedule keeps; layers are cut so that the slowest stage is the fastest of those that fit.
-    lambda_frozen: what a frozen layer holds, of what it holds when active. None, of a Profile: with
-    by="memory" each layer's
-        weights, no gradients, no activations; with by="parameters" `frozen_share(costs)`. Its time is that of its forward,
-        whatever lambda_frozen is; with `cached` none.
-    ceiling: what a stage may hold at most. Default: what the fullest holds at the start; or, where
-    no number of stages fits
-        that, as what is frozen is not cut, the least that the fullest then holds.
-    batch: samples a step of one pipeline at the start (default: 8 for each stage), of which
-    `profiled` were in the micro-batch
-        that the costs are of. The number of micro-batches is a multiple K ... 8K of the stages, up to the batch: that with the
-        shortest simulated step of the batch, so that smaller micro-batches are shorter, but for machine.overhead.
-    batch_policy: "global": the batch of all replicas together stays; "replica": that of each stays,
-    and the whole grows. schedule: of pyops.pipeline. together, same_stage: as for `balance`.
-    fewest: not fewer stages than this. replicate: False:
-        devices that are set free are no new replicas. head: how many of the last layers are never frozen.
-
     An odd number of stages goes to one in place of its half. Where freezing leaves fewer layers
-    than stages there are fewer of these, whatever `fewest` says. With everything but the head
-    frozen there is one, if no ceiling that is given forbids it. ValueError: all layers frozen,
-    fewer layers than stages at the start, devices that the stages do not divide, a ceiling that no
-    number of stages fits.
+    than stages there are fewer of these, whatever `min_stages` says. With everything but the head
+    frozen there is one, if no ceiling that is given forbids it. The number of micro-batches is a
+    multiple K ... 8K of the stages, up to the batch: that with the shortest simulated step, so that
+    smaller micro-batches are shorter, but for machine.overhead.
+
+    Args:
+        costs: of the pipeline's layers, embedding and head included: a Profile, or numbers, which
+            say both what a layer holds and how long it takes, a third of it in forward. A cut never
+            goes through a layer, so give a residual's layers as one.
+        frozen: how many of the first layers are frozen; stage 0 has them all.
+        stages: of each pipeline at the start, with nothing frozen.
+        batch: samples a step of one pipeline at the start; None: 8 for each stage.
+        cached: whether the frozen layers' output is read, so that they take no time.
+        min_stages: the min_stages stages.
+        config: how layers are packed; None: PackingConfig().
+
+    Raises:
+        ValueError: for all layers frozen, fewer layers than stages at the start, devices that the
+            stages do not divide, or a ceiling that no number of stages fits.
     """
-    machine = machine or Machine(devices=stages)
+    config = config or PackingConfig()
     batch = 8 * stages if batch is None else batch
-    numbers = not isinstance(costs, Profile)
     profile = costs if isinstance(costs, Profile) else _as_profile(costs)
-    _check(
-        profile, frozen, stages, machine, by, lambda_frozen, batch, profiled, batch_policy, numbers
-    )
-    tied = {"together": tuple(together), "same_stage": tuple(tuple(group) for group in same_stage)}
+    machine = _check(profile, frozen, stages, batch, config, not isinstance(costs, Profile))
+    by, lambda_frozen, ceiling = config.by, config.lambda_frozen, config.ceiling
+    tied = {
+        "together": tuple(config.together),
+        "same_stage": tuple(tuple(group) for group in config.same_stage),
+    }
     held = (
         tuple(map(float, costs))
         if not isinstance(costs, Profile)
         else tuple(float(x.parameters) for x in costs.layers)
     )
-    start = _Problem(
-        profile, by, held, machine, batch, profiled, stages, batch_policy, replicate, schedule, tied
-    )
+    start = _Problem(profile, held, config, machine, batch, stages, tied)
     if lambda_frozen is None and by == "parameters":
         lambda_frozen = frozen_share(profile)
     share = 1.0 if lambda_frozen is None else lambda_frozen
@@ -284,14 +260,14 @@ def pack(
         tied={**tied, "together": (*tied["together"], (0, max(0, frozen - 1)))},
     )
     several = _numbers_of_stages(stages)
-    enough = [n for n in several if fewest <= n <= problem.places] or [
+    enough = [n for n in several if min_stages <= n <= problem.places] or [
         n for n in several if n <= problem.places
     ][:1]
     most, last = (
         math.inf if ceiling is None else ceiling,
-        frozen + head >= len(profile),
+        frozen + config.head >= len(profile),
     )  # last: the head alone learns
-    if last and ceiling is None and fewest == 1:
+    if last and ceiling is None and min_stages == 1:
         enough = [1]
     elif ceiling is None:
         at_start = start.least(stages) if by == "parameters" else start.best(stages)[0][1].fullest
@@ -311,7 +287,7 @@ def pack(
         found.boundaries,
         found.count,
         problem.replicas(found.stages),
-        _reason(problem, found, frozen, most, fewest, last),
+        _reason(problem, found, frozen, most, min_stages, last),
         found.fullest,
         time,
         tuple((each.count, seconds) for seconds, each in timed),
@@ -336,7 +312,7 @@ def _numbers_of_stages(starting: int) -> list[int]:
 
 
 def _reason(
-    problem: _Problem, found: _Candidate, frozen: int, most: float, fewest: int, last: bool
+    problem: _Problem, found: _Candidate, frozen: int, most: float, min_stages: int, last: bool
 ) -> str:
     """Why not fewer stages, in words."""
     stages, following = found.stages, [*_numbers_of_stages(found.stages), 1][1]
@@ -344,13 +320,13 @@ def _reason(
         reason = f"the head alone learns, so one stage has all, which is {found.fullest:.4g}"
     elif stages == 1:
         reason = f"all fits on one stage, which holds {found.fullest:.4g} of at most {most:.4g}"
-    elif stages < fewest:
+    elif stages < min_stages:
         reason = (
-            f"{fewest} stages or more are asked for, but there are {problem.places} parts, "
+            f"{min_stages} stages or more are asked for, but there are {problem.places} parts, "
             "what is frozen being one"
         )
-    elif following < fewest:
-        reason = f"{fewest} stages or more are asked for"
+    elif following < min_stages:
+        reason = f"{min_stages} stages or more are asked for"
     else:
         reason = (
             f"on {following} stage{'s' if following > 1 else ''} one would hold more than "
@@ -410,51 +386,21 @@ def _frozen(profile: Profile, frozen: int, share: float | None, cached: bool) ->
 
 
 def _check(
-    profile: Profile,
-    frozen: int,
-    stages: int,
-    machine: Machine,
-    by: str,
-    share: float | None,
-    batch: int,
-    profiled: float,
-    policy: str,
-    numbers: bool,
-) -> None:
-    for what, value in (("stages", stages), ("machine.devices", machine.devices), ("batch", batch)):
+    profile: Profile, frozen: int, stages: int, batch: int, config: PackingConfig, numbers: bool
+) -> Machine:
+    """The machine. ValueError for what `pack` can't be asked."""
+    devices = stages if config.machine is None else config.machine.devices
+    for what, value in (("stages", stages), ("machine.devices", devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{what} is {value!r}; it must be a whole number, 1 or more")
-    if machine.devices % stages:
+    if devices % stages:
         raise ValueError(
-            f"{machine.devices} devices can't be shared out to pipelines of {stages} "
-            "stages; make one divide the other"
+            f"machine.devices is {devices}, and {devices} devices can't be shared out to pipelines "
+            f"of {stages} stages; make one divide the other"
         )
     if isinstance(frozen, bool) or not isinstance(frozen, int) or not 0 <= frozen < len(profile):
         raise ValueError(
-            f"frozen is {frozen!r} of {len(profile)} layers; it must be a whole number "
-            f"from 0 to {len(profile) - 1}: with all "
-            "frozen there is nothing to train"
+            f"frozen is {frozen!r} of {len(profile)} layers; it must be a whole number from 0 to "
+            f"{len(profile) - 1}: with all frozen there is nothing to train"
         )
-    for name, chosen, known in (("by", by, MEASURES), ("batch_policy", policy, POLICIES)):
-        if chosen not in known:
-            raise ValueError(f"{name} is {chosen!r}; choose one of {', '.join(known)}")
-    if by == "memory" and numbers:
-        raise ValueError(
-            'by="memory" needs to know what layers keep; give a Profile: profile(layers, inputs)'
-        )
-    if share is None and numbers:
-        raise ValueError(
-            "lambda_frozen=None is what a profile measured, but the costs are numbers; "
-            "give one, such as 1 / 6"
-        )
-    if share is not None and not 0 <= share <= 1:
-        raise ValueError(f"lambda_frozen is {share!r}; expected a number from 0 to 1")
-    if (
-        not profiled > 0
-        or not min(machine.overhead, machine.latency) >= 0
-        or not machine.reduce_bandwidth > 0
-    ):
-        raise ValueError(
-            f"profiled is {profiled!r}, and the machine {machine}; seconds are 0 or "
-            "more, the others more than 0"
-        )
+    return config.check(stages=stages, numbers=numbers)

@@ -23,7 +23,7 @@ from pyops.elastic.frozen.caching import CacheOptions, Caching
 from pyops.elastic.frozen.prefix import Prefix
 from pyops.elastic.layout.groups import Active, Everyone, giving_up
 from pyops.elastic.layout.holding import (
-    Initialise,
+    Initialize,
     freeze,
     is_held,
     lacks_tables,
@@ -55,7 +55,7 @@ class Options:
     device: torch.device
     chunk: int
     key: Callable[[Sequence[str], Sequence[nn.Module], int], None]
-    initialise: Initialise | None = None
+    initialize: Initialize | None = None
     trial: RowsOf | None = None
 
 
@@ -219,12 +219,12 @@ class Arrangement:
                     if coming is None
                     else {key[cut:]: value for key, value in coming["parameters"].items()}
                 )
-                initialise = (
+                initialize = (
                     None
-                    if self._options.initialise is None
-                    else partial(self._options.initialise, name)
+                    if self._options.initialize is None
+                    else partial(self._options.initialize, name)
                 )
-                take(layer, values, device=self._options.device, initialise=initialise)
+                take(layer, values, device=self._options.device, initialize=initialize)
             if number in own and number < self.layout.frozen:
                 freeze(layer)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pyops.comm.agreement import gather
-from pyops.mesh import check_initialized
+from pyops.elastic.config import ElasticConfig, ElasticData, ElasticRun
 
 __all__ = ["check_agreed", "check_run", "plain"]
 
@@ -22,82 +22,76 @@ SCHEDULES = ("1f1b", "gpipe")
 def check_run(
     layers: Mapping[str, nn.Module],
     *,
+    data: ElasticData,
+    config: ElasticConfig,
+    run: ElasticRun,
     ranks: int,
-    stages: int,
-    batch: int,
-    every: int,
-    schedule: str,
-    has_initialise: bool,
-    batch_policy: str,
-    terms: int,
-    chunk: int | None,
-    held_out: int,
-    max_grad_norm: float | None,
-    idle_timeout: float,
-    device: torch.device,
+    has_initialize: bool,
 ) -> None:
-    """ValueError for numbers that can't be or don't fit each other, parameters that are of two
-    layers, not to be trained, or given values by nothing, layers on another device, and norms over
-    the rows of a batch."""
-    check_initialized("Elastic")
+    """Checks the arguments of Elastic, before anything is communicated.
+
+    Raises:
+        ValueError: for numbers that can't be or don't fit each other, parameters that are of two
+            layers, not to be trained, or given values by nothing, layers on another device, and
+            norms over the rows of a batch.
+    """
     if len(layers) < 3:
         raise ValueError(
-            f"there are {len(layers)} layers; give an embedding, blocks, and a head: 3 or more"
+            f"layers has {len(layers)} layers; give an embedding, blocks, and a head: 3 or more"
         )
-    if stages < 1 or ranks % stages:
+    _check_stages(run.stages, ranks=ranks, num_layers=len(layers))
+    if run.schedule not in SCHEDULES:
         raise ValueError(
-            f"stages is {stages}, of which {ranks} ranks are no multiple; start a "
-            "multiple, or take a divisor"
+            f"schedule is {run.schedule!r}; it must be 1f1b or gpipe, which go with any number of "
+            "stages"
         )
-    if stages > len(layers):
+    replicas = ranks // run.stages
+    if data.batch < replicas:
         raise ValueError(
-            f"stages is {stages}, but there are {len(layers)} layers; take {len(layers)} or fewer"
+            f"batch is {data.batch}, fewer than the {replicas} replicas; take {replicas} or more"
         )
-    if every < 0:
+    if config.batch_policy == "replica" and data.batch % replicas:
         raise ValueError(
-            f"every is {every}; it must be 0, for a decision at the end of each epoch, "
-            "or a number of steps"
-        )
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"schedule is {schedule!r}; it must be 1f1b or gpipe, which go with any "
-            "number of stages"
-        )
-    if batch < ranks // stages:
-        raise ValueError(
-            f"batch is {batch}, fewer than the {ranks // stages} replicas; take "
-            f"{ranks // stages} or more"
-        )
-    replicas = ranks // stages
-    if batch_policy == "replica" and batch % replicas:
-        raise ValueError(
-            f"batch is {batch}, which {replicas} replicas can't share evenly, but "
-            "batch_policy 'replica' gives each as many; "
-            f"take a multiple of {replicas}"
+            f"batch is {data.batch}, which {replicas} replicas can't share evenly, but "
+            f"batch_policy is 'replica', which gives each as many; take a multiple of {replicas}"
         )
     for what, value, least in (
-        ("terms", terms, 1),
-        ("chunk", 1 if chunk is None else chunk, 1),
-        ("held_out", held_out, 0),
+        ("terms", data.terms, 1),
+        ("chunk", 1 if run.chunk is None else run.chunk, 1),
+        ("held_out", data.held_out, 0),
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{what} is {value!r}; it must be a whole number, {least} or more")
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if run.max_grad_norm is not None and not run.max_grad_norm > 0:
         raise ValueError(
-            f"max_grad_norm is {max_grad_norm}; it must be more than 0, or None, which "
-            "clips nothing"
+            f"max_grad_norm is {run.max_grad_norm}; it must be more than 0, or None, which clips "
+            "nothing"
         )
-    if not idle_timeout > 0:
+    if not run.idle_timeout > 0:
         raise ValueError(
-            f"idle_timeout is {idle_timeout}; it must be a number of seconds, more than 0"
+            f"idle_timeout is {run.idle_timeout}; it must be a number of seconds, more than 0"
         )
-    _check_layers(layers, device=device, has_initialise=has_initialise)
+    for name, layer in layers.items():
+        _check_norms(name, layer)
+    _check_tensors(layers, device=torch.device(run.device), has_initialize=has_initialize)
 
 
-def _check_layers(
-    layers: Mapping[str, nn.Module], *, device: torch.device, has_initialise: bool
+def _check_stages(stages: int, *, ranks: int, num_layers: int) -> None:
+    if stages < 1 or ranks % stages:
+        raise ValueError(
+            f"stages is {stages}, of which {ranks} ranks are no multiple; start a multiple, or "
+            "take a divisor"
+        )
+    if stages > num_layers:
+        raise ValueError(
+            f"stages is {stages}, but there are {num_layers} layers; take {num_layers} or fewer"
+        )
+
+
+def _check_tensors(
+    layers: Mapping[str, nn.Module], *, device: torch.device, has_initialize: bool
 ) -> None:
-    """What `check_run` says of parameters, buffers and norms."""
+    """What `check_run` says of parameters and buffers."""
     owner: dict[int, str] = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters():
@@ -120,11 +114,11 @@ def _check_layers(
                     "persistent=False, or give each its own"
                 )
         for own, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if tensor.is_meta and not has_initialise:
+            if tensor.is_meta and not has_initialize:
                 raise ValueError(
                     f"{name}.{own} is on the meta device, and nothing gives it values; "
-                    "give initialise=, a function of a "
-                    "layer's name and the layer that fills its parameters and buffers"
+                    "give callbacks=ElasticCallbacks(initialize=...), a function of a layer's "
+                    "name and the layer that fills its parameters and buffers"
                 )
             other = tensor.device.type != device.type or device.index not in (
                 None,
@@ -133,20 +127,25 @@ def _check_layers(
             if other and not tensor.is_meta:
                 raise ValueError(
                     f"{name}.{own} is on {tensor.device}, but device is {device}; move "
-                    "it, or give device="
+                    "it, or give run=ElasticRun(device=...)"
                 )
-        for own, module in layer.named_modules(prefix=name):
-            # The rows that fill up a batch would count in its statistics; replicas' running ones
-            # would drift apart.
-            if isinstance(module, _BatchNorm) or (
-                isinstance(module, _NormBase) and module.track_running_stats
-            ):
-                raise ValueError(
-                    f"{own} is a {type(module).__name__}, whose statistics would change "
-                    "with the layout and with the rows that "
-                    "fill up a batch; use a norm over a row's own values, such as "
-                    "LayerNorm or GroupNorm"
-                )
+
+
+def _check_norms(name: str, layer: nn.Module) -> None:
+    """What `check_run` says of norms over the rows of a batch.
+
+    The rows that fill up a batch would count in its statistics, and replicas' running statistics
+    would drift apart.
+    """
+    for own, module in layer.named_modules(prefix=name):
+        if isinstance(module, _BatchNorm) or (
+            isinstance(module, _NormBase) and module.track_running_stats
+        ):
+            raise ValueError(
+                f"{own} is a {type(module).__name__}, whose statistics would change with the "
+                "layout and with the rows that fill up a batch; use a norm over a row's own "
+                "values, such as LayerNorm or GroupNorm"
+            )
 
 
 def check_agreed(

@@ -19,22 +19,31 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather, on_all_ranks
+from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.failure import CommunicationError
+from pyops.elastic.config import (
+    ElasticCallbacks,
+    ElasticConfig,
+    ElasticData,
+    ElasticRun,
+    refuse_moved,
+)
 from pyops.elastic.frozen.caching import CacheOptions
 from pyops.elastic.layout.groups import Everyone, giving_up
-from pyops.elastic.layout.holding import Initialise, let_go
+from pyops.elastic.layout.holding import let_go
 from pyops.elastic.layout.layout import Layout
 from pyops.elastic.layout.portion import Portion, Step, portion_of
 from pyops.elastic.layout.sampler import Sampler
 from pyops.elastic.layout.transition import State, carry
-from pyops.elastic.planning.packing import Machine, Packing, pack
+from pyops.elastic.planning.packing import Packing, pack
+from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.elastic.planning.trial import RowsOf
 from pyops.elastic.policy.policy import Policy, decide_together
 from pyops.elastic.runtime.arrangement import Arrangement, Options
@@ -43,48 +52,32 @@ from pyops.elastic.runtime.checks import check_agreed, check_run, plain
 from pyops.elastic.runtime.saving import run_of, saved, states_of
 from pyops.elastic.runtime.scoring import scored
 from pyops.elastic.runtime.worker import MakeOptimizer
+from pyops.mesh import check_initialized
 from pyops.pipeline import Profile
 
 __all__ = ["Elastic"]
-
-Before = Callable[[Sequence[str], Sequence[nn.Module], Portion, int], None]
 
 
 class Elastic:
     """Trains the composition of `layers` on all ranks that torch.distributed runs; in one process
     where it does not.
 
-    layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on all
-    ranks. Those on the meta
-        device get memory where they are needed, and their first values, and buffers that no state_dict has, from
-        `initialise(name, layer)`; others bring theirs. A parameter of two layers (a tied head) is an error: a frozen one can't
-        learn.
-    optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each
-    change; it then gets the states
-        of before. loss: (what the last layer returns, target) -> the SUM over rows that count.
-    samples, batch, seed: see `Sampler`; batch is of all replicas at the start. held_out: samples of
-    `evaluate(cached=True)`. stages: of each replica at the start; the ranks must be a multiple.
-    policy: what decides; None: nothing is ever frozen.
-        every: steps between decisions; 0: an epoch.
-    device: of the layers that come with memory, and where the others get it.
-    costs: of `pack`, one for each layer: a Profile, or numbers (default: parameters). packing:
-    further options of `pack`; by
-        default a micro-batch costs a stage as much as one sample more.
-    terms: of each row's loss: gradients are of the sum over the batch, divided by batch * terms.
-    compress, replicate: False: the stages stay as they are; ranks set free stay idle.
-    before: (names, layers, portion, micro-batch) called before each forward of a stage's active
-    layers: keys their dropout. cache: whether, and where, what frozen layers say to each sample is
-    kept (default: not). chunk: rows that these compute at a
-        time, of a size that does not change with the layout, so that a sample's bits don't: see `Prefix`; by default those of
-        a micro-batch at the start.
-    trial: a portion -> (inputs, target, named arguments) of its rows: each layout's number of
-    micro-batches is then chosen by
-        trying; what the layout is, and with it last bits, then depends on the clock.
-    idle_timeout: seconds that a rank without work waits for a decision; a rank that dies is noticed
-    at once, and one that only
-        hangs after the default group's timeout by those that have work.
+    Args:
+        layers: by name, in order: an embedding, the blocks that may be frozen, a head; the same on
+            all ranks. Those on the meta device get memory where they are needed, and their first
+            values from callbacks.initialize; others bring theirs. A parameter of two layers (a tied
+            head) is an error: a frozen one can't learn.
+        optimizer: ([(name, parameter)]) -> a torch optimizer of them, at the start and after each
+            change; it then gets the states of before.
+        loss: (what the last layer returns, target) -> the SUM over rows that count.
+        data: the samples, and how many make a batch.
+        policy: decides what is frozen; None: the policy that config.freeze names.
+        config: when layers are frozen, what is cached, and what free ranks do.
+        run: stages, device and limits.
+        callbacks: functions that the run calls.
 
-    ValueError, on every rank alike, for what does not fit.
+    Raises:
+        ValueError: on every rank alike, for arguments that do not fit.
     """
 
     def __init__(
@@ -93,131 +86,125 @@ class Elastic:
         *,
         optimizer: MakeOptimizer,
         loss: Callable[[Any, Any], Tensor],
-        samples: int,
-        batch: int,
-        seed: int,
-        held_out: int = 0,
-        terms: int = 1,
-        stages: int = 1,
+        data: ElasticData | None = None,
         policy: Policy | None = None,
-        every: int = 0,
-        device: torch.device | str = "cpu",
-        schedule: str = "1f1b",
-        costs: Any = None,
-        packing: Mapping[str, Any] | None = None,
-        compress: bool = True,
-        replicate: bool = True,
-        batch_policy: str = "global",
-        lr_rule: str = "linear",
-        max_grad_norm: float | None = None,
-        initialise: Initialise | None = None,
-        before: Before | None = None,
-        cache: CacheOptions | None = None,
-        chunk: int | None = None,
-        trial: RowsOf | None = None,
-        idle_timeout: float = 86400.0,
+        config: ElasticConfig | None = None,
+        run: ElasticRun | None = None,
+        callbacks: ElasticCallbacks | None = None,
+        **moved: Any,
     ) -> None:
-        self.layers, self.device, self.policy, self.every = (
-            dict(layers),
-            torch.device(device),
-            policy,
-            every,
-        )
+        check_initialized("Elastic")
+        refuse_moved(moved)
+        if data is None:
+            raise TypeError(
+                "Elastic: data is missing; give data=ElasticData(samples=, batch=, seed=)"
+            )
+        self.config, self.run, self.data = config or ElasticConfig(), run or ElasticRun(), data
+        self.layers, self.device = dict(layers), torch.device(self.run.device)
+        self.policy = self.config.policy() if policy is None else policy
+        callbacks = callbacks or ElasticCallbacks()
         alone = not dist.is_initialized()
         self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-        self._before, self._schedule, self._compress, self._replicate = (
-            before,
-            schedule,
-            compress,
-            replicate,
-        )
-        self.max_grad_norm, self.batch_policy, self._terms = max_grad_norm, batch_policy, terms
-        self.stages, self._batch = stages, batch
+        self._before_forward = callbacks.before_forward
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
         self._portion: Portion | None = None
-        self._held_out = held_out
-        error: Exception | None = None
-        try:
+        with ranks_agree():
             check_run(
                 self.layers,
+                data=data,
+                config=self.config,
+                run=self.run,
                 ranks=self.ranks,
-                stages=stages,
-                batch=batch,
-                every=every,
-                schedule=schedule,
-                has_initialise=initialise is not None,
-                batch_policy=batch_policy,
-                terms=terms,
-                chunk=chunk,
-                held_out=held_out,
-                max_grad_norm=max_grad_norm,
-                idle_timeout=idle_timeout,
-                device=self.device,
+                has_initialize=callbacks.initialize is not None,
             )
-            self._replicas = self.ranks // stages
-            sizes = [
-                float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()
-            ]
-            self._costs = sizes if costs is None else costs
-            self._options: dict[str, Any] = {"machine": self._machine(), **(packing or {})}
+            self._replicas = self.ranks // self.run.stages
+            self._costs = self._layer_costs()
+            self._packing = self._packing_config()
             first = self._pack(0)
-            each = batch if batch_policy == "global" else batch // self._replicas
+            cache = self._cache_options(callbacks.rows_of)
             self.sampler = Sampler(
-                samples,
-                batch=each,
-                seed=seed,
+                data.samples,
+                batch=data.batch if self._is_global else data.batch // self._replicas,
+                seed=data.seed,
                 replicas=self._replicas,
-                batch_policy=batch_policy,
-                lr_rule=lr_rule,
+                batch_policy=self.config.batch_policy,
+                lr_rule=self.config.lr_rule,
             )
-        except (TypeError, ValueError) as caught:
-            error = caught
-        agree(error)
-        cache = cache or CacheOptions()
-        check_agreed(
-            {
-                "samples": samples,
-                "batch": batch,
-                "seed": seed,
-                "every": every,
-                "terms": terms,
-                "schedule": schedule,
-                "batch_policy": batch_policy,
-                "lr_rule": lr_rule,
-                "max_grad_norm": max_grad_norm,
-                "compress": compress,
-                "replicate": replicate,
-                "policy": type(policy).__name__,
-                "the policy": plain(policy),
-                "packing": first,
-                "cache": {**plain(cache), "disk": cache.disk is not None},
-                "chunk": chunk,
-                "held_out": held_out,
-                "trial": "given" if trial else "None",
-                "the order of layers": list(self.layers),
-            },
-            layers=self.layers,
-        )
-        self._all = Everyone(patience=idle_timeout)
+        check_agreed(self._agreed(first, cache, callbacks), layers=self.layers)
+        self._all = Everyone(patience=self.run.idle_timeout)
+        chunk = self.run.chunk
         options = Options(
             loss=loss,
             make_optimizer=optimizer,
-            schedule=schedule,
+            schedule=self.run.schedule,
             device=self.device,
             key=self._key,
             chunk=self._micro_rows(self._layout(first)) if chunk is None else chunk,
-            initialise=initialise,
-            trial=trial,
+            initialize=callbacks.initialize,
+            trial=callbacks.rows_of if self.config.trial else None,
         )
         self._here = Arrangement(
             self.layers,
             options,
             sampler=self.sampler,
             cache=cache,
-            held_out=held_out,
+            held_out=data.held_out,
             everyone=self._all,
         )
         self._here.enter(first, self._layout(first), {}, first=True)
+
+    def _layer_costs(self) -> Profile | Sequence[float]:
+        if self.run.costs is not None:
+            return self.run.costs
+        return [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers.values()]
+
+    def _packing_config(self) -> PackingConfig:
+        """The options of `pack`; a micro-batch costs a stage as much as one sample more, unless a
+        Profile's seconds, or a machine that is given, say what it costs."""
+        config = self.run.packing or PackingConfig()
+        machine = config.machine
+        if machine is None:
+            costs = self._costs
+            overhead = 0.0 if isinstance(costs, Profile) else sum(costs) / 3 / self.run.stages
+            machine = Machine(devices=self.ranks, overhead=overhead)
+        return replace(
+            config,
+            machine=machine,
+            batch_policy=self.config.batch_policy,
+            schedule=self.run.schedule,
+            replicate=self.config.replicate,
+        )
+
+    def _cache_options(self, rows_of: RowsOf | None) -> CacheOptions:
+        if self.config.trial and rows_of is None:
+            raise ValueError(
+                "trial is True, which needs rows to try; give "
+                "callbacks=ElasticCallbacks(rows_of=...)"
+            )
+        if self.run.cache is not None:
+            return self.run.cache
+        return CacheOptions() if self.policy is None else self.config.cache_options(rows_of)
+
+    def _agreed(
+        self, first: Packing, cache: CacheOptions, callbacks: ElasticCallbacks
+    ) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        shared = ("every", "batch_policy", "lr_rule", "compress", "replicate", "trial")
+        return {
+            **vars(self.data),
+            **{name: getattr(self.config, name) for name in shared},
+            **{name: getattr(self.run, name) for name in ("schedule", "max_grad_norm", "chunk")},
+            "policy": type(self.policy).__name__,
+            "the policy": plain(self.policy),
+            "packing": first,
+            "cache": {**plain(cache), "disk": cache.disk is not None},
+            "rows_of": "None" if callbacks.rows_of is None else "given",
+            "the order of layers": list(self.layers),
+        }
+
+    @property
+    def _is_global(self) -> bool:
+        return self.config.batch_policy == "global"
 
     # ------------------------------------------------------------------------------------------------
     # layouts
@@ -245,30 +232,18 @@ class Elastic:
             self._here.worker is not None and self._here.worker.computes_frozen
         )
 
-    def _machine(self) -> Machine:
-        """What a micro-batch costs besides its samples: as much as one of them, unless a Profile's
-        seconds say what that is."""
-        if isinstance(self._costs, Profile):
-            return Machine(devices=self.ranks)
-        return Machine(devices=self.ranks, overhead=sum(self._costs) / 3 / self.stages)
-
     def _pack(self, layers: int) -> Packing:
-        fewest = 1 if self._compress and layers else self.stages
-        batch = -(-self._batch // self._replicas)
         return pack(
             self._costs,
             frozen=layers,
-            stages=self.stages,
-            batch=batch,
-            batch_policy=self.batch_policy,
-            fewest=fewest,
-            schedule=self._schedule,
-            replicate=self._replicate,
-            **self._options,
+            stages=self.run.stages,
+            batch=-(-self.data.batch // self._replicas),
+            min_stages=1 if self.config.compress and layers else self.run.stages,
+            config=self._packing,
         )
 
     def _layout(self, packing: Packing) -> Layout:
-        replicas = self.ranks // packing.stages if self._replicate else self._replicas
+        replicas = self.ranks // packing.stages if self.config.replicate else self._replicas
         return Layout(
             ranks=self.ranks,
             stages=packing.stages,
@@ -283,8 +258,8 @@ class Elastic:
         return -(-self.sampler.global_batch // layout.replicas // layout.micro_batches)
 
     def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
-        if self._before is not None and self._portion is not None:
-            self._before(names, layers, self._portion, number)
+        if self._before_forward is not None and self._portion is not None:
+            self._before_forward(names, layers, self._portion, number)
 
     # ------------------------------------------------------------------------------------------------
     # training
@@ -309,8 +284,8 @@ class Elastic:
     def is_due(self) -> bool:
         """Whether a decision comes next, as this rank has no more shares before it."""
         return (
-            self._since >= self.every
-            if self.every
+            self._since >= self.config.every
+            if self.config.every
             else self.sampler.position == self.sampler.samples
         )
 
@@ -322,7 +297,7 @@ class Elastic:
             else sampler.samples
         )
         batches = -(-left // sampler.global_batch)
-        return min(batches, self.every - self._since) if self.every else batches
+        return min(batches, self.config.every - self._since) if self.config.every else batches
 
     def _portion_of(self, samples: Tensor, *, batch: int, epoch: int) -> Portion:
         layout, replica = self.layout, self._here.replica
@@ -370,13 +345,13 @@ class Elastic:
         if self.layout.frozen:
             named["samples"] = share.samples
             worker.augment(augmentation)
-        count = share.batch * self._terms
+        count = share.batch * self.data.terms
         with giving_up(self._all.meeting):
             loss = worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
             norm = worker.norm()
             if math.isfinite(norm):  # in all stages: a step that is not taken counts in none
                 self._here.meter.observe()
-            worker.update(norm, lr=lr, max_grad_norm=self.max_grad_norm)
+            worker.update(norm, lr=lr, max_grad_norm=self.run.max_grad_norm)
         self._portion = None
         self._since += 1
         return Step(loss / count, norm, worker.flagged)
@@ -397,9 +372,9 @@ class Elastic:
         it, so that what frozen layers say of them is kept and read. ValueError for another count of
         these. What rows_of or score raises on one rank is raised on all.
         """
-        if cached and count != self._held_out:
+        if cached and count != self.data.held_out:
             raise ValueError(
-                f"count is {count}, but cached=True is of the {self._held_out} samples "
+                f"count is {count}, but cached=True is of the {self.data.held_out} samples "
                 "of held_out=; give that count, or leave "
                 "cached out"
             )
@@ -526,10 +501,12 @@ class Elastic:
         model, other data, another policy, or of a run that is not elastic.
         """
         self._here.meet("load_state_dict")
-        packing, layout, states = on_all_ranks(lambda: self._read(state), group=self._all.message)
-        run, policy = state["elastic"], self.policy
-        if policy is not None:
-            on_all_ranks(lambda: policy.load_state_dict(run["policy"]), group=self._all.message)
+        with ranks_agree(self._all.message):
+            packing, layout, states = self._read(state)
+        run = state["elastic"]
+        with ranks_agree(self._all.message):
+            if self.policy is not None:
+                self.policy.load_state_dict(run["policy"])
         self.sampler.load_state_dict(run["sampler"])
         self._here.leave()
         self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]

@@ -23,13 +23,11 @@ from pyops.config import (
     CommunicationConfig,
     Config,
     ConfigError,
-    ElasticConfig,
     OptimizerConfig,
     PrecisionConfig,
     RecomputeConfig,
 )
 from pyops.data_parallel import DataParallel
-from pyops.elastic import Bound, GradientNorm, PercentileOfChange, Policy
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.models import GPT
@@ -44,7 +42,6 @@ __all__ = [
     "make_model",
     "make_named_optimizer",
     "make_optimizer",
-    "make_policy",
     "make_zero",
     "num_parameters",
     "recompute_modules",
@@ -253,14 +250,6 @@ def make_named_optimizer(
     }
     made: torch.optim.Optimizer = _class(options)(groups, **arguments)
     return made
-
-
-def make_policy(options: ElasticConfig) -> Policy | None:
-    """What decides which layers are frozen; None freezes none."""
-    if options.freeze == "percentile":
-        return PercentileOfChange(options.percent)
-    kinds = {"gradient_norm": GradientNorm, "bound": Bound}
-    return kinds[options.freeze](options.alpha) if options.on else None
 
 
 def _class(options: OptimizerConfig) -> Any:

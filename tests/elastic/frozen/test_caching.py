@@ -17,6 +17,7 @@ from pyops.elastic.frozen import caching
 from pyops.elastic.frozen.caching import Caching
 from pyops.elastic.frozen.disk import DiskTier
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -37,7 +38,7 @@ def example(samples: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def made(cache: dict[str, Any], **options: Any) -> Elastic:
-    return Elastic(
+    return make_elastic(
         networks.layers(BLOCKS),
         optimizer=networks.optimizer,
         loss=networks.loss,

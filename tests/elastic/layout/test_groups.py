@@ -15,12 +15,13 @@ from torch import nn
 from pyops.checkpoint import load, save
 from pyops.comm import all_reduce
 from pyops.comm.collectives import probe
-from pyops.elastic import Bound, CacheOptions, Elastic, Layout
+from pyops.elastic import Bound, CacheOptions, Layout
 from pyops.elastic.layout.groups import Active, message_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -133,7 +134,7 @@ def test_one_process_alone():
 def elastic_body(rank, group):
     """The message group of a run that was closed, while the run itself is still known; None: it is
     gone."""
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(4),
         optimizer=networks.optimizer,
         loss=networks.loss,
@@ -262,7 +263,7 @@ def elastic_transitions_body(rank, group, count, folder):
         "head": nn.Linear(512, 5),
     }
     repeats, probe._REPEATS = probe._REPEATS, 1
-    elastic = Elastic(
+    elastic = make_elastic(
         named,
         optimizer=networks.optimizer,
         loss=networks.loss,

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import pyops.elastic as room
-from pyops.elastic import ActivationCache, Elastic, Prefix, measure
+from pyops.elastic import ActivationCache, Prefix, measure
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 
 def last_share_of_five() -> torch.Tensor:
     """The numbers of an epoch's last share: one sample is left for four rows."""
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(2),
         optimizer=networks.optimizer,
         loss=networks.loss,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import elastic_forecast as published
-from pyops.elastic import Bound, GradientNorm, Machine, forecast
+from pyops.elastic import Bound, GradientNorm, Machine
+from tests.elastic.flat import forecast
 
 pytestmark = pytest.mark.cpu_only
 
@@ -100,7 +101,7 @@ def test_recorded_norms_decide():
         1,
         2,
     ]
-    with pytest.raises(ValueError, match="norms of 3 epochs, but 4 to forecast"):
+    with pytest.raises(ValueError, match="norms are of 3 epochs, but epochs is 4"):
         epochs_of(GradientNorm(2 / 3), norms=norms)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyops.elastic import pack
 from pyops.elastic.planning import overhead
 from pyops.elastic.planning.overhead import MOST, _crossing, machine_of, rows_besides
 from pyops.pipeline import LayerCosts, Profile, profile
+from tests.elastic.flat import pack
 
 pytestmark = pytest.mark.cpu_only
 

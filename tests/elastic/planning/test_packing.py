@@ -8,9 +8,10 @@ import math
 
 import pytest
 
-from pyops.elastic import Bound, Machine, pack
+from pyops.elastic import Bound, Machine
 from pyops.elastic.planning.packing import frozen_share
 from pyops.pipeline import LayerCosts, Profile
+from tests.elastic.flat import pack
 
 pytestmark = pytest.mark.cpu_only
 
@@ -261,7 +262,7 @@ def test_the_number_of_stages_at_the_start_may_be_too_many():
 )
 def test_fewer_layers_than_stages(frozen, stages):
     """As many stages as are asked for, or as there are parts for."""
-    found = pack([1.0] * 8, frozen=frozen, stages=8, batch=8, fewest=8)
+    found = pack([1.0] * 8, frozen=frozen, stages=8, batch=8, min_stages=8)
     assert (found.stages, found.replicas) == (stages, 8 // stages)
     if frozen in (2, 5):
         assert found.reason.startswith(
@@ -270,7 +271,7 @@ def test_fewer_layers_than_stages(frozen, stages):
 
 
 def test_no_fewer_stages_than_asked_for():
-    found = pack([1.0] * 8, frozen=5, stages=8, batch=8, fewest=3)
+    found = pack([1.0] * 8, frozen=5, stages=8, batch=8, min_stages=3)
     assert (found.stages, found.reason) == (
         4,
         "3 stages or more are asked for; the first stage has frozen layers alone",
@@ -327,7 +328,7 @@ def test_numbers_that_need_other_cuts_were_not_tried():
             for i, (forward, kept) in enumerate(layers)
         )
     )
-    found = pack(costs, frozen=0, stages=2, batch=16, by="memory", ceiling=2000.0, fewest=2)
+    found = pack(costs, frozen=0, stages=2, batch=16, by="memory", ceiling=2000.0, min_stages=2)
     assert (found.boundaries, found.simulated) == ((0, 3, 7), ((16, found.time),))
 
 
@@ -350,7 +351,7 @@ def test_what_must_stay_together():
         ({"lambda_frozen": 1.5}, "lambda_frozen is 1.5"),
         (
             {"lambda_frozen": None},
-            "lambda_frozen=None is what a profile measured, but the costs are numbers",
+            "lambda_frozen is None, which is what a profile measured, but the costs are numbers",
         ),
         ({"by": "memory"}, "give a Profile"),
         ({"by": "luck"}, "by is 'luck'"),

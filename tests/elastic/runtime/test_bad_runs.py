@@ -16,6 +16,7 @@ from pyops.elastic import Bound, CacheOptions, Callback, Elastic, GradientNorm, 
 from pyops.elastic.policy.policy import decide_together
 from pyops.elastic.runtime.checks import check_agreed
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -38,7 +39,7 @@ def make(layers: dict[str, nn.Module] | None = None, **options: Any) -> Elastic:
         "max_grad_norm": 0.5,
         **options,
     }
-    return Elastic(
+    return make_elastic(
         layers or networks.layers(BLOCKS), optimizer=networks.optimizer, loss=networks.loss, **given
     )
 
@@ -109,11 +110,11 @@ def table_on_meta() -> dict[str, nn.Module]:
         ),
         (
             {"layers": table_on_meta()},
-            "blocks.1.table is on the meta device, and nothing .*; give initialise=",
+            "blocks.1.table is on the meta device, and nothing .*initialize=",
         ),
         (
             {"layers": {"embedding": nn.Linear(7, 5), "head": nn.Linear(5, 5)}},
-            "there are 2 layers; give an embedding, blocks",
+            "layers has 2 layers; give an embedding, blocks",
         ),
         ({"layers": tied()}, r"blocks.3.up.weight is a parameter of blocks.0 too"),
         (
@@ -139,7 +140,7 @@ def table_on_meta() -> dict[str, nn.Module]:
         ),
         (
             {"device": "cuda"},
-            "embedding.weight is on cpu, but device is cuda; move it, or give device=",
+            "embedding.weight is on cpu, but device is cuda; move it, or give .*device=",
         ),
         ({"stages": 2}, "stages is 2, of which 1 ranks are no multiple"),
         ({"stages": 0}, "stages is 0"),
@@ -262,7 +263,7 @@ def errors_of(rank: int, group: Any) -> list[str]:
             raise RuntimeError("no decision")
         return frozen
 
-    caught(lambda: make(stages=2, every=-1 if odd else 0))
+    caught(lambda: make(stages=2, max_grad_norm=-1.0 if odd else None))
     caught(lambda: decide_together(Callback(failing), [1.0, 2.0], 0))
     caught(lambda: decide_together(Callback(lambda norms, frozen: 2 if odd else 1), [1.0, 2.0], 0))
     caught(lambda: decide_together(Callback(lambda norms, frozen: 3 if odd else 1), [1.0, 2.0], 0))
@@ -281,7 +282,9 @@ def errors_of(rank: int, group: Any) -> list[str]:
     caught(lambda: make(held_out=3 * odd))
     caught(
         lambda: make(
-            stages=2, trial=(lambda share: (*networks.rows(share.samples), {})) if odd else None
+            stages=2,
+            trial=odd,
+            rows_of=(lambda share: (*networks.rows(share.samples), {})) if odd else None,
         )
     )
     order = [
@@ -304,7 +307,7 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
     first, second = world(2).run(errors_of)
     assert first == second
     beginnings = (
-        "every is -1",
+        "max_grad_norm is -1.0",
         "no decision",
         "rank 0 would freeze 1 layers, but rank 1 2",
         "the callback would freeze 3 layers",
@@ -317,11 +320,11 @@ def test_ranks_that_differ_are_told_so_on_all_of_them(world):
         "False} on rank 1",
         "chunk is None on rank 0, but 4 on rank 1",
         "held_out is 0 on rank 0, but 3 on rank 1",
-        "trial is 'None' on rank 0, but 'given' on rank 1",
+        "trial is False on rank 0, but True on rank 1",
         "the order of layers is ['embedding', 'blocks.0', 'blocks.1', 'blocks.2', "
         "'blocks.3', 'head'] on rank 0, but ['emb",
-        "batch is 9, which 2 replicas can't share evenly, but batch_policy 'replica' "
-        "gives each as many; take a multiple of 2",
+        "batch is 9, which 2 replicas can't share evenly, but batch_policy is "
+        "'replica', which gives each as many; take a multiple of 2",
         "batch is 8 on rank 0, but 9 on rank 1; give all ranks the same",
         "layer blocks.2 is not there on rank 0, but up.weight [24, 12] float32, ",
         "layer head is weight [2, 3] float32, bias [2] float32 on rank 0, but weight [2, "

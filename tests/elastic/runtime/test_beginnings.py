@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyops.elastic import Callback, Elastic, Sampler
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -20,7 +21,7 @@ BLOCKS = 4
 
 
 def make(*, seed: int = 3, **options: Any) -> Elastic:
-    return Elastic(
+    return make_elastic(
         networks.layers(BLOCKS, seed=seed),
         optimizer=networks.optimizer,
         loss=networks.loss,

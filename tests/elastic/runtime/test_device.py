@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from pyops.elastic import Bound, CacheOptions, Elastic
+from pyops.elastic import Bound, CacheOptions
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 BLOCKS, EPOCHS, BATCH = 6, 4, 8
 
@@ -16,7 +17,7 @@ def test_freezing_with_a_cache_on_the_device(device):
         x, y = networks.rows(samples)
         return x.to(device), y.to(device)
 
-    elastic = Elastic(
+    elastic = make_elastic(
         {name: layer.to(device) for name, layer in networks.layers(BLOCKS).items()},
         optimizer=networks.optimizer,
         loss=networks.loss,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.elastic import Bound, Elastic, GradientNorm, Policy
+from pyops.elastic import Bound, GradientNorm, Policy
 from pyops.elastic.layout import holding
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -37,7 +38,7 @@ def make_policy(name: str) -> Policy:
 
 
 def elastic_run(rank: int, group: Any, stages: int, policy: str, options: dict[str, Any]) -> Run:
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(BLOCKS),
         optimizer=networks.optimizer,
         loss=networks.loss,
@@ -137,7 +138,7 @@ def test_idle_ranks_and_kept_stages_change_no_result(world):
 def stopped_short(rank: int, group: Any, stages: int) -> tuple[list[float], list[Any]]:
     """Losses, and the place in the run before and after decisions that come two steps after the
     last."""
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(BLOCKS),
         optimizer=networks.optimizer,
         loss=networks.loss,
@@ -173,7 +174,7 @@ def test_idle_ranks_are_where_the_others_stopped(world):
 
 
 def test_a_trial_of_micro_batches_changes_no_result(world):
-    options = {"trial": with_nothing_named}
+    options = {"trial": True, "rows_of": with_nothing_named}
     runs = world(2).run(elastic_run, 2, "bound", options)
     check_equal(runs, "bound")
     assert any("micro-batches tried" in change.reason for change in runs[0][4])

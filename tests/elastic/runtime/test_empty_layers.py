@@ -12,6 +12,7 @@ from torch import nn
 from pyops.checkpoint import load, save
 from pyops.elastic import Callback, Elastic
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,7 +36,7 @@ def trained(
     losses, layouts = [], []
 
     def make() -> Elastic:
-        return Elastic(
+        return make_elastic(
             layers(),
             optimizer=networks.optimizer,
             loss=networks.loss,

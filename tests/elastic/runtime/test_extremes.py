@@ -15,10 +15,9 @@ from pyops.elastic import (
     Machine,
     PercentileOfChange,
     Sampler,
-    forecast,
     moves,
-    pack,
 )
+from tests.elastic.flat import forecast, pack
 
 pytestmark = pytest.mark.cpu_only
 
@@ -95,7 +94,7 @@ def test_one_block_and_one_rank():
 
 def test_fewer_layers_than_stages_after_freezing():
     """As many halvings as make the layers suffice, though none are asked for."""
-    found = layouts(Bound(0.3), blocks=6, stages=8, devices=8, decisions=6, fewest=8)
+    found = layouts(Bound(0.3), blocks=6, stages=8, devices=8, decisions=6, min_stages=8)
     assert [(each.frozen, each.stages, each.replicas) for each in found] == [
         (0, 8, 1),
         (3, 4, 2),

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.elastic import pack
 from pyops.pipeline import Pipeline, schedule
+from tests.elastic.flat import pack
 
 pytestmark = pytest.mark.cpu_only
 

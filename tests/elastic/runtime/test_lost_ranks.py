@@ -15,10 +15,11 @@ from torch import nn
 from pyops import failure
 from pyops.comm import CommunicationError
 from pyops.comm.collectives.transport import ProcessGroupTransport
-from pyops.elastic import Active, Bound, Elastic, Layout, agree_on, carry, giving_up, message_group
+from pyops.elastic import Active, Bound, Layout, agree_on, carry, giving_up, message_group
 from pyops.elastic.layout import groups
 from pyops.pipeline import Pipeline, schedule
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 from tests.elastic.layout.test_transition import states_of
 from tests.workers import spawn_ranks
 
@@ -134,7 +135,7 @@ def lost_body(rank, group, place, victim, replicate):
             os._exit(7)
         return *networks.rows(share.samples, held_out=True), {}
 
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(6),
         optimizer=optimizer,
         loss=networks.loss,

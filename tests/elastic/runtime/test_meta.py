@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pyops.elastic import Bound, Elastic
 from pyops.elastic.layout.holding import is_held, take
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -61,7 +62,7 @@ def trained(
     if on_meta:
         for layer in given.values():
             layer.to("meta")
-    elastic = Elastic(
+    elastic = make_elastic(
         given,
         optimizer=networks.optimizer,
         loss=networks.loss,
@@ -71,7 +72,7 @@ def trained(
         stages=4,
         policy=Bound(1 / 2),
         max_grad_norm=0.5,
-        initialise=initialise if on_meta else None,
+        initialize=initialise if on_meta else None,
         costs=[4.0] + [1.0] * 5,
     )
     first = list(filled)
@@ -106,7 +107,7 @@ def test_what_is_held_keeps_its_values_when_a_table_comes():
         layer.weight.fill_(7.0)
         layer.table.fill_(2.0)
 
-    take(layer, None, device=torch.device("cpu"), initialise=initialise)
+    take(layer, None, device=torch.device("cpu"), initialize=initialise)
     assert torch.equal(layer.weight, before)
     assert layer.table.tolist() == [2.0] * 3
 

@@ -12,6 +12,7 @@ from pyops.checkpoint import load, save
 from pyops.elastic import Bound, Elastic
 from pyops.elastic.layout.portion import Portion
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 from tests.elastic.runtime.test_bad_runs import BATCH, BLOCKS, make
 
 pytestmark = pytest.mark.cpu_only
@@ -62,7 +63,7 @@ def without_optimizer(rank: int, group: Any) -> str:
         return networks.optimizer(named)
 
     return told(
-        lambda: Elastic(
+        lambda: make_elastic(
             networks.layers(BLOCKS),
             optimizer=optimizer,
             loss=networks.loss,
@@ -79,7 +80,7 @@ def test_an_optimizer_that_one_rank_can_not_make(world):
 
 
 def in_a_trial(rank: int, group: Any) -> str:
-    return told(lambda: make(stages=2, trial=rows_failing_on(1, rank)))
+    return told(lambda: make(stages=2, trial=True, rows_of=rows_failing_on(1, rank)))
 
 
 def test_rows_of_a_trial_that_one_rank_has_not(world):
@@ -180,7 +181,7 @@ def test_what_goes_wrong_in_one_optimizer_is_told_to_all_at_the_next_call(world,
 def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
     """What each rank hears where two of four are idle, and rank 0's optimizer, or rank 1's, failed
     in the last step."""
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(6),
         optimizer=networks.optimizer,
         loss=networks.loss,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pyops.config import COMMUNICATING, OPTIMIZERS, Config, ElasticConfig, OptimizerConfig
-from pyops.elastic import Bound, Elastic
+from pyops.elastic import Bound
 from pyops.models import GPTConfig
 from pyops.train.setup.recipe import make_named_optimizer
 from tests.elastic import networks
+from tests.elastic.flat import make_elastic
 
 pytestmark = pytest.mark.cpu_only
 
@@ -32,7 +33,7 @@ def losses_of(
     torch.set_num_threads(1)
     found = {}
     for name in names:
-        elastic = Elastic(
+        elastic = make_elastic(
             networks.layers(BLOCKS),
             optimizer=make(name),
             loss=networks.loss,
@@ -118,7 +119,7 @@ def rates_of(
         optimizer.register_step_pre_hook(note)
         return optimizer
 
-    elastic = Elastic(
+    elastic = make_elastic(
         networks.layers(BLOCKS),
         optimizer=noted,
         loss=networks.loss,
@@ -175,7 +176,7 @@ def test_groups_have_no_ratio_to_a_rate_of_nothing():
         ValueError,
         match=r"the optimizer's default lr is 0.0, but its groups have \[0.1\]; give it one",
     ):
-        Elastic(
+        make_elastic(
             networks.layers(BLOCKS),
             optimizer=make,
             loss=networks.loss,
