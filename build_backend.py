@@ -1,8 +1,8 @@
 """The build backend, setuptools' own, that asks for a torch to compile against only where the
 environment has none.
 
-    pip install .    -> get_requires_for_build_wheel: the target's torch will do: nothing; there is none: torch>=2.11
-                     -> build_wheel -> setup.py -> find_torch: this environment's, or that of the environment it is for
+    pip install .  -> get_requires_for_build_wheel   nothing, or torch>=2.11 where there is none
+                   -> build_wheel -> setup.py -> find_torch   the target's, or the build's own
 
 pip builds in an environment of its own, from which the packages of the environment that the install
 is for can't be imported. Only headers are needed, so torch is found on disk and never imported; any

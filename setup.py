@@ -2,8 +2,8 @@
 CMakeLists.txt.
 
 PYOPS_NO_EXT=1            install the plain-torch path, no compiler needed
-PYOPS_TORCH=FOLDER        compile against the torch package in this folder, whichever Python it is for
-PYOPS_CUDA=AUTO|ON|OFF    AUTO: CUDA kernels when nvcc exists and torch is a CUDA build; no GPU is asked for
+PYOPS_TORCH=FOLDER        compile against the torch package in this folder, of any Python
+PYOPS_CUDA=AUTO|ON|OFF    AUTO: CUDA kernels if nvcc exists and torch is a CUDA build; no GPU needed
 CMAKE_CUDA_ARCHITECTURES  default 80-real;90-real;90-virtual
 CXX, MAX_JOBS             the compiler; how many compile jobs at once
 """

@@ -16,9 +16,19 @@ from typing import Any
 import pytest
 
 OPTIONAL = {
-    "PIL", "accelerate", "hypothesis", "matplotlib", "rich", "safetensors", "sklearn", "tensorboard", "tokenizers", "tomli",
-    "transformers", "triton",
-}  # fmt: skip
+    "PIL",
+    "accelerate",
+    "hypothesis",
+    "matplotlib",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "tensorboard",
+    "tokenizers",
+    "tomli",
+    "transformers",
+    "triton",
+}
 
 
 def missing(error: BaseException | None) -> str | None:

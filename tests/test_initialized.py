@@ -91,26 +91,40 @@ CALLS: dict[str, Callable[[], Any]] = {
     "comm.agreement.on_first_rank": lambda: on_first_rank(pytest.fail),
     "comm.agreement.ranks_agree": lambda: ranks_agree().__enter__(),
     "data.prepare": lambda: data.prepare(DataConfig()),
-    "data.prepare_passages": lambda: data.prepare_passages(DataConfig(path="stdlib"), vocab_size=300, length=8),
+    "data.prepare_passages": lambda: data.prepare_passages(
+        DataConfig(path="stdlib"), vocab_size=300, length=8
+    ),
     "data_parallel.DataParallel": lambda: DataParallel(linear()),
     "elastic.Elastic": lambda: elastic.Elastic(
-        networks.layers(2), optimizer=networks.optimizer, loss=networks.loss, data=elastic.ElasticData(samples=8, batch=4, seed=0)
+        networks.layers(2),
+        optimizer=networks.optimizer,
+        loss=networks.loss,
+        data=elastic.ElasticData(samples=8, batch=4, seed=0),
     ),
     "elastic.agree_on": lambda: elastic.agree_on(1),
-    "elastic.carry": lambda: elastic.carry({}, *[elastic.Layout(ranks=1, stages=1, replicas=1, boundaries=(0, 3))] * 2),
+    "elastic.carry": lambda: elastic.carry(
+        {}, *[elastic.Layout(ranks=1, stages=1, replicas=1, boundaries=(0, 3))] * 2
+    ),
     "elastic.confirm": lambda: elastic.confirm(packing(), pytest.fail),
     "elastic.message_group": elastic.message_group,
     "elastic.reading_pays": lambda: elastic.reading_pays(None),
-    "elastic.rows_besides": lambda: elastic.rows_besides(pytest.fail, pytest.fail, loss=pytest.fail, rows=4),
+    "elastic.rows_besides": lambda: elastic.rows_besides(
+        pytest.fail, pytest.fail, loss=pytest.fail, rows=4
+    ),
     "hub.load": lambda: hub.load("never"),
     "hub.save": lambda: hub.save(linear(), "never"),
     "mesh.Mesh": lambda: Mesh(Axes()),
     "mesh.check_initialized": lambda: check_initialized("this"),
     "mesh.resolve": lambda: resolve(None, "this"),
     "models.BERTClassifier": lambda: BERTClassifier(BERTConfig(), num_labels=2, device="meta"),
-    **{f"models.{kind.__name__}": partial(kind, config(), device="meta", seed=None) for kind, config in MODELS},
+    **{
+        f"models.{kind.__name__}": partial(kind, config(), device="meta", seed=None)
+        for kind, config in MODELS
+    },
     **{f"onebit.{kind.__name__}": partial(one_bit, kind, options) for kind, options in ONE_BIT},
-    "pipeline.Pipeline": lambda: Pipeline([linear()], schedule=schedule("1f1b", num_stages=1, num_microbatches=1)),
+    "pipeline.Pipeline": lambda: Pipeline(
+        [linear()], schedule=schedule("1f1b", num_stages=1, num_microbatches=1)
+    ),
     "precision.LossScaler": LossScaler,
     "precision.overflowed": lambda: overflowed([X]),
     "tensor_parallel.ColumnParallelLinear": lambda: TP.ColumnParallelLinear(4, 4),
@@ -135,11 +149,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "tensor_parallel.whole_state_dict": lambda: whole(linear()),
     "zero.ZeroOptimizer": lambda: ZeroOptimizer(linear(), AdamW, stage=1, lr=1e-3),
-}  # fmt: skip
+}
 
 # Public callables with such an argument for which None is not "all ranks".
 OTHERWISE = {
-    "comm.ErrorFeedback": "its communicator only tells rank and size, which can be given as numbers",
+    "comm.ErrorFeedback": "its communicator only states rank and size, which may be numbers",
     "comm.Reducer": "a communicator, or None, is always given",
     "comm.release": "lets go of what is there",
     "failure.lost_peer": "says what to raise after a collective",

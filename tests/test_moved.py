@@ -48,16 +48,24 @@ def _assign(model: nn.Module) -> None:
 
 
 MOVES: dict[str, Callable[[nn.Module], Any]] = {
-    "half": lambda model: model.half(), "to a dtype": lambda model: model.to(torch.bfloat16), "memory": _other_memory,
-    "assign": _assign, "replaced": _replace, "there and back": lambda model: model.double().float(),
-}  # fmt: skip
+    "half": lambda model: model.half(),
+    "to a dtype": lambda model: model.to(torch.bfloat16),
+    "memory": _other_memory,
+    "assign": _assign,
+    "replaced": _replace,
+    "there and back": lambda model: model.double().float(),
+}
 HARMLESS: dict[str, Callable[[nn.Module], Any]] = {
-    "to the same": lambda model: model.to("cpu", torch.float32), "float": lambda model: model.float(),
+    "to the same": lambda model: model.to("cpu", torch.float32),
+    "float": lambda model: model.float(),
     "cpu": lambda model: model.cpu(),
     "loaded": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
-    "parametrized": lambda model: torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity()),
-    "frozen": lambda model: model[0].requires_grad_(False), "evaluated": lambda model: model.eval(),
-}  # fmt: skip
+    "parametrized": lambda model: torch.nn.utils.parametrize.register_parametrization(
+        model[0], "weight", nn.Identity()
+    ),
+    "frozen": lambda model: model[0].requires_grad_(False),
+    "evaluated": lambda model: model.eval(),
+}
 
 
 def x_of(model: nn.Module) -> torch.Tensor:
@@ -241,7 +249,7 @@ def test_all_ranks_of_a_pipeline_hear_of_a_replaced_parameter(world):
         assert "4.weight is another Parameter now" in told
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # a second owner
 
 
@@ -316,7 +324,7 @@ def test_another_module_in_the_place_of_one_is_noticed_and_one_around_it_is_not(
     trained.step()
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # flat optimizers
 
 
@@ -351,7 +359,7 @@ def test_an_ordinary_optimizer_follows_its_parameters():
     assert not torch.equal(model[0].weight, before)
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # compiled
 
 

@@ -1,7 +1,7 @@
 """Ranks for tests: a pool of gloo workers that lives as long as the test run, and fresh processes
 for ranks that must die.
 
-    def body(rank, group, x):                       # at module level, so that a worker can import it
+    def body(rank, group, x):                      # at module level, so that a worker can import it
         return pyops.comm.all_reduce(torch.full((x,), rank), group=group)
 
     def test_sum(world):

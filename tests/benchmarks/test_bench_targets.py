@@ -242,13 +242,20 @@ def event(name, start=0.0, end=1.0, *, cuda=False, annotation=False):
 
 
 STEP = [
-    event("Memcpy DtoH (Device -> Pinned)", 0, 10, cuda=True), event("Memcpy DtoH (Device -> Pinned)", 10, 20, cuda=True),
-    event("Memcpy HtoD (Pinned -> Device)", 30, 40, cuda=True), event("pyops::adam_from_table_", 5, 15),
-    event("Memset (Device)", 0, 100, cuda=True), event("adam_kernel", 0, 3, cuda=True), event("adam_kernel", 5, 7, cuda=True),
-    event("Optimizer.step#AdamW.step", 0, 50, cuda=True, annotation=True), event(trace.CALL, 0, 50),
+    event("Memcpy DtoH (Device -> Pinned)", 0, 10, cuda=True),
+    event("Memcpy DtoH (Device -> Pinned)", 10, 20, cuda=True),
+    event("Memcpy HtoD (Pinned -> Device)", 30, 40, cuda=True),
+    event("pyops::adam_from_table_", 5, 15),
+    event("Memset (Device)", 0, 100, cuda=True),
+    event("adam_kernel", 0, 3, cuda=True),
+    event("adam_kernel", 5, 7, cuda=True),
+    event("Optimizer.step#AdamW.step", 0, 50, cuda=True, annotation=True),
+    event(trace.CALL, 0, 50),
     event(trace.CALL, 0, 55, cuda=True, annotation=True),
-    event("cudaStreamSynchronize", 40, 41), event("cudaDeviceSynchronize", 50, 60), event("aten::add", 1, 2),
-]  # fmt: skip
+    event("cudaStreamSynchronize", 40, 41),
+    event("cudaDeviceSynchronize", 50, 60),
+    event("aten::add", 1, 2),
+]
 
 
 def test_what_a_trace_says():

@@ -158,9 +158,18 @@ CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     "all_reduce": (lambda: _floats(4, 8), all_reduce),
     "reduce_scatter": (lambda: _floats(4, 8), reduce_scatter),
     "all_gather": (lambda: _floats(4, 8), all_gather),
-    "compressed_all_reduce": (lambda: _floats(4, 8), lambda t: compressed_all_reduce(t, codec=OneBit())),
-    "compressed_reduce_scatter": (lambda: _floats(4, 8), lambda t: compressed_reduce_scatter(t, codec=Int8())),
-    "compressed_all_gather": (lambda: _floats(4, 8), lambda t: compressed_all_gather(t, codec=Int8())),
+    "compressed_all_reduce": (
+        lambda: _floats(4, 8),
+        lambda t: compressed_all_reduce(t, codec=OneBit()),
+    ),
+    "compressed_reduce_scatter": (
+        lambda: _floats(4, 8),
+        lambda t: compressed_reduce_scatter(t, codec=Int8()),
+    ),
+    "compressed_all_gather": (
+        lambda: _floats(4, 8),
+        lambda t: compressed_all_gather(t, codec=Int8()),
+    ),
     "FlatBuffer": (lambda: _floats(4, 8), lambda t: _flat(t, gradient=False)),
     "FlatBuffer gradient": (lambda: _floats(4, 8), lambda t: _flat(t, gradient=True)),
     "checkpoint state": (lambda: _floats(4, 8), lambda t: _saved(t, own=False)),
@@ -171,7 +180,13 @@ CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     "LossScaler.scale": (lambda: _floats(4, 8), lambda t: precision.LossScaler().scale(t)),
     "DataParallel": (lambda: _floats(4, 8), lambda t: _parallel(t, gradient=False)),
     "DataParallel gradient": (lambda: _floats(4, 8), lambda t: _parallel(t, gradient=True)),
-    **{f"ZeroOptimizer stage {stage}": (lambda: _floats(4, 8), lambda t, stage=stage: _zero(t, stage)) for stage in (1, 2, 3)},
+    **{
+        f"ZeroOptimizer stage {stage}": (
+            lambda: _floats(4, 8),
+            lambda t, stage=stage: _zero(t, stage),
+        )
+        for stage in (1, 2, 3)
+    },
     "ColumnParallelLinear": (lambda: _floats(4, 8), of_layer(lambda: ColumnParallelLinear(8, 6))),
     "RowParallelLinear": (lambda: _floats(4, 8), of_layer(lambda: RowParallelLinear(8, 6))),
     "ParallelMLP": (lambda: _floats(4, 8), of_layer(lambda: ParallelMLP(8, 16))),
@@ -180,38 +195,61 @@ CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     "RMSNorm": (lambda: _floats(4, 8), of_layer(lambda: RMSNorm(8))),
     "VocabParallelEmbedding": (_words, of_layer(lambda: VocabParallelEmbedding(8, 4))),
     "vocab_parallel_cross_entropy logits": (
-        lambda: _floats(2, 3, 8), lambda t: vocab_parallel_cross_entropy(t, _words()),
+        lambda: _floats(2, 3, 8),
+        lambda t: vocab_parallel_cross_entropy(t, _words()),
     ),
-    "vocab_parallel_cross_entropy targets": (_words, lambda t: vocab_parallel_cross_entropy(_floats(2, 3, 8), t)),
+    "vocab_parallel_cross_entropy targets": (
+        _words,
+        lambda t: vocab_parallel_cross_entropy(_floats(2, 3, 8), t),
+    ),
     "linear_cross_entropy hidden": (
-        lambda: _floats(2, 3, 8), lambda t: linear_cross_entropy(t, _floats(9, 8), _words()),
+        lambda: _floats(2, 3, 8),
+        lambda t: linear_cross_entropy(t, _floats(9, 8), _words()),
     ),
     "linear_cross_entropy weight": (
-        lambda: _floats(9, 8), lambda t: linear_cross_entropy(_floats(2, 3, 8), t, _words()),
+        lambda: _floats(9, 8),
+        lambda t: linear_cross_entropy(_floats(2, 3, 8), t, _words()),
     ),
     "linear_cross_entropy bias": (
-        lambda: _floats(9), lambda t: linear_cross_entropy(_floats(2, 3, 8), _floats(9, 8), _words(), bias=t),
+        lambda: _floats(9),
+        lambda t: linear_cross_entropy(_floats(2, 3, 8), _floats(9, 8), _words(), bias=t),
     ),
-    "linear_cross_entropy targets": (_words, lambda t: linear_cross_entropy(_floats(2, 3, 8), _floats(9, 8), t)),
+    "linear_cross_entropy targets": (
+        _words,
+        lambda t: linear_cross_entropy(_floats(2, 3, 8), _floats(9, 8), t),
+    ),
     "grad_norm, clip_grad_norm_": (lambda: _floats(4, 8), _clipped),
     "recompute.checkpoint": (lambda: _floats(4, 8), _recomputed),
     **ROOMS,
-}  # fmt: skip
+}
 
 
 # What is not ours to answer: (callable, odd tensor) -> why.
 TORCHS = "its own product, lookup or sum reads the tensor, as in torch.nn"
 SCALED = "scaled in place, as torch's clip_grad_norm_ does: shared elements twice"
 EXCUSED = {
-    **{(f"ZeroOptimizer stage {stage}", "meta"): "a model on meta is made, by reset_parameters()" for stage in (1, 2, 3)},
-    **{(name, "too short"): TORCHS for name in (
-        "ColumnParallelLinear", "RowParallelLinear", "ParallelMLP", "ParallelAttention", "VocabParallelEmbedding",
-        "recompute.checkpoint",
-    )},
+    **{
+        (f"ZeroOptimizer stage {stage}", "meta"): "a model on meta is made, by reset_parameters()"
+        for stage in (1, 2, 3)
+    },
+    **{
+        (name, "too short"): TORCHS
+        for name in (
+            "ColumnParallelLinear",
+            "RowParallelLinear",
+            "ParallelMLP",
+            "ParallelAttention",
+            "VocabParallelEmbedding",
+            "recompute.checkpoint",
+        )
+    },
     **{("Pipeline between stages", odd): TORCHS for odd in WITHOUT_MEMORY},
     **{("hub.load", odd): "no file holds it" for odd in WITHOUT_MEMORY},
-    **{(name, "overlapping"): SCALED for name in ("grad_norm, clip_grad_norm_", "Pipeline.clip_grad_norm_")},
-}  # fmt: skip
+    **{
+        (name, "overlapping"): SCALED
+        for name in ("grad_norm, clip_grad_norm_", "Pipeline.clip_grad_norm_")
+    },
+}
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -104,36 +104,53 @@ def _clipped(t: Tensor) -> list[Tensor]:
 
 
 ALIKE = (
-    "all_reduce", "reduce_scatter", "all_gather", "compressed_all_reduce", "compressed_reduce_scatter",
-    "compressed_all_gather", "checkpoint state", "checkpoint own", "checkpoint into", "overflowed", "DataParallel",
-    "DataParallel gradient", *(f"ZeroOptimizer stage {stage}" for stage in (1, 2, 3)),
-)  # fmt: skip
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "compressed_all_reduce",
+    "compressed_reduce_scatter",
+    "compressed_all_gather",
+    "checkpoint state",
+    "checkpoint own",
+    "checkpoint into",
+    "overflowed",
+    "DataParallel",
+    "DataParallel gradient",
+    *(f"ZeroOptimizer stage {stage}" for stage in (1, 2, 3)),
+)
 RANK_CALLS: dict[str, tuple[Callable[[], Tensor], Call]] = {
     **{name: CALLS[name] for name in ALIKE},
-    "all_gather out": (lambda: _floats(8, 8), lambda t: all_gather(_floats(4, 8), out=t, group=_group())),
+    "all_gather out": (
+        lambda: _floats(8, 8),
+        lambda t: all_gather(_floats(4, 8), out=t, group=_group()),
+    ),
     "ColumnParallelLinear": (lambda: _floats(4, 8), _layer(ColumnParallelLinear, 8, 6)),
     "RowParallelLinear": (lambda: _floats(4, 4), _layer(RowParallelLinear, 8, 6)),
     "ParallelMLP": (lambda: _floats(4, 8), _layer(ParallelMLP, 8, 16)),
     "ParallelAttention": (lambda: _floats(2, 3, 8), _layer(ParallelAttention, 8, 2)),
     "VocabParallelEmbedding": (_words, _layer(VocabParallelEmbedding, 8, 4)),
     "vocab_parallel_cross_entropy logits": (
-        lambda: _floats(2, 3, 4), lambda t: vocab_parallel_cross_entropy(t, _words(), group=_group()),
+        lambda: _floats(2, 3, 4),
+        lambda t: vocab_parallel_cross_entropy(t, _words(), group=_group()),
     ),
     "vocab_parallel_cross_entropy targets": (
-        _words, lambda t: vocab_parallel_cross_entropy(_floats(2, 3, 4), t, group=_group()),
+        _words,
+        lambda t: vocab_parallel_cross_entropy(_floats(2, 3, 4), t, group=_group()),
     ),
     "linear_cross_entropy hidden": (
-        lambda: _floats(2, 3, 8), lambda t: linear_cross_entropy(t, _floats(4, 8), _words(), group=_group()),
+        lambda: _floats(2, 3, 8),
+        lambda t: linear_cross_entropy(t, _floats(4, 8), _words(), group=_group()),
     ),
     "linear_cross_entropy weight": (
-        lambda: _floats(4, 8), lambda t: linear_cross_entropy(_floats(2, 3, 8), t, _words(), group=_group()),
+        lambda: _floats(4, 8),
+        lambda t: linear_cross_entropy(_floats(2, 3, 8), t, _words(), group=_group()),
     ),
     "clip_grad_norm_": (lambda: _floats(4, 8), _clipped),
     "Pipeline batch": (lambda: _floats(4, 8), _pipelined("batch")),
     "Pipeline target": (lambda: _floats(4, 3), _pipelined("target")),
     "Pipeline sent": (lambda: _floats(2, 8), _pipelined("sent")),
     "Pipeline sent alone": (lambda: _floats(2, 8), _pipelined("sent alone")),
-}  # fmt: skip
+}
 WAITED = re.compile(r"timed out[^\n]*|timeout[^\n]*|closed by peer[^\n]*", re.IGNORECASE)
 TOO = {
     **{(name, "too short"): TORCHS for name in ("Pipeline batch", "Pipeline target")},

@@ -39,7 +39,7 @@ def linear(n: int, m: int, *, weight: Tensor | None = None) -> nn.Linear:
     return layer
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # offload
 
 
@@ -116,7 +116,7 @@ def _offloaded_parameter(where: str, *, target: bool) -> Callable[[Tensor], Any]
     return call
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # pipeline
 
 
@@ -202,7 +202,7 @@ def _profiled(t: Tensor) -> list[Tensor]:
     return [torch.tensor([layer.activation, layer.parameters]) for layer in found.layers]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # hub
 
 
@@ -245,24 +245,49 @@ def _exported(t: Tensor) -> Tensor:
 ROOMS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = {
     "AsyncFile.write": (lambda: _floats(4, 8), _written),
     "AsyncFile.read": (lambda: _floats(4, 8), _read),
-    **{f"Offloaded {what}, {where or 'disk'}": (lambda: _floats(4, 8), call) for where in ("", "cpu") for what, call in {
-        "parameter": _offloaded_parameter(where, target=False),
-        "target": _offloaded_parameter(where, target=True),
-        "gradient": _offloaded(where, _gradient),
-        "state": _offloaded(where, _state),
-    }.items()},
-    "Offloaded gradients=": (lambda: _floats(4, 8), _offloaded("", lambda _, p, t: {"gradients": {p: t}})),
+    **{
+        f"Offloaded {what}, {where or 'disk'}": (lambda: _floats(4, 8), call)
+        for where in ("", "cpu")
+        for what, call in {
+            "parameter": _offloaded_parameter(where, target=False),
+            "target": _offloaded_parameter(where, target=True),
+            "gradient": _offloaded(where, _gradient),
+            "state": _offloaded(where, _state),
+        }.items()
+    },
+    "Offloaded gradients=": (
+        lambda: _floats(4, 8),
+        _offloaded("", lambda _, p, t: {"gradients": {p: t}}),
+    ),
     "Offloaded factor": (lambda: torch.tensor(0.5), _offloaded("", lambda _, p, t: {"factor": t})),
-    "Pipeline batch": (lambda: _floats(4, 8), _pipelined("1f1b", lambda given, t: given.update(batch=t))),
-    "Pipeline target": (lambda: _floats(4, 3), _pipelined("1f1b", lambda given, t: given.update(target=t))),
-    "Pipeline named": (lambda: _floats(4, 8), _pipelined("1f1b", lambda given, t: given.update(named={"mask": t}))),
-    "Pipeline parameter": (lambda: _floats(8, 8), _pipelined("1f1b", lambda given, t: given.update(weight=t))),
-    "Pipeline parameter, split": (lambda: _floats(8, 8), _pipelined("zb1p", lambda given, t: given.update(weight=t))),
-    "Pipeline between stages": (lambda: _floats(2, 8), _pipelined("gpipe", lambda given, t: given.update(between=t))),
+    "Pipeline batch": (
+        lambda: _floats(4, 8),
+        _pipelined("1f1b", lambda given, t: given.update(batch=t)),
+    ),
+    "Pipeline target": (
+        lambda: _floats(4, 3),
+        _pipelined("1f1b", lambda given, t: given.update(target=t)),
+    ),
+    "Pipeline named": (
+        lambda: _floats(4, 8),
+        _pipelined("1f1b", lambda given, t: given.update(named={"mask": t})),
+    ),
+    "Pipeline parameter": (
+        lambda: _floats(8, 8),
+        _pipelined("1f1b", lambda given, t: given.update(weight=t)),
+    ),
+    "Pipeline parameter, split": (
+        lambda: _floats(8, 8),
+        _pipelined("zb1p", lambda given, t: given.update(weight=t)),
+    ),
+    "Pipeline between stages": (
+        lambda: _floats(2, 8),
+        _pipelined("gpipe", lambda given, t: given.update(between=t)),
+    ),
     "Pipeline.clip_grad_norm_": (lambda: _floats(8, 8), _clipped),
     "Pipeline.forward": (lambda: _floats(4, 8), _evaluated),
     "profile": (lambda: _floats(4, 8), _profiled),
     "hub.save": (lambda: _floats(8, 32), _saved),
     "hub.load": (lambda: _floats(32, 8), _loaded),
     "hub.from_checkpoint": (lambda: _floats(8, 32), _exported),
-}  # fmt: skip
+}

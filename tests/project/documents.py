@@ -3,7 +3,7 @@
 A program is a block ```python, the command that runs it, and a block ```text of what it prints,
 which rank 0 prints alone:
 
-    ```python                      whole: it imports what it uses, and makes its process group, model and data
+    ```python                      whole: it imports what it uses, makes its process group and data
     ```
         torchrun --standalone --nproc-per-node 2 zero.py        or: python zero.py
     ```text
@@ -62,7 +62,8 @@ COMMAND = re.compile(
     r"^    (?:python|torchrun --standalone --nproc-per-node (\d+)) (\w+\.py)$", re.MULTILINE
 )
 COMMENT = re.compile(
-    r"<!-- (?:setup(?:, (?P<ranks>\d+) ranks)?\n(?P<setup>(?:(?!-->).)*)|not run: (?P<reason>[^\n]+) )-->\n\Z",
+    r"<!-- (?:setup(?:, (?P<ranks>\d+) ranks)?\n(?P<setup>(?:(?!-->).)*)|not run: "
+    r"(?P<reason>[^\n]+) )-->\n\Z",
     re.DOTALL,
 )
 PRELUDE = """\

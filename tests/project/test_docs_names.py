@@ -33,22 +33,55 @@ pytestmark = pytest.mark.cpu_only
 
 ELSEWHERE = {
     # transformers, accelerate
-    "GPT2LMHeadModel", "LlamaForCausalLM", "BertForPreTraining", "BertForMaskedLM", "RoFormerForMaskedLM",
-    "T5ForConditionalGeneration", "ViTForImageClassification", "LayerNorm.gamma", "Trainer", "Accelerator", "TrainingArguments",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "RoFormerForMaskedLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "LayerNorm.gamma",
+    "Trainer",
+    "Accelerator",
+    "TrainingArguments",
     "snapshot_download",
     # options of torch's, attributes that a caller sets or that another library's model has
-    "inplace=True", "is_decoder=True", "use_reentrant=False", "optimizer.reduce_norms", "model._init_weights",
-}  # fmt: skip
+    "inplace=True",
+    "is_decoder=True",
+    "use_reentrant=False",
+    "optimizer.reduce_norms",
+    "model._init_weights",
+}
 FOREIGN_FLAGS = {
     # torchrun
-    "--max-restarts", "--rdzv-id", "--rdzv-endpoint", "--rdzv-conf", "--nproc-per-node", "--standalone",
-    "--no-build-isolation", "--index-url",  # pip
-}  # fmt: skip
+    "--max-restarts",
+    "--rdzv-id",
+    "--rdzv-endpoint",
+    "--rdzv-conf",
+    "--nproc-per-node",
+    "--standalone",
+    "--no-build-isolation",
+    "--index-url",  # pip
+}
 TORCH = (
-    torch, torch.nn, torch.optim, torch.optim.lr_scheduler, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor,
-    torch.nn.parallel, torch.amp, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.distributed.ProcessGroup,
-    torch.distributed.pipelining, torch.cuda, torch.nn.functional, builtins,
-)  # fmt: skip
+    torch,
+    torch.nn,
+    torch.optim,
+    torch.optim.lr_scheduler,
+    torch.distributed,
+    torch.distributed.fsdp,
+    torch.distributed.tensor,
+    torch.nn.parallel,
+    torch.amp,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.distributed.ProcessGroup,
+    torch.distributed.pipelining,
+    torch.cuda,
+    torch.nn.functional,
+    builtins,
+)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 CAMEL = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*|LAMB|LARS|SGD|GPT|BERT|BF16|FP8|T5")
 FILE = re.compile(r"(?:pyops|tests|benchmarks|csrc|docs|examples|\.ci)/[\w./*{},]+")

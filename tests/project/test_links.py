@@ -1,4 +1,5 @@
-"""Links of the pages lead to files and headings that are there; no test opens other hosts' pages."""
+"""Links of the pages lead to files and headings that are there; no test opens other hosts'
+pages."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def test_links_lead_to_what_is_there(page):
 
 def test_a_broken_link_is_found():
     page = ROOT / "docs" / "new.md"
-    text = "# A `B` head\n[a](zero.md) [b](zero.md#measured) [c](#a-b-head) [d](https://arxiv.org/abs/1)\n"
+    text = (
+        "# A `B` head\n[a](zero.md) [b](zero.md#measured) [c](#a-b-head) "
+        "[d](https://arxiv.org/abs/1)\n"
+    )
     assert broken(page, text) == []
     for link in ("zeros.md", "zero.md#nowhere", "#nowhere", "https:/arxiv.org", "../README.txt"):
         assert broken(page, f"{text}[x]({link})\n") == [link]

@@ -58,5 +58,8 @@ def test_files_fit():
 
 
 def test_code_is_counted_without_docstrings_comments_and_blank_lines():
-    source = '"""A\nmodule."""\n\n# A comment.\nx = [\n    1,\n]\n\n\ndef f():\n    """F."""\n    return x\n'
+    source = (
+        '"""A\nmodule."""\n\n# A comment.\nx = [\n    1,\n]\n\n\ndef f():\n    """F."""\n    '
+        "return x\n"
+    )
     assert code_lines(source) == 5
