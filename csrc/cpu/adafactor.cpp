@@ -105,11 +105,11 @@ std::vector<Band> bands_of(const std::vector<Layer>& layers, size_t& column_sums
     return bands;
 }
 
-FactoredBand band_of(const Layer& l, const Band& b, const Around& around, bool zero_grad) {
+FactoredBand band_of(const Layer& l, const Band& b, const StepContext& context, bool zero_grad) {
     FactoredBand band;
     band.span = span_of(l.row, b.begin, b.begin + b.rows * b.columns, static_cast<uint32_t>(l.step),
-                        around, false);
-    band.span.zero_grad = zero_grad && around.zero_grads;
+                        context, false);
+    band.span.zero_grad = zero_grad && context.zero_grads;
     band.rows = b.rows;
     band.columns = b.columns;
     band.row_roots = l.row_roots.data() + b.matrix * l.rows + b.first_row;
@@ -175,7 +175,7 @@ void take_all_means(std::vector<Layer>& layers, const std::vector<Band>& bands,
 }
 
 void step(const int64_t* table, std::vector<Layer>& layers, const AdafactorOptions& options,
-          double factor, const Around& around) {
+          double factor, const StepContext& context) {
     size_t columns = 0;
     std::vector<Band> bands = bands_of(layers, columns);
     std::vector<double> column_sums(columns);
@@ -187,7 +187,7 @@ void step(const int64_t* table, std::vector<Layer>& layers, const AdafactorOptio
     }
     for_each(bands, false, [&](Band& b) {
         Layer& l = layers[b.layer];
-        const FactoredBand band = band_of(l, b, around, false);
+        const FactoredBand band = band_of(l, b, context, false);
         const bool master = band.span.master != nullptr;
         b.squared_param =
             kernel.squared_sum(master ? band.span.master : band.span.param, band.span.n,
@@ -201,14 +201,14 @@ void step(const int64_t* table, std::vector<Layer>& layers, const AdafactorOptio
     });
     take_all_means(layers, bands, column_sums, factor * factor);
     for_each(bands, true, [&](Band& b) {
-        b.squared_update = kernel.factored_squares(band_of(layers[b.layer], b, around, false));
+        b.squared_update = kernel.factored_squares(band_of(layers[b.layer], b, context, false));
     });
     for (const Band& b : bands) layers[b.layer].squared_update += b.squared_update;
     for (Layer& l : layers)
         l.rule.scale = static_cast<float>(relative_step(
             options, l.step, l.squared_param, l.squared_update, static_cast<double>(l.numel())));
     for_each(bands, false,
-             [&](Band& b) { kernel.factored_apply(band_of(layers[b.layer], b, around, true)); });
+             [&](Band& b) { kernel.factored_apply(band_of(layers[b.layer], b, context, true)); });
     count_steps(table, static_cast<int64_t>(layers.size()));
 }
 
@@ -223,14 +223,14 @@ void adafactor_(const Tensors params, const Tensors grads, const Tensors row_var
         make_table({&params, &grads, &NONE, &NONE, &NONE, &masters, &copies, &steps}, offsets,
                    OF_ANY_RULE, "adafactor_");
     AdafactorOptions options{lr, beta2_decay, eps1, eps2, d, weight_decay, maximize};
-    const Around around =
-        around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+    const StepContext context =
+        step_context_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
     std::vector<Layer> layers =
         layers_of(table.data(), params, row_vars, col_vars, variances, options);
     double factor = 1.0;
     if (prepare_layers(table.data(), static_cast<int64_t>(params.size()), options.lr, factor,
-                       around))
-        step(table.data(), layers, options, factor, around);
+                       context))
+        step(table.data(), layers, options, factor, context);
 }
 
 }  // namespace

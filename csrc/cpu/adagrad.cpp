@@ -4,6 +4,6 @@
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    PYOPS_IMPL(m, "adagrad_", &pyops::AdagradOps<pyops::Cpu>::adagrad_);
-    PYOPS_IMPL(m, "adagrad_from_table_", &pyops::AdagradOps<pyops::Cpu>::adagrad_from_table_);
+    PYOPS_IMPL(m, "adagrad_", &pyops::AdagradOps<pyops::Cpu>::step_);
+    PYOPS_IMPL(m, "adagrad_from_table_", &pyops::AdagradOps<pyops::Cpu>::step_from_table_);
 }

@@ -23,7 +23,7 @@ std::vector<Lamb<float>> rules_of(const int64_t* table, int64_t rows, const Lamb
 }
 
 void first_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
-                const LambOptions& options, double factor, const Around& around,
+                const LambOptions& options, double factor, const StepContext& context,
                 SquaredNorms* norms) {
     const std::vector<Lamb<float>> rules = rules_of(table, rows, options, factor);
     std::vector<SquaredNorms> partial(blocks.size());
@@ -31,14 +31,14 @@ void first_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock
     for_each_block(blocks, false, [&](size_t b, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
         const StepSpan span = span_of(row, block.begin, block.end,
-                                      static_cast<uint32_t>(step_of(row)), around, false);
+                                      static_cast<uint32_t>(step_of(row)), context, false);
         kernel.lamb_moments(span, rules[static_cast<size_t>(block.row)], &partial[b].param);
     });
     add_up(blocks, partial, norms, rows);
 }
 
 void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
-                 const LambOptions& options, Around around, const SquaredNorms* norms) {
+                 const LambOptions& options, StepContext context, const SquaredNorms* norms) {
     std::vector<LambApply<float>> rules;
     int64_t numel = 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -47,13 +47,13 @@ void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBloc
         rules.emplace_back(options, step_of(table + r * COLUMNS), ratio);
         numel += table[r * COLUMNS + NUMEL];
     }
-    around.zero_grads = false;  // the first pass has
+    context.zero_grads = false;  // the first pass has
     const Kernels& kernel = kernels();
     for_each_block(blocks, true, [&](size_t, const LayerBlock& block) {
         const int64_t* row = table + block.row * COLUMNS;
         const uint32_t step = static_cast<uint32_t>(step_of(row));
         step_span(kernel,
-                  span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL),
+                  span_of(row, block.begin, block.end, step, context, numel >= STREAMED_NUMEL),
                   rules[static_cast<size_t>(block.row)]);
     });
 }
@@ -61,25 +61,25 @@ void second_pass(const int64_t* table, int64_t rows, const std::vector<LayerBloc
 }  // namespace
 
 void LayersOnCpu::lamb(const CpuRows& work, const Tensor& norms, LambOptions options,
-                       const Around& around, int64_t passes, const char* op) {
+                       const StepContext& context, int64_t passes, const char* op) {
     const auto [table, rows] = work;
     check_passes(passes, op);
     SquaredNorms* const squared = norms_of(norms, rows, false, op);
     double factor = 1.0;
-    if (!prepare_layers(table, rows, options.lr, factor, around)) return;
+    if (!prepare_layers(table, rows, options.lr, factor, context)) return;
     if (!options.trust_ratio) {  // AdamW, in the last pass
         if (passes & SECOND_PASS) {
             const AdamOptions adam{options.lr,      options.beta1,        options.beta2,
                                    options.eps,     options.weight_decay, true,
                                    options.maximize};
-            step_rows<Adam<float>>(table, rows, adam, around);
+            step_rows<Adam<float>>(table, rows, adam, context);
         }
         return;
     }
     const std::vector<LayerBlock> blocks = layer_blocks(table, rows);
-    if (passes & FIRST_PASS) first_pass(table, rows, blocks, options, factor, around, squared);
+    if (passes & FIRST_PASS) first_pass(table, rows, blocks, options, factor, context, squared);
     if (passes & SECOND_PASS) {
-        second_pass(table, rows, blocks, options, around, squared);
+        second_pass(table, rows, blocks, options, context, squared);
         count_steps(table, rows);
     }
 }

@@ -27,7 +27,7 @@ void measure(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& 
 
 template <typename Rule>
 void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& blocks,
-           const LarsOptions& options, double factor, const Around& around,
+           const LarsOptions& options, double factor, const StepContext& context,
            const SquaredNorms* norms) {
     std::vector<Rule> rules;
     int64_t numel = 0;
@@ -41,7 +41,7 @@ void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& bl
         const int64_t* row = table + block.row * COLUMNS;
         const uint32_t step = static_cast<uint32_t>(step_of(row));
         step_span(kernel,
-                  span_of(row, block.begin, block.end, step, around, numel >= STREAMED_NUMEL),
+                  span_of(row, block.begin, block.end, step, context, numel >= STREAMED_NUMEL),
                   rules[static_cast<size_t>(block.row)]);
     });
     count_steps(table, rows);
@@ -50,19 +50,19 @@ void apply(const int64_t* table, int64_t rows, const std::vector<LayerBlock>& bl
 }  // namespace
 
 void LayersOnCpu::lars(const CpuRows& work, const Tensor& norms, LarsOptions options,
-                       const Around& around, int64_t passes, const char* op) {
+                       const StepContext& context, int64_t passes, const char* op) {
     const auto [table, rows] = work;
     check_passes(passes, op);
     SquaredNorms* const squared = norms_of(norms, rows, false, op);
     double factor = 1.0;
-    if (!prepare_layers(table, rows, options.sgd.lr, factor, around)) return;
+    if (!prepare_layers(table, rows, options.sgd.lr, factor, context)) return;
     const std::vector<LayerBlock> blocks = layer_blocks(table, rows);
     if ((passes & FIRST_PASS) && options.trust_ratio) measure(table, rows, blocks, squared);
     if ((passes & SECOND_PASS) == 0) return;
     if (options.sgd.momentum != 0.0)
-        apply<MomentumSgd<float>>(table, rows, blocks, options, factor, around, squared);
+        apply<MomentumSgd<float>>(table, rows, blocks, options, factor, context, squared);
     else
-        apply<PlainSgd<float>>(table, rows, blocks, options, factor, around, squared);
+        apply<PlainSgd<float>>(table, rows, blocks, options, factor, context, squared);
 }
 
 }  // namespace pyops

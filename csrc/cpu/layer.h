@@ -93,16 +93,16 @@ inline void count_steps(const int64_t* table, int64_t rows) {
 // What stands between an op and its passes: scalars checked, lr and the factor read; false when the
 // step is to be skipped.
 inline bool prepare_layers(const int64_t* table, int64_t rows, double& lr, double& factor,
-                           const Around& around) {
-    check_scalar(around.lr, "lr_tensor", false, true);
-    check_scalar(around.grad_factor, "grad_factor", false, false);
-    check_scalar(around.found_inf, "found_inf", false, false);
-    if (around.found_inf && value_of(*around.found_inf) != 0.0) {
-        if (around.zero_grads) zero_gradients(table, rows);
+                           const StepContext& context) {
+    check_scalar(context.lr, "lr_tensor", false, true);
+    check_scalar(context.grad_factor, "grad_factor", false, false);
+    check_scalar(context.found_inf, "found_inf", false, false);
+    if (context.found_inf && value_of(*context.found_inf) != 0.0) {
+        if (context.zero_grads) zero_gradients(table, rows);
         return false;
     }
-    if (around.lr) lr = value_of(*around.lr);
-    factor = around.grad_factor ? value_of(*around.grad_factor) : 1.0;
+    if (context.lr) lr = value_of(*context.lr);
+    factor = context.grad_factor ? value_of(*context.grad_factor) : 1.0;
     return true;
 }
 
@@ -129,9 +129,9 @@ struct LayersOnCpu {
     }
 
     static void lamb(const CpuRows& rows, const Tensor& norms, LambOptions options,
-                     const Around& around, int64_t passes, const char* op);
+                     const StepContext& context, int64_t passes, const char* op);
     static void lars(const CpuRows& rows, const Tensor& norms, LarsOptions options,
-                     const Around& around, int64_t passes, const char* op);
+                     const StepContext& context, int64_t passes, const char* op);
 };
 
 }  // namespace pyops

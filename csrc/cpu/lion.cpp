@@ -4,6 +4,6 @@
 #include "step.h"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
-    PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::Cpu>::lion_);
-    PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::Cpu>::lion_from_table_);
+    PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::Cpu>::step_);
+    PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::Cpu>::step_from_table_);
 }

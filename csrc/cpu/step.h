@@ -26,7 +26,7 @@ inline void* moved(const int64_t* row, Column column, Field field, int64_t eleme
 }
 
 inline StepSpan span_of(const int64_t* row, int64_t begin, int64_t end, uint32_t step,
-                        const Around& around, bool streams) {
+                        const StepContext& context, bool streams) {
     StepSpan span;
     span.param = moved(row, PARAM, PARAM_DTYPE, begin);
     span.grad = moved(row, GRAD, GRAD_DTYPE, begin);
@@ -37,10 +37,10 @@ inline StepSpan span_of(const int64_t* row, int64_t begin, int64_t end, uint32_t
     span.copy = moved(row, COPY, COPY_DTYPE, begin);
     span.n = end - begin;
     span.packed = row[PACKED];
-    span.zero_grad = around.zero_grads;
-    span.stochastic_rounding = around.stochastic_rounding;
+    span.zero_grad = context.zero_grads;
+    span.stochastic_rounding = context.stochastic_rounding;
     span.streams = streams;
-    span.seed = around.seed;
+    span.seed = context.seed;
     span.index = static_cast<uint64_t>(row[OFFSET] + begin);
     span.step = step;
     return span;
@@ -88,17 +88,17 @@ inline void zero_gradients(const int64_t* table, int64_t rows) {
 
 template <typename Rule>
 void step_rows(const int64_t* table, int64_t rows, typename Rule::Options options,
-               const Around& around) {
-    check_scalar(around.lr, "lr_tensor", false, true);
-    check_scalar(around.grad_factor, "grad_factor", false, false);
-    check_scalar(around.found_inf, "found_inf", false, false);
-    if (around.found_inf && value_of(*around.found_inf) != 0.0) {
-        if (around.zero_grads) zero_gradients(table, rows);
+               const StepContext& context) {
+    check_scalar(context.lr, "lr_tensor", false, true);
+    check_scalar(context.grad_factor, "grad_factor", false, false);
+    check_scalar(context.found_inf, "found_inf", false, false);
+    if (context.found_inf && value_of(*context.found_inf) != 0.0) {
+        if (context.zero_grads) zero_gradients(table, rows);
         return;
     }
-    if (around.lr) options.lr = value_of(*around.lr);
+    if (context.lr) options.lr = value_of(*context.lr);
     const Steps<Rule> steps(table, rows, options,
-                            around.grad_factor ? value_of(*around.grad_factor) : 1.0);
+                            context.grad_factor ? value_of(*context.grad_factor) : 1.0);
     const Kernels& kernel = kernels();
     int64_t numel = 0;
     for (int64_t r = 0; r < rows; ++r) numel += table[r * COLUMNS + NUMEL];
@@ -109,7 +109,7 @@ void step_rows(const int64_t* table, int64_t rows, typename Rule::Options option
             const uint32_t step = static_cast<uint32_t>(steps.values[k]);
             step_span(
                 kernel,
-                span_of(table + r * COLUMNS, begin, end, step, around, numel >= STREAMED_NUMEL),
+                span_of(table + r * COLUMNS, begin, end, step, context, numel >= STREAMED_NUMEL),
                 steps.rules[k]);
         });
 }
@@ -118,20 +118,20 @@ void step_rows(const int64_t* table, int64_t rows, typename Rule::Options option
 struct Cpu {
     template <template <typename> class R>
     static void step(const TensorLists& lists, const std::vector<int64_t>& offsets,
-                     const typename R<float>::Options& options, const Around& around,
+                     const typename R<float>::Options& options, const StepContext& context,
                      const char* op) {
         const std::vector<int64_t> table = make_table(lists, offsets, REQUIRED<R<float>>, op);
         step_rows<R<float>>(table.data(), static_cast<int64_t>(lists.params->size()), options,
-                            around);
+                            context);
     }
 
     template <template <typename> class R>
     static void step_table(const Tensor& table, const typename R<float>::Options& options,
-                           const Around& around, const char* op) {
+                           const StepContext& context, const char* op) {
         const int64_t rows = check_table(table, op);
         const int64_t* data = static_cast<const int64_t*>(table.data_ptr());
         check_columns(data, rows, REQUIRED<R<float>>, op);
-        step_rows<R<float>>(data, rows, options, around);
+        step_rows<R<float>>(data, rows, options, context);
     }
 };
 

@@ -12,17 +12,18 @@ namespace pyops {
 namespace {
 
 // What the checks ask of a tensor, asked once: each question is a call into libtorch.
-struct Facts {
+struct TensorFacts {
     const Tensor& tensor;
     int64_t numel;
     int32_t device_type = 0, device_index = 0;
     bool contiguous;
 
-    explicit Facts(const Tensor& t) : tensor(t), numel(t.numel()), contiguous(t.is_contiguous()) {
+    explicit TensorFacts(const Tensor& t)
+        : tensor(t), numel(t.numel()), contiguous(t.is_contiguous()) {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
     }
-    bool same_device(const Facts& other) const {
+    bool same_device(const TensorFacts& other) const {
         return device_type == other.device_type && device_index == other.device_index;
     }
 };
@@ -37,7 +38,7 @@ Layout layout_of(const Tensor& t) {
     return layout;
 }
 
-bool same_layout(const Facts& a, const Facts& b) {
+bool same_layout(const TensorFacts& a, const TensorFacts& b) {
     if (a.numel != b.numel) return false;
     if (a.numel == 0) return true;
     if (a.contiguous && b.contiguous) {
@@ -54,7 +55,8 @@ struct List {
 };
 
 // Checks tensor i of a list against its parameter and returns its dtype code.
-int check_operand(const List& list, size_t i, const Facts& t, const Facts& param, const char* op) {
+int check_operand(const List& list, size_t i, const TensorFacts& t, const TensorFacts& param,
+                  const char* op) {
     const int dtype = dtype_code(t.tensor);
     require(dtype >= 0 && dtype != FP64, "pyops::", op, ": ", list.name, "[", i,
             "] must be float32, bfloat16 or float16; cast it, or leave it to torch");
@@ -68,7 +70,7 @@ int check_operand(const List& list, size_t i, const Facts& t, const Facts& param
     return dtype;
 }
 
-void check_step(const Facts& step, size_t i, const Facts& param, const char* op) {
+void check_step(const TensorFacts& step, size_t i, const TensorFacts& param, const char* op) {
     require(dtype_code(step.tensor) == FP32 && step.numel == 1 && step.same_device(param),
             "pyops::", op, ": steps[", i,
             "] must be one float32 number on its parameter's device, got shape ",
@@ -188,18 +190,18 @@ std::vector<int64_t> make_table(const TensorLists& lists, const std::vector<int6
             " params; expected one for each, or none");
     std::vector<int64_t> table(params.size() * COLUMNS, 0);
     if (params.empty()) return table;
-    const Facts first(params[0]);
+    const TensorFacts first(params[0]);
     int64_t chunks = 0;
     for (size_t i = 0; i < params.size(); ++i) {
         int64_t* row = table.data() + i * COLUMNS;
-        const Facts param(params[i]);
+        const TensorFacts param(params[i]);
         require(i == 0 || param.same_device(first), "pyops::", op, ": params[", i,
                 "] is on another device than params[0]; step them apart");
         int moment_dtype = -1;
         for (int column = PARAM; column <= STEP; ++column) {
             const List& c = columns[column];
             if (c.tensors->empty()) continue;
-            const Facts t((*c.tensors)[i]);
+            const TensorFacts t((*c.tensors)[i]);
             if (optional(column) && t.numel == 0) continue;
             if (column == STEP) {
                 check_step(t, i, param, op);

@@ -4,7 +4,6 @@
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-    PYOPS_IMPL(m, "adagrad_", &pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_);
-    PYOPS_IMPL(m, "adagrad_from_table_",
-               &pyops::AdagradOps<pyops::cuda::Cuda>::adagrad_from_table_);
+    PYOPS_IMPL(m, "adagrad_", &pyops::AdagradOps<pyops::cuda::Cuda>::step_);
+    PYOPS_IMPL(m, "adagrad_from_table_", &pyops::AdagradOps<pyops::cuda::Cuda>::step_from_table_);
 }

@@ -7,21 +7,21 @@
 namespace pyops::cuda {
 
 void LayersOnCuda::lamb(const CudaRows& rows, const Tensor& norms, const LambOptions& o,
-                        const Around& around, int64_t passes, const char* op) {
-    LayerArguments<LambOptions> a = arguments_of(rows, norms, o, around, passes, op);
+                        const StepContext& context, int64_t passes, const char* op) {
+    LayerArguments<LambOptions> a = arguments_of(rows, norms, o, context, passes, op);
     if (!o.trust_ratio) {  // AdamW, in the last pass
         const AdamOptions adam{o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, true, o.maximize};
-        if (passes & SECOND_PASS) adam_rows(rows.table, adam, around, rows.on);
+        if (passes & SECOND_PASS) adam_rows(rows.table, adam, context, rows.on);
         return;
     }
     if (passes & FIRST_PASS) {
-        a.zero_grads = around.zero_grads;
-        if (around.stochastic_rounding)
+        a.zero_grads = context.zero_grads;
+        if (context.stochastic_rounding)
             first_pass<LambFirst, true>(a, rows);
         else
             first_pass<LambFirst, false>(a, rows);
     }
-    if (passes & SECOND_PASS) second_pass<LambApply>(a, rows, false, around.stochastic_rounding);
+    if (passes & SECOND_PASS) second_pass<LambApply>(a, rows, false, context.stochastic_rounding);
 }
 
 }  // namespace pyops::cuda

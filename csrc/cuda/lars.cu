@@ -6,14 +6,14 @@
 namespace pyops::cuda {
 
 void LayersOnCuda::lars(const CudaRows& rows, const Tensor& norms, const LarsOptions& o,
-                        const Around& around, int64_t passes, const char* op) {
-    const LayerArguments<LarsOptions> a = arguments_of(rows, norms, o, around, passes, op);
+                        const StepContext& context, int64_t passes, const char* op) {
+    const LayerArguments<LarsOptions> a = arguments_of(rows, norms, o, context, passes, op);
     if ((passes & FIRST_PASS) && o.trust_ratio) first_pass<LarsFirst, false>(a, rows);
     if ((passes & SECOND_PASS) == 0) return;
     if (o.sgd.momentum != 0.0)
-        second_pass<MomentumSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
+        second_pass<MomentumSgd>(a, rows, context.zero_grads, context.stochastic_rounding);
     else
-        second_pass<PlainSgd>(a, rows, around.zero_grads, around.stochastic_rounding);
+        second_pass<PlainSgd>(a, rows, context.zero_grads, context.stochastic_rounding);
 }
 
 }  // namespace pyops::cuda

@@ -25,8 +25,8 @@ struct Workspace {
 
 template <typename Options>
 LayerArguments<Options> arguments_of(const CudaRows& rows, const Tensor& norms,
-                                     const Options& options, const Around& around, int64_t passes,
-                                     const char* op) {
+                                     const Options& options, const StepContext& context,
+                                     int64_t passes, const char* op) {
     const int64_t n = rows.table.size(0);
     require(passes >= FIRST_PASS && passes <= (FIRST_PASS | SECOND_PASS), "pyops::", op,
             ": passes must be 1 (norms), 2 (apply) or 3 (both), got ", passes);
@@ -35,18 +35,18 @@ LayerArguments<Options> arguments_of(const CudaRows& rows, const Tensor& norms,
                 norms.get_device_index() == rows.on.device,
             "pyops::", op, ": norms must be a contiguous float64 [", n,
             ", 2] on the parameters' device, got shape ", Shape{norms});
-    check_scalar(around.lr, "lr_tensor", true, true);
-    require(!around.lr || around.lr->get_device_index() == rows.on.device,
+    check_scalar(context.lr, "lr_tensor", true, true);
+    require(!context.lr || context.lr->get_device_index() == rows.on.device,
             "pyops: lr_tensor is on another device than the parameters; move it");
     LayerArguments<Options> a{};
     a.table = static_cast<int64_t*>(rows.table.data_ptr());
     a.rows = static_cast<int>(n);
-    a.lr = around.lr ? around.lr->const_data_ptr() : nullptr;
-    a.lr_is_double = around.lr && dtype_code(*around.lr) == FP64;
-    a.grad_factor = one_float(around.grad_factor, "grad_factor", rows.on);
-    a.found_inf = one_float(around.found_inf, "found_inf", rows.on);
+    a.lr = context.lr ? context.lr->const_data_ptr() : nullptr;
+    a.lr_is_double = context.lr && dtype_code(*context.lr) == FP64;
+    a.grad_factor = one_float(context.grad_factor, "grad_factor", rows.on);
+    a.found_inf = one_float(context.found_inf, "found_inf", rows.on);
     a.options = options;
-    a.seed = around.seed;
+    a.seed = context.seed;
     a.norms = static_cast<SquaredNorms*>(norms.data_ptr());
     return a;
 }
@@ -102,9 +102,9 @@ struct LayersOnCuda {
     }
 
     static void lamb(const CudaRows& rows, const Tensor& norms, const LambOptions& options,
-                     const Around& around, int64_t passes, const char* op);
+                     const StepContext& context, int64_t passes, const char* op);
     static void lars(const CudaRows& rows, const Tensor& norms, const LarsOptions& options,
-                     const Around& around, int64_t passes, const char* op);
+                     const StepContext& context, int64_t passes, const char* op);
 };
 
 }  // namespace pyops::cuda

@@ -4,6 +4,6 @@
 #include "step.cuh"
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
-    PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::cuda::Cuda>::lion_);
-    PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::cuda::Cuda>::lion_from_table_);
+    PYOPS_IMPL(m, "lion_", &pyops::LionOps<pyops::cuda::Cuda>::step_);
+    PYOPS_IMPL(m, "lion_from_table_", &pyops::LionOps<pyops::cuda::Cuda>::step_from_table_);
 }

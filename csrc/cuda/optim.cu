@@ -6,9 +6,9 @@
 
 namespace pyops::cuda {
 
-void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around,
+void adam_rows(const Tensor& table, const AdamOptions& options, const StepContext& context,
                const Launch& on) {
-    step_rows<Adam>(table, options, around, on);
+    step_rows<Adam>(table, options, context, on);
 }
 
 }  // namespace pyops::cuda

@@ -5,7 +5,7 @@
 
 namespace pyops::cuda {
 
-void adam_rows(const Tensor& table, const AdamOptions& options, const Around& around,
+void adam_rows(const Tensor& table, const AdamOptions& options, const StepContext& context,
                const Launch& on);
 
 }  // namespace pyops::cuda

@@ -8,7 +8,7 @@ namespace pyops::cuda {
 namespace {
 
 template <typename Draw>
-void fill(const Tensor& out, Draw draw, int64_t key, const Place& place, const char* op) {
+void fill(const Tensor& out, Draw draw, int64_t key, const StreamRange& range, const char* op) {
     constexpr bool BOOLEAN = sizeof(typename Draw::type) == 1;
     int32_t dtype = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(out.get(), &dtype));
@@ -16,9 +16,9 @@ void fill(const Tensor& out, Draw draw, int64_t key, const Place& place, const c
                 out.is_contiguous(),
             "pyops::", op, ": out must be a contiguous ", BOOLEAN ? "bool" : "float32",
             " tensor, got shape ", Shape{out});
-    require(place.offset >= 0 && place.row >= 1 && place.row_stride >= 0, "pyops::", op,
-            ": need offset >= 0, row >= 1, row_stride >= 0; got ", place.offset, ", ", place.row,
-            ", ", place.row_stride);
+    require(range.offset >= 0 && range.row >= 1 && range.row_stride >= 0, "pyops::", op,
+            ": need offset >= 0, row >= 1, row_stride >= 0; got ", range.offset, ", ", range.row,
+            ", ", range.row_stride);
     const int64_t numel = out.numel();
     if (numel == 0) return;
     const Launch on(out);
@@ -26,7 +26,7 @@ void fill(const Tensor& out, Draw draw, int64_t key, const Place& place, const c
     const int64_t ctas = (numel + 4 * RANDOM_THREADS - 1) / (4 * RANDOM_THREADS);
     kernel<<<grid_for<kernel>(ctas, on.device, RANDOM_THREADS), RANDOM_THREADS, 0, on.stream>>>(
         static_cast<typename Draw::type*>(out.mutable_data_ptr()), numel, draw,
-        static_cast<uint64_t>(key), place);
+        static_cast<uint64_t>(key), range);
     check_launch(op);
 }
 

@@ -18,7 +18,7 @@ namespace pyops::cuda {
 constexpr int RANDOM_THREADS = 256;
 
 // Element i of the tensor has the global index offset + (i / row) * row_stride + i % row.
-struct Place {
+struct StreamRange {
     int64_t offset, row, row_stride;
 };
 
@@ -63,7 +63,7 @@ struct alignas(4 * sizeof(T)) Four {
 template <typename Draw>
 __global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::type* out,
                                                                 int64_t numel, Draw draw,
-                                                                uint64_t key, Place place) {
+                                                                uint64_t key, StreamRange range) {
     using Out = Four<typename Draw::type>;
     const bool in_line = reinterpret_cast<uintptr_t>(out) % sizeof(Out) == 0;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * RANDOM_THREADS;
@@ -73,9 +73,9 @@ __global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::t
         const int count = numel - first < 4 ? static_cast<int>(numel - first) : 4;
         int64_t line = 0, along = first;
         // A 64-bit division costs more than the block's Philox: not for a tensor that is one row
-        if (first >= place.row) {
-            line = first / place.row;
-            along = first % place.row;
+        if (first >= range.row) {
+            line = first / range.row;
+            along = first % range.row;
         }
         uint64_t last = 0;
         PhiloxBlock block;
@@ -83,12 +83,12 @@ __global__ __launch_bounds__(RANDOM_THREADS) void random_kernel(typename Draw::t
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint64_t index =
-                static_cast<uint64_t>(place.offset + line * place.row_stride + along);
+                static_cast<uint64_t>(range.offset + line * range.row_stride + along);
             if (k == 0 || index / 4 != last / 4) block = philox4x32(key, index / 4);
             drawn.element[k] =
                 draw.at(block, static_cast<unsigned>(index % 4), k == 0 || index / 2 != last / 2);
             last = index;
-            if (++along == place.row) {
+            if (++along == range.row) {
                 along = 0;
                 ++line;
             }

@@ -30,23 +30,23 @@ void launch(const StepArguments<R>& a, const Launch& on) {
 }
 
 template <template <typename> class R>
-void step_rows(const Tensor& table, const typename R<float>::Options& options, const Around& around,
-               const Launch& on) {
+void step_rows(const Tensor& table, const typename R<float>::Options& options,
+               const StepContext& context, const Launch& on) {
     StepArguments<R> a{};
     a.table = static_cast<int64_t*>(table.data_ptr());
     a.rows = static_cast<int>(table.size(0));
-    check_scalar(around.lr, "lr_tensor", true, true);
-    require(!around.lr || around.lr->get_device_index() == on.device,
+    check_scalar(context.lr, "lr_tensor", true, true);
+    require(!context.lr || context.lr->get_device_index() == on.device,
             "pyops: lr_tensor is on another device than the parameters; move it");
-    a.lr = around.lr ? around.lr->const_data_ptr() : nullptr;
-    a.lr_is_double = around.lr && dtype_code(*around.lr) == FP64;
-    a.grad_factor = one_float(around.grad_factor, "grad_factor", on);
-    a.found_inf = one_float(around.found_inf, "found_inf", on);
+    a.lr = context.lr ? context.lr->const_data_ptr() : nullptr;
+    a.lr_is_double = context.lr && dtype_code(*context.lr) == FP64;
+    a.grad_factor = one_float(context.grad_factor, "grad_factor", on);
+    a.found_inf = one_float(context.found_inf, "found_inf", on);
     a.options = options;
-    a.zero_grads = around.zero_grads;
-    a.seed = around.seed;
+    a.zero_grads = context.zero_grads;
+    a.seed = context.seed;
     if constexpr (R<float>::COUNTS) {
-        if (around.stochastic_rounding) return launch<R, true>(a, on);
+        if (context.stochastic_rounding) return launch<R, true>(a, on);
     }
     launch<R, false>(a, on);
 }
@@ -55,19 +55,19 @@ void step_rows(const Tensor& table, const typename R<float>::Options& options, c
 struct Cuda {
     template <template <typename> class R>
     static void step(const TensorLists& lists, const std::vector<int64_t>& offsets,
-                     const typename R<float>::Options& options, const Around& around,
+                     const typename R<float>::Options& options, const StepContext& context,
                      const char* op) {
         if (lists.params->empty()) return;
         const std::vector<int64_t> rows = make_table(lists, offsets, REQUIRED<R<float>>, op);
         const Launch on((*lists.params)[0]);
-        step_rows<R>(upload(rows, on), options, around, on);
+        step_rows<R>(upload(rows, on), options, context, on);
     }
 
     template <template <typename> class R>
     static void step_table(const Tensor& table, const typename R<float>::Options& options,
-                           const Around& around, const char* op) {
+                           const StepContext& context, const char* op) {
         if (check_table(table, op) == 0) return;
-        step_rows<R>(table, options, around, Launch(table));
+        step_rows<R>(table, options, context, Launch(table));
     }
 };
 

@@ -12,6 +12,8 @@
 
 namespace pyops::cuda {
 
+// A word of the table rather than of the launch: no allocation and no memset per step, and tables
+// of two streams don't share it. dtypes need the lower half only.
 __device__ __forceinline__ unsigned* ticket_of(int64_t* table) {
     return reinterpret_cast<unsigned*>(table + PACKED) + 1;
 }

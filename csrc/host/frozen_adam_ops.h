@@ -14,16 +14,18 @@ struct FrozenAdamOps {
                              double weight_decay) {
         const TensorLists lists{&params, &NONE,    &exp_avgs, &exp_avg_sqs,
                                 &NONE,   &masters, &copies,   &NONE};
-        const Around around = around_of(lr_tensor, std::nullopt, found_inf, false, false, 0);
-        Backend::template step<FrozenAdam>(lists, {}, {lr, eps, weight_decay}, around,
+        const StepContext context =
+            step_context_of(lr_tensor, std::nullopt, found_inf, false, false, 0);
+        Backend::template step<FrozenAdam>(lists, {}, {lr, eps, weight_decay}, context,
                                            "frozen_adam_");
     }
 
     static void momentum_(const Tensors exp_avgs, const Tensors grads, const Scalar grad_factor,
                           const Scalar found_inf, double beta, bool zero_grads) {
         const TensorLists lists{&exp_avgs, &grads, &NONE, &NONE, &NONE, &NONE, &NONE, &NONE};
-        const Around around = around_of(std::nullopt, grad_factor, found_inf, zero_grads, false, 0);
-        Backend::template step<Momentum>(lists, {}, {1.0 - beta}, around, "momentum_");
+        const StepContext context =
+            step_context_of(std::nullopt, grad_factor, found_inf, zero_grads, false, 0);
+        Backend::template step<Momentum>(lists, {}, {1.0 - beta}, context, "momentum_");
     }
 };
 

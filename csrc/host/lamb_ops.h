@@ -22,10 +22,10 @@ struct LambOps {
                                 &NONE,   &masters, &copies,   &steps};
         const LambOptions options{lr,        beta1,     beta2,       eps,     weight_decay,
                                   min_ratio, max_ratio, trust_ratio, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         Backend::with_lists(lists, offsets, LAMB_COLUMNS, "lamb_", [&](const auto& rows) {
-            Backend::lamb(rows, norms, options, around, passes, "lamb_");
+            Backend::lamb(rows, norms, options, context, passes, "lamb_");
         });
     }
 
@@ -37,10 +37,10 @@ struct LambOps {
                                  bool stochastic_rounding, int64_t seed) {
         const LambOptions options{lr,        beta1,     beta2,       eps,     weight_decay,
                                   min_ratio, max_ratio, trust_ratio, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         Backend::with_table(table, LAMB_COLUMNS, "lamb_from_table_", [&](const auto& rows) {
-            Backend::lamb(rows, norms, options, around, passes, "lamb_from_table_");
+            Backend::lamb(rows, norms, options, context, passes, "lamb_from_table_");
         });
     }
 };

@@ -25,10 +25,10 @@ struct LarsOps {
                                   trust_coefficient,
                                   eps,
                                   trust_ratio};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         Backend::with_lists(lists, offsets, columns(momentum), "lars_", [&](const auto& rows) {
-            Backend::lars(rows, norms, options, around, passes, "lars_");
+            Backend::lars(rows, norms, options, context, passes, "lars_");
         });
     }
 
@@ -42,10 +42,10 @@ struct LarsOps {
                                   trust_coefficient,
                                   eps,
                                   trust_ratio};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         Backend::with_table(table, columns(momentum), "lars_from_table_", [&](const auto& rows) {
-            Backend::lars(rows, norms, options, around, passes, "lars_from_table_");
+            Backend::lars(rows, norms, options, context, passes, "lars_from_table_");
         });
     }
 };

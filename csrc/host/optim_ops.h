@@ -18,9 +18,9 @@ struct AdamOps {
         const TensorLists lists{&params,          &grads,   &exp_avgs, &exp_avg_sqs,
                                 &max_exp_avg_sqs, &masters, &copies,   &steps};
         const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
-        Backend::template step<Adam>(lists, offsets, options, around, "adam_");
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
+        Backend::template step<Adam>(lists, offsets, options, context, "adam_");
     }
 
     static void adam_from_table_(const Tensor table, const Scalar lr_tensor,
@@ -29,9 +29,9 @@ struct AdamOps {
                                  bool decoupled, bool maximize, bool zero_grads,
                                  bool stochastic_rounding, int64_t seed) {
         const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
-        Backend::template step_table<Adam>(table, options, around, "adam_from_table_");
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
+        Backend::template step_table<Adam>(table, options, context, "adam_from_table_");
     }
 };
 

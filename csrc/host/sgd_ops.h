@@ -17,12 +17,12 @@ struct SgdOps {
         const TensorLists lists{&params, &grads,   &momentum_buffers, &NONE,
                                 &NONE,   &masters, &copies,           &steps};
         const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         if (momentum != 0.0) {
-            Backend::template step<MomentumSgd>(lists, offsets, options, around, "sgd_");
+            Backend::template step<MomentumSgd>(lists, offsets, options, context, "sgd_");
         } else {
-            Backend::template step<PlainSgd>(lists, offsets, options, around, "sgd_");
+            Backend::template step<PlainSgd>(lists, offsets, options, context, "sgd_");
         }
     }
 
@@ -32,12 +32,12 @@ struct SgdOps {
                                 bool nesterov, bool maximize, bool zero_grads,
                                 bool stochastic_rounding, int64_t seed) {
         const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize};
-        const Around around =
-            around_of(lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed);
+        const StepContext context = step_context_of(lr_tensor, grad_factor, found_inf, zero_grads,
+                                                    stochastic_rounding, seed);
         if (momentum != 0.0) {
-            Backend::template step_table<MomentumSgd>(table, options, around, "sgd_from_table_");
+            Backend::template step_table<MomentumSgd>(table, options, context, "sgd_from_table_");
         } else {
-            Backend::template step_table<PlainSgd>(table, options, around, "sgd_from_table_");
+            Backend::template step_table<PlainSgd>(table, options, context, "sgd_from_table_");
         }
     }
 };

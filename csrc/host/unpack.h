@@ -9,14 +9,15 @@ namespace pyops {
 using Scalar = std::optional<Tensor>;
 
 // What surrounds the rule in a step.
-struct Around {
+struct StepContext {
     Scalar lr, grad_factor, found_inf;
     bool zero_grads = false, stochastic_rounding = false;
     uint64_t seed = 0;
 };
 
-inline Around around_of(const Scalar& lr, const Scalar& grad_factor, const Scalar& found_inf,
-                        bool zero_grads, bool stochastic_rounding, int64_t seed) {
+inline StepContext step_context_of(const Scalar& lr, const Scalar& grad_factor,
+                                   const Scalar& found_inf, bool zero_grads,
+                                   bool stochastic_rounding, int64_t seed) {
     return {lr,         grad_factor,         found_inf,
             zero_grads, stochastic_rounding, static_cast<uint64_t>(seed)};
 }

@@ -157,10 +157,10 @@ private:
             int refused = ENOSYS;
 #ifdef PYOPS_IO_URING
             try {
-                engine_ = std::make_unique<RingEngine>(depth);
+                engine_ = std::make_unique<IoUringEngine>(depth);
                 return;
-            } catch (int error) {
-                refused = error;
+            } catch (const std::system_error& error) {
+                refused = error.code().value();
             }
 #endif
             if (engine == "io_uring")

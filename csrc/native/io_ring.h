@@ -16,25 +16,34 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 
+#include <system_error>
 #include <thread>
 
 #include "file_transfer.h"
 
 namespace pyops {
 
-class Ring {
+// The kernel refused `what`: its errno is the error's code.
+inline std::system_error refusal(int number, const char* what) {
+    return std::system_error(number, std::generic_category(), what);
+}
+
+// The two rings that a process shares with the kernel. Each has one writer of its tail and one of
+// its head, so no lock is needed: what a ring's entries hold is published by a release store of the
+// index after them, and read after an acquire load of that index.
+class IoUring {
 public:
-    // Throws the errno of the kernel's refusal.
-    explicit Ring(unsigned entries) {
+    // Throws std::system_error with the errno of the kernel's refusal.
+    explicit IoUring(unsigned entries) {
         io_uring_params params{};
         fd_ = static_cast<int>(syscall(SYS_io_uring_setup, entries, &params));
-        if (fd_ < 0) throw errno;
+        if (fd_ < 0) throw refusal(errno, "io_uring_setup");
         // All of 5.6
         const unsigned needed =
             IORING_FEAT_RW_CUR_POS | IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP;
         if ((params.features & needed) != needed) {
             close(fd_);
-            throw ENOSYS;
+            throw refusal(ENOSYS, "io_uring of Linux 5.6");
         }
         ring_bytes_ = std::max(params.sq_off.array + params.sq_entries * sizeof(unsigned),
                                params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe));
@@ -49,9 +58,9 @@ public:
         cq_mask_ = *at(params.cq_off.ring_mask);
         cqes_ = reinterpret_cast<io_uring_cqe*>(ring_ + params.cq_off.cqes);
     }
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
-    ~Ring() {
+    IoUring(const IoUring&) = delete;
+    IoUring& operator=(const IoUring&) = delete;
+    ~IoUring() {
         munmap(sqes_, sqe_bytes_);
         munmap(ring_, ring_bytes_);
         close(fd_);
@@ -69,6 +78,7 @@ public:
         sqe.off = static_cast<uint64_t>(offset);
         sqe.user_data = tag;
         sq_array_[index] = index;
+        // Release: the kernel, which reads the tail first, must then see the entry written above.
         __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
         ++unsubmitted_;
     }
@@ -84,10 +94,12 @@ public:
 
     bool next(uint64_t* tag, int64_t* answer) {
         const unsigned head = *cq_head_;
+        // Acquire: pairs with the kernel's release of the tail, after which the entry is whole.
         if (head == __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE)) return false;
         const io_uring_cqe& cqe = cqes_[head & cq_mask_];
         *tag = cqe.user_data;
         *answer = cqe.res;
+        // Release: only now may the kernel write over the entry, which was copied above.
         __atomic_store_n(cq_head_, head + 1, __ATOMIC_RELEASE);
         return true;
     }
@@ -100,7 +112,7 @@ private:
         const int reason = errno;
         if (ring_) munmap(ring_, ring_bytes_);
         close(fd_);
-        throw reason;
+        throw refusal(reason, "mmap of the rings");
     }
     unsigned* at(unsigned offset) const { return reinterpret_cast<unsigned*>(ring_ + offset); }
 
@@ -113,15 +125,15 @@ private:
     io_uring_cqe* cqes_ = nullptr;
 };
 
-class RingEngine : public Engine {
+class IoUringEngine : public Engine {
 public:
-    explicit RingEngine(int depth) : ring_(static_cast<unsigned>(depth) + 1), slots_(depth) {
+    explicit IoUringEngine(int depth) : ring_(static_cast<unsigned>(depth) + 1), slots_(depth) {
         for (int i = 0; i < depth; ++i) free_.push_back(i);
         wake_fd_ = eventfd(0, EFD_CLOEXEC);
-        if (wake_fd_ < 0) throw errno;
+        if (wake_fd_ < 0) throw refusal(errno, "eventfd");
         thread_ = std::thread([this] { run(); });
     }
-    ~RingEngine() override {
+    ~IoUringEngine() override {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stopping_ = true;
@@ -238,7 +250,7 @@ private:
         std::unique_ptr<BounceBuffer> bounce;
     };
 
-    Ring ring_;
+    IoUring ring_;
     std::vector<Slot> slots_;
     std::vector<int> free_, fresh_;
     std::vector<std::unique_ptr<BounceBuffer>> bounces_;

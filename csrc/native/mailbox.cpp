@@ -38,11 +38,13 @@ public:
     bool put(uintptr_t data, int64_t n) {
         const uint64_t size = LENGTH + rounded(n),
                        put = region_->mine().in.load(std::memory_order_relaxed);
+        // Acquire: the reader has copied out what it counts as taken, so its place may be reused.
         const uint64_t taken = region_->control(1).out.load(std::memory_order_acquire);
         if (size > bytes_ - (put - taken)) return false;
         const uint64_t length = static_cast<uint64_t>(n);
         copy_in(put, &length, LENGTH);
         copy_in(put + LENGTH, reinterpret_cast<const void*>(data), length);
+        // Last: post() releases the count, and with it the bytes that were copied in.
         region_->post(&Control::in, put + size);
         return true;
     }

@@ -35,6 +35,8 @@ enum Kind { ABSENT = 0, ROW = 1, ELSEWHERE = 2, IGNORED = 3 };
 
 // Attributes and methods of torch.Tensor. For exactly torch.Tensor and nn.Parameter their C
 // functions are called directly; a subclass might override them and is asked in the ordinary way.
+// Why: a step asks every parameter, and a lookup by name costs as much as the answer. The pointers
+// lie in descriptors of static types, which are never freed, and _PyType_Lookup borrows.
 struct TensorProtocol {
     PyTypeObject* tensor = nullptr;
     PyTypeObject* parameter = nullptr;

@@ -1,8 +1,8 @@
 """Adafactor: torch.optim.Adafactor's signature and numbers, in one call per param group.
 
-    Adafactor(model.parameters(), lr=1e-2)                 a matrix of r rows and c columns has a state of r + c numbers
-    Adafactor([FlatBuffer(model.named_parameters()).parameter])              each tensor of the buffer for itself
-    pyops.zero.ZeroOptimizer(model, Adafactor, stage=2)                      parts of tensors: see adafactor_parts.py
+    Adafactor(model.parameters(), lr=1e-2)         a matrix [r, c] has a state of r + c numbers
+    Adafactor([FlatBuffer(model.named_parameters()).parameter])     each tensor of it for itself
+    pyops.zero.ZeroOptimizer(model, Adafactor, stage=2)    parts of tensors: adafactor_parts.py
 
 The formula is that of pyops/ops/optimizers/adafactor.py. Shazeer and Stern, arXiv:1804.04235,
 algorithms 4 and 5.
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from pyops.flat.dtensor import first_element, is_dtensor, local_of, spread_of
 from pyops.ops.optimizers.adafactor import adafactor_
@@ -24,6 +26,7 @@ from pyops.optim.adafactor_parts import PartRow, TensorPart, part_of, step_parts
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.optim.fused.input_checks import check_hyperparameters, name_of
 from pyops.optim.fused.layerwise import check_layout, layers_of, layout_of
+from pyops.optim.fused.options import AdafactorOptions, chosen_options, shows_options
 from pyops.optim.fused.param_state import check_placed
 from pyops.optim.fused.table_rows import GRAD, PARAM, Row, TableRows
 from pyops.protocols import ParamGroup
@@ -65,65 +68,59 @@ def state_shapes(param: Tensor) -> dict[str, tuple[int, ...]]:
 
 
 class Adafactor(FusedOptimizer):
-    """torch.optim.Adafactor, fused; never waits for an accelerator.
+    """torch.optim.Adafactor, fused; it never waits for an accelerator.
 
-    The arguments up to `maximize` are torch.optim.Adafactor's: lr bounds the relative step 1 /
-    sqrt(step); eps are the least root of the second moment (None: the eps of the dtype that is
-    stepped) and the least root mean square of a
-    parameter.
-    States are float32, whatever the parameter's dtype. A parameter with a `flat_layout`
-    (FlatBuffer.parameter) is stepped tensor by tensor, with the bits that separate parameters would
-    have; its padding is left alone. What follows: see Adam. There is no state_dtype.
+    All arguments of torch.optim.Adafactor have its meaning, by position and by keyword. States are
+    float32, whatever the parameter's dtype. A parameter with a `flat_layout` (FlatBuffer.parameter)
+    is stepped tensor by tensor, with the bits that separate parameters would have; its padding is
+    not touched.
 
-    reduce_sums: set it where each process holds a part of every tensor, as parameters with an
-    attribute `part_of`: a callable that replaces a float64 tensor by its sum over all processes, in
-    place; it is not pickled. whole_states: the states of such a parameter that every process has
-    whole.
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups.
+        lr: bound of the relative step size, which is 1 / sqrt(step) below it.
+        beta2_decay: exponent c of the second moment's weight, step^c.
+        eps: least root of the second moment (None: eps of the dtype that is stepped), and least
+            root mean square of a parameter.
+        d: bound of the update's root mean square.
+        weight_decay: weights are multiplied by 1 - lr * weight_decay in each step.
+        **options: see AdafactorOptions.
 
-    Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
+    Param groups and errors: see Adam.
+
+    Attributes:
+        reduce_sums: set it where each process holds a part of every tensor, as parameters with an
+            attribute `part_of`: a callable that replaces a float64 tensor by its sum over all
+            processes, in place. It is not pickled.
+        whole_states: names of the states that every process holds whole of such a parameter.
     """
 
     reduce_sums: Callable[[Tensor], Tensor] | None = None
     whole_states = ("row_var", "col_var")
 
+    @shows_options(AdafactorOptions)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        seed: int = 0,
+        **options: Unpack[AdafactorOptions],
     ) -> None:
+        chosen = chosen_options(self, AdafactorOptions, options)
         defaults = {
             "lr": lr,
             "beta2_decay": beta2_decay,
             "eps": eps,
             "d": d,
             "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "capturable": capturable,
-            "seed": seed,
+            "foreach": chosen["foreach"],
+            "maximize": chosen["maximize"],
+            "capturable": chosen["capturable"],
+            "seed": chosen["seed"],
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=torch.float32,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-        )
+        super().__init__(params, defaults, chosen)
 
     def _check_group(self, group: ParamGroup) -> None:
         who, eps = type(self).__name__, group["eps"]

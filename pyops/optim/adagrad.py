@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from pyops.ops.optimizers.adagrad import adagrad_, adagrad_from_table_
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.options import AdagradOptions, chosen_options, shows_options
 from pyops.optim.fused.param_state import complete_state
 from pyops.optim.fused.table_rows import TableRows
 from pyops.protocols import ParamGroup
@@ -23,39 +26,40 @@ __all__ = ["Adagrad"]
 
 
 class Adagrad(FusedOptimizer):
-    """torch.optim.Adagrad (lr_decay, L2 weight decay, an initial value of the sums), fused; dense
-    gradients only.
+    """torch.optim.Adagrad, fused; for dense gradients only.
 
-    The arguments up to `fused` are torch.optim.Adagrad's; those after it are Adam's (see there),
-    and so is everything else: copies and offsets in param groups, `grad_norm`, what is refused.
+    All arguments of torch.optim.Adagrad have its meaning, by position and by keyword.
 
-    State: `sum`, of state_dtype, and `step`; as in torch, parameters that are given to the
-    constructor have them from the start. A sum in 16 bits stops to grow once the squares are small
-    beside it, unless stochastic_rounding is on.
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups.
+        lr: learning rate; a tensor may change between replays of a CUDA graph.
+        lr_decay: the rate of step t is lr / (1 + (t - 1) * lr_decay).
+        weight_decay: L2 coefficient.
+        initial_accumulator_value: first value of the sums of squares.
+        eps: added to the root of the sum.
+        foreach: torch.optim's, without effect.
+        **options: see AdagradOptions.
+
+    State: `sum`, of state_dtype, and `step`. As in torch, parameters that are given to the
+    constructor have them from the start. A sum in 16 bits stops growing once the squares are small
+    beside it, unless stochastic_rounding is on. Param groups and errors: see Adam.
     """
 
     _table_op = "adagrad_from_table_"
 
+    @shows_options(AdagradOptions)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
         foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        seed: int = 0,
+        **options: Unpack[AdagradOptions],
     ) -> None:
+        chosen = chosen_options(self, AdagradOptions, options)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -63,20 +67,12 @@ class Adagrad(FusedOptimizer):
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
             "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-            "seed": seed,
+            "maximize": chosen["maximize"],
+            "differentiable": chosen["differentiable"],
+            "fused": chosen["fused"],
+            "seed": chosen["seed"],
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-        )
+        super().__init__(params, defaults, chosen)
         for group in self.param_groups:
             for param in group["params"]:
                 self._begin(group, param, self.state[param])

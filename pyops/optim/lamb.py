@@ -1,8 +1,10 @@
 """LAMB: AdamW whose step is scaled, layer by layer, to the size of the layer.
 
     LAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_grad_norm=1.0)
-    LAMB([{"params": matrices}, {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=2e-3)
-    LAMB([FlatBuffer(model.named_parameters()).parameter], lr=2e-3)        each tensor of the buffer is a layer
+    LAMB([{"params": matrices},
+          {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=2e-3)
+    LAMB([FlatBuffer(model.named_parameters()).parameter], lr=2e-3)
+                                                        each tensor of the buffer is a layer
 
 The formula is that of pyops/ops/optimizers/lamb.py. You et al., arXiv:1904.00962, algorithm 2.
 """
@@ -12,82 +14,70 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from pyops.ops.optimizers.lamb import lamb_, lamb_from_table_
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
+from pyops.optim.fused.options import LayerwiseOptions, chosen_options, shows_options
 from pyops.protocols import ParamGroup
 
 __all__ = ["LAMB"]
 
 
 class LAMB(LayerwiseOptimizer):
-    """LAMB with bias correction and decoupled weight decay inside the update, fused; a parameter is
-    a layer.
+    """LAMB with bias correction and decoupled weight decay inside the update, fused.
 
-    trust_ratio: whether the step is scaled by ||p|| / ||update||; False in a group (biases, norms)
-    leaves AdamW's step,
-        bit for bit.
-    min_ratio, max_ratio: bounds of that ratio, which is 1 where either norm is 0. The paper has
-    none (0 and infinity);
-        0.01 and 10 are common.
-    A parameter with a `flat_layout` (FlatBuffer.parameter) is stepped tensor by tensor, with the
-    bits that separate parameters would have; its padding is left alone. betas, eps, weight_decay,
-    maximize and what follows: see Adam.
+    A parameter is a layer. One with a `flat_layout` (FlatBuffer.parameter) is stepped tensor by
+    tensor, with the bits that separate parameters would have; its padding is not touched.
 
-    Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups.
+        lr: learning rate; a tensor may change between replays of a CUDA graph.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: its product with the weights is added to the update.
+        min_ratio: least value of ||p|| / ||update||, by which a layer's step is scaled; the ratio
+            is 1 where either norm is 0. The paper has no bound; 0.01 is common.
+        max_ratio: largest value of the ratio. The paper has no bound; 10 is common.
+        **options: see LayerwiseOptions.
+
+    Param groups and errors: see Adam.
     """
 
     _table_op = "lamb_from_table_"
 
+    @shows_options(LayerwiseOptions)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        trust_ratio: bool = True,
         min_ratio: float = 0.0,
         max_ratio: float = math.inf,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        seed: int = 0,
+        **options: Unpack[LayerwiseOptions],
     ) -> None:
+        chosen = chosen_options(self, LayerwiseOptions, options)
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "trust_ratio": trust_ratio,
+            "trust_ratio": chosen["trust_ratio"],
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "seed": seed,
+            "maximize": chosen["maximize"],
+            "foreach": chosen["foreach"],
+            "fused": chosen["fused"],
+            "capturable": chosen["capturable"],
+            "differentiable": chosen["differentiable"],
+            "seed": chosen["seed"],
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-        )
+        super().__init__(params, defaults, chosen)
 
     def _check_group(self, group: ParamGroup) -> None:
         super()._check_group(group)

@@ -1,7 +1,8 @@
 """LARS: SGD with momentum whose gradient is scaled, layer by layer, to the size of the layer.
 
     LARS(model.parameters(), lr=4.0, momentum=0.9, weight_decay=1e-4)
-    LARS([{"params": matrices}, {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=4.0)
+    LARS([{"params": matrices},
+          {"params": biases_and_norms, "trust_ratio": False, "weight_decay": 0.0}], lr=4.0)
 
 The formula is that of pyops/ops/optimizers/lars.py. You, Gitman and Ginsburg, arXiv:1708.03888,
 algorithm 1.
@@ -12,34 +13,44 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from pyops.ops.optimizers.lars import lars_, lars_from_table_
 from pyops.optim.fused.input_checks import check_hyperparameters
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
+from pyops.optim.fused.options import LayerwiseOptions, chosen_options, shows_options
 from pyops.protocols import ParamGroup
 
 __all__ = ["LARS"]
 
 
 class LARS(LayerwiseOptimizer):
-    """LARS with the momentum of torch.optim.SGD, fused; a parameter is a layer.
+    """LARS with the momentum of torch.optim.SGD, fused.
 
-    trust_coefficient: eta of the paper. eps: added to the denominator of the layer's rate.
-    trust_ratio: False in a group (biases, norms) leaves torch.optim.SGD's step.
-    momentum, dampening, weight_decay, nesterov, maximize: as of torch.optim.SGD. Flat parameters:
-    see LAMB.
-    What follows: see Adam.
+    A parameter is a layer. One with a `flat_layout` is stepped tensor by tensor: see LAMB.
 
-    Raises ValueError or TypeError for what can't be stepped, naming it, before anything is changed.
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups.
+        lr: learning rate; a tensor may change between replays of a CUDA graph.
+        momentum: see SGD, as for dampening, weight_decay and nesterov.
+        dampening: see SGD.
+        weight_decay: L2 coefficient, part of the layer's rate.
+        nesterov: see SGD.
+        trust_coefficient: eta of the paper, the factor of the layer's rate.
+        eps: added to the denominator of the layer's rate.
+        **options: see LayerwiseOptions.
+
+    Param groups and errors: see Adam.
     """
 
     _table_op = "lars_from_table_"
 
+    @shows_options(LayerwiseOptions)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.9,
         dampening: float = 0.0,
@@ -48,19 +59,9 @@ class LARS(LayerwiseOptimizer):
         *,
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
-        trust_ratio: bool = True,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        seed: int = 0,
+        **options: Unpack[LayerwiseOptions],
     ) -> None:
+        chosen = chosen_options(self, LayerwiseOptions, options)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -69,23 +70,15 @@ class LARS(LayerwiseOptimizer):
             "nesterov": nesterov,
             "trust_coefficient": trust_coefficient,
             "eps": eps,
-            "trust_ratio": trust_ratio,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "seed": seed,
+            "trust_ratio": chosen["trust_ratio"],
+            "maximize": chosen["maximize"],
+            "foreach": chosen["foreach"],
+            "fused": chosen["fused"],
+            "capturable": chosen["capturable"],
+            "differentiable": chosen["differentiable"],
+            "seed": chosen["seed"],
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-        )
+        super().__init__(params, defaults, chosen)
 
     def _check_group(self, group: ParamGroup) -> None:
         who = type(self).__name__

@@ -1,6 +1,7 @@
 """SGD: torch.optim.SGD's signature and numbers, in one launch per param group.
 
-    SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)           20 bytes per parameter; 12 without momentum
+    SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)      20 bytes per parameter
+                                                                      12 without momentum
 
 The formula is that of pyops/ops/optimizers/sgd.py: Sutskever et al., ICML 2013, section 2, as torch
 has it.
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from pyops.ops.optimizers.sgd import sgd_, sgd_from_table_
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
+from pyops.optim.fused.options import SGDOptions, chosen_options, shows_options
 from pyops.optim.fused.table_rows import TableRows
 from pyops.protocols import ParamGroup
 
@@ -22,58 +25,50 @@ __all__ = ["SGD"]
 
 
 class SGD(FusedOptimizer):
-    """torch.optim.SGD (momentum, dampening, Nesterov, L2 weight decay), fused.
+    """torch.optim.SGD, fused: momentum, dampening, Nesterov, L2 weight decay.
 
-    The arguments up to `fused` are torch.optim.SGD's; those after it are Adam's (see there), and so
-    is everything else: copies and offsets in param groups, `grad_norm`, what is refused.
+    All arguments of torch.optim.SGD have its meaning, by position and by keyword.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups.
+        lr: learning rate; a tensor may change between replays of a CUDA graph.
+        momentum: decay rate of the momentum buffer; 0 keeps none.
+        dampening: the gradient's weight in the buffer is 1 - dampening.
+        weight_decay: L2 coefficient.
+        nesterov: step along gradient + momentum * buffer.
+        **options: see SGDOptions.
 
     State: `momentum_buffer` when momentum is not 0, of state_dtype, and `step`, which counts since
-    the buffer began.
+    the buffer began. Param groups and errors: see Adam.
     """
 
     _table_op = "sgd_from_table_"
 
+    @shows_options(SGDOptions)
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool = False,
-        state_dtype: torch.dtype = torch.float32,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        zero_grad: bool = False,
-        seed: int = 0,
+        **options: Unpack[SGDOptions],
     ) -> None:
+        chosen = chosen_options(self, SGDOptions, options)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "seed": seed,
+            "maximize": chosen["maximize"],
+            "foreach": chosen["foreach"],
+            "differentiable": chosen["differentiable"],
+            "fused": chosen["fused"],
+            "seed": chosen["seed"],
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
-        )
+        super().__init__(params, defaults, chosen)
 
     def _check_group(self, group: ParamGroup) -> None:
         super()._check_group(group)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from pyops.flat import check_watches, watches_of
 from pyops.flat.dtensor import is_dtensor, placed_alike
@@ -68,42 +69,35 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
     _table_op = ""
     _steps_dtensors = True
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: ParamGroup,
-        *,
-        master_weights: bool,
-        state_dtype: torch.dtype,
-        stochastic_rounding: bool,
-        max_grad_norm: float | None,
-        zero_grad: bool,
-    ) -> None:
+    def __init__(self, params: ParamsT, defaults: ParamGroup, options: Mapping[str, Any]) -> None:
+        """See the subclasses; `defaults` are those of param groups, `options` of the optimizer."""
         who = type(self).__name__
+        self.master_weights: bool = options["master_weights"]
+        self.state_dtype: torch.dtype = options.get("state_dtype", torch.float32)
+        self.stochastic_rounding: bool = options["stochastic_rounding"]
+        self.max_grad_norm: float | None = options["max_grad_norm"]
+        self.zeroes_gradients: bool = options["zero_grad"]
         check_settings(
-            state_dtype=state_dtype,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-            zero_grad=zero_grad,
+            state_dtype=self.state_dtype,
+            master_weights=self.master_weights,
+            stochastic_rounding=self.stochastic_rounding,
+            max_grad_norm=self.max_grad_norm,
+            zero_grad=self.zeroes_gradients,
             who=who,
         )
-        self.master_weights, self.state_dtype = master_weights, state_dtype
-        self.stochastic_rounding = stochastic_rounding
-        self.max_grad_norm, self.zeroes_gradients = max_grad_norm, zero_grad
         self._measured: dict[str, Tensor | None] = {
             "grad_norm": None
         }  # torch 2.11 traces no assignment to an attribute
         self.reduce_squared_norm: Callable[[Tensor], Tensor] | None = None
         self._forget()
         self._check_group(defaults)
-        params = params if isinstance(params, Tensor) else list(params)
-        if isinstance(params, list) and not params:
+        listed: Any = params if isinstance(params, Tensor) else list(params)
+        if isinstance(listed, list) and not listed:
             raise ValueError(
                 f"{who} got an empty parameter list; pass model.parameters() of a model "
                 "that has some"
             )
-        super().__init__(params, defaults)
+        super().__init__(listed, defaults)
 
     @abstractmethod
     def _moments(self, group: ParamGroup) -> tuple[str | None, ...]:
