@@ -44,7 +44,7 @@ from pyops.zero.update.one_bit import OneBit, phases_over_shards
 from pyops.zero.update.pipeline_axis import Stages, agree_over_stages, check_stages
 from pyops.zero.update.precision_plan import numbers_of
 from pyops.zero.update.sharded_optimizer_state import Owned
-from pyops.zero.update.step_stats import Told, tell
+from pyops.zero.update.step_stats import StatsAxes, StepStats, reduce_step_stats
 from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
 __all__ = ["ZeroOptimizer"]
@@ -473,44 +473,53 @@ class ZeroOptimizer(Savable):
             return loss
         if self.delayed is not None:
             self.delayed.wait()
-        told = self._settle()
+        stats = self._settle()
         axes = [axis for axis in (self.tensor_parallel, self.stages) if axis is not None]
         for axis in axes:
             axis.finish(self.owned.all_pieces(), self.gradients)
-        if axes and self._measures:  # what was told was measured before
-            told = self._tell()
-        self.owned.take_gradients(self.gradients, told.unused(self.flats))
-        scale = self.numbers.scale_for(self)
-        if self.max_grad_norm is not None:
-            self.grad_norm = torch.tensor(told.norm(scale), dtype=torch.float32, device=told.device)
-        factor, skip = told.factor(scale=scale, max_grad_norm=self.max_grad_norm)
+        if axes and self._measures:  # the first measurement was of unfinished gradients
+            stats = self._reduce_stats()
+        self.owned.take_gradients(self.gradients, stats.unused(self.flats))
+        scale, limit = self.numbers.scale_for(self), self.max_grad_norm
+        factor: Tensor | None = None
+        found_inf: Tensor | None = None
+        skip = False
+        if self._skips_on_device and not stats.on_host:
+            factor, found_inf, norm = stats.scaling_on_device(scale=scale, max_grad_norm=limit)
+            self.grad_norm = norm if limit is not None else None
+        else:
+            factor, skip = stats.factor(scale=scale, max_grad_norm=limit)
+            if limit is not None:
+                self.grad_norm = torch.tensor(
+                    stats.norm(scale), dtype=torch.float32, device=stats.device
+                )
         self.gathering.release_all()  # what is whole holds the old values
-        self._update(factor, skip=skip)
+        self._update(factor, skip=skip, found_inf=found_inf)
         self.numbers.stepped(self, skipped=skip)
         self.gradients.clear()
         return loss
 
-    def _settle(self) -> Told:
+    def _settle(self) -> StepStats:
         """All gradients reduced, and this rank's parts of them given to its pieces."""
         strange = self.shown.settle()
         self.gradients.finish_reducing()
         self.owned.take_gradients(self.gradients, set())
-        told = self._tell(strange)
-        if told.strange:
+        stats = self._reduce_stats(strange)
+        if stats.set_by_hand:
             raise gradients_set_by_hand(strange)
-        if told.pending:  # backwards within no_sync() that none outside followed, on some rank
+        if stats.pending:  # backwards within no_sync() that none outside followed, on some rank
             self.gradients.flush()
             self.owned.take_gradients(self.gradients, set())
-            told = self._tell()
-        return told
+            stats = self._reduce_stats()
+        return stats
 
-    def _update(self, factor: Tensor | None, *, skip: bool) -> None:
+    def _update(self, factor: Tensor | None, *, skip: bool, found_inf: Tensor | None) -> None:
         late = self.delayed is not None and self.delayed.active
         if not late:
             if skip:
                 return
             self.owned.prepare(self.param_groups)
-            self.owned.step(factor=factor)
+            self.owned.step(factor=factor, found_inf=found_inf)
         self._publish()
         if self.delayed is not None and not skip:
             self.delayed.steps += 1
@@ -535,18 +544,34 @@ class ZeroOptimizer(Savable):
             self.gathering.release_all()
             self._publish()
 
-    def _tell(self, strange: Sequence[str] = ()) -> Told:
-        return tell(
-            self.owned,
+    def _reduce_stats(self, strange: Sequence[str] = ()) -> StepStats:
+        measured: Tensor | None = None
+        if self._measures:
+            measured = self.owned.squared_norm(self.flats[0].device)
+            if self.communicator is not None and not self.stage:  # each rank measures everything
+                measured /= self.communicator.size
+        tensor, stages = self.tensor_parallel, self.stages
+        return reduce_step_stats(
             self.gradients,
             self.param_groups,
-            communicator=self.communicator,
-            measures=self._measures,
-            shared=self.stage > 0,
+            axes=StatsAxes(
+                data=self.communicator,
+                tensor=None if tensor is None else tensor.communicator,
+                pipeline=None if stages is None else stages.communicator,
+            ),
+            measured=measured,
             found_inf=getattr(self, "found_inf", None),
-            tensor_parallel=self.tensor_parallel,
-            stages=self.stages,
-            strange=len(strange),
+            set_by_hand=len(strange),
+        )
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether a flag on the device can skip a step, so that the host need not know of it."""
+        return (
+            self.owned.takes_found_inf
+            and self.delayed is None
+            and self.one_bit is None
+            and self.loss_scale is None
         )
 
     @property

@@ -42,7 +42,7 @@ from pyops.optim.one_bit import (
 )
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import Owned, OwnedPiece
-from pyops.zero.update.step_stats import tell
+from pyops.zero.update.step_stats import StatsAxes, reduce_step_stats
 
 __all__ = ["OneBit", "check_phase", "phases_over_shards"]
 
@@ -255,26 +255,21 @@ class OneBit:
         any of them skips it."""
         scale, limit = zero.numbers.scale_for(zero), zero.max_grad_norm
         device = self.owned.flats[0].device
-        told = tell(
-            self.owned,
+        stats = reduce_step_stats(
             self.gradients,
             zero.param_groups,
-            communicator=self.communicator,
-            measures=True,
-            shared=True,
+            axes=StatsAxes(data=self.communicator),
+            measured=self._squares(device),
             found_inf=getattr(zero, "found_inf", None),
-            tensor_parallel=None,
-            stages=None,
-            squares=self._squares(device),
         )
         if limit is not None:
-            zero.grad_norm = torch.tensor(told.norm(scale), dtype=torch.float32, device=device)
-        skip = told.factor(scale=scale, max_grad_norm=limit)[1]
+            zero.grad_norm = torch.tensor(stats.norm(scale), dtype=torch.float32, device=device)
+        skip = stats.factor(scale=scale, max_grad_norm=limit)[1]
         if not skip:
             self.owned.prepare(zero.param_groups)
             self._exchange(
                 gradient_factor(
-                    told.norm(scale),
+                    stats.norm(scale),
                     max_grad_norm=limit,
                     grad_scale=scale,
                     summed=self.ranks if self.op == "sum" else 1,

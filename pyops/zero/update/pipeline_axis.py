@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator
-from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.checks import check_crossing
@@ -103,10 +102,6 @@ class Stages:
                     first=False,
                 )
         return found
-
-    def sum(self, told: Tensor) -> None:
-        """Over the ranks, in place."""
-        all_reduce(told, communicator=self.communicator, label="what to step, over the stages")
 
     def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
         """Sum the gradients of what several ranks have, in the order of the ranks: the same bits on

@@ -235,17 +235,31 @@ class Owned:
         for theirs, mine in zip(outer, self.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether `step` can be given a flag on the device that says whether it changes nothing."""
+        return isinstance(self.optimizer, FusedOptimizer) and self.offloaded is None
+
     @torch.no_grad()
-    def step(self, *, factor: Tensor | None) -> None:
-        """Step with the gradients times `factor`, and let go of them."""
-        fused = isinstance(self.optimizer, FusedOptimizer)
-        if factor is not None and fused:
-            self.optimizer.grad_scale = factor.double().reciprocal()  # type: ignore[attr-defined]  # inside the same launch
+    def step(self, *, factor: Tensor | None, found_inf: Tensor | None = None) -> None:
+        """Step with the gradients times `factor`, and let go of them.
+
+        Args:
+            factor: A scalar on the gradients' device; None for 1.
+            found_inf: A scalar there, not 0 where the step is to change nothing; only where
+                `takes_found_inf`.
+        """
+        fused = self.optimizer if isinstance(self.optimizer, FusedOptimizer) else None
+        if fused is not None:
+            # The factor is applied inside the launch that steps. These are the attributes by which
+            # torch's GradScaler speaks to an optimizer.
+            fused.grad_scale = None if factor is None else factor.double().reciprocal()  # type: ignore[attr-defined]
+            fused.found_inf = found_inf  # type: ignore[attr-defined]
         try:
-            self._step(None if fused else factor)
+            self._step(None if fused is not None else factor)
         finally:
-            if fused:
-                self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            if fused is not None:
+                fused.grad_scale = fused.found_inf = None  # type: ignore[attr-defined]
             for each in self.all_pieces():
                 each.parameter.grad = each.gradient = None
 

@@ -1,7 +1,16 @@
-"""What the ranks tell each other before a step: sums over all of them, in one message.
+"""Statistics that are summed over all ranks before each optimizer step, packed into one tensor.
 
-| a backward to be reduced? | options, their square | gradients set by hand | sum of squares, not
-finite | what got a gradient |
+| pending | options, options squared | set by hand | sum of squares, not finite | used ... |
+
+The host has to know all but the two about the size of the gradients before anything is changed: it
+flushes gradients that are pending, raises on all ranks alike where their options differ or where a
+gradient was set by hand, and leaves parameters alone that no rank used. On a CPU everything travels
+in one message. On an accelerator a message there makes the host wait for all work that was given to
+the device, so these numbers, which the host has made, travel between the hosts, and the host waits
+for the other hosts alone; the size of the gradients stays on the device. Where no backend of the
+groups carries CPU tensors (`init_process_group("nccl")` rather than "cpu:gloo,cuda:nccl"), there is
+one message on the device and the host waits for it at every step: checked later, an error would
+come after the parameters had changed.
 """
 
 from __future__ import annotations
@@ -10,33 +19,70 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyops.comm.buckets.grad_norm import clip_factor
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import DisagreementError
 from pyops.ops.optimizers.grad_norm import CLIP_EPSILON
-from pyops.protocols import ParamGroup
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.layout.parameters import FlatParameters
-from pyops.zero.update.pipeline_axis import Stages
-from pyops.zero.update.sharded_optimizer_state import Owned
-from pyops.zero.update.tensor_parallel_axis import TensorParallel
 
-__all__ = ["Told", "tell"]
+__all__ = ["DeviceScaling", "StatsAxes", "StepStats", "reduce_step_stats"]
 
-PENDING, OPTIONS, OPTIONS_SQUARED, STRANGE, SQUARES, NONFINITE, USED = range(7)
+ParamGroup = dict[str, Any]
+PENDING, OPTIONS, OPTIONS_SQUARED, SET_BY_HAND, SQUARES, NOT_FINITE, USED = range(7)
+MEASURED = slice(SQUARES, NOT_FINITE + 1)
+# What pipeline stages have in common. They hold other parameters, in other groups.
+OVER_STAGES = [PENDING, SET_BY_HAND, SQUARES, NOT_FINITE]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Told:
-    """The sums."""
+class StatsAxes:
+    """The ranks over which the statistics are summed; None for an axis of one rank."""
+
+    data: Communicator | None
+    tensor: Communicator | None = None
+    pipeline: Communicator | None = None
+
+    def communicators(self) -> list[Communicator]:
+        """Those of several ranks, in the order in which sums go over them."""
+        axes = (self.data, self.tensor, self.pipeline)
+        return [axis for axis in axes if axis is not None]
+
+
+class DeviceScaling(NamedTuple):
+    """What is done to the gradients of a step, decided on the device: the host does not know."""
+
+    factor: Tensor
+    """float64 scalar to multiply gradients by."""
+    found_inf: Tensor
+    """float32 scalar, not 0 where the step is to change nothing."""
+    norm: Tensor
+    """float32 scalar: the norm of the gradients, without the loss scale."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The sums over all ranks.
+
+    Attributes:
+        sums: What the host knows; its entries MEASURED are of no meaning.
+        measured: float64 [2], the sum of squares and the number of elements that are not finite: on
+            the device of the gradients, or on the CPU where the host knows them already.
+        device: Of the gradients.
+        on_host: Whether the host knows `measured`, so that reading it waits for nothing.
+    """
 
     sums: list[float]
+    measured: Tensor
     device: torch.device
+    on_host: bool
 
     @property
     def pending(self) -> bool:
@@ -44,19 +90,22 @@ class Told:
         return self.sums[PENDING] != 0
 
     @property
-    def strange(self) -> bool:
+    def set_by_hand(self) -> bool:
         """Whether some rank has gradients that no backward has reduced."""
-        return self.sums[STRANGE] != 0
+        return self.sums[SET_BY_HAND] != 0
 
     def unused(self, flats: Sequence[FlatParameters]) -> set[tuple[int, int]]:
-        """The parameters, as (number of the buffer, number within), that got a gradient on no
+        """The parameters, as (number of the buffer, number within), without a gradient on any
         rank."""
         places = ((f, i) for f, flat in enumerate(flats) for i in range(len(flat.parameters)))
         return {place for place, used in zip(places, self.sums[USED:], strict=True) if not used}
 
     def norm(self, scale: Any) -> float:
-        """Of all gradients, divided by the loss scale (None: 1); nan where it can't be told."""
-        squares = self.sums[SQUARES]
+        """The norm of all gradients divided by the loss scale (None: 1); nan where it is unknown.
+
+        Waits for the device where the measurement is there.
+        """
+        squares = float(self.measured[0])
         return (
             math.sqrt(squares) * (1.0 if scale is None else 1.0 / float(scale))
             if squares >= 0
@@ -64,76 +113,127 @@ class Told:
         )
 
     def factor(self, *, scale: Any, max_grad_norm: float | None) -> tuple[Tensor | None, bool]:
-        """(what to multiply gradients by, whether to skip the step)."""
+        """(what to multiply gradients by, whether to skip the step), decided on the host.
+
+        Waits for the device where the measurement is there.
+        """
         factor = 1.0 if scale is None else 1.0 / float(scale)
         if max_grad_norm is not None:
             norm = self.norm(scale)
             if not math.isfinite(norm):
                 return None, True
             factor *= min(1.0, max_grad_norm / (norm + CLIP_EPSILON))
-        if self.sums[NONFINITE]:
+        if float(self.measured[1]):
             return None, True
         return (
             None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64, device=self.device)
         ), False
 
+    def scaling_on_device(self, *, scale: Any, max_grad_norm: float | None) -> DeviceScaling:
+        """As `norm` and `factor`, with the same bits, without waiting for the device.
 
-def tell(
-    owned: Owned,
+        Args:
+            scale: The loss scale, a tensor or a number; None for 1.
+            max_grad_norm: None for no clipping.
+        """
+        squares, not_finite = self.measured.to(self.device).unbind()
+        factor = torch.ones_like(squares)
+        if scale is not None:
+            loss_scale = torch.as_tensor(scale, dtype=torch.float64).to(self.device)
+            factor = loss_scale.reshape(()).reciprocal()
+        norm = squares.sqrt() * factor
+        skip = not_finite != 0
+        if max_grad_norm is not None:
+            skip = skip | ~norm.isfinite()
+            factor = factor * clip_factor(norm, max_grad_norm)
+        return DeviceScaling(factor, skip.float(), norm.float())
+
+
+def reduce_step_stats(
     gradients: ShardedGradients,
     groups: Sequence[ParamGroup],
     *,
-    communicator: Communicator | None,
-    measures: bool,
-    shared: bool,
+    axes: StatsAxes,
+    measured: Tensor | None,
     found_inf: Any,
-    tensor_parallel: TensorParallel | None,
-    stages: Stages | None,
-    squares: Tensor | None = None,
-    strange: int = 0,
-) -> Told:
-    """Tell and be told. A collective; DisagreementError, on every rank, where the ranks' options
-    differ.
+    set_by_hand: int = 0,
+) -> StepStats:
+    """Sum the statistics of this rank over all ranks. Collective.
 
-    measures: whether gradients are measured. shared: whether each rank measures its own part, or
-    everything. squares: what it has measured already. strange: gradients that no backward has
-    reduced.
+    Args:
+        gradients: Those of the step.
+        groups: The optimizer's parameter groups, whose options all ranks must have alike.
+        axes: The ranks.
+        measured: float64 [2] on the gradients' device: the sum of squares of what this rank counts,
+            and the number of elements that are not finite. None where nothing was measured.
+        found_inf: What a gradient scaler found on this rank, a tensor or a number; None without.
+        set_by_hand: The number of gradients that no backward has reduced.
+
+    Raises:
+        DisagreementError: The ranks' options differ; on every rank.
     """
-    device = owned.flats[0].device
-    told = torch.zeros(USED + len(gradients.used), dtype=torch.float64, device=device)
-    options = _options(groups)
-    crc = float(zlib.crc32(repr(options).encode()) & 0xFFFF)
-    told[PENDING] = float(any(bucket.whole is not None for bucket in gradients.buckets))
-    told[STRANGE] = strange
-    told[OPTIONS], told[OPTIONS_SQUARED] = crc, crc * crc
-    if measures:
-        told[SQUARES : NONFINITE + 1] = owned.squared_norm(device) if squares is None else squares
-        if communicator is not None and not shared:
-            told[SQUARES : NONFINITE + 1] /= communicator.size
+    device = gradients.flats[0].device
+    communicators = axes.communicators()
+    cpu_backends = all(_carries_cpu_tensors(each) for each in communicators)
+    own = torch.zeros(2, dtype=torch.float64, device=device) if measured is None else measured
     if found_inf is not None:
-        told[NONFINITE] += float(found_inf)
-    told[USED:] = torch.frombuffer(gradients.used, dtype=torch.uint8).to(device)
-    ranks = 1 if communicator is None else communicator.size
-    if communicator is not None:
-        all_reduce(told, communicator=communicator, label="what to step")
-    if tensor_parallel is not None:
-        tensor_parallel.sum(told)
-        ranks *= tensor_parallel.communicator.size
-    sums: list[float] = told.tolist()
+        own[1] += torch.as_tensor(found_inf).to(device, torch.float64).reshape(())
+    # The message of the device holds the measurement as well; see the page's head.
+    message = torch.zeros(
+        USED + len(gradients.used), dtype=torch.float64, device=CPU if cpu_backends else device
+    )
+    together = not cpu_backends or _is_host(device)
+    options = _options(groups) if communicators else []
+    checksum = float(zlib.crc32(repr(options).encode()) & 0xFFFF)
+    message[PENDING] = float(gradients.pending)
+    message[SET_BY_HAND] = set_by_hand
+    message[OPTIONS], message[OPTIONS_SQUARED] = checksum, checksum * checksum
+    message[USED:] = torch.frombuffer(gradients.used, dtype=torch.uint8).to(message.device)
+    if together:
+        message[MEASURED] = own
+    ranks = 1
+    for axis, label in (
+        (axes.data, "what to step"),
+        (axes.tensor, "what to step, over tensor-parallel ranks"),
+    ):
+        if axis is not None:
+            all_reduce(message, communicator=axis, label=label)
+            ranks *= axis.size
+    sums: list[float] = message.tolist()
     if sums[OPTIONS_SQUARED] * ranks != sums[OPTIONS] ** 2:
         raise DisagreementError(
             "ZeroOptimizer: the ranks would step with different options; on this rank "
             f"{options}; set the same lr and other "
             "options on every rank"
         )
-    if stages is not None:  # whose ranks have other parameters, in other groups
-        some = told[[PENDING, STRANGE, SQUARES, NONFINITE]]
-        stages.sum(some)
-        sums[PENDING], sums[STRANGE], sums[SQUARES], sums[NONFINITE] = some.tolist()
-    return Told(sums, device)
+    if axes.pipeline is not None:
+        of_stages = message[OVER_STAGES]
+        all_reduce(of_stages, communicator=axes.pipeline, label="what to step, over the stages")
+        for place, value in zip(OVER_STAGES, of_stages.tolist(), strict=True):
+            sums[place] = value
+    if together or (measured is None and found_inf is None):
+        known = torch.tensor(sums[MEASURED], dtype=torch.float64, device=CPU)
+        return StepStats(sums, known, device, on_host=True)
+    for axis in communicators:
+        all_reduce(own, communicator=axis, label="the norm of the gradients")
+    return StepStats(sums, own, device, on_host=False)
+
+
+def _is_host(device: torch.device) -> bool:
+    """Whether the host can read tensors of the device without waiting for it."""
+    return device.type == "cpu"
+
+
+def _carries_cpu_tensors(communicator: Communicator) -> bool:
+    try:
+        communicator.backend(CPU)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _options(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+    """The options of the groups, as plain values."""
     return [
         {
             key: value.tolist() if isinstance(value, Tensor) else value

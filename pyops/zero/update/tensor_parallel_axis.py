@@ -68,12 +68,6 @@ class TensorParallel:
             for name, parameter in model.named_parameters()
         }
 
-    def sum(self, told: Tensor) -> None:
-        """Over the ranks, in place."""
-        all_reduce(
-            told, communicator=self.communicator, label="what to step, over tensor-parallel ranks"
-        )
-
     def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
         """Sum what each rank has of a gradient only in part, in one message for each dtype; in
         place."""
