@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.broadcast import broadcast
-from pyops.zero.hooks.unshard_hooks import Unit
+from pyops.zero.hooks.unshard_hooks import ShardedUnit
 from pyops.zero.layout.materialise import (
     Initialise,
     adopt,
@@ -43,7 +43,7 @@ class Layout:
     when backward is expected to reach parameter i of flats[f], as a rank among all."""
 
     flats: list[FlatParameters] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
+    units: list[ShardedUnit] = field(default_factory=list)
     positions: list[list[int]] = field(default_factory=list)
 
     def _number(self, model: nn.Module) -> None:
@@ -114,7 +114,7 @@ def lay_out_whole(
     return layout
 
 
-def _sharded(plan: UnitPlan, place: Place) -> Unit:
+def _sharded(plan: UnitPlan, place: Place) -> ShardedUnit:
     flats = [
         ShardedParameters(
             list(reversed(named)),
@@ -126,10 +126,10 @@ def _sharded(plan: UnitPlan, place: Place) -> Unit:
         )
         for named in plan.parameters.values()
     ]
-    return Unit(plan.name, plan.module, is_root=plan.is_root, flats=flats)
+    return ShardedUnit(plan.name, plan.module, is_root=plan.is_root, flats=flats)
 
 
-def _scatter(unit: Unit, place: Place, file: ParameterFile | None) -> None:
+def _scatter(unit: ShardedUnit, place: Place, file: ParameterFile | None) -> None:
     for flat in unit.flats:
         broadcast([flat.data], group=place.group)
         flat.scatter(file)

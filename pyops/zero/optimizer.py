@@ -29,23 +29,23 @@ from pyops.zero.agreement import agreed, check_same_model, check_same_options
 from pyops.zero.build import Place, lay_out_units, lay_out_whole
 from pyops.zero.checks import check_arguments, param_groups_of
 from pyops.zero.hooks.module_hook import ModuleHook
-from pyops.zero.hooks.overlapped_gather import Arriving
-from pyops.zero.hooks.parameter_ownership import Kept
-from pyops.zero.hooks.published_gradients import Shown, gradients_set_by_hand
+from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
+from pyops.zero.hooks.parameter_ownership import ParameterOwnership
+from pyops.zero.hooks.published_gradients import PublishedGradients, gradients_set_by_hand
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.hooks.unshard_hooks import Gathering, Unit
+from pyops.zero.hooks.unshard_hooks import ShardedUnit, UnshardHooks
 from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
 from pyops.zero.layout.units import IsUnit
 from pyops.zero.layout.wire import check_wire, wire_of
 from pyops.zero.state.savable import Savable
-from pyops.zero.update.delayed_update import Delayed, check_delayed
+from pyops.zero.update.delayed_update import DelayedUpdate, check_delayed
 from pyops.zero.update.gradient_squares import squares_by_name
 from pyops.zero.update.one_bit import OneBit, phases_over_shards
-from pyops.zero.update.pipeline_axis import Stages, agree_over_stages, check_stages
-from pyops.zero.update.precision_plan import numbers_of
-from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.pipeline_axis import PipelineAxis, agree_over_stages, check_stages
+from pyops.zero.update.precision_plan import make_precision_plan
+from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 from pyops.zero.update.step_stats import StatsAxes, StepStats, reduce_step_stats
-from pyops.zero.update.tensor_parallel_axis import TensorParallel
+from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
 __all__ = ["ZeroOptimizer"]
 
@@ -178,12 +178,12 @@ class ZeroOptimizer(Savable):
                 secondary_group=secondary_group,
             )
             check_initialise(model, initialise)
-            numbers = self.numbers = numbers_of(
+            numbers = self.numbers = make_precision_plan(
                 precision, loss_scale, optimizer_class, optimizer_arguments
             )
             trial: ParamGroup = {"stage": stage, "offload": offload, "dtype": numbers.dtype}
             groups = param_groups_of(model, params, optimizer_class, numbers.arguments, **trial)
-            self.tensor_parallel = TensorParallel.of(
+            self.tensor_parallel = TensorParallelAxis.of(
                 model, optimizer_class, tp_group=tp_group, group=group
             )
             check_stages(pp_group, group=group, stage=stage)
@@ -191,7 +191,7 @@ class ZeroOptimizer(Savable):
             error = caught
         agree_over_stages(error, pp_group=pp_group, group=group)
         check_same_model(model, group=group)
-        self.stages = Stages.of(model, pp_group=pp_group)
+        self.stages = PipelineAxis.of(model, pp_group=pp_group)
         self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
         self._names = {id(p): name for name, p in model.named_parameters()}
         options = {
@@ -246,8 +246,8 @@ class ZeroOptimizer(Savable):
     def _look_after(self, *, late: bool) -> None:
         """Hooks: what arrives late is waited for, and what somebody moves or replaces is
         noticed."""
-        self.arriving = Arriving(self.model, self.flats, late=late)
-        self.in_place = Kept(self.model, self.flats, self.gathering, self.gradients)
+        self.arriving = OverlappedAllGather(self.model, self.flats, late=late)
+        self.in_place = ParameterOwnership(self.model, self.flats, self.gathering, self.gradients)
         self._hook = self.model.register_forward_pre_hook(ModuleHook(self.in_place.before_forward))
 
     def _lay_out(
@@ -273,7 +273,7 @@ class ZeroOptimizer(Savable):
             automatic=self.stage < 3,
             codec=self.wire.reduce,
         )
-        self.gathering = Gathering(
+        self.gathering = UnshardHooks(
             layout.units,
             self.communicator,
             overlap=self.overlap,
@@ -291,7 +291,7 @@ class ZeroOptimizer(Savable):
         axes = [
             each.communicator for each in (self.tensor_parallel, self.stages) if each is not None
         ]
-        self.shown = Shown(
+        self.shown = PublishedGradients(
             self.gradients,
             self.communicator if self.stage else None,
             partial_because=why,
@@ -315,7 +315,7 @@ class ZeroOptimizer(Savable):
             else self.stages.place(self._placements, self.model)
         )
         self.owned = agreed(  # no room on one rank's disk, say
-            lambda: Owned(
+            lambda: ShardedOptimizerState(
                 self.flats,
                 groups,
                 optimizer_class,
@@ -332,12 +332,12 @@ class ZeroOptimizer(Savable):
             if self.communicator is not None and hasattr(self.owned.optimizer, key):
                 setattr(self.owned.optimizer, key, self._sum_over_ranks)
         self.delayed = (
-            Delayed(self.owned, after=0 if delayed_update is True else int(delayed_update))
+            DelayedUpdate(self.owned, after=0 if delayed_update is True else int(delayed_update))
             if late
             else None
         )
 
-    def _reduce_unit(self, unit: Unit) -> None:
+    def _reduce_unit(self, unit: ShardedUnit) -> None:
         for flat in unit.flats:
             if flat.parameters[0].requires_grad:
                 self.gradients.start_flat(flat)

@@ -25,12 +25,12 @@ from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.units import find_units
 
-__all__ = ["Arriving"]
+__all__ = ["OverlappedAllGather"]
 
 Key = tuple[int, int]  # number of a buffer, number of its bucket
 
 
-class Arriving:
+class OverlappedAllGather:
     """Gathers of the buckets of `flats` after a step. late: they go on while the next forward
     computes; else `start` waits.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyops.torch_private import parse_to, without_torch_function
 
-__all__ = ["Spreading"]
+__all__ = ["ParameterGuard"]
 
 Touched = Callable[[nn.Parameter], None]
 
@@ -67,7 +67,7 @@ _METHODS = frozenset(
 _VIEWS = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 
 
-class _Spread:
+class _GuardedParameter:
     """What the class of a spread parameter has before its own class: see the page's head."""
 
     _own_class: type
@@ -142,7 +142,7 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _found(value: Any) -> Iterable[Any]:
     """The spread parameters among the arguments."""
-    if isinstance(value, _Spread):
+    if isinstance(value, _GuardedParameter):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
@@ -152,7 +152,7 @@ def _found(value: Any) -> Iterable[Any]:
             yield from _found(each)
 
 
-class Spreading:
+class ParameterGuard:
     """Takes parameters' values from sight, and gives them back. touched: a method, called with a
     parameter before an operation that needs values which are not there; it brings them, or raises.
     Its object is not kept alive."""
@@ -181,17 +181,17 @@ class Spreading:
                 "_touched": staticmethod(self._touched),
                 "__module__": own.__module__,
             }
-            self._classes[own] = type(own)(own.__name__, (_Spread, own), members)
+            self._classes[own] = type(own)(own.__name__, (_GuardedParameter, own), members)
         return self._classes[own]
 
     def spread(self, parameters: Iterable[nn.Parameter]) -> None:
         """Their memory is given back, or will be."""
         for parameter in parameters:
-            if not isinstance(parameter, _Spread):
+            if not isinstance(parameter, _GuardedParameter):
                 parameter.__class__ = self._spread_class(type(parameter))
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> None:
         """Their values are there."""
         for parameter in parameters:
-            if isinstance(parameter, _Spread):
+            if isinstance(parameter, _GuardedParameter):
                 parameter.__class__ = parameter._own_class

@@ -12,10 +12,10 @@ from torch import nn
 from pyops.flat import InPlace, claim, release
 from pyops.torch_private import in_backward
 from pyops.zero.hooks.sharded_gradients import ShardedGradients, wrapped_in_ddp
-from pyops.zero.hooks.unshard_hooks import Gathering
+from pyops.zero.hooks.unshard_hooks import UnshardHooks
 from pyops.zero.layout.parameters import FlatParameters
 
-__all__ = ["Kept"]
+__all__ = ["ParameterOwnership"]
 
 FIX = (
     "precision= casts the model, model_state_dict() and load_model_state_dict() save and "
@@ -37,7 +37,7 @@ class Unwrapped:
         return list, ()  # a copy of the model is nobody's
 
 
-class Kept:
+class ParameterOwnership:
     """The parameters of `model` in `flats` and in the units of `gathering`: claimed, and looked
     after."""
 
@@ -45,7 +45,7 @@ class Kept:
         self,
         model: nn.Module,
         flats: Sequence[FlatParameters],
-        gathering: Gathering,
+        gathering: UnshardHooks,
         gradients: ShardedGradients,
     ) -> None:
         self._flats = list(

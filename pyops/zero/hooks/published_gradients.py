@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.torch_private import graph_task_id, without_torch_function
-from pyops.zero.hooks.reduced_gradient import Norms, ReducedGradient
+from pyops.zero.hooks.reduced_gradient import GradientNorms, ReducedGradient
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
 from pyops.zero.layout.partition import Piece
 
-__all__ = ["Shown", "gradients_set_by_hand"]
+__all__ = ["PublishedGradients", "gradients_set_by_hand"]
 
 
 def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
@@ -33,7 +33,7 @@ def gradients_set_by_hand(names: Sequence[str]) -> RuntimeError:
     )
 
 
-class Shown:
+class PublishedGradients:
     """The ReducedGradients of what `gradients` reduces. communicator: of the ranks that own parts,
     None where this one owns everything. partial_because: why gradients are not final before the
     step, None where they are. other_axes: of the tensor-parallel ranks and of the pipeline
@@ -54,7 +54,7 @@ class Shown:
             for index, parameter in enumerate(flat.parameters):
                 bucket = gradients.of_flat[f][pieces[index].bucket]
                 self._places.append((parameter, bucket, pieces[index], len(self._places)))
-        norms = self._norms = Norms(
+        norms = self._norms = GradientNorms(
             self._parts, communicator, gradients.flats[0].device, partial_because, other_axes
         )
         self._reduced = [

@@ -29,7 +29,7 @@ from pyops.torch_private import (
     unscale_and_check_finite,
 )
 
-__all__ = ["Norms", "ReducedGradient"]
+__all__ = ["GradientNorms", "ReducedGradient"]
 
 aten: Any = torch.ops.aten
 SCALING = {
@@ -53,7 +53,7 @@ BY_ELEMENT_LISTS = {aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Sc
 NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dtype}
 
 
-class Norms:
+class GradientNorms:
     """Norms of the reduced gradients, alike on all ranks. parts: this rank's part of each
     parameter's gradient, in the same order on all ranks. communicator: of the ranks that have the
     other parts, None where this one has everything. partial: why gradients are not final before the
@@ -121,7 +121,7 @@ class ReducedGradient(Tensor):
 
     label: str
     number: int
-    norms: Norms
+    norms: GradientNorms
     _local: Callable[[], Tensor | None]
     _arrived: Tensor | None
 
@@ -133,7 +133,7 @@ class ReducedGradient(Tensor):
         *,
         label: str,
         number: int,
-        norms: Norms,
+        norms: GradientNorms,
         local: Callable[[], Tensor | None],
     ) -> ReducedGradient:
         made: ReducedGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]

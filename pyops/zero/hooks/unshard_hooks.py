@@ -27,16 +27,16 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.work import Work
 from pyops.torch_private import after_backward, disable_dynamo, in_backward, storage_address
 from pyops.zero.hooks.module_hook import ModuleHook
-from pyops.zero.hooks.parameter_guard import Spreading
+from pyops.zero.hooks.parameter_guard import ParameterGuard
 from pyops.zero.layout.sharded import ShardedParameters
 from pyops.zero.layout.wire import Wire
 
-__all__ = ["Gathering", "Unit"]
+__all__ = ["ShardedUnit", "UnshardHooks"]
 
 LONGEST = 10_000  # turns of units that are remembered
 
 
-class Unit:
+class ShardedUnit:
     """One unit while the program runs. flats: its parameters. whole: gathered, or on its way, while
     there are works. there: gathered, and in sight. open: the module whose forward is running.
     calls: forwards whose backward is still to come. wide: its parameters are used outside of its
@@ -82,12 +82,12 @@ def _in_backward() -> bool:
     return in_backward()
 
 
-class Trace:
+class UnitTrace:
     """The order of units in a phase, remembered from the last time."""
 
     def __init__(self) -> None:
-        self._known: list[Unit] = []
-        self._now: list[Unit] = []
+        self._known: list[ShardedUnit] = []
+        self._now: list[ShardedUnit] = []
         self._at = 0
 
     def begin(self) -> None:
@@ -95,14 +95,14 @@ class Trace:
             self._known = self._now
         self._now, self._at = [], 0
 
-    def first(self) -> Unit | None:
+    def first(self) -> ShardedUnit | None:
         return self._known[0] if self._known else None
 
-    def soon(self) -> list[Unit]:
+    def soon(self) -> list[ShardedUnit]:
         """The two that are expected next."""
         return self._known[self._at : self._at + 2]
 
-    def after(self, unit: Unit) -> Unit | None:
+    def after(self, unit: ShardedUnit) -> ShardedUnit | None:
         """Note that it is the unit's turn; the one that is expected next."""
         if len(self._now) >= LONGEST:
             self.begin()  # forwards of parts only, which no step ever ends
@@ -114,17 +114,17 @@ class Trace:
         return None
 
 
-class Gathering:
+class UnshardHooks:
     """Hooks on the modules of the units. reduce: called with a unit when all its gradients are
     there, in backward."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ShardedUnit],
         communicator: Communicator | None,
         *,
         overlap: bool,
-        reduce: Callable[[Unit], None],
+        reduce: Callable[[ShardedUnit], None],
         wire: Wire,
     ) -> None:
         self.units, self.communicator, self.overlap, self._reduce = (
@@ -134,12 +134,12 @@ class Gathering:
             reduce,
         )
         self.wire = wire
-        self._forward, self._backward = Trace(), Trace()
+        self._forward, self._backward = UnitTrace(), UnitTrace()
         self._phase = ""
         self._pinned = False
         self._holders: dict[ShardedParameters, int] = {}
         self._hooks: list[Any] = []
-        self._spreading = Spreading(self._touched)
+        self._spreading = ParameterGuard(self._touched)
         self._unit_of = {
             id(p): unit for unit in units for flat in unit.flats for p in flat.parameters
         }
@@ -169,7 +169,7 @@ class Gathering:
     # ------------------------------------------------------------------------------------------------
     # gathering
 
-    def _start(self, unit: Unit, *, exact: bool = False) -> None:
+    def _start(self, unit: ShardedUnit, *, exact: bool = False) -> None:
         if not unit.whole and self.is_active:
             wire = None if exact else self.wire
             unit.works = [
@@ -178,7 +178,7 @@ class Gathering:
             ]
             unit.whole = True
 
-    def _need(self, unit: Unit, *, exact: bool = False) -> None:
+    def _need(self, unit: ShardedUnit, *, exact: bool = False) -> None:
         """The unit's parameters are there when this returns; the next one's are on their way, if
         that is known. exact: as their owners have them, whatever the wire."""
         self._start(unit, exact=exact)
@@ -192,7 +192,7 @@ class Gathering:
             self._spreading.gathered(unit.parameters())
             unit.there = True
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: ShardedUnit) -> None:
         if unit.whole and not self._pinned:
             for work in unit.works:
                 work.wait()
@@ -244,7 +244,7 @@ class Gathering:
             self._phase = phase
             (self._forward if phase == "forward" else self._backward).begin()
 
-    def _turn(self, unit: Unit, trace: Trace) -> None:
+    def _turn(self, unit: ShardedUnit, trace: UnitTrace) -> None:
         """Gather the unit, let go of those that have had theirs, and fetch the next."""
         following = trace.after(unit)
         for other in self.units:
@@ -260,7 +260,7 @@ class Gathering:
         self._need(unit)
 
     @disable_dynamo
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A forward begins."""
         again = _in_backward()  # a recomputation
         if unit.is_root and module is unit.module and not again:
@@ -283,7 +283,7 @@ class Gathering:
             return None
         return self._watch_inputs(unit, args, kwargs)
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, unit: ShardedUnit, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         places = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -298,7 +298,7 @@ class Gathering:
         return tree_unflatten(leaves, spec)
 
     @disable_dynamo
-    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
         """A forward ends, also by an exception."""
         if unit.open is not module:
             return
@@ -323,7 +323,7 @@ class Gathering:
     # ------------------------------------------------------------------------------------------------
     # backward
 
-    def _begin_backward_of(self, unit: Unit, gradient: Tensor) -> None:
+    def _begin_backward_of(self, unit: ShardedUnit, gradient: Tensor) -> None:
         if self._phase != "backward":
             self._enter("backward")
             after_backward(self.end_backward)
@@ -332,7 +332,7 @@ class Gathering:
         else:
             self._turn(unit, self._backward)
 
-    def _end_backward_of(self, unit: Unit) -> None:
+    def _end_backward_of(self, unit: ShardedUnit) -> None:
         unit.calls = max(0, unit.calls - 1)
         if unit.wide:  # more gradients may come
             return
@@ -372,7 +372,7 @@ class Gathering:
             self._widen(unit, f"{name} is used outside of the forward of {unit.name}")
         self._need(unit)
 
-    def _widen(self, unit: Unit, why: str) -> None:
+    def _widen(self, unit: ShardedUnit, why: str) -> None:
         unit.wide = True
         warnings.warn(
             f"ZeroOptimizer: {why}, so {unit.name} stays whole until the end of "
@@ -382,7 +382,7 @@ class Gathering:
         )
 
     def _before_state_dict(
-        self, unit: Unit, module: nn.Module, prefix: str, keep_vars: bool
+        self, unit: ShardedUnit, module: nn.Module, prefix: str, keep_vars: bool
     ) -> None:
         if not self._pinned and any(other.flats for other in self.units):
             raise RuntimeError(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
 __all__ = ["kept_bytes"]
 
@@ -24,7 +24,10 @@ def _storages(tensors: Iterable[Any]) -> dict[int, int]:
 
 
 def kept_bytes(
-    model: nn.Module, owned: Owned, gradients: ShardedGradients, more: Iterable[Tensor] = ()
+    model: nn.Module,
+    owned: ShardedOptimizerState,
+    gradients: ShardedGradients,
+    more: Iterable[Tensor] = (),
 ) -> dict[str, int]:
     """{"parameters", "gradients", "states"}: see ZeroOptimizer.memory. more: states besides those
     of the pieces."""

@@ -14,9 +14,9 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.protocols import ParamGroup
 from pyops.zero.agreement import agreed
-from pyops.zero.hooks.overlapped_gather import Arriving
+from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.hooks.unshard_hooks import Gathering
+from pyops.zero.hooks.unshard_hooks import UnshardHooks
 from pyops.zero.layout.stored import in_memory
 from pyops.zero.state.memory import kept_bytes
 from pyops.zero.state.saving import (
@@ -27,12 +27,12 @@ from pyops.zero.state.saving import (
     distribute_model,
     regions_of,
 )
-from pyops.zero.update.delayed_update import Delayed
+from pyops.zero.update.delayed_update import DelayedUpdate
 from pyops.zero.update.one_bit import OneBit, check_phase
-from pyops.zero.update.pipeline_axis import Stages
-from pyops.zero.update.precision_plan import Numbers
-from pyops.zero.update.sharded_optimizer_state import Coming, Owned
-from pyops.zero.update.tensor_parallel_axis import TensorParallel
+from pyops.zero.update.pipeline_axis import PipelineAxis
+from pyops.zero.update.precision_plan import PrecisionPlan
+from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState, StateLoaders
+from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
 __all__ = ["Savable"]
 
@@ -45,15 +45,15 @@ class Savable(torch.optim.Optimizer):
     group: dist.ProcessGroup | None
     communicator: Communicator | None
     overlap: bool
-    owned: Owned
+    owned: ShardedOptimizerState
     gradients: ShardedGradients
-    gathering: Gathering
-    arriving: Arriving
-    delayed: Delayed | None
-    numbers: Numbers
+    gathering: UnshardHooks
+    arriving: OverlappedAllGather
+    delayed: DelayedUpdate | None
+    numbers: PrecisionPlan
     one_bit: OneBit | None
-    tensor_parallel: TensorParallel | None
-    stages: Stages | None
+    tensor_parallel: TensorParallelAxis | None
+    stages: PipelineAxis | None
     _names: dict[int, str]
     _placements: Mapping[str, Placement]
 
@@ -148,7 +148,7 @@ class Savable(torch.optim.Optimizer):
         over, as torch.optim does.
         """
 
-        def parts() -> list[Coming]:
+        def parts() -> list[StateLoaders]:
             check_names(self.param_groups, state_dict, self._names)
             check_phase(self.one_bit, state_dict)
             return distribute(self.owned, state_dict)

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement, Shard, Shards
 from pyops.protocols import ParamGroup
-from pyops.zero.hooks.unshard_hooks import Unit
+from pyops.zero.hooks.unshard_hooks import ShardedUnit
 from pyops.zero.layout.stored import Region, in_turn
 from pyops.zero.layout.stretch import Stretch
-from pyops.zero.update.sharded_optimizer_state import Coming, Owned, OwnedPiece
+from pyops.zero.update.sharded_optimizer_state import (
+    ParamShard,
+    ShardedOptimizerState,
+    StateLoaders,
+)
 
 __all__ = [
     "check_names",
@@ -36,7 +40,7 @@ __all__ = [
 ]
 
 
-def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> dict[str, Any]:
+def _entries(each: ParamShard, state: Mapping[str, Any], *, replica: bool) -> dict[str, Any]:
     """One piece's states as shards."""
     stretch = each.stretch
     once = stretch.start == 0 and (stretch.placement is None or not any(stretch.placement.offset))
@@ -56,7 +60,11 @@ def _entries(each: OwnedPiece, state: Mapping[str, Any], *, replica: bool) -> di
 
 
 def collect(
-    owned: Owned, groups: Sequence[ParamGroup], names: Mapping[int, str], *, replica: bool
+    owned: ShardedOptimizerState,
+    groups: Sequence[ParamGroup],
+    names: Mapping[int, str],
+    *,
+    replica: bool,
 ) -> dict[str, Any]:
     """The state dict. names: of the users' parameters, by id. replica: another rank holds all this,
     and writes it."""
@@ -97,7 +105,7 @@ def check_names(groups: Sequence[ParamGroup], saved: Any, names: Mapping[int, st
             )
 
 
-def _whole(value: Any, each: OwnedPiece, *, name: str) -> Tensor:
+def _whole(value: Any, each: ParamShard, *, name: str) -> Tensor:
     """A state that every rank has whole, in its shape."""
     shape = tuple(value.global_shape if isinstance(value, Shard) else value.shape)
     if len(shape) != len(each.shape) or any(
@@ -122,7 +130,7 @@ def _whole(value: Any, each: OwnedPiece, *, name: str) -> Tensor:
     return tensor.detach().clone()
 
 
-def distribute(owned: Owned, saved: Mapping[str, Any]) -> list[Coming]:
+def distribute(owned: ShardedOptimizerState, saved: Mapping[str, Any]) -> list[StateLoaders]:
     """What each piece of this rank takes from the state; what is on disk is compared now, and read
     when it is taken.
 
@@ -138,7 +146,7 @@ def distribute(owned: Owned, saved: Mapping[str, Any]) -> list[Coming]:
     ]
 
 
-def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[], Any]:
+def _taken(value: Any, each: ParamShard, *, key: str, whole: bool) -> Callable[[], Any]:
     """What gives the piece's part of one state, in memory of its own. whole: each rank has all of
     it."""
     name = f"state {key!r} of {each.name}"
@@ -159,7 +167,7 @@ def _taken(value: Any, each: OwnedPiece, *, key: str, whole: bool) -> Callable[[
     return lambda: value
 
 
-def _spread(units: Sequence[Unit]) -> dict[int, tuple[Tensor, slice]]:
+def _spread(units: Sequence[ShardedUnit]) -> dict[int, tuple[Tensor, slice]]:
     """By the id of each parameter that is spread over the ranks: (this rank's piece, its elements
     of the flattened tensor)."""
     return {
@@ -171,12 +179,12 @@ def _spread(units: Sequence[Unit]) -> dict[int, tuple[Tensor, slice]]:
     }
 
 
-def regions_of(units: Sequence[Unit]) -> list[Region]:
+def regions_of(units: Sequence[ShardedUnit]) -> list[Region]:
     """Of the parameters that are in a file."""
     return [flat.region for unit in units for flat in unit.flats if flat.region is not None]
 
 
-def _read(units: Sequence[Unit]) -> dict[int, Tensor]:
+def _read(units: Sequence[ShardedUnit]) -> dict[int, Tensor]:
     """Copies of this rank's pieces that are in a file, by the id of their parameters."""
     stored = [flat for unit in units for flat in unit.flats if flat.region is not None]
     found = {}
@@ -200,7 +208,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def collect_model(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[ShardedUnit],
     communicator: Communicator | None,
     placements: Mapping[str, Placement],
 ) -> dict[str, Any]:
@@ -226,7 +234,7 @@ def collect_model(
 
 def distribute_model(
     model: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[ShardedUnit],
     state: Mapping[str, Any],
     placements: Mapping[str, Placement],
 ) -> list[Callable[[], None]]:

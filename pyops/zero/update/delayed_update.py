@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pyops.comm.collectives.work import ThreadWork, Worker
-from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
-__all__ = ["Delayed", "check_delayed"]
+__all__ = ["DelayedUpdate", "check_delayed"]
 
 
 def check_delayed(delayed_update: Any, *, stage: int, offload: str | None) -> None:
@@ -48,14 +48,14 @@ def check_delayed(delayed_update: Any, *, stage: int, offload: str | None) -> No
         )
 
 
-class Delayed:
+class DelayedUpdate:
     """Updates of `owned` on a thread of its own. after: steps that are taken at once, before
     updates are delayed.
 
     steps: how many there were, for checkpoints.
     """
 
-    def __init__(self, owned: Owned, *, after: int) -> None:
+    def __init__(self, owned: ShardedOptimizerState, *, after: int) -> None:
         self._owned, self._after = owned, after
         self.steps = 0
         self._worker = Worker("delayed update")

@@ -15,13 +15,13 @@ from pyops.comm.buckets.grad_norm import squares_of_each
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.zero.layout.parameters import FlatParameters
-from pyops.zero.update.sharded_optimizer_state import Owned
+from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
 __all__ = ["squares_by_name"]
 
 
 def squares_by_name(
-    owned: Owned, flats: Sequence[FlatParameters], communicator: Communicator | None
+    owned: ShardedOptimizerState, flats: Sequence[FlatParameters], communicator: Communicator | None
 ) -> dict[str, Tensor]:
     """{name: sum of squares of the gradient}, float64, 0 where there is none; views of one tensor.
 

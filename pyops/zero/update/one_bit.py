@@ -41,7 +41,7 @@ from pyops.optim.one_bit import (
     variance_sum,
 )
 from pyops.zero.hooks.sharded_gradients import ReduceScatterBucket, ShardedGradients
-from pyops.zero.update.sharded_optimizer_state import Owned, OwnedPiece
+from pyops.zero.update.sharded_optimizer_state import ParamShard, ShardedOptimizerState
 from pyops.zero.update.step_stats import StatsAxes, reduce_step_stats
 
 __all__ = ["OneBit", "check_phase", "phases_over_shards"]
@@ -126,7 +126,7 @@ class _Shared:
         self.w = torch.zeros_like(self.p)
         self.own_roots = torch.zeros_like(self.p)
         self.roots = torch.empty(0, device="cpu")
-        self.pieces: list[tuple[int, OwnedPiece]] = []
+        self.pieces: list[tuple[int, ParamShard]] = []
 
     @property
     def parameters(self) -> Tensor:
@@ -139,7 +139,7 @@ class OneBit:
     def __init__(
         self,
         phases: Any,
-        owned: Owned,
+        owned: ShardedOptimizerState,
         gradients: ShardedGradients,
         communicator: Communicator | None,
         group: dist.ProcessGroup | None,
@@ -165,7 +165,7 @@ class OneBit:
     def compressed(self) -> bool:
         return self.phase == COMPRESSED
 
-    def _pieces(self) -> list[tuple[int, OwnedPiece, dict[str, Any]]]:
+    def _pieces(self) -> list[tuple[int, ParamShard, dict[str, Any]]]:
         """(number of the group, piece, its state) of what has been stepped."""
         states = self.owned.optimizer.state
         found = [(g, each) for g, pieces in enumerate(self.owned.pieces) for each in pieces]

@@ -21,9 +21,9 @@ from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
 from pyops.zero.checks import check_crossing
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.update.sharded_optimizer_state import OwnedPiece
+from pyops.zero.update.sharded_optimizer_state import ParamShard
 
-__all__ = ["Stages", "agree_over_stages", "check_stages"]
+__all__ = ["PipelineAxis", "agree_over_stages", "check_stages"]
 
 TAG = 0x74696564  # of the exchange of gradients
 
@@ -60,7 +60,7 @@ def agree_over_stages(
     agree(error, group=group)
 
 
-class Stages:
+class PipelineAxis:
     """What ZeroOptimizer does over `pp_group`, each of whose ranks has some of the model's
     parameters, by their names there.
 
@@ -69,7 +69,7 @@ class Stages:
     """
 
     @classmethod
-    def of(cls, model: nn.Module, *, pp_group: dist.ProcessGroup | None) -> Stages | None:
+    def of(cls, model: nn.Module, *, pp_group: dist.ProcessGroup | None) -> PipelineAxis | None:
         """None without a pp_group of several ranks."""
         return None if _alone(pp_group) or pp_group is None else cls(model, pp_group=pp_group)
 
@@ -103,7 +103,7 @@ class Stages:
                 )
         return found
 
-    def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
+    def finish(self, pieces: Sequence[ParamShard], gradients: ShardedGradients) -> None:
         """Sum the gradients of what several ranks have, in the order of the ranks: the same bits on
         each; in place."""
         self._exchanges += 1

@@ -16,10 +16,10 @@ from torch import nn
 from pyops.optim.fused.fused_optimizer import FusedOptimizer
 from pyops.precision import PRECISIONS, LossScale, Precision
 
-__all__ = ["Numbers", "numbers_of"]
+__all__ = ["PrecisionPlan", "make_precision_plan"]
 
 
-class Numbers:
+class PrecisionPlan:
     """What `precision=` comes to. dtype: of the model's floating-point numbers, None for as they
     are. arguments: of the inner optimizer. loss_scale: None where gradients need none."""
 
@@ -60,9 +60,9 @@ class Numbers:
         )
 
 
-def numbers_of(
+def make_precision_plan(
     precision: Any, loss_scale: Any, optimizer_class: Any, arguments: Mapping[str, Any]
-) -> Numbers:
+) -> PrecisionPlan:
     """Of checked arguments of ZeroOptimizer; TypeError or ValueError for what makes no sense."""
     who = "ZeroOptimizer"
     given = dict(arguments)
@@ -72,7 +72,7 @@ def numbers_of(
                 f"{who}: loss_scale belongs to a precision that is scaled, such as "
                 "precision='fp16'; give that too"
             )
-        return Numbers(None, given, None)
+        return PrecisionPlan(None, given, None)
     if not isinstance(precision, Precision | str):
         raise TypeError(
             f"{who}: precision is {precision!r}; give one of {sorted(PRECISIONS)}, a "
@@ -101,4 +101,4 @@ def numbers_of(
             "parameters of 16 bits; use an optimizer of pyops.optim, or master_weights=True"
         )
     scale = (loss_scale if loss_scale is not None else LossScale()) if found.scaled else None
-    return Numbers(found, given, scale)
+    return PrecisionPlan(found, given, scale)

@@ -35,15 +35,17 @@ from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.stored import in_memory, in_turn
 from pyops.zero.layout.stretch import Stretch
 
-__all__ = ["Coming", "Owned", "OwnedPiece"]
+__all__ = ["ParamShard", "ShardedOptimizerState", "StateLoaders"]
 
-Coming = Mapping[str, Callable[[], Any]]  # a piece's states by name, each taken when it is called
+StateLoaders = Mapping[
+    str, Callable[[], Any]
+]  # a piece's states by name, each taken when it is called
 AHEAD = "ahead"  # the result of a delayed step, in the state
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 @dataclass
-class OwnedPiece:
+class ParamShard:
     """A piece and the parameter that the inner optimizer steps.
 
     tensor: the piece of the model. result: what a step makes of it, the same tensor or, where
@@ -69,7 +71,7 @@ class OwnedPiece:
         )
 
 
-class Owned:
+class ShardedOptimizerState:
     """The pieces of this rank, and the optimizer over them.
 
     flats: the parameters. groups: the user's param groups, each with `params`. optimizer: the inner
@@ -116,11 +118,11 @@ class Owned:
             for f, flat in enumerate(self.flats)
             for piece in flat.partition.pieces(flat.rank)
         }
-        self.pieces: list[list[OwnedPiece]] = []
+        self.pieces: list[list[ParamShard]] = []
         inner: list[ParamGroup] = []
         first = 0
         for group in groups:
-            mine: list[OwnedPiece] = []
+            mine: list[ParamShard] = []
             offsets: list[int] = []
             for parameter in group["params"]:
                 f, piece = where[id(parameter)]
@@ -168,14 +170,14 @@ class Owned:
             group["params"] = given["params"]
         return optimizer
 
-    def _own(self, f: int, piece: Piece, *, fused: bool) -> OwnedPiece:
+    def _own(self, f: int, piece: Piece, *, fused: bool) -> ParamShard:
         flat = self.flats[f]
         name, shape = flat.names[piece.index], flat.partition.layout.shapes[piece.index]
         tensor = flat.piece(piece)
         result = tensor.clone() if self._delayed else tensor
         placement = self._placements.get(name)
         if fused or flat.dtype not in SIXTEEN_BITS:
-            return OwnedPiece(
+            return ParamShard(
                 name, shape, f, piece, tensor, result, nn.Parameter(result), None, placement
             )
         region = getattr(flat, "region", None)
@@ -183,11 +185,11 @@ class Owned:
             self._elsewhere and tensor.numel() > 1 and region is None
         ):  # the offload makes a master of the target
             master = tensor.new_zeros(1, dtype=torch.float32).expand(tensor.shape)
-            return OwnedPiece(
+            return ParamShard(
                 name, shape, f, piece, tensor, result, nn.Parameter(master), result, placement
             )
         with in_memory([] if region is None else [region]):
-            return OwnedPiece(
+            return ParamShard(
                 name,
                 shape,
                 f,
@@ -199,7 +201,7 @@ class Owned:
                 placement,
             )
 
-    def all_pieces(self) -> list[OwnedPiece]:
+    def all_pieces(self) -> list[ParamShard]:
         return [each for group in self.pieces for each in group]
 
     # ------------------------------------------------------------------------------------------------
@@ -279,9 +281,9 @@ class Owned:
             each.parameter.grad = None if each.gradient is None else _scaled(each.gradient, factor)
         self.optimizer.step()
 
-    def _portions(self) -> list[list[OwnedPiece]]:
+    def _portions(self) -> list[list[ParamShard]]:
         """The pieces with gradients, of which float32 copies are made, some at a time."""
-        found: list[list[OwnedPiece]] = []
+        found: list[list[ParamShard]] = []
         filled = self._portion_bytes
         for each in self.all_pieces():
             if each.gradient is None:
@@ -294,7 +296,7 @@ class Owned:
             filled += nbytes
         return found
 
-    def _step_some(self, portion: Sequence[OwnedPiece], factor: Tensor | None) -> None:
+    def _step_some(self, portion: Sequence[ParamShard], factor: Tensor | None) -> None:
         whole = self.optimizer.param_groups
         chosen = {each.parameter for each in portion}
         for each in portion:
@@ -313,11 +315,11 @@ class Owned:
                 each.target.copy_(each.parameter)
 
     def _turns(
-        self, chosen: Callable[[OwnedPiece], bool] = lambda each: True
-    ) -> Iterator[list[OwnedPiece]]:
+        self, chosen: Callable[[ParamShard], bool] = lambda each: True
+    ) -> Iterator[list[ParamShard]]:
         """The pieces that are chosen, in lists whose parameters are in memory together; what
         becomes of those is kept."""
-        of_flat: dict[int, list[OwnedPiece]] = {}
+        of_flat: dict[int, list[ParamShard]] = {}
         for each in self.all_pieces():
             if chosen(each):
                 of_flat.setdefault(each.flat, []).append(each)
@@ -335,7 +337,7 @@ class Owned:
             if each.result is not each.tensor:
                 each.tensor.copy_(each.result)
 
-    def states_of(self, each: OwnedPiece) -> ParamGroup:
+    def states_of(self, each: ParamShard) -> ParamGroup:
         """A piece's states by name, its master among them where there is one, those in use, or to
         be read from where they are; {} before the first step."""
         if self.offloaded is not None:
@@ -371,7 +373,7 @@ class Owned:
             self.optimizer.refresh_masters()
 
     @torch.no_grad()
-    def load(self, coming: Sequence[Coming], outer: Sequence[ParamGroup]) -> None:
+    def load(self, coming: Sequence[StateLoaders], outer: Sequence[ParamGroup]) -> None:
         """Take up the states of each piece, in the order of `all_pieces`; options from `outer`.
 
         With offload one piece's are in memory at a time. "ahead" is the result of a delayed step.
@@ -391,7 +393,7 @@ class Owned:
         for each in chain.from_iterable(self._turns(lambda each: id(each) in ahead)):
             each.result.copy_(ahead[id(each)]())
 
-    def _load(self, coming: Sequence[Coming], outer: Sequence[ParamGroup]) -> None:
+    def _load(self, coming: Sequence[StateLoaders], outer: Sequence[ParamGroup]) -> None:
         if self.offloaded is not None:
             for theirs, own in zip(outer, self.optimizer.param_groups, strict=True):
                 own.update({key: value for key, value in theirs.items() if key != "params"})

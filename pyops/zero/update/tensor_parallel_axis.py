@@ -20,12 +20,12 @@ from pyops.flat import Placement
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.zero.checks import check_crossing
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
-from pyops.zero.update.sharded_optimizer_state import OwnedPiece
+from pyops.zero.update.sharded_optimizer_state import ParamShard
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallelAxis"]
 
 
-class TensorParallel:
+class TensorParallelAxis:
     """What ZeroOptimizer does over `group`, whose ranks share the model's parameters as their
     placements say.
 
@@ -40,7 +40,7 @@ class TensorParallel:
         *,
         tp_group: dist.ProcessGroup | None,
         group: dist.ProcessGroup | None,
-    ) -> TensorParallel | None:
+    ) -> TensorParallelAxis | None:
         """None without a tp_group of several ranks. ValueError unless the groups meet in this rank
         alone."""
         if tp_group is None or dist.get_world_size(tp_group) == 1:
@@ -68,7 +68,7 @@ class TensorParallel:
             for name, parameter in model.named_parameters()
         }
 
-    def finish(self, pieces: Sequence[OwnedPiece], gradients: ShardedGradients) -> None:
+    def finish(self, pieces: Sequence[ParamShard], gradients: ShardedGradients) -> None:
         """Sum what each rank has of a gradient only in part, in one message for each dtype; in
         place."""
         partial: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from pyops.checkpoint import writing
 from pyops.config import load_config
 from pyops.train import TextTraining, train
-from pyops.zero.hooks.unshard_hooks import Gathering
+from pyops.zero.hooks.unshard_hooks import UnshardHooks
 
 
 def die(marker: Path) -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         int(sys.argv[4]),
     )
     marker, now = folder / "killed", {"step": -1}
-    inner_step, inner_need = TextTraining.train_step, Gathering._start
+    inner_step, inner_need = TextTraining.train_step, UnshardHooks._start
     inner_write = writing.write_tensors
 
     def train_step(self: TextTraining, *, stop: bool = False) -> Any:
@@ -43,7 +43,7 @@ def main() -> None:
             die(marker)
         return inner_step(self, stop=stop)
 
-    def start(self: Gathering, unit: Any, **kwargs: Any) -> None:
+    def start(self: UnshardHooks, unit: Any, **kwargs: Any) -> None:
         inner_need(self, unit, **kwargs)
         if where == "gather" and now["step"] == step:
             die(marker)
@@ -55,7 +55,7 @@ def main() -> None:
         return inner_write(path, tensors, *args, **kwargs)
 
     TextTraining.train_step = train_step  # type: ignore[method-assign]
-    Gathering._start = start  # type: ignore[method-assign]
+    UnshardHooks._start = start  # type: ignore[method-assign]
     writing.write_tensors = write
     train(load_config(config_path), resume=True)
 
