@@ -69,7 +69,7 @@ def _read(folder: Path) -> Finished | None:
         json.loads((folder / "config.json").read_text()),
         read_rows(folder / "metrics.jsonl"),
     )
-    steps = config["train"]["steps"]
+    steps = config["train"]["num_steps"]
     if len(rows) < steps or "validation_loss" not in rows[-1]:
         print(f"{folder} has {len(rows)} of its {steps} steps: left out")
         return None
@@ -190,7 +190,7 @@ def _train(name: str, seed: int, *, folder: Path) -> None:
     overrides = {
         "name": f"{name}-{seed}",
         "train.folder": str(folder),
-        "train.steps": STEPS,
+        "train.num_steps": STEPS,
         "train.batch": BATCH,
         "train.seed": seed,
         "train.validate_every": 200,

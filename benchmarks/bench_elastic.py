@@ -209,7 +209,7 @@ def _finished(folder: Path, config: Config) -> bool:
         last = read_rows(folder / "metrics.jsonl")[-1]
     except (OSError, ValueError, IndexError):
         return False
-    ended = last["epoch"] + 1 == config.task.epochs and any(
+    ended = last["epoch"] + 1 == config.task.num_epochs and any(
         key.startswith("validation_") for key in last
     )
     same = _filled(found) == json.loads(json.dumps(asdict(config)))

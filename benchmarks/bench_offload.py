@@ -222,11 +222,11 @@ tile_mib = 8
 [recompute]
 modules = ["blocks.*"]
 [train]
-steps = 3
+num_steps = 3
 batch = 1
-validation_sequences = 1
-sample_tokens = 0
-keep = 1
+num_validation_sequences = 1
+num_sample_tokens = 0
+num_checkpoints = 1
 """
 TRAIN = """
 import resource, sys
@@ -263,7 +263,7 @@ def trained_in_limited_memory(folder: str, *, limit: int = LIMIT, config: str = 
         "data.max_bytes=200000",
     ]
     peaks = []
-    for more in ([], ["--resume", "--set", "train.steps=5"]):
+    for more in ([], ["--resume", "--set", "train.num_steps=5"]):
         done = subprocess.run(
             [sys.executable, "-c", TRAIN, str(limit), *given, *more],
             capture_output=True,

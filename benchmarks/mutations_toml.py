@@ -52,7 +52,7 @@ def _make(config: Config, **_: Any) -> None:
     made(getattr(config, section), seed=None, device="meta", dtype=torch.float32)
     recipe.make_loss_scale(config.precision)
     config.elastic.policy()
-    config.optimizer.lr_at(0, num_steps=config.train.steps)
+    config.optimizer.lr_at(0, num_steps=config.train.num_steps)
     raise Reached
 
 

@@ -191,7 +191,7 @@ class Trainer:
     it takes one step."""
 
     def __init__(self, way: str, *, batch: int, num_steps: int, warmup: int) -> None:
-        overrides = [f"train.steps={num_steps}", f"train.batch={batch}"]
+        overrides = [f"train.num_steps={num_steps}", f"train.batch={batch}"]
         overrides += [f"optimizer.lr={RATES[way]}"] if way in RATES else []
         self.config = load_config(CONFIG, overrides=overrides)
         length, seed = self.config.model.sequence_length, self.config.train.seed
@@ -205,7 +205,7 @@ class Trainer:
         )
         self.batches = Batches(self.corpus, global_batch=batch, seed=seed, **rows)
         self.held_out = validation_rows(
-            self.corpus, num_sequences=self.config.train.validation_sequences, **rows
+            self.corpus, num_sequences=self.config.train.num_validation_sequences, **rows
         )
         self.inner = GPT(
             self.config.model, seed=seed, device=torch.device("cpu"), dtype=torch.float32
@@ -231,7 +231,9 @@ class Trainer:
         nats = self._nats(rows_BT)
         (nats / self.tokens).backward()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr_at(self.step, num_steps=self.config.train.steps)
+            group["lr"] = self.config.optimizer.lr_at(
+                self.step, num_steps=self.config.train.num_steps
+            )
         if self.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         self.optimizer.step()

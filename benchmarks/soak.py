@@ -43,15 +43,15 @@ GPT: Sections = {
     "model": {"sequence_length": 16, "num_layers": 3, "num_heads": 2, "dim": 16, "dropout": 0.1},
     "optimizer": {"lr": 1e-2, "warmup_steps": 3},
     "train": {
-        "steps": 24,
+        "num_steps": 24,
         "batch": 12,
-        "validation_sequences": 6,
+        "num_validation_sequences": 6,
         "validate_every": 0,
-        "sample_tokens": 0,
+        "num_sample_tokens": 0,
     },
 }
 VIT: Sections = {
-    "task": {"kind": "digits", "epochs": 4},
+    "task": {"kind": "digits", "num_epochs": 4},
     "vit": {"image_size": 8, "num_channels": 1, "patch_size": 4, "num_labels": 10, "num_layers": 4, "num_heads": 2,
             "dim": 16, "dropout": 0.1},
     "elastic": {"freeze": "bound", "alpha": 0.4, "cache": "off"},
@@ -69,8 +69,8 @@ LAYOUTS: dict[str, tuple[int, Sections]] = {  # ranks, and what differs from GPT
     "zero 3, 2 ranks": (2, {"zero": {"stage": 3}}),
     "zero 3, 3 ranks": (3, {"zero": {"stage": 3}}),
     "tp 2": (2, {"parallel": {"tp": 2}}),
-    "pp 2": (2, {"parallel": {"pp": 2, "micro_batches": 2}}),
-    "pp 3": (3, {"parallel": {"pp": 3, "micro_batches": 3}}),
+    "pp 2": (2, {"parallel": {"pp": 2, "num_microbatches": 2}}),
+    "pp 3": (3, {"parallel": {"pp": 3, "num_microbatches": 3}}),
     "elastic 2": (2, {"parallel": {"pp": 2}, "elastic": {}}),
     "elastic 3": (3, {"parallel": {"pp": 3}, "elastic": {}}),
 }
@@ -169,7 +169,7 @@ class Place:
             "folder": str(self.folder / "runs"),
             "device": "cpu",
             "checkpoint_every": 4,
-            "keep": 3,
+            "num_checkpoints": 3,
         }
         if "elastic" not in changes:
             sections["data"] = {"path": str(text), "cache": str(text.parent / "cache")}

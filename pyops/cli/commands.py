@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="override a key of the file: --set train.steps=10",
+        help="override a key of the file: --set train.num_steps=10",
     )
     train.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint of this run"

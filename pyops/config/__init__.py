@@ -14,7 +14,7 @@ configure.
     [train]                 # TrainConfig
     [task]                  # TaskConfig; [vit] is pyops.models.ViTConfig, [bert] pyops.models.BERTConfig
 
-`load_config(path, overrides=["train.steps=10"])` reads it. What is wrong is a ConfigError that
+`load_config(path, overrides=["train.num_steps=10"])` reads it. What is wrong is a ConfigError that
 names the key, its value and the fix; nothing has been started by then.
 """
 

@@ -2,7 +2,7 @@
 
     16 ranks, tp = 2, pp = 4        4 stages of layers; each layer cut in two; 2 such models, which see other sequences (dp)
 
-Pipeline ranks take turns with `micro_batches` parts of their sequences, in the order of a schedule
+Pipeline ranks take turns with `num_microbatches` parts of their sequences, in the order of a schedule
 of `pyops.pipeline`.
 """
 
@@ -38,7 +38,7 @@ class ParallelConfig:
     different layers (pipeline parallelism). dp: models; 0: as many as there are ranks for.
 
     Of a pipeline: schedule: of `SCHEDULES`. v: stages on each rank, with interleaved and
-    interleaved_zb. micro_batches: into how many a model's sequences are cut; 0: as
+    interleaved_zb. num_microbatches: into how many a model's sequences are cut; 0: as
     train.micro_batch says, or else 4 for each rank of the pipeline, or fewer where that does not
     divide them. recompute: which of them keep the inputs of stages alone, and compute the stages
     again: never, except_last, always.
@@ -50,16 +50,16 @@ class ParallelConfig:
     dp: int = 0
     schedule: str = "1f1b"
     v: int = 1
-    micro_batches: int = 0
+    num_microbatches: int = 0
     recompute: str = "never"
     adapt: bool = False
-    memory_gib: float = 0.0
+    memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("dp", "micro_batches", "memory_gib"):
+        for name in ("dp", "num_microbatches", "memory_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
@@ -72,13 +72,13 @@ class ParallelConfig:
                 f"v is {self.v}, but schedule {self.schedule!r} has no such option; set "
                 f"it to {' or '.join(SEVERAL)}"
             )
-        if self.memory_gib and not self.adapt:
+        if self.memory_bytes and not self.adapt:
             raise ValueError(
-                f"memory_gib is {self.memory_gib:g}, which only adapt looks at; set "
+                f"memory_bytes is {self.memory_bytes}, which only adapt looks at; set "
                 "adapt to true, or this to 0"
             )
         if self.pp == 1:
-            for name, usual in (("micro_batches", 0), ("recompute", "never")):
+            for name, usual in (("num_microbatches", 0), ("recompute", "never")):
                 if getattr(self, name) != usual:
                     raise ValueError(
                         f"{name} is {getattr(self, name)!r}, but pp is 1: there is no "
@@ -122,20 +122,20 @@ class ParallelConfig:
     def cut(self, sequences: int, *, micro_batch: int) -> int:
         """Into how many micro-batches `sequences` are cut. micro_batch: sequences in each, as they
         are asked for; 0: nobody does. ValueError where it can't be."""
-        if self.micro_batches:
-            if micro_batch and micro_batch * self.micro_batches != sequences:
+        if self.num_microbatches:
+            if micro_batch and micro_batch * self.num_microbatches != sequences:
                 raise ValueError(
-                    f"micro_batches is {self.micro_batches} and train.micro_batch "
+                    f"num_microbatches is {self.num_microbatches} and train.micro_batch "
                     f"{micro_batch}, but a model has {sequences} "
                     "sequences; set one of them to 0"
                 )
-            if sequences % self.micro_batches:
+            if sequences % self.num_microbatches:
                 raise ValueError(
-                    f"micro_batches is {self.micro_batches}, which does not divide the "
+                    f"num_microbatches is {self.num_microbatches}, which does not divide the "
                     f"{sequences} sequences of a model; set "
                     f"it to a divisor of {sequences}, or to 0"
                 )
-            return self.micro_batches
+            return self.num_microbatches
         if micro_batch:
             return sequences // micro_batch
         return (
@@ -144,10 +144,10 @@ class ParallelConfig:
             else 1
         )
 
-    def plan(self, micro_batches: int) -> Schedule:
+    def plan(self, num_microbatches: int) -> Schedule:
         """What each rank of the pipeline computes, in its order."""
         options: dict[str, Any] = {"v": self.v} if self.schedule in SEVERAL else {}
         made = schedule(
-            self.schedule, num_stages=self.pp, num_microbatches=micro_batches, **options
+            self.schedule, num_stages=self.pp, num_microbatches=num_microbatches, **options
         )
         return made.with_recompute(self.recompute)

@@ -21,6 +21,20 @@ else:
 
 __all__ = ["load_config"]
 
+# Keys of earlier versions, and what they are now.
+RENAMED = {
+    "parallel.memory_gib": "parallel.memory_bytes, in bytes: 1073741824 for each GiB",
+    "parallel.micro_batches": "parallel.num_microbatches",
+    "task.copies": "task.num_copies",
+    "task.epochs": "task.num_epochs",
+    "task.passages": "task.num_passages",
+    "train.bucket_mib": "train.bucket_bytes, in bytes: 1048576 for each MiB",
+    "train.keep": "train.num_checkpoints",
+    "train.sample_tokens": "train.num_sample_tokens",
+    "train.steps": "train.num_steps",
+    "train.validation_sequences": "train.num_validation_sequences",
+}
+
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file; each override is "section.key=value", the value as in TOML (quotes may be
@@ -46,7 +60,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all([*sections, last]):
         raise ConfigError(
             f"--set {override} is no assignment; write --set section.key=value, such as "
-            "--set train.steps=10"
+            "--set train.num_steps=10"
         )
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -67,10 +81,15 @@ def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
     names = [f.name for f in dataclasses.fields(kind)]
     values: dict[str, Any] = {}
     for key, value in tree.items():
+        if prefix + key in RENAMED:
+            raise ConfigError(f"{prefix}{key} = {value!r} has a new name: {RENAMED[prefix + key]}")
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            # A key that is nearly an old one means the new one.
+            meant = {old.removeprefix(prefix): new for old, new in RENAMED.items()}
+            meant |= {name: prefix + name for name in names}
+            near = difflib.get_close_matches(key, meant, n=1)
             fix = (
-                f"did you mean {prefix}{near[0]}?"
+                f"did you mean {meant[near[0]].partition(',')[0]}?"
                 if near
                 else f"there are {', '.join(prefix + n for n in names)}"
             )

@@ -36,37 +36,37 @@ class TaskConfig:
     [data] validation_fraction is held out: of passages, each file's end.
 
     pretrained: the folder of a run whose weights to begin with, all but the head's; "": none.
-    epochs: 0: train.steps steps, of the batch at the start, which may end in the middle of an
-    epoch. copies: of each image in an epoch: itself,
+    num_epochs: 0: train.num_steps steps, of the batch at the start, which may end in the middle of an
+    epoch. num_copies: of each image in an epoch: itself,
     and others that are turned, scaled and shifted a little, each its own way; of each passage or
     row of
-    text: itself, and others that begin a part of its length later, so that they overlap. passages:
+    text: itself, and others that begin a part of its length later, so that they overlap. num_passages:
     of each family to train on, spread over its files, before they are copied; 0: all there are.
     """
 
     kind: str = "text"
     pretrained: str = ""
-    epochs: int = 0
-    copies: int = 1
-    passages: int = 0
+    num_epochs: int = 0
+    num_copies: int = 1
+    num_passages: int = 0
 
     def __post_init__(self) -> None:
         require(self, f"one of {', '.join(KINDS)}", ("kind",), lambda v: v in KINDS)
-        require(self, "0 or more", ("epochs", "passages"), lambda v: v >= 0)
-        require(self, "1 or more", ("copies",), lambda v: v >= 1)
+        require(self, "0 or more", ("num_epochs", "num_passages"), lambda v: v >= 0)
+        require(self, "1 or more", ("num_copies",), lambda v: v >= 1)
 
 
 def check_task(task: TaskConfig, *, data: DataConfig, vit: ViTConfig, bert: BERTConfig) -> None:
     """ValueError where the sections don't fit the task."""
     section = KINDS[task.kind]
-    if task.kind == "text" and task.copies > 1:
+    if task.kind == "text" and task.num_copies > 1:
         raise ValueError(
-            f"task.copies is {task.copies}, but task.kind is {task.kind!r}, which has no "
+            f"task.num_copies is {task.num_copies}, but task.kind is {task.kind!r}, which has no "
             "copies: set it to 1"
         )
-    if section == "bert" and task.copies >= bert.sequence_length:
+    if section == "bert" and task.num_copies >= bert.sequence_length:
         raise ValueError(
-            f"task.copies is {task.copies}, but bert.sequence_length is "
+            f"task.num_copies is {task.num_copies}, but bert.sequence_length is "
             f"{bert.sequence_length}: a passage can begin at "
             f"{bert.sequence_length - 1} places before the next; set it to that or less"
         )

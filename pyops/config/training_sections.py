@@ -203,7 +203,7 @@ class TrainConfig:
     writes TensorBoard files.
     """
 
-    steps: int = 1000
+    num_steps: int = 1000
     batch: int = 32
     micro_batch: int = 0
     seed: int = 0
@@ -211,13 +211,13 @@ class TrainConfig:
     compile: bool = False
     deterministic: bool = True
     algorithm: str = "auto"
-    bucket_mib: float = 25.0
+    bucket_bytes: int = 25 << 20
     log_every: int = 10
     validate_every: int = 100
-    validation_sequences: int = 128
+    num_validation_sequences: int = 128
     checkpoint_every: int = 200
-    keep: int = 2
-    sample_tokens: int = 300
+    num_checkpoints: int = 2
+    num_sample_tokens: int = 300
     plot: bool = True
     tensorboard: bool = True
     folder: str = "runs"
@@ -226,17 +226,21 @@ class TrainConfig:
         require(
             self,
             "1 or more",
-            ("steps", "batch", "log_every", "keep", "validation_sequences"),
+            (
+                "num_steps",
+                "batch",
+                "log_every",
+                "num_checkpoints",
+                "num_validation_sequences",
+                "bucket_bytes",
+            ),
             lambda v: v >= 1,
         )
         require(
             self,
             "0 or more",
-            ("micro_batch", "validate_every", "checkpoint_every", "sample_tokens", "seed"),
+            ("micro_batch", "validate_every", "checkpoint_every", "num_sample_tokens", "seed"),
             lambda v: v >= 0,
-        )
-        require(
-            self, "at least one byte, 1e-6, such as 25", ("bucket_mib",), lambda v: v * 2**20 >= 1
         )
         require(self, "auto, cpu or cuda", ("device",), lambda v: v in ("auto", "cpu", "cuda"))
         require(

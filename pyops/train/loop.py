@@ -166,7 +166,7 @@ class TrainingLoop:
         # they were put there to save.
         background = config.zero.offload in ("none", "cpu")
         self.checkpoints = Checkpoints(
-            config.folder / "checkpoints", keep=config.train.keep, background=background
+            config.folder / "checkpoints", keep=config.train.num_checkpoints, background=background
         )
         latest = on_first_rank(self.checkpoints.latest) if resume else None
         self.training = make_training(latest)

@@ -39,7 +39,7 @@ def lr_range_test(config: Config, *, sweep: str = "1e-6:1:200") -> float | None:
     least, most, steps = _parse(sweep)
     name = f"{config.name}-lr-range"
     config = dataclasses.replace(
-        config, name=name, train=dataclasses.replace(config.train, steps=steps)
+        config, name=name, train=dataclasses.replace(config.train, num_steps=steps)
     )
     config, _ = adapted(config, started_ranks(), idle=False)
     with (

@@ -84,7 +84,7 @@ def _make_loop(config: Config, *, device: torch.device, resume: bool) -> Trainin
 
 
 def _already_finished(config: Config, num_steps: int) -> str:
-    key = "task.epochs" if config.over_samples and config.task.epochs else "train.steps"
+    key = "task.num_epochs" if config.over_samples and config.task.num_epochs else "train.num_steps"
     return (
         f"already finished: {config.folder} has all {num_steps} steps; set {key} to more, or "
         "leave out --resume to begin anew"

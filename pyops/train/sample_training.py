@@ -77,7 +77,7 @@ class SampleTraining(Training):
         self.besides = self._rows_besides(checkpoint)
         self.elastic = self._make_elastic(pretrained=checkpoint is None)
         self.per_epoch = -(-self.task.samples // config.train.batch)
-        self.num_steps = config.task.epochs * self.per_epoch or config.train.steps
+        self.num_steps = config.task.num_epochs * self.per_epoch or config.train.num_steps
         self.skipped, self.score = 0, math.nan
 
     def _make_elastic(self, *, pretrained: bool) -> Elastic:
@@ -185,7 +185,7 @@ class SampleTraining(Training):
 
     def introduction(self) -> str:
         """What is trained, and on what, for the display."""
-        task, layout, epochs = self.task, self.elastic.layout, self.config.task.epochs
+        task, layout, epochs = self.task, self.elastic.layout, self.config.task.num_epochs
         length = f"{epochs} epochs" if epochs else f"{self.num_steps} steps in epochs"
         return (
             f"{task.name}: {self.num_parameters / 1e6:.2f} M parameters on {layout.ranks} x "
@@ -476,7 +476,7 @@ def _check(config: Config) -> None:
     problems: tuple[tuple[str, Any, Any], ...] = (
         ("zero.stage", config.zero.stage, 0),
         ("parallel.tp", parallel.tp, 1),
-        ("parallel.micro_batches", parallel.micro_batches, 0),
+        ("parallel.num_microbatches", parallel.num_microbatches, 0),
         ("parallel.recompute", parallel.recompute, "never"),
         ("train.compile", config.train.compile, False),
         ("train.micro_batch", config.train.micro_batch, 0),

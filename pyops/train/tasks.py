@@ -339,14 +339,14 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
     if options.kind in IMAGES:
         load, dtype = IMAGES[options.kind], PRECISIONS[config.precision.dtype].dtype
         parts = load(held_out=data.validation_fraction)
-        return ImagesTask(options.kind, config.vit, parts, count=options.copies, dtype=dtype)
+        return ImagesTask(options.kind, config.vit, parts, count=options.num_copies, dtype=dtype)
     if options.kind == "passages":
         return PassagesTask(
-            config.bert, data, each=options.passages, count=options.copies, group=group
+            config.bert, data, each=options.num_passages, count=options.num_copies, group=group
         )
     if options.kind == "masked_text":
         return MaskedTask(
-            config.bert, data, count=options.copies, seed=config.train.seed, group=group
+            config.bert, data, count=options.num_copies, seed=config.train.seed, group=group
         )
     if config.model.tied_head:
         raise ConfigError(
@@ -355,4 +355,4 @@ def make_task(config: Config, *, group: dist.ProcessGroup | None = None) -> Task
         )
     length = config.model.sequence_length
     corpus = prepare(data, vocab_size=config.model.vocab_size, sequence_length=length, group=group)
-    return TextTask(config.model, corpus, most_held_out=config.train.validation_sequences)
+    return TextTask(config.model, corpus, most_held_out=config.train.num_validation_sequences)

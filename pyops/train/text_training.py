@@ -50,7 +50,7 @@ class TextTraining(Training):
         Raises:
             ConfigError, CorpusError: On every rank alike, for what the user can put right.
         """
-        self.config, self.device, self.num_steps = config, device, config.train.steps
+        self.config, self.device, self.num_steps = config, device, config.train.num_steps
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh = make_mesh(config, device_type=device.type)
         self.data = TextData(config, self.mesh)
@@ -299,7 +299,7 @@ class TextTraining(Training):
         )
         folder, options = self.config.folder, self.config.train
         written = self._first_step >= self.num_steps and (folder / "sample.txt").exists()
-        text = self.sample() if options.sample_tokens and not stopped_by and not written else ""
+        text = self.sample() if options.num_sample_tokens and not stopped_by and not written else ""
         notes: list[str] = []
         if self.rank:
             return outcome, notes
@@ -334,7 +334,7 @@ class TextTraining(Training):
             tokens = sample(
                 self.model if self.pipelined is None else self.pipelined.whole(),
                 self.data.held_out_BT[0, :PROMPT_TOKENS].to(self.device),
-                num_tokens=self.config.train.sample_tokens,
+                num_tokens=self.config.train.num_sample_tokens,
                 context=self.config.model.sequence_length,
                 seed=self.config.train.seed,
             )

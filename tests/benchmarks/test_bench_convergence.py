@@ -28,7 +28,9 @@ def write_run(
 ) -> None:
     name = f"{optimizer}-{seed}-{steps}"
     config = Config(
-        name, optimizer=OptimizerConfig(name=optimizer), train=TrainConfig(steps=steps, seed=seed)
+        name,
+        optimizer=OptimizerConfig(name=optimizer),
+        train=TrainConfig(num_steps=steps, seed=seed),
     )
     (folder / name).mkdir(parents=True)
     (folder / name / "config.json").write_text(json.dumps(asdict(config)))

@@ -64,7 +64,7 @@ def test_the_largest_part_of_an_epoch_need_not_be_the_longest_transition():
 
 
 def test_what_to_begin_with_is_trained_again_for_another_configuration(tmp_path):
-    config = Config(name="before", task=TaskConfig(epochs=3))
+    config = Config(name="before", task=TaskConfig(num_epochs=3))
     assert not _finished(tmp_path, config)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
     (tmp_path / "metrics.jsonl").write_text('{"step": 9, "epoch": 2, "validation_loss": 1.0}\n')

@@ -35,8 +35,8 @@ def settings(tmp_path: Path, **train: object) -> list[str]:
         "data.cache": tmp_path / "cache",
         "train.folder": tmp_path / "runs",
         "train.batch": 8,
-        "train.steps": 4,
-        "train.sample_tokens": 4,
+        "train.num_steps": 4,
+        "train.num_sample_tokens": 4,
         "train.plot": "false",
         "train.tensorboard": "false",
         "train.device": "cpu",
@@ -54,7 +54,7 @@ def test_train(tmp_path, capsys):
     assert main(settings(tmp_path)) == 0
     assert len(read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")) == 4
     assert "validation loss" in capsys.readouterr().out
-    assert main([*settings(tmp_path, steps=6), "--resume"]) == 0
+    assert main([*settings(tmp_path, num_steps=6), "--resume"]) == 0
     assert len(read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")) == 6
 
 
@@ -65,7 +65,7 @@ def test_a_run_that_has_all_its_steps_says_so(tmp_path, capsys):
     assert main([*settings(tmp_path), "--resume"]) == 0
     shown = capsys.readouterr().out
     assert (
-        f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.steps to more"
+        f"already finished: {tmp_path / 'runs' / 'run'} has all 4 steps; set train.num_steps to more"
         in shown
     )
     assert "a sample" not in shown
@@ -96,7 +96,7 @@ def test_lr_range_test(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.stpes=4", r"unknown key train.stpes = 4; did you mean train.steps\?"),
+        ("train.stpes=4", r"unknown key train.stpes = 4; did you mean train.num_steps\?"),
         ("data.path=/nowhere", r"corpus /nowhere does not exist; set data.path"),
         ("model.sequence_length=100000", r"is shorter than one sequence"),
     ],
@@ -220,7 +220,7 @@ def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
         sys.executable,
         "-m",
         "pyops",
-        *settings(tmp_path, steps=100_000, validate_every=0, checkpoint_every=0),
+        *settings(tmp_path, num_steps=100_000, validate_every=0, checkpoint_every=0),
     ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -240,7 +240,7 @@ def test_a_stopped_process_leaves_a_checkpoint(tmp_path, number):
 @pytest.mark.slow
 def test_under_torchrun_as_alone(tmp_path):
     """Two ranks started by torchrun, stopped and resumed: the losses of one process, to 1e-5."""
-    assert main(settings(tmp_path, steps=20)) == 0
+    assert main(settings(tmp_path, num_steps=20)) == 0
     alone = [row["loss"] for row in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")]
     torchrun = [
         sys.executable,
@@ -252,7 +252,7 @@ def test_under_torchrun_as_alone(tmp_path):
         "-m",
         "pyops",
     ]
-    command = [*torchrun, *settings(tmp_path, steps=20), "--set", "name=ranks"]
+    command = [*torchrun, *settings(tmp_path, num_steps=20), "--set", "name=ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120

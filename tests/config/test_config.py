@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pyops.config import Config, ConfigError, OptimizerConfig, load_config
+from pyops.config.reading import RENAMED
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,18 +36,18 @@ def test_the_examples_are_valid(path):
 
 
 def test_overrides(tmp_path):
-    path = write(tmp_path, "[train]\nsteps = 5\n")
+    path = write(tmp_path, "[train]\nnum_steps = 5\n")
     config = load_config(
         path,
         overrides=[
-            "train.steps=7",
+            "train.num_steps=7",
             "optimizer.lr = 1e-4",
             "data.path=/some/where",
             "name=x",
             'data.suffixes=[".md"]',
         ],
     )
-    assert (config.train.steps, config.optimizer.lr, config.data.path, config.name) == (
+    assert (config.train.num_steps, config.optimizer.lr, config.data.path, config.name) == (
         7,
         1e-4,
         "/some/where",
@@ -59,12 +60,12 @@ def test_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nstpes = 5", r"unknown key train.stpes = 5; did you mean train.steps\?"),
+        ("[train]\nstpes = 5", r"unknown key train.stpes = 5; did you mean train.num_steps\?"),
         ("[trian]\nsteps = 5", r"unknown key trian = .*; did you mean train\?"),
-        ("[train]\nzzz = 5", r"unknown key train.zzz = 5; there are train.steps, train.batch"),
-        ("[train]\nsteps = 'many'", r"train.steps is 'many'; it must be a whole number"),
-        ("[train]\nsteps = 1.5", r"train.steps is 1.5; it must be a whole number"),
-        ("[train]\nsteps = true", r"train.steps is True; it must be a whole number"),
+        ("[train]\nzzz = 5", r"unknown key train.zzz = 5; there are train.num_steps, train.batch"),
+        ("[train]\nnum_steps = 'many'", r"train.num_steps is 'many'; it must be a whole number"),
+        ("[train]\nnum_steps = 1.5", r"train.num_steps is 1.5; it must be a whole number"),
+        ("[train]\nnum_steps = true", r"train.num_steps is True; it must be a whole number"),
         ("[train]\ncompile = 1", r"train.compile is 1; it must be true or false"),
         ("[optimizer]\nlr = '1e-3'", r"optimizer.lr is '1e-3'; it must be a number"),
         (
@@ -75,7 +76,7 @@ def test_overrides(tmp_path):
         ("[data]\nsuffixes = '.py'", r"data.suffixes is '.py'; it must be a list of texts"),
         ("name = 3", r"name is 3; it must be a text in quotes"),
         ("name = 'a/b'", r"name is 'a/b'; it becomes a folder"),
-        ("[train]\nbucket_mib = 1e-9", r"train.bucket_mib is 1e-09; it must be at least one byte"),
+        ("[train]\nbucket_bytes = 0", r"train.bucket_bytes is 0; it must be 1 or more"),
         (
             "[optimizer]\nname = 'onebit_adam'\n[communication]\ncodec = 'power_sgd'",
             r"communication.codec is 'power_sgd', which needs matrices; .* 'onebit_adam' "
@@ -99,7 +100,7 @@ def test_overrides(tmp_path):
             r"set parallel.pp to 1, or optimizer.name to adamw, say$",
         ),
         ("model = 3", r"model is 3; it is a section: write \[model\]"),
-        ("[train]\nsteps = 0", r"train.steps is 0; it must be 1 or more"),
+        ("[train]\nnum_steps = 0", r"train.num_steps is 0; it must be 1 or more"),
         (
             "[precision]\ndtype = 'fp8'",
             r"precision.dtype is 'fp8'; it must be one of fp32, bf16, fp16",
@@ -169,11 +170,14 @@ def test_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps", r"--set train.steps is no assignment; write --set section.key=value"),
+        (
+            "train.num_steps",
+            r"--set train.num_steps is no assignment; write --set section.key=value",
+        ),
         ("=5", "is no assignment"),
-        ("train.steps=x", r"train.steps is 'x'; it must be a whole number"),
+        ("train.num_steps=x", r"train.num_steps is 'x'; it must be a whole number"),
         ("name.x=5", r"--set name.x=5: name is a value, not a section"),
-        ("train.stps=5", r"unknown key train.stps = 5; did you mean train.steps"),
+        ("train.stps=5", r"unknown key train.stps = 5; did you mean train.num_steps"),
     ],
 )
 def test_a_bad_override(tmp_path, override, message):
@@ -248,3 +252,21 @@ def test_every_refusal_of_a_section_begins_with_a_key():
         for section, keys, text in found
         if text.split(" ")[0].rstrip(",") not in keys
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("train.steps", "train.num_steps"), ("parallel.micro_batches", "num_micro")]
+)
+def test_a_renamed_key_names_the_new_one(tmp_path, old, new):
+    path = tmp_path / "config.toml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=rf"{old} = 3 has a new name: .*{new}"):
+        load_config(path, overrides=[f"{old}=3"])
+
+
+def test_every_renamed_key_has_its_new_name():
+    for old, text in RENAMED.items():
+        new = text.partition(",")[0]
+        section, field = new.split(".")
+        assert hasattr(getattr(Config(), section), field), new
+        assert not hasattr(getattr(Config(), section), old.split(".")[1]), old

@@ -150,7 +150,7 @@ def test_errors_of_two_ranks_resume_on_one(world, tmp_path, name, codec):
 
 
 def test_a_checkpoint_of_another_optimizer_or_codec_is_refused(tmp_path, device):
-    config = config_of(tmp_path, device, steps=2)
+    config = config_of(tmp_path, device, num_steps=2)
     train(config)
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="sgd"))
     with pytest.raises(
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_optimizer_or_codec_is_refused(tmp_path, device)
 
 
 def test_a_warm_up_longer_than_the_run_is_said(tmp_path, device, capsys):
-    config = of(tmp_path, device, "onebit_adam", steps=WARMUP)
+    config = of(tmp_path, device, "onebit_adam", num_steps=WARMUP)
     level = logging.getLogger("pyops").level
     train(config)
     assert f"warmup_steps={WARMUP}" in capsys.readouterr().out
@@ -182,7 +182,7 @@ def test_the_switch_is_said(tmp_path, device, capsys):
 
 
 def test_a_bad_gradient_skips_the_step(tmp_path, device, monkeypatch):
-    config, inner = of(tmp_path, device, "onebit_adam", steps=16), TextTraining._update
+    config, inner = of(tmp_path, device, "onebit_adam", num_steps=16), TextTraining._update
 
     def poisoned(self: TextTraining, *, finite: bool) -> float | None:
         if self.step == 13:

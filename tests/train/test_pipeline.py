@@ -88,7 +88,9 @@ def test_neither_losses_nor_norms_nor_weights_change(world, plain, ranks, stage,
 def test_two_stages_of_a_rank_with_other_layers_between(world, tmp_path):
     """zbv, where the first and the last stage are one rank's; a head of its own, rotary
     positions."""
-    alone = config_of(tmp_path, "cpu", name="alone", steps=5, sample_tokens=0, micro_batch=2)
+    alone = config_of(
+        tmp_path, "cpu", name="alone", num_steps=5, num_sample_tokens=0, micro_batch=2
+    )
     alone = dataclasses.replace(
         alone, model=dataclasses.replace(alone.model, tied_head=False, positions="rotary")
     )
@@ -162,7 +164,7 @@ def test_a_run_goes_on_in_another_layout(world, plain, tmp_path, before, after):
 
 def test_a_stopped_run_resumes_bit_for_bit(world, plain, tmp_path):
     options = dataclasses.replace(
-        plain.train, folder=str(tmp_path), steps=10, validate_every=0, sample_tokens=0
+        plain.train, folder=str(tmp_path), num_steps=10, validate_every=0, num_sample_tokens=0
     )
     straight, broken = (
         cut(dataclasses.replace(plain, train=options), name, stage=1, pp=2, schedule="zb1p")
@@ -179,7 +181,8 @@ def test_a_stopped_run_resumes_bit_for_bit(world, plain, tmp_path):
 def test_fp16_overflows_on_any_stage_and_the_loss_scale_falls(world, tmp_path):
     scaled = PrecisionConfig("fp16", initial_scale=2.0**20, hysteresis=1, scale_window=9)
     alone = dataclasses.replace(
-        config_of(tmp_path, "cpu", name="alone", micro_batch=2, sample_tokens=0), precision=scaled
+        config_of(tmp_path, "cpu", name="alone", micro_batch=2, num_sample_tokens=0),
+        precision=scaled,
     )
     config = cut(alone, "cut", pp=2, schedule="zb1p")
     train(alone)
@@ -217,7 +220,7 @@ def reductions(
 
 def test_a_stage_is_reduced_once_as_soon_as_its_gradients_are_complete(world, tmp_path):
     """Rank 0 has stages 0 and 2 of 4; stage 2 is reduced while stage 0 still computes."""
-    config = config_of(tmp_path, "cpu", micro_batch=1, bucket_mib=0.001, stage=1)
+    config = config_of(tmp_path, "cpu", micro_batch=1, bucket_bytes=1048, stage=1)
     config = cut(config, "once", stage=1, pp=2, schedule="interleaved", v=2)
     everyone = world(4).run(reductions, config)
     for done, own, _ in everyone:
@@ -296,8 +299,8 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path):
         ),
         (
             2,
-            {"pp": 2, "micro_batches": 3},
-            r"parallel.micro_batches is 3, which does not divide the 8 sequences of a model",
+            {"pp": 2, "num_microbatches": 3},
+            r"parallel.num_microbatches is 3, which does not divide the 8 sequences of a model",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -58,7 +58,7 @@ def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
         return inner(self, stop=stop)
 
     monkeypatch.setattr(TextTraining, "train_step", drawing)
-    config = config_of(tmp_path, device, steps=10)
+    config = config_of(tmp_path, device, num_steps=10)
     assert train(config).steps < 10
     torch.manual_seed(4)
     train(config, resume=True)

@@ -41,7 +41,7 @@ def plain_run(config: Config, device: torch.device) -> tuple[list[float], list[f
     ]
     optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
     found, found_norms = [], []
-    for step in range(config.train.steps):
+    for step in range(config.train.num_steps):
         rows = batches.next().to(device)
         loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
@@ -50,7 +50,7 @@ def plain_run(config: Config, device: torch.device) -> tuple[list[float], list[f
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm).item()
         )
         for group in optimizer.param_groups:
-            group["lr"] = options.lr_at(step, num_steps=config.train.steps)
+            group["lr"] = options.lr_at(step, num_steps=config.train.num_steps)
         optimizer.step()
         found.append(loss.item())
     return found, found_norms
@@ -69,7 +69,13 @@ def test_the_losses_are_those_of_a_plain_loop(tmp_path, device):
 
 def test_what_a_run_leaves(tmp_path, device, capsys):
     config = config_of(
-        tmp_path, device, validate_every=8, checkpoint_every=5, keep=2, plot=True, tensorboard=True
+        tmp_path,
+        device,
+        validate_every=8,
+        checkpoint_every=5,
+        num_checkpoints=2,
+        plot=True,
+        tensorboard=True,
     )
     outcome = train(config)
     names = {path.name for path in config.folder.iterdir()}
@@ -135,7 +141,7 @@ def test_micro_batches_on_ranks(world, tmp_path):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch, where):
-    config = config_of(tmp_path, device, steps=6)
+    config = config_of(tmp_path, device, num_steps=6)
     inner, seen = TextTraining._update, []
 
     def poisoned(self: TextTraining, *, finite: bool) -> float | None:
@@ -174,7 +180,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, device, monkeypatch
     ("factor", "term"), [(float("nan"), 0.0), (1.0, float("inf"))]
 )  # the second leaves gradients finite
 def test_a_loss_that_is_not_finite_is_seen(tmp_path, device, monkeypatch, factor, term):
-    config = config_of(tmp_path, device, steps=3)
+    config = config_of(tmp_path, device, num_steps=3)
     inner = TextTraining._nats
 
     def poisoned(self: TextTraining, *arguments: Any) -> torch.Tensor:
@@ -214,7 +220,7 @@ def test_only_weights_of_two_dimensions_decay(tmp_path, device):
 
 
 def test_pairs_of_bytes(tmp_path, device):
-    plain = config_of(tmp_path, device, steps=3)
+    plain = config_of(tmp_path, device, num_steps=3)
     config = dataclasses.replace(
         plain,
         data=dataclasses.replace(plain.data, tokenizer="bpe"),
@@ -230,7 +236,7 @@ def test_pairs_of_bytes(tmp_path, device):
 def test_a_compiled_model_trains_the_same(tmp_path, device):
     """One layer: the compiler takes ten seconds for each."""
     eager, compiled = (
-        config_of(tmp_path, device, name=str(on), steps=4, compile=on) for on in (False, True)
+        config_of(tmp_path, device, name=str(on), num_steps=4, compile=on) for on in (False, True)
     )
     eager, compiled = (
         dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
@@ -241,7 +247,7 @@ def test_a_compiled_model_trains_the_same(tmp_path, device):
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
-    config = config_of(tmp_path, device, steps=2)
+    config = config_of(tmp_path, device, num_steps=2)
     train(config)
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=32))
     with pytest.raises(
@@ -258,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, device):
 
 
 def test_a_run_without_plot_and_tensorboard_leaves_neither(tmp_path, device):
-    config = config_of(tmp_path, device, steps=1, plot=False, tensorboard=False)
+    config = config_of(tmp_path, device, num_steps=1, plot=False, tensorboard=False)
     train(config)
     names = {path.name for path in config.folder.iterdir()}
     assert "metrics.jsonl" in names
@@ -266,7 +272,7 @@ def test_a_run_without_plot_and_tensorboard_leaves_neither(tmp_path, device):
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path, device, capsys):
-    assert train(config_of(tmp_path, device, steps=1), resume=True).steps == 1
+    assert train(config_of(tmp_path, device, num_steps=1), resume=True).steps == 1
     assert "no checkpoint in" in capsys.readouterr().out
 
 
@@ -328,5 +334,5 @@ def test_masks_are_drawn_anew_for_each_step_and_micro_batch(tmp_path, device, mo
         inner(self, shape, **where)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GPT, "set_dropout", recording)
-    train(config_of(tmp_path, device, steps=2, micro_batch=4, dropout=0.2, seed=9))
+    train(config_of(tmp_path, device, num_steps=2, micro_batch=4, dropout=0.2, seed=9))
     assert drawn == [((4, 16), 9, step, row) for step in (0, 1) for row in (0, 4)]

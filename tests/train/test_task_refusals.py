@@ -36,7 +36,7 @@ def config_of(folder: Path, **changes: Any) -> Config:
     """Digits by the smallest ViT, two steps."""
     options: dict[str, Any] = {
         "name": "run",
-        "task": TaskConfig(kind="digits", epochs=1),
+        "task": TaskConfig(kind="digits", num_epochs=1),
         "optimizer": OptimizerConfig(warmup_steps=1),
         "vit": ViTConfig(
             image_size=8,
@@ -98,10 +98,10 @@ def test_weights_and_checkpoints_of_other_runs(tmp_path):
                 tmp_path,
                 name="other",
                 vit=wide,
-                task=TaskConfig("digits", pretrained=str(first.folder), epochs=1),
+                task=TaskConfig("digits", pretrained=str(first.folder), num_epochs=1),
             )
         )
-    again = TaskConfig("digits", epochs=2)
+    again = TaskConfig("digits", num_epochs=2)
     for elastic in (ElasticConfig(), ElasticConfig(freeze="percentile", cache="off")):
         with pytest.raises(
             ConfigError, match=r"checkpoint .* does not fit this configuration: .*polic"
@@ -125,9 +125,11 @@ def test_passages_begin_with_weights_that_have_not_seen_what_they_hold_out(tmp_p
         positions="rotary",
     )
     options = {"data": data, "bert": bert, "elastic": ElasticConfig()}
-    before = config_of(tmp_path, name="before", task=TaskConfig("masked_text", epochs=1), **options)
+    before = config_of(
+        tmp_path, name="before", task=TaskConfig("masked_text", num_epochs=1), **options
+    )
     train(before)
-    task = TaskConfig("passages", pretrained=str(before.folder), epochs=1, passages=4)
+    task = TaskConfig("passages", pretrained=str(before.folder), num_epochs=1, num_passages=4)
     after = config_of(tmp_path, name="after", **options | {"task": task})
     other = {"data": dataclasses.replace(data, validation_fraction=0.06)}
     with pytest.raises(
@@ -141,7 +143,7 @@ def test_passages_begin_with_weights_that_have_not_seen_what_they_hold_out(tmp_p
         match=r"a run over other data, or another split of it; set \[data\] to what it was",
     ):
         train(
-            dataclasses.replace(after, task=dataclasses.replace(task, epochs=2), **other),
+            dataclasses.replace(after, task=dataclasses.replace(task, num_epochs=2), **other),
             resume=True,
         )
     learned = dataclasses.replace(bert, positions="learned")

@@ -51,7 +51,7 @@ def config_of(
     """Digits by a tiny ViT, 4 steps an epoch."""
     return Config(
         name=name,
-        task=TaskConfig(kind="digits", epochs=EPOCHS),
+        task=TaskConfig(kind="digits", num_epochs=EPOCHS),
         vit=ViTConfig(
             image_size=8,
             num_channels=1,
@@ -238,7 +238,7 @@ def saved_steps(config: Config) -> list[int]:
 
 def test_without_epochs_it_trains_as_many_steps_as_it_is_told(tmp_path):
     config = config_of(tmp_path, cache="off")
-    options = dataclasses.replace(config.train, steps=6, keep=9)
+    options = dataclasses.replace(config.train, num_steps=6, num_checkpoints=9)
     config = dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
     outcome = train(config)
     assert outcome.steps == 6
@@ -253,14 +253,14 @@ def test_without_epochs_it_trains_as_many_steps_as_it_is_told(tmp_path):
 def interval_of(folder: Path, name: str, *, pp: int) -> Config:
     """Decisions, checkpoints and the end, none of them where an epoch ends."""
     config = config_of(folder, name=name, pp=pp, cache="off", every=5, replicate=False)
-    options = dataclasses.replace(config.train, steps=14, checkpoint_every=3, keep=9)
+    options = dataclasses.replace(config.train, num_steps=14, checkpoint_every=3, num_checkpoints=9)
     return dataclasses.replace(config, task=TaskConfig(kind="digits"), train=options)
 
 
 def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path):
     for name, options in (("tried", {"trial": True}), ("measured", {"rows_besides": 0.0})):
         config = config_of(tmp_path, name=name, pp=2, cache="off", **options)
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, epochs=1))
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=1))
         assert config.vit.dropout > 0
         outcomes = world(2).run(train_on_rank, config)
         assert {getattr(outcome, "steps", outcome) for outcome in outcomes} == {STEPS}
@@ -268,12 +268,12 @@ def test_micro_batches_are_measured_and_tried_with_dropout(world, tmp_path):
 
 def test_what_one_stage_did_not_measure_is_measured_when_there_are_more(world, tmp_path):
     config = config_of(tmp_path, cache="off", rows_besides=0.0)
-    config = dataclasses.replace(config, task=dataclasses.replace(config.task, epochs=1))
+    config = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=1))
     train(config)
     folder = config.folder / "checkpoints"
     assert load(folder / f"step-{STEPS:08}")[0]["besides"] == 0.0
     wider = dataclasses.replace(
-        config, parallel=ParallelConfig(pp=2), task=dataclasses.replace(config.task, epochs=2)
+        config, parallel=ParallelConfig(pp=2), task=dataclasses.replace(config.task, num_epochs=2)
     )
     assert {getattr(each, "steps", each) for each in world(2).run(train_on_rank, wider, True)} == {
         2 * STEPS
@@ -286,16 +286,18 @@ def test_a_finished_run_names_the_key_that_gives_it_more_steps(tmp_path, capsys)
     config = config_of(tmp_path, cache="off", freeze="none")
     for key, found in (
         (
-            "task.epochs",
-            dataclasses.replace(config, name="epochs", task=TaskConfig(kind="digits", epochs=1)),
+            "task.num_epochs",
+            dataclasses.replace(
+                config, name="epochs", task=TaskConfig(kind="digits", num_epochs=1)
+            ),
         ),
         (
-            "train.steps",
+            "train.num_steps",
             dataclasses.replace(
                 config,
                 name="steps",
                 task=TaskConfig(kind="digits"),
-                train=dataclasses.replace(config.train, steps=2),
+                train=dataclasses.replace(config.train, num_steps=2),
             ),
         ),
     ):
@@ -310,15 +312,15 @@ def test_a_finished_run_names_the_key_that_gives_it_more_steps(tmp_path, capsys)
 
 def test_a_resumed_run_needs_no_weights_to_begin_with(tmp_path):
     before = config_of(tmp_path, name="before")
-    before = dataclasses.replace(before, task=TaskConfig("digits", epochs=1))
+    before = dataclasses.replace(before, task=TaskConfig("digits", num_epochs=1))
     train(before)
     config = config_of(tmp_path, name="after")
     config = dataclasses.replace(
-        config, task=TaskConfig("digits", epochs=1, pretrained=str(before.folder))
+        config, task=TaskConfig("digits", num_epochs=1, pretrained=str(before.folder))
     )
     train(config)
     shutil.rmtree(before.folder)
-    longer = dataclasses.replace(config, task=dataclasses.replace(config.task, epochs=2))
+    longer = dataclasses.replace(config, task=dataclasses.replace(config.task, num_epochs=2))
     assert train(longer, resume=True).steps == 2 * STEPS
     with pytest.raises(ConfigError, match=r"task\.pretrained"):
         train(dataclasses.replace(longer, name="begins"))
@@ -349,7 +351,7 @@ def test_checkpoints_in_the_middle_of_an_epoch_while_ranks_are_idle(world, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": ParallelConfig(pp=2, micro_batches=4)}, "parallel.micro_batches is 4"),
+        ({"parallel": ParallelConfig(pp=2, num_microbatches=4)}, "parallel.num_microbatches is 4"),
         (
             {"task": TaskConfig(kind="digits", pretrained="/nowhere")},
             "task.pretrained is '/nowhere'",
@@ -368,13 +370,13 @@ def test_another_model_is_not_resumed(alone):
 
 
 def test_a_run_that_freezes_and_one_that_does_not_resume_their_own_alone(tmp_path):
-    plain = tiny_run.config_of(tmp_path, "cpu", name="plain", steps=2, sample_tokens=0)
+    plain = tiny_run.config_of(tmp_path, "cpu", name="plain", num_steps=2, num_sample_tokens=0)
     plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, tied_head=False))
     freezing = dataclasses.replace(
         plain, name="freezing", elastic=ElasticConfig(freeze="bound", alpha=0.4)
     )
     train(plain)
-    train(dataclasses.replace(freezing, task=TaskConfig(epochs=1)))
+    train(dataclasses.replace(freezing, task=TaskConfig(num_epochs=1)))
     with pytest.raises(
         ConfigError,
         match=r"a run over text in which nothing was frozen.* elastic\.freeze to 'none'",

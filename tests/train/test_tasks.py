@@ -60,7 +60,7 @@ def config_of(cache: Path, kind: str, **options: object) -> Config:
             **sizes,
         ),
         data=DataConfig(path=path, cache=str(cache), validation_fraction=0.4, max_bytes=1 << 16),
-        train=TrainConfig(validation_sequences=8),
+        train=TrainConfig(num_validation_sequences=8),
     )
 
 
@@ -304,7 +304,7 @@ def test_which_file_a_row_is_from_stands_in_the_first_place(cache):
     rows = torch.arange(0, task.samples, 97)
     assert torch.equal(task.batch(rows)[1][:, 0], passages.text.files[rows])
     assert len(passages.text.files[rows].unique()) > 1
-    copied = make_task(config_of(cache, "masked_text", copies=4))
+    copied = make_task(config_of(cache, "masked_text", num_copies=4))
     assert copied.samples == 4 * task.samples
     inputs, target, _ = copied.batch(rows * 4 + 1)
     assert torch.equal(target[:, 0], passages.text.files[rows])
@@ -402,12 +402,12 @@ def test_images_have_the_dtype_of_the_model(cache):
         (
             "text",
             {"task": {"copies": 2}},
-            "task.copies is 2, but task.kind is 'text', .* set it to 1",
+            "task.num_copies is 2, but task.kind is 'text', .* set it to 1",
         ),
         (
             "passages",
             {"task": {"copies": 4096}},
-            "task.copies is 4096, but bert.sequence_length is .* set it to that or less",
+            "task.num_copies is 4096, but bert.sequence_length is .* set it to that or less",
         ),
     ],
 )

@@ -109,9 +109,9 @@ def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fp16_with_a_loss_scale(world, tmp_path, stage):
     """The scale begins where gradients overflow, comes down, and the run then goes as in fp32."""
-    plain = config_of(tmp_path, "cpu", name="plain", steps=30)
+    plain = config_of(tmp_path, "cpu", name="plain", num_steps=30)
     options = {"initial_scale": 2.0**20, "hysteresis": 1, "scale_window": 9}
-    config = config_of(tmp_path, "cpu", name="half", stage=stage, steps=30)
+    config = config_of(tmp_path, "cpu", name="half", stage=stage, num_steps=30)
     config = dataclasses.replace(config, precision=PrecisionConfig("fp16", **options))
     world(2).run(train_on_rank, plain)
     world(2).run(train_on_rank, config)

@@ -47,10 +47,10 @@ def config_of(
     if not text.exists():
         text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(300)))
     given = {
-        "steps": STEPS,
+        "num_steps": STEPS,
         "batch": 8,
-        "validation_sequences": 6,
-        "sample_tokens": 5,
+        "num_validation_sequences": 6,
+        "num_sample_tokens": 5,
         "validate_every": 0,
         "plot": False,
         "tensorboard": False,

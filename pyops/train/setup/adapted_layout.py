@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pyops.config import Config, ConfigError
 from pyops.config.task_config import KINDS
-from pyops.elastic.membership import GIB, Choice, Grid, Limits, choose
+from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.mesh import alone
 from pyops.models import GPT, GPTConfig
 from pyops.precision import PRECISIONS
@@ -57,13 +57,17 @@ def adapted(config: Config, ranks: int, *, idle: bool = True) -> tuple[Config, C
         pp=grid.pp,
         dp=grid.dp,
         adapt=False,
-        memory_gib=0.0,
+        memory_bytes=0,
         **_of_no_pipeline(grid),
     )
     if grid.pp == 1 < wanted.pp:  # what the pipeline kept small stays so
         share = config.train.batch // grid.dp
-        if wanted.micro_batches and not train.micro_batch and share % wanted.micro_batches == 0:
-            train = replace(train, micro_batch=share // wanted.micro_batches)
+        if (
+            wanted.num_microbatches
+            and not train.micro_batch
+            and share % wanted.num_microbatches == 0
+        ):
+            train = replace(train, micro_batch=share // wanted.num_microbatches)
         if wanted.recompute != "never" and not recompute.modules:
             recompute = replace(recompute, modules=("blocks.*",))
     found = replace(config, parallel=parallel, train=train, recompute=recompute)
@@ -97,7 +101,7 @@ def plans(config: Config, ranks: int) -> Iterator[tuple[int, str]]:
 
 
 def _of_no_pipeline(grid: Grid) -> dict[str, Any]:
-    return {"micro_batches": 0, "recompute": "never"} if grid.pp == 1 else {}
+    return {"num_microbatches": 0, "recompute": "never"} if grid.pp == 1 else {}
 
 
 def limits_of(config: Config) -> Limits:
@@ -112,14 +116,14 @@ def limits_of(config: Config) -> Limits:
         or config.optimizer.name in ("lamb", "lars", "adafactor")
     )
     memory: dict[str, Any] = {}
-    if parallel.memory_gib:
+    if parallel.memory_bytes:
         if not text:
             raise ConfigError(
-                f"parallel.memory_gib is {parallel.memory_gib:g}, which is for task.kind "
+                f"parallel.memory_bytes is {parallel.memory_bytes}, which is for task.kind "
                 "text alone; set it to 0"
             )
         memory = {
-            "memory": parallel.memory_gib * GIB,
+            "memory": float(parallel.memory_bytes),
             "parameters": _parameters(model),
             "each": _bytes_of_each(config),
         }
@@ -131,7 +135,7 @@ def limits_of(config: Config) -> Limits:
         stages=parallel.num_stages // parallel.pp,
         folded=parallel.schedule == "zbv",
         micro_batch=config.train.micro_batch,
-        micro_batches=parallel.micro_batches,
+        micro_batches=parallel.num_microbatches,
         zero=config.zero.stage,
         most=(
             int(layers_whole),

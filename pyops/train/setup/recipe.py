@@ -136,7 +136,7 @@ def make_data_parallel(
         group=group,
         op="sum",
         algorithm=options.algorithm,
-        bucket_bytes=int(options.bucket_mib * 2**20),
+        bucket_bytes=options.bucket_bytes,
         group_by=_weight_decay_group,
         codec=codec,
     )
@@ -164,7 +164,7 @@ def make_optimizer(
             model=parallel,
             reduction="sum",
             codec=_codec(config.communication),
-            total_steps=config.train.steps,
+            total_steps=config.train.num_steps,
         )
     return _class(options)(groups, **arguments)
 
@@ -190,7 +190,7 @@ def make_zero(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -
         params=groups,
         op="sum",
         overlap=config.zero.overlap,
-        bucket_bytes=int(config.train.bucket_mib * 2**20),
+        bucket_bytes=config.train.bucket_bytes,
         max_grad_norm=_max_grad_norm(options),
         offload=None if config.zero.offload == "none" else config.zero.offload,
         tile_bytes=int(config.zero.tile_mib * 2**20),

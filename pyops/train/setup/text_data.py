@@ -44,7 +44,7 @@ class TextData:
         self.held_out_BT = validation_rows(
             self.corpus,
             sequence_length=model.sequence_length,
-            num_sequences=options.validation_sequences,
+            num_sequences=options.num_validation_sequences,
             rank=mesh.rank("dp"),
             num_ranks=num_ranks,
         )

@@ -48,7 +48,7 @@ def _value(value: object) -> str:
 
 @pytest.mark.parametrize(("where", "stage"), [("step", 2), ("gather", 3), ("save", 3)])
 def test_a_killed_rank(tmp_path, where, stage):
-    given = {"stage": stage, "checkpoint_every": 5, "keep": 3}
+    given = {"stage": stage, "checkpoint_every": 5, "num_checkpoints": 3}
     straight, broken = (
         config_of(tmp_path, "cpu", name=name, **given) for name in ("straight", "broken")
     )

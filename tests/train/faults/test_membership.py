@@ -28,7 +28,11 @@ pytestmark = pytest.mark.cpu_only
 def straight(tmp_path_factory) -> Config:
     """A run of one process."""
     config = config_of(
-        tmp_path_factory.mktemp("straight"), "cpu", name="straight", micro_batch=2, sample_tokens=0
+        tmp_path_factory.mktemp("straight"),
+        "cpu",
+        name="straight",
+        micro_batch=2,
+        num_sample_tokens=0,
     )
     train(config)
     return config
@@ -94,7 +98,14 @@ def agent(folder: Path, name: str, *, port: int) -> subprocess.Popen[bytes]:
 def test_a_lost_node_comes_back(tmp_path, straight):
     """3 stages; 2 after the loss of the node of rank 0, half way through a checkpoint; 3 again."""
     config = dataclasses.replace(
-        config_of(tmp_path, "cpu", micro_batch=2, checkpoint_every=4, keep=10, sample_tokens=0),
+        config_of(
+            tmp_path,
+            "cpu",
+            micro_batch=2,
+            checkpoint_every=4,
+            num_checkpoints=10,
+            num_sample_tokens=0,
+        ),
         parallel=ParallelConfig(pp=3, adapt=True),
         zero=ZeroConfig(1),
     )
@@ -118,7 +129,7 @@ def test_a_lost_node_comes_back(tmp_path, straight):
 def test_a_rank_that_is_not_needed_waits(tmp_path, straight):
     """8 sequences are not for 3 models: 2 train, and the third rank ends with them."""
     config = dataclasses.replace(
-        config_of(tmp_path, "cpu", sample_tokens=0), parallel=ParallelConfig(adapt=True)
+        config_of(tmp_path, "cpu", num_sample_tokens=0), parallel=ParallelConfig(adapt=True)
     )
     (tmp_path / "run.toml").write_text(as_toml(config))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

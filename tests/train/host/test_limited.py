@@ -44,7 +44,7 @@ def train_in_a_process(
     """Train in a process of `limit` bytes beyond what a tiny run has taken; the process' errors, ""
     for none."""
     file = folder / "given.pickle"
-    warm_up = config_of(folder, "cpu", name="warm-up", steps=3, stage=1, precision="bf16")
+    warm_up = config_of(folder, "cpu", name="warm-up", num_steps=3, stage=1, precision="bf16")
     file.write_bytes(pickle.dumps((warm_up, config, resume, limit)))
     # By default malloc keeps what was freed below a threshold that grows, one heap for each thread:
     # holes, as chance has it.
@@ -67,9 +67,9 @@ def large(folder: Path, *, name: str, offload: str, steps: int = 4) -> Config:
         "cpu",
         name=name,
         precision="bf16",
-        steps=steps,
+        num_steps=steps,
         batch=2,
-        bucket_mib=1.0,
+        bucket_bytes=MIB,
         optimizer={"lr": 1e-3},
     )
     model = dataclasses.replace(config.model, dim=512, num_heads=4, num_layers=3, hidden=1728)

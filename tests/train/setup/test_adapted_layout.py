@@ -14,6 +14,7 @@ from pyops.config import Config, ConfigError, OptimizerConfig, TrainConfig, Zero
 from pyops.config.parallel_config import ParallelConfig
 from pyops.config.reading import load_config
 from pyops.elastic import Grid
+from pyops.elastic.membership import GIB
 from pyops.models import GPT, GPTConfig
 from pyops.train import folder as folders
 from pyops.train.folder import continues, finished, prepare_folder
@@ -52,7 +53,7 @@ def check_tp(model: GPTConfig, tp: int) -> None:
 
 
 CASES = [
-    {}, {"micro_batch": 2}, {"batch": 12, "pp": 2, "micro_batches": 3, "recompute": "always"},
+    {}, {"micro_batch": 2}, {"batch": 12, "pp": 2, "num_microbatches": 3, "recompute": "always"},
     {"tp": 2, "zero": 3}, {"pp": 2, "zero": 1},
     {"pp": 2, "schedule": "zbv"}, {"pp": 2, "schedule": "interleaved", "v": 2}, {"optimizer": "lamb", "pp": 2},
     {"optimizer": "onebit_adam"}, {"compile": True, "tp": 2}, {"dp": 2, "tp": 2},
@@ -69,7 +70,7 @@ def test_what_the_planner_allows_is_what_the_configuration_takes(case):
         grid = Grid(*degrees)
         if grid.ranks > 8:
             continue
-        alone = {"micro_batches": 0, "recompute": "never"} if grid.pp == 1 else {}
+        alone = {"num_microbatches": 0, "recompute": "never"} if grid.pp == 1 else {}
         try:
             parallel = dataclasses.replace(
                 given.parallel, adapt=False, tp=grid.tp, pp=grid.pp, dp=grid.dp, **alone
@@ -105,9 +106,9 @@ def test_every_number_of_ranks_has_a_configuration(case):
 
 
 def test_what_a_pipeline_kept_small_stays_small():
-    given = config(batch=12, pp=2, micro_batches=3, recompute="always")
+    given = config(batch=12, pp=2, num_microbatches=3, recompute="always")
     found, _ = adapted(given, 1)
-    assert (found.parallel.micro_batches, found.parallel.recompute, found.parallel.pp) == (
+    assert (found.parallel.num_microbatches, found.parallel.recompute, found.parallel.pp) == (
         0,
         "never",
         1,
@@ -115,7 +116,7 @@ def test_what_a_pipeline_kept_small_stays_small():
     assert found.train.micro_batch == 4
     assert found.recompute.modules == ("blocks.*",)
     kept, _ = adapted(given, 2)
-    assert (kept.parallel.micro_batches, kept.parallel.recompute, kept.parallel.pp) == (
+    assert (kept.parallel.num_microbatches, kept.parallel.recompute, kept.parallel.pp) == (
         3,
         "always",
         2,
@@ -127,44 +128,46 @@ def test_memory():
     numel = sum(
         parameter.numel() for parameter in GPT(MODEL, device="meta", seed=None).parameters()
     )
-    limits = limits_of(config(memory_gib=1.0))
+    limits = limits_of(config(memory_bytes=GIB))
     assert sum(limits.parameters) == numel + MODEL.vocab_size * MODEL.dim, (
         "what is tied is in both layers"
     )
     assert limits.memory == 2**30
     assert limits.each == (4.0, 4.0, 8.0)
     of_bf16 = dataclasses.replace(
-        config(memory_gib=1.0, optimizer="sgd"),
+        config(memory_bytes=GIB, optimizer="sgd"),
         precision=dataclasses.replace(Config().precision, dtype="bf16"),
     )
     assert limits_of(of_bf16).each == (2.0, 2.0, 4.0 + 4.0)
-    away = dataclasses.replace(config(memory_gib=1.0), zero=ZeroConfig(1, offload="cpu"))
+    away = dataclasses.replace(config(memory_bytes=GIB), zero=ZeroConfig(1, offload="cpu"))
     assert limits_of(away).each == (4.0, 4.0, 0.0)
-    assert adapted(config(tp=2, batch=6, memory_gib=1.0), 3)[1].grid == Grid(dp=3), "it fits whole"
+    assert adapted(config(tp=2, batch=6, memory_bytes=GIB), 3)[1].grid == Grid(dp=3), (
+        "it fits whole"
+    )
     assert adapted(config(tp=2, batch=6), 3)[1].grid == Grid(tp=2), (
         "nobody knows whether it fits whole"
     )
     whole = sum(limits.parameters) * 16 / 2**30
-    assert adapted(config(memory_gib=0.8 * whole), 2)[1].grid.tp == 2
+    assert adapted(config(memory_bytes=int(0.8 * whole * GIB)), 2)[1].grid.tp == 2
     with pytest.raises(
         ConfigError,
         match=r"parallel.adapt: tp 1 x pp 1 x dp 1 takes .* no layout of 1 ranks takes less",
     ):
-        adapted(config(memory_gib=0.8 * whole), 1)
+        adapted(config(memory_bytes=int(0.8 * whole * GIB)), 1)
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match="memory_gib is 2, which only adapt looks at; set adapt to true"
+        ValueError, match="memory_bytes is 2, which only adapt looks at; set adapt to true"
     ):
-        ParallelConfig(memory_gib=2.0)
-    with pytest.raises(ValueError, match="memory_gib is -1; it must be 0 or more"):
-        ParallelConfig(adapt=True, memory_gib=-1)
+        ParallelConfig(memory_bytes=2)
+    with pytest.raises(ValueError, match="memory_bytes is -1; it must be 0 or more"):
+        ParallelConfig(adapt=True, memory_bytes=-1)
     path = tmp_path / "c.toml"
     lines = [
         "[parallel]",
         "adapt = true",
-        "memory_gib = 2",
+        "memory_bytes = 2",
         "[task]",
         'kind = "digits"',
         "[vit]",
@@ -173,7 +176,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     path.write_text("\n".join([*lines, "num_channels = 1", "patch_size = 2", "num_labels = 10"]))
     with pytest.raises(
         ConfigError,
-        match=r"parallel.memory_gib is 2, which is for task.kind text alone; set it to 0",
+        match=r"parallel.memory_bytes is 2, which is for task.kind text alone; set it to 0",
     ):
         adapted(load_config(path), 2)
     fixed = dataclasses.replace(config(), parallel=ParallelConfig())
@@ -243,14 +246,16 @@ def test_the_command_says_what_would_be_chosen(capsys, tmp_path):
     (tmp_path / "c.toml").write_text(
         "[model]\nnum_heads = 2\n[train]\nbatch = 8\n[parallel]\ntp = 2\n"
     )
-    assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "3", "--set", "train.steps=3"]) == 0
+    assert (
+        main(["plan", str(tmp_path / "c.toml"), "--ranks", "3", "--set", "train.num_steps=3"]) == 0
+    )
     assert capsys.readouterr().out.splitlines() == [
         "    1 rank    tp 1 x pp 1 x dp 1: tp 2 x pp 1 takes 2 ranks, and there is 1",
         "    2 ranks   tp 2 x pp 1 x dp 1: as asked for",
         "    3 ranks   tp 2 x pp 1 x dp 1: as asked for; 1 of 3 ranks waits, as another "
         "model takes 2 ranks",
     ]
-    little = ["--set", "parallel.adapt=true", "--set", "parallel.memory_gib=0.01"]
+    little = ["--set", "parallel.adapt=true", "--set", "parallel.memory_bytes=10737418"]
     assert main(["plan", str(tmp_path / "c.toml"), "--ranks", "1", *little]) == 0
     assert "no layout of 1 ranks takes less" in capsys.readouterr().out
     assert main(["plan", str(tmp_path / "d.toml")]) == 2
