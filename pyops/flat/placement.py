@@ -19,6 +19,7 @@ from math import prod
 from torch import Tensor, nn
 
 from pyops.flat.shard import Box, Shard, Shards, boxes_of_range, meeting
+from pyops.protocols import HasPlacements
 
 __all__ = ["Placement"]
 
@@ -155,7 +156,8 @@ class Placement:
             first.setdefault(id(parameter), name)
         found: dict[str, Placement] = {}
         for prefix, module in model.named_modules():
-            for name, placement in getattr(module, "placements", {}).items():
+            placements = module.placements if isinstance(module, HasPlacements) else {}
+            for name, placement in placements.items():
                 parameter = module.get_parameter(name)
                 if tuple(parameter.shape) != placement.local_shape and parameter.numel():
                     raise ValueError(

@@ -20,6 +20,7 @@ __all__ = [
     "accumulate",
     "check_reducible",
     "partial_dtype",
+    "row_starts",
     "scale_in_place",
     "sum_rows",
     "summable_view",
@@ -49,6 +50,13 @@ def check_reducible(tensor: Tensor, *, op: str) -> None:
         raise TypeError(
             f"the mean of {dtype} tensors is not of that dtype; use op='sum' and divide afterwards"
         )
+
+
+def row_starts(rows: int, ranks: int) -> list[int]:
+    """[0, ..., rows]: where the ranks' parts of so many rows begin, cut as torch.tensor_split
+    does."""
+    each, more = divmod(rows, ranks)
+    return [rank * each + min(rank, more) for rank in range(ranks + 1)]
 
 
 def summable_view(flat: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from pyops.comm.collectives.transport import ProcessGroupTransport, exchange_byt
 from pyops.comm.collectives.work import StreamWork, Work, Worker
 from pyops.comm.failure import CommunicationError, DisagreementError, PeerError, lost_peer
 from pyops.failure import naming_lost_ranks
-from pyops.mesh import check_initialized
+from pyops.mesh import Alone, ProcessGroupLike, resolve
 from pyops.torch_private import backend_name, group_store, group_timeout
 
 __all__ = ["ALGORITHMS", "Communicator", "release"]
@@ -88,23 +88,28 @@ class Communicator:
         self._broken: CommunicationError | None = None
         self._streams: dict[torch.device, Any] = {}
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> Communicator:
-        """The communicator of a group, by default of all ranks. ValueError where torch.distributed
-        is not running."""
-        if group is None:
-            check_initialized("a collective of the default group")
-            if not dist.is_initialized():
-                raise ValueError(
-                    "torch.distributed is not initialised; start with torchrun and call "
-                    "torch.distributed.init_process_group"
-                )
-            group = dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"group must be a process group that this rank is in, got {group!r}")
-        found = _communicators.get(group)
+    @staticmethod
+    def of(group: ProcessGroupLike = None) -> Communicator:
+        """The communicator of a group.
+
+        Args:
+            group: None for the default group, or one process where torch.distributed is not
+                initialized; pyops.mesh.ALONE for this process alone.
+
+        Raises:
+            ValueError: no process group, or one that this rank is not in; see also
+                `pyops.mesh.check_initialized`.
+        """
+        if not isinstance(group, dist.ProcessGroup | Alone | None):
+            raise ValueError(
+                f"group must be a process group that this rank is in, None or ALONE, got {group!r}"
+            )
+        ranks = resolve(group, "a collective")
+        if ranks is None:
+            return _OneProcess()
+        found = _communicators.get(ranks)
         if found is None:
-            found = _communicators[group] = cls(group)
+            found = _communicators[ranks] = Communicator(ranks)
         return found
 
     @property
@@ -431,3 +436,30 @@ class Communicator:
         self.count(width * (self.size - 1))
         self._shared.all_gather(mine, out, starts=starts, tag=AGREEMENT, spins=SPINS_BESIDE_COMPUTE)
         return [bytes(row.tolist()) for row in out.view(self.size, width)]
+
+
+class _OneProcess(Communicator):
+    """A communicator of this process alone, which has no group: every call runs at once."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.sequence, self._uncounted = 0, 1, 0, 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        """Nothing is running."""
+
+    def run(
+        self,
+        call: Callable[[int], Tensor],
+        *,
+        what: str,
+        tensor: Tensor,
+        async_op: bool,
+        direct: bool,
+    ) -> Any:
+        self.sequence += 1
+        result = call(SPINS_ALONE)
+        return Work(result) if async_op else result

@@ -10,64 +10,79 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.collectives import ring, two_shot
-from pyops.comm.collectives.arithmetic import check_reducible, scale_in_place, summable_view
+from pyops.comm.collectives.arithmetic import (
+    check_reducible,
+    row_starts,
+    scale_in_place,
+    summable_view,
+)
+from pyops.comm.collectives.call_options import CallDetails, CallOptions, SliceDetails
 from pyops.comm.collectives.communicator import ALGORITHMS, Communicator
 from pyops.comm.failure import PeerError
+from pyops.mesh import ProcessGroupLike
 from pyops.ops.memory import require_memory
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["all_gather", "all_reduce", "gather_bytes", "reduce_scatter"]
 
-SEGMENT_BYTES = (
-    1 << 20
-    # of a ring's piece or a slice: on TCP the time of a message is well above its latency from here
-    # on
-)
+# Of a ring's piece or a slice: on TCP the time of a message is well above its latency from here on.
+SEGMENT_BYTES = 1 << 20
 
 
 def all_reduce(
     tensor: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     op: str = "sum",
     algorithm: str = "auto",
-    segment_bytes: int | None = None,
     async_op: bool = False,
-    offset: int = 0,
-    label: str = "",
-    communicator: Communicator | None = None,
+    **details: Unpack[SliceDetails],
 ) -> Any:
-    """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Returns it, or a
-    Work when `async_op`.
+    """Replace `tensor` by its sum, or mean, over the ranks of `group`, in place. Collective: every
+    rank must call it, with a tensor of the same size and dtype.
 
     16-bit floats are summed in fp32 and rounded once, at the end (except by "native"); a mean
     divides before that rounding. Integers wrap, bool is a logical or. The result has the same bits
     on all ranks, and they don't depend on timing or run.
 
-    algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native" (the
-    backend's own), or "auto",
-        the fastest by measurement. "two_shot" and "shared_memory" sum in rank order; the ring in an order that depends on an
-        element's position in the buffer of which the tensor is the part at `offset` (in elements) and on `segment_bytes`.
-    segment_bytes: length of a piece, 1 MiB by default.
-    label: what this is, for error messages ("bucket 3 of 7"). communicator: saves looking up that
-    of `group`.
+    Args:
+        tensor: of any shape and any dtype that has a sum, dense, on the CPU or on CUDA.
+        group: the ranks; None for the default group (one process where torch.distributed is not
+            initialized), pyops.mesh.ALONE for this process alone.
+        op: "sum" or "mean".
+        algorithm: "ring", "two_shot", "shared_memory" (CPU tensors, ranks of one host), "native"
+            (the backend's own), or "auto", the fastest by measurement. "two_shot" and
+            "shared_memory" sum in rank order; the ring in an order that depends on an element's
+            position in the buffer of which the tensor is the slice at `offset`, and on
+            `segment_bytes`.
+        async_op: return at once; the tensor is the result after `wait()` of what is returned.
+        details: `CallOptions`: label, segment_bytes (1 MiB by default), communicator, offset.
 
-    ValueError: another op or algorithm, a sparse or overlapping tensor. TypeError: a dtype without
-    a sum, a mean of integers. CommunicationError: a rank died or stalled, by name.
-    DisagreementError: ranks called different things.
+    Returns:
+        `tensor`, or a Work when `async_op`, whose `wait()` returns it.
+
+    Raises:
+        ValueError: another op or algorithm, a sparse or overlapping tensor.
+        TypeError: a dtype without a sum, a mean of integers.
+        CommunicationError: a rank died or stalled; the error names it.
+        DisagreementError: the ranks called different things.
     """
-    comm = communicator if communicator is not None else Communicator.of(group)
+    options = CallOptions.of("all_reduce", **details)
+    comm = options.communicator or Communicator.of(group)
     check_reducible(tensor, op=op)
-    segment = _check(tensor, algorithm, segment_bytes, written=True)
-    if offset < 0:
+    segment = _check(tensor, algorithm, options.segment_bytes, written=True)
+    if options.offset < 0:
         raise ValueError(
-            f"offset is {offset}; give the tensor's first position in its buffer, 0 or more"
+            f"offset is {options.offset}; give the tensor's first position in its buffer, 0 or more"
         )
     scale = 1.0 / comm.size if op == "mean" else 1.0
     staged = (
@@ -81,14 +96,13 @@ def all_reduce(
 
     def call(spins: int) -> Tensor:
         flat, copied = _flat(tensor, host=staged)
-        _reduce(comm, flat, scale, algorithm, segment, offset * factor, spins)
+        _reduce(comm, flat, scale, algorithm, segment, options.offset * factor, spins)
         if copied:
             tensor.copy_(_like(flat, tensor).view(tensor.shape))
         return tensor
 
     what = (
-        f"all_reduce{' of ' + label if label else ''} ({tensor.numel()} elements of "
-        f"{tensor.dtype}, {algorithm})"
+        f"all_reduce{options.of_label} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
     )
     with torch.no_grad():
         return comm.run(call, what=what, tensor=tensor, async_op=async_op, direct=direct)
@@ -134,32 +148,40 @@ def _reduce(
 def reduce_scatter(
     tensor: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     op: str = "sum",
     algorithm: str = "auto",
-    segment_bytes: int | None = None,
     async_op: bool = False,
-    label: str = "",
-    communicator: Communicator | None = None,
     out: Tensor | None = None,
+    **details: Unpack[CallDetails],
 ) -> Any:
-    """This rank's part of the sum, or mean, of `tensor` over the ranks; `tensor` is left as it is.
-    A Work when `async_op`.
+    """This rank's part of the sum, or mean, of `tensor` over the ranks. Collective: every rank must
+    call it. Numbers, algorithms and errors are those of `all_reduce`.
 
-    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does: the first N % n ranks
-    get one row more. Numbers, algorithms and errors are those of `all_reduce`.
-    out: where the result goes, contiguous; it may be this rank's own part of `tensor`, and nothing
-    is allocated then.
+    Args:
+        tensor: [N, ...], left as it is; cut along dim 0 as torch.tensor_split(tensor, ranks) does:
+            the first N % ranks ranks get one row more.
+        group: as for `all_reduce`.
+        op: "sum" or "mean".
+        algorithm: as for `all_reduce`.
+        async_op: return a Work at once.
+        out: where the result goes, contiguous; it may be this rank's own part of `tensor`, and
+            nothing is allocated then.
+        details: `CallOptions`: label, segment_bytes, communicator.
+
+    Returns:
+        `out`, or a new tensor; a Work when `async_op`, whose `wait()` returns it.
     """
-    comm = communicator if communicator is not None else Communicator.of(group)
+    options = CallOptions.of("reduce_scatter", **details)
+    comm = options.communicator or Communicator.of(group)
     check_reducible(tensor, op=op)
-    segment = _check(tensor, algorithm, segment_bytes, written=False)
+    segment = _check(tensor, algorithm, options.segment_bytes, written=False)
     if tensor.dim() == 0:
         raise ValueError(
             "reduce_scatter cuts dim 0, but the tensor has no dims; use tensor.reshape(1)"
         )
     scale = 1.0 / comm.size if op == "mean" else 1.0
-    rows = _row_starts(len(tensor), comm.size)
+    rows = row_starts(len(tensor), comm.size)
     staged = tensor.is_cuda and comm.size > 1 and comm.backend(tensor.device) == "gloo"
     shape = (rows[comm.rank + 1] - rows[comm.rank], *tensor.shape[1:])
     _check_out(out, tensor, shape)
@@ -177,7 +199,7 @@ def reduce_scatter(
         return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
     what = (
-        f"reduce_scatter{' of ' + label if label else ''} ({tensor.numel()} elements of "
+        f"reduce_scatter{options.of_label} ({tensor.numel()} elements of "
         f"{tensor.dtype}, {algorithm})"
     )
     with torch.no_grad():
@@ -235,32 +257,42 @@ def _reduce_scatter(
 def all_gather(
     tensor: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     length: int | None = None,
     algorithm: str = "auto",
-    segment_bytes: int | None = None,
     async_op: bool = False,
-    label: str = "",
-    communicator: Communicator | None = None,
     out: Tensor | None = None,
+    **details: Unpack[CallDetails],
 ) -> Any:
-    """The ranks' tensors, one after the other along dim 0, on every rank. Any dtype. Returns a new
-    tensor, or a Work.
+    """The ranks' tensors, one after the other along dim 0, on every rank. Collective: every rank
+    must call it.
 
-    length: rows of the result when the ranks' parts are those of torch.tensor_split (as
-    `reduce_scatter` makes them); by default every rank gives equally many rows. A tensor without
-    dims counts as one row.
-    out: where the result goes, contiguous; `tensor` may be this rank's own part of it.
+    Args:
+        tensor: [rows, ...] of any dtype; one without dims counts as one row.
+        group: as for `all_reduce`.
+        length: rows of the result, where the ranks' parts are those of torch.tensor_split (as
+            `reduce_scatter` makes them); None: every rank gives equally many rows.
+        algorithm: as for `all_reduce`.
+        async_op: return a Work at once.
+        out: where the result goes, contiguous; `tensor` may be this rank's own part of it.
+        details: `CallOptions`: label, segment_bytes, communicator.
+
+    Returns:
+        `out`, or a new tensor; a Work when `async_op`, whose `wait()` returns it.
+
+    Raises:
+        ValueError: another algorithm, or this rank's rows are not those of `length`.
     """
-    comm = communicator if communicator is not None else Communicator.of(group)
-    segment = _check(tensor, algorithm, segment_bytes, written=False)
+    options = CallOptions.of("all_gather", **details)
+    comm = options.communicator or Communicator.of(group)
+    segment = _check(tensor, algorithm, options.segment_bytes, written=False)
     mine = tensor if tensor.dim() else tensor.reshape(1)
     if length is not None and length < 0:
         raise ValueError(
             f"length is {length}; give the rows of the result, 0 or more, or None where "
             "all ranks have equally many"
         )
-    rows = _row_starts(len(mine) * comm.size if length is None else length, comm.size)
+    rows = row_starts(len(mine) * comm.size if length is None else length, comm.size)
     if len(mine) != rows[comm.rank + 1] - rows[comm.rank]:
         raise ValueError(
             f"rank {comm.rank} gives {len(mine)} rows, but its part of length={length} "
@@ -286,8 +318,7 @@ def all_gather(
         return out.copy_(result) if out is not None and staged else result.to(tensor.device)
 
     what = (
-        f"all_gather{' of ' + label if label else ''} ({tensor.numel()} elements of "
-        f"{tensor.dtype}, {algorithm})"
+        f"all_gather{options.of_label} ({tensor.numel()} elements of {tensor.dtype}, {algorithm})"
     )
     with torch.no_grad():
         return comm.run(
@@ -419,11 +450,6 @@ def _flat(tensor: Tensor, *, host: bool) -> tuple[Tensor, bool]:
 def _like(flat: Tensor, tensor: Tensor) -> Tensor:
     """Undo `summable_view`."""
     return flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
-
-
-def _row_starts(rows: int, size: int) -> list[int]:
-    each, more = divmod(rows, size)
-    return [rank * each + min(rank, more) for rank in range(size + 1)]
 
 
 def _width_of_row(tensor: Tensor) -> int:

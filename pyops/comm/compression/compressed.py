@@ -11,13 +11,14 @@ What a payload leaves out is kept in `error` and added the next time.
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyops.comm.collectives.arithmetic import row_starts
+from pyops.comm.collectives.call_options import CallDetails, CallOptions
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import gather_bytes, reduce_scatter
 from pyops.comm.collectives.transport import Pending, Transport
@@ -36,7 +37,11 @@ from pyops.comm.compression.refusal import (
     refusing,
 )
 from pyops.comm.failure import DisagreementError
-from pyops.mesh import check_initialized
+from pyops.mesh import ProcessGroupLike, resolve
+from pyops.protocols import CollectiveCodec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["compressed_all_gather", "compressed_all_reduce", "compressed_reduce_scatter"]
 
@@ -48,66 +53,75 @@ def compressed_all_reduce(
     *,
     codec: Codec,
     error: ErrorFeedback | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     op: str = "mean",
     within: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    label: str = "",
-    segment_bytes: int | None = None,
-    communicator: Communicator | None = None,
+    **details: Unpack[CallDetails],
 ) -> Any:
-    """Replace `tensor` by its mean, or sum, over the ranks, as `codec` can say it, in place.
-    Returns it, or a Work.
-
-    tensor: fp32, bf16 or fp16, of any shape, of one size on all ranks. error: what earlier calls
-    left out, for a tensor of this size (with `within`, for this rank's part of it); None: nothing
-    is remembered, and what is left out is lost. One rank alone: its tensor is written and read,
-    twice. No process group: one rank alone.
-
-    within: the process group of this node. The sum within a node is exact; compressed numbers go
-    only between nodes, in `group`, which holds the ranks that have this rank's place in their
-    nodes. Nodes must have equally many ranks. segment_bytes: the numbers behind one message, 4 MiB
-    of them by default. label, communicator: as for `all_reduce`.
+    """Replace `tensor` by its mean, or sum, over the ranks, as `codec` writes it, in place.
+    Collective: every rank must call it.
 
     A number that is not finite on any rank makes its block nan on every rank and sets
     `error.overflowed` where it was met: on the rank that had it and on the one that owns the block.
     The errors of the block stay there as they were.
 
-    TypeError: a tensor of integers, or of another dtype; what is no tensor, codec or ErrorFeedback.
-    ValueError: an `error` of another size, codec or rank. DisagreementError: another codec, size,
-    dtype, op, segment or collective on some rank; or, on the ranks that made no mistake, what
-    another rank raises. So on the CPU all ranks raise, nothing is changed, and the group is as good
-    as before. With async_op these come from wait(). On CUDA without Gloo each rank raises for
-    itself.
+    Args:
+        tensor: fp32, bf16 or fp16, of any shape, of one size on all ranks.
+        codec: how numbers are written; the same on all ranks.
+        error: what earlier calls left out, for a tensor of this size (with `within`, for this
+            rank's part of it). None: nothing is remembered, and what is left out is lost.
+        group: the ranks; None for the default group (one process where torch.distributed is not
+            initialized), pyops.mesh.ALONE for this process alone, whose tensor is written and read,
+            twice.
+        op: "mean" or "sum".
+        within: the process group of this node. The sum within a node is exact; compressed numbers
+            go only between nodes, in `group`, which holds the ranks that have this rank's place in
+            their nodes. Nodes must have equally many ranks.
+        async_op: return a Work at once.
+        details: `CallOptions`: label, segment_bytes (4 MiB by default), communicator.
+
+    Returns:
+        `tensor`, or a Work when `async_op`, whose `wait()` returns it.
+
+    Raises:
+        TypeError: a tensor of integers, or of another dtype; what is no tensor, codec or
+            ErrorFeedback.
+        ValueError: an `error` of another size, codec or rank.
+        DisagreementError: another codec, size, dtype, op, segment or collective on some rank; or,
+            on the ranks that made no mistake, what another rank raises.
+
+    On the CPU all ranks raise, nothing is changed, and the group is as good as before; with
+    async_op the error comes from wait(). On CUDA without Gloo each rank raises for itself.
     """
-    comm = _communicator(group, communicator)
+    options = CallOptions.of("compressed_all_reduce", **details)
+    comm = _communicator(group, options)
     if within is not None:
         return _hierarchical(
-            tensor, codec, error, comm, Communicator.of(within), op, async_op, label, segment_bytes
+            tensor, codec, error, comm, Communicator.of(within), op, async_op, options
         )
 
     def check() -> None:
-        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes)
+        check_tensor(tensor, codec, op=op, segment_bytes=options.segment_bytes)
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
     if mistake := mistake_of(check):
         return refuse(
             mistake,
             comm,
-            what=f"compressed_all_reduce{_of(label)}",
+            what=f"compressed_all_reduce{options.of_label}",
             tensor=tensor,
             async_op=async_op,
         )
     scale = 1.0 / (comm.size if comm is not None else 1) if op == "mean" else 1.0
-    segment = _segment(segment_bytes)
+    segment = _segment(options)
 
     def call(spins: int) -> Tensor:
         flat, copied = _flat(tensor)
-        own = getattr(codec, "all_reduce", None)
         _agree(comm, "compressed_all_reduce", flat, (codec.name, scale, segment))
         transport, memory = _transport(comm, tensor), _memory(error, codec, comm)
-        if own is not None:
-            own(flat, error=error, transport=transport, scale=scale)
+        if isinstance(codec, CollectiveCodec):
+            codec.all_reduce(flat, error=error, transport=transport, scale=scale)
         else:
             shots.all_reduce(
                 flat, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale
@@ -116,7 +130,7 @@ def compressed_all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         return tensor
 
-    return _run(comm, call, f"compressed_all_reduce{_of(label)}", tensor, codec, async_op)
+    return _run(comm, call, f"compressed_all_reduce{options.of_label}", tensor, codec, async_op)
 
 
 def compressed_reduce_scatter(
@@ -124,26 +138,36 @@ def compressed_reduce_scatter(
     *,
     codec: Codec,
     error: ErrorFeedback | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     op: str = "mean",
     async_op: bool = False,
-    label: str = "",
-    segment_bytes: int | None = None,
-    communicator: Communicator | None = None,
+    **details: Unpack[CallDetails],
 ) -> Any:
-    """This rank's part of the mean, or sum, over the ranks of what they wrote of `tensor`, which is
-    left as it is. Or a Work.
+    """This rank's part of the mean, or sum, over the ranks of what they wrote of `tensor`.
+    Collective: every rank must call it. Numbers are written once: the parts are summed in fp32 by
+    their owner and rounded to tensor.dtype.
 
-    tensor [N, ...] is cut along dim 0 as torch.tensor_split(tensor, n) does. Written once: the
-    parts are summed in fp32 by their owner and rounded to tensor.dtype. error: for a tensor of this
-    size; only `error.worker` is used. The rest as for `compressed_all_reduce`; ValueError for a
-    tensor without dims.
+    Args:
+        tensor: [N, ...], left as it is; cut along dim 0 as torch.tensor_split(tensor, ranks) does.
+        codec: as for `compressed_all_reduce`, but one that writes pieces.
+        error: for a tensor of this size; only `error.worker` is used.
+        group: as for `compressed_all_reduce`.
+        op: "mean" or "sum".
+        async_op: return a Work at once.
+        details: `CallOptions`: label, segment_bytes, communicator.
+
+    Returns:
+        A new tensor; a Work when `async_op`, whose `wait()` returns it.
+
+    Raises:
+        ValueError: a tensor without dims; the rest as for `compressed_all_reduce`.
     """
-    comm = _communicator(group, communicator)
+    options = CallOptions.of("compressed_reduce_scatter", **details)
+    comm = _communicator(group, options)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
 
     def check() -> None:
-        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes, in_pieces=True)
+        check_tensor(tensor, codec, op=op, segment_bytes=options.segment_bytes, in_pieces=True)
         if tensor.dim() == 0:
             raise ValueError(
                 "compressed_reduce_scatter cuts dim 0, but the tensor has no dims; use "
@@ -155,13 +179,13 @@ def compressed_reduce_scatter(
         return refuse(
             mistake,
             comm,
-            what=f"compressed_reduce_scatter{_of(label)}",
+            what=f"compressed_reduce_scatter{options.of_label}",
             tensor=tensor,
             async_op=async_op,
         )
-    rows = _row_starts(len(tensor), size)
+    rows = row_starts(len(tensor), size)
     scale = 1.0 / size if op == "mean" else 1.0
-    segment = _segment(segment_bytes)
+    segment = _segment(options)
 
     def call(spins: int) -> Tensor:
         flat, _ = _flat(tensor)
@@ -181,7 +205,7 @@ def compressed_reduce_scatter(
         )
         return out.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
 
-    return _run(comm, call, f"compressed_reduce_scatter{_of(label)}", tensor, codec, async_op)
+    return _run(comm, call, f"compressed_reduce_scatter{options.of_label}", tensor, codec, async_op)
 
 
 def compressed_all_gather(
@@ -190,25 +214,35 @@ def compressed_all_gather(
     codec: Codec,
     length: int | None = None,
     error: ErrorFeedback | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroupLike = None,
     async_op: bool = False,
-    label: str = "",
-    segment_bytes: int | None = None,
-    communicator: Communicator | None = None,
+    **details: Unpack[CallDetails],
 ) -> Any:
     """The ranks' tensors as their payloads say them, one after the other along dim 0, with the same
-    bits on every rank.
+    bits on every rank. Collective: every rank must call it.
 
-    length: rows of the result when the ranks' parts are those of torch.tensor_split; by default
-    every rank gives equally many. error: for a tensor of this rank's size; only `error.worker` is
-    used. A new tensor, or a Work. The rest as for `compressed_all_reduce`; ValueError also where a
-    rank's part is not that of `length`.
+    Args:
+        tensor: [rows, ...], fp32, bf16 or fp16.
+        codec: as for `compressed_all_reduce`, but one that writes pieces.
+        length: rows of the result, where the ranks' parts are those of torch.tensor_split; None:
+            every rank gives equally many.
+        error: for a tensor of this rank's size; only `error.worker` is used.
+        group: as for `compressed_all_reduce`.
+        async_op: return a Work at once.
+        details: `CallOptions`: label, segment_bytes, communicator.
+
+    Returns:
+        A new tensor; a Work when `async_op`, whose `wait()` returns it.
+
+    Raises:
+        ValueError: a rank's part is not that of `length`; the rest as for `compressed_all_reduce`.
     """
-    comm = _communicator(group, communicator)
+    options = CallOptions.of("compressed_all_gather", **details)
+    comm = _communicator(group, options)
     size, rank = (comm.size, comm.rank) if comm is not None else (1, 0)
 
     def check() -> None:
-        check_tensor(tensor, codec, op="sum", segment_bytes=segment_bytes, in_pieces=True)
+        check_tensor(tensor, codec, op="sum", segment_bytes=options.segment_bytes, in_pieces=True)
         check_length(len(tensor) if tensor.dim() else 1, length, rank=rank, size=size)
         check_error(error, codec, x=tensor, numel=tensor.numel(), comm=comm)
 
@@ -216,13 +250,13 @@ def compressed_all_gather(
         return refuse(
             mistake,
             comm,
-            what=f"compressed_all_gather{_of(label)}",
+            what=f"compressed_all_gather{options.of_label}",
             tensor=tensor,
             async_op=async_op,
         )
     mine = tensor if tensor.dim() else tensor.reshape(1)
-    rows = _row_starts(len(mine) * size if length is None else length, size)
-    segment = _segment(segment_bytes)
+    rows = row_starts(len(mine) * size if length is None else length, size)
+    segment = _segment(options)
 
     def call(spins: int) -> Tensor:
         flat, _ = _flat(mine)
@@ -241,7 +275,7 @@ def compressed_all_gather(
         )
         return out.view(rows[-1], *mine.shape[1:])
 
-    return _run(comm, call, f"compressed_all_gather{_of(label)}", tensor, codec, async_op)
+    return _run(comm, call, f"compressed_all_gather{options.of_label}", tensor, codec, async_op)
 
 
 def _hierarchical(
@@ -252,8 +286,7 @@ def _hierarchical(
     node: Communicator,
     op: str,
     async_op: bool,
-    label: str,
-    segment_bytes: int | None,
+    options: CallOptions,
 ) -> Any:
     """Sum exactly within the node, each rank a part; compress that part's way between the nodes;
     bring the parts together.
@@ -266,24 +299,25 @@ def _hierarchical(
         raise ValueError("within= needs torch.distributed: initialise it, or call without within")
 
     def check() -> None:
-        check_tensor(tensor, codec, op=op, segment_bytes=segment_bytes)
-        part = _row_starts(tensor.numel(), node.size)[node.rank : node.rank + 2]
+        check_tensor(tensor, codec, op=op, segment_bytes=options.segment_bytes)
+        part = row_starts(tensor.numel(), node.size)[node.rank : node.rank + 2]
         check_error(error, codec, x=tensor, numel=part[1] - part[0], comm=across)
 
-    what = f"compressed_all_reduce{_of(label)} between nodes"
+    what = f"compressed_all_reduce{options.of_label} between nodes"
     if mistake := mistake_of(check):
         return _refuse_in_node(mistake, across, node, what, tensor, async_op)
-    starts = _row_starts(tensor.numel(), node.size)
-    scale, segment = (1.0 / across.size if op == "mean" else 1.0), _segment(segment_bytes)
-    first = reduce_scatter(_flat(tensor)[0], op=op, communicator=node, async_op=True, label=label)
-    own = getattr(codec, "all_reduce", None)
+    starts = row_starts(tensor.numel(), node.size)
+    scale, segment = (1.0 / across.size if op == "mean" else 1.0), _segment(options)
+    first = reduce_scatter(
+        _flat(tensor)[0], op=op, communicator=node, async_op=True, label=options.label
+    )
 
     def between(spins: int) -> Tensor:
         part = _or_tell(first, across, what)
         _agree(across, "compressed_all_reduce", part, (codec.name, scale, segment, node.size))
         transport, memory = _transport(across, part), _memory(error, codec, across)
-        if own is not None:
-            own(part, error=error, transport=transport, scale=scale)
+        if isinstance(codec, CollectiveCodec):
+            codec.all_reduce(part, error=error, transport=transport, scale=scale)
         else:
             shots.all_reduce(
                 part, codec=codec, transport=transport, segment=segment, memory=memory, scale=scale
@@ -375,13 +409,12 @@ def _transport(comm: Communicator | None, tensor: Tensor) -> Transport:
     return _OverHost(comm.transport) if _staged(comm, tensor) else comm.transport
 
 
-def _communicator(
-    group: dist.ProcessGroup | None, communicator: Communicator | None
-) -> Communicator | None:
-    if communicator is not None:
-        return communicator
-    check_initialized("a compressed collective", group)
-    return None if group is None and not dist.is_initialized() else Communicator.of(group)
+def _communicator(group: ProcessGroupLike, options: CallOptions) -> Communicator | None:
+    """That of the group; None for one process."""
+    if options.communicator is not None:
+        return options.communicator
+    ranks = resolve(group, "a compressed collective")
+    return None if ranks is None else Communicator.of(ranks)
 
 
 def _run(
@@ -414,20 +447,12 @@ def _memory(error: ErrorFeedback | None, codec: Codec, comm: Communicator | None
     return Memory(error.worker, error.server, error.overflowed, error.rounds)
 
 
-def _segment(segment_bytes: int | None) -> int:
-    return (SEGMENT_BYTES if segment_bytes is None else segment_bytes) // 4
+def _segment(options: CallOptions) -> int:
+    """Numbers behind one message."""
+    return (SEGMENT_BYTES if options.segment_bytes is None else options.segment_bytes) // 4
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
     """(the flat contiguous tensor, whether it is a copy)"""
     flat = tensor.detach().contiguous().view(-1)
     return flat, flat.data_ptr() != tensor.data_ptr()
-
-
-def _row_starts(rows: int, size: int) -> list[int]:
-    each, more = divmod(rows, size)
-    return list(itertools.accumulate((each + (rank < more) for rank in range(size)), initial=0))
-
-
-def _of(label: str) -> str:
-    return f" of {label}" if label else ""

@@ -20,6 +20,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.error_feedback import ErrorFeedback
 from pyops.ops.memory import require_memory
+from pyops.protocols import CollectiveCodec
 
 __all__ = [
     "check_error",
@@ -88,7 +89,7 @@ def check_tensor(
         )
     if not isinstance(codec, Codec):
         raise TypeError(f"codec must be a Codec, such as pyops.comm.OneBit(), got {codec!r}")
-    if in_pieces and hasattr(codec, "all_reduce"):
+    if in_pieces and isinstance(codec, CollectiveCodec):
         raise ValueError(
             f"{codec.name} writes whole matrices, not pieces; use it with compressed_all_reduce"
         )
@@ -138,7 +139,7 @@ def check_error(
     """TypeError or ValueError unless `error` is None or a memory of this codec, rank and size for
     `numel` elements like x."""
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
-    if hasattr(codec, "check_memory"):
+    if isinstance(codec, CollectiveCodec):
         codec.check_memory(error, numel=numel, rank=rank, size=size)
         return
     if error is None:

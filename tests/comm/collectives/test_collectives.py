@@ -12,11 +12,14 @@ import torch.distributed as dist
 from pyops.comm import (
     Communicator,
     DisagreementError,
+    Identity,
     all_gather,
     all_reduce,
+    compressed_all_reduce,
     reduce_scatter,
     release,
 )
+from pyops.mesh import ALONE
 from pyops.ops.communication.reduce import sum_rows_reference
 from pyops.ops.library import native
 from tests.comm.collectives.test_algorithms import assert_rounded_once, inputs
@@ -269,11 +272,35 @@ def test_what_is_refused_is_refused_before_anything_changes(world):
     world(2).run(_refuse)
 
 
-def test_without_a_group():
-    with pytest.raises(
-        ValueError, match=r"torch\.distributed is not initialised; start with torchrun"
-    ):
-        all_reduce(torch.ones(1))
+def test_one_process_is_one_rank():
+    x = torch.ones(3)
+    for group in (None, ALONE):
+        assert all_reduce(x, op="mean", group=group) is x
+        assert all_reduce(x, group=group, async_op=True).wait() is x
+        assert torch.equal(reduce_scatter(x, group=group), x)
+        assert torch.equal(all_gather(x, group=group), x)
+        assert Communicator.of(group).size == 1
+    assert torch.equal(x, torch.ones(3))
+
+
+def _some_alone(rank: int, group: Any) -> list[float]:
+    """Rank 0 is alone for one collective; the group's go on."""
+    x = torch.full((2,), 1.0 + rank)
+    if rank == 0:
+        all_reduce(x, group=ALONE)
+        compressed_all_reduce(x, codec=Identity(), group=ALONE)
+    return all_reduce(x, group=group).tolist()
+
+
+def test_a_rank_alone_among_others(world):
+    assert world(2).run(_some_alone) == [[3.0, 3.0]] * 2
+
+
+def test_unknown_details_are_refused():
+    with pytest.raises(TypeError, match=r"all_reduce\(\) got an unexpected .* 'lable'"):
+        all_reduce(torch.ones(1), lable="bucket")
+    with pytest.raises(TypeError, match=r"all_reduce: the argument reduction .* op"):
+        all_reduce(torch.ones(1), reduction="mean")
 
 
 def _groups_come_and_go(rank: int, group: Any) -> None:
