@@ -36,7 +36,14 @@ from benchmarks.ranks import measure_on_ranks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
 from pyops.optim import AdamW
-from pyops.tensor_parallel import LayerNorm, ParallelAttention, ParallelMLP, finish_gradients
+from pyops.tensor_parallel import (
+    AttentionConfig,
+    LayerNorm,
+    MLPConfig,
+    ParallelAttention,
+    ParallelMLP,
+    sync_partial_grads,
+)
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
 __all__ = ["run"]
@@ -50,10 +57,11 @@ class Block(nn.Module):
 
     def __init__(self, **shared: Any) -> None:
         super().__init__()
-        whole = {"group": shared["group"], "sequence_parallel": shared["sequence_parallel"]}
-        self.ln1, self.ln2 = LayerNorm(WIDTH, **whole), LayerNorm(WIDTH, **whole)
-        self.attention = ParallelAttention(WIDTH, HEADS, causal=True, **shared)
-        self.mlp = ParallelMLP(WIDTH, 4 * WIDTH, **shared)
+        self.ln1, self.ln2 = LayerNorm(WIDTH, **shared), LayerNorm(WIDTH, **shared)
+        self.attention = ParallelAttention(
+            WIDTH, HEADS, AttentionConfig(causal=True, seed=None), **shared
+        )
+        self.mlp = ParallelMLP(WIDTH, 4 * WIDTH, MLPConfig(seed=None), **shared)
 
     def forward(self, x: Tensor, y: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         h, x = self.ln1(x, y)
@@ -74,7 +82,7 @@ class SharedModel(nn.Module):
             whole.ln,
             whole.head,
         )
-        shared = {"group": self.group, "sequence_parallel": sequence_parallel, "seed": None}
+        shared = {"group": self.group, "sequence_parallel": sequence_parallel}
         self.blocks = nn.ModuleList(Block(**shared) for _ in range(LAYERS))
         for block, plain in zip(self.blocks, whole.blocks, strict=True):
             assert isinstance(plain, PlainBlock)
@@ -132,7 +140,12 @@ class Shared(Trainer):
         )
         self.batch = _same_batch(batch, device)
         step = self.optimizer.step
-        self.optimizer.step = lambda: (finish_gradients(self.model, group=self.model.group), step())  # type: ignore
+
+        def synced_step() -> None:
+            sync_partial_grads(self.model, group=dist.group.WORLD)
+            step()
+
+        self.optimizer.step = synced_step  # type: ignore
 
 
 def _same_batch(batch: int, device: torch.device) -> Tensor:

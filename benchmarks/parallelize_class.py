@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.guessed_plans import guessed
-from pyops.tensor_parallel import finish_gradients, parallelize
+from pyops.tensor_parallel import parallelize, sync_partial_grads
 from pyops.tensor_parallel.convert.check.example import examples
 from pyops.tensor_parallel.convert.check.trial import placed
 from pyops.tensor_parallel.convert.plans import plan_of
@@ -219,7 +219,7 @@ def _compared(cut: nn.Module, reference: Reference, group: Any) -> tuple[str, st
     cut = cut.to(dtype)
     try:
         outputs, _ = _passed(cut, inputs)
-        finish_gradients(cut, group=group)
+        sync_partial_grads(cut, group=group)
     except Exception as error:
         return "WRONG", f"fails when run: {told(error)}"
     if len(outputs) != len(expected):

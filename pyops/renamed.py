@@ -1,7 +1,8 @@
 """Public names of earlier versions: the use of one raises an error that says the new name.
 
-`MODULES` has modules; `refuse_renamed` refuses keyword arguments. The table "Changed names" of
-CHANGELOG.md lists both.
+`MODULES` has modules, `ATTRIBUTES` names within modules, which `missing_attribute` answers;
+`refuse_renamed` refuses keyword arguments. The table "Changed names" of
+CHANGELOG.md lists them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["MODULES", "RenamedFinder", "refuse_renamed"]
+__all__ = ["ATTRIBUTES", "MODULES", "RenamedFinder", "missing_attribute", "refuse_renamed"]
 
 MODULES = {
     "pyops.arena": "pyops.recompute.Arena",
@@ -31,6 +32,15 @@ MODULES = {
     "pyops.tensor_parallel.regions": "pyops.tensor_parallel.functional.regions",
 }
 
+# Module -> {old name: new name}; the module's __getattr__ calls `missing_attribute`.
+ATTRIBUTES = {
+    "pyops.tensor_parallel": {
+        "finish_gradients": "sync_partial_grads",
+        "initialise_": "initialize_",
+        "initialise_model_": "initialize_model_",
+    },
+}
+
 
 class RenamedFinder(MetaPathFinder):
     """The last finder of `sys.meta_path`: it is asked only for a module that no other finder has
@@ -45,6 +55,22 @@ class RenamedFinder(MetaPathFinder):
                 f"{fullname} has a new name: {MODULES[fullname]}", name=fullname
             )
         return None
+
+
+def missing_attribute(module: str, name: str) -> Exception:
+    """The error for a name that a module does not have.
+
+    Args:
+        module: the module, such as "pyops.tensor_parallel".
+        name: what was asked for.
+
+    Returns:
+        An ImportError with the new name, where `ATTRIBUTES` has one: `from module import name`
+        would replace the text of an AttributeError. Otherwise an AttributeError.
+    """
+    if name in ATTRIBUTES.get(module, {}):
+        return ImportError(f"{module}.{name} has a new name: {ATTRIBUTES[module][name]}", name=name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def refuse_renamed(who: str, arguments: Mapping[str, object], renamed: Mapping[str, str]) -> None:

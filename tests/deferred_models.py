@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pyops.deferred import Deferred
 from pyops.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tests.tensor_parallel.shared_layers import configured
 
 __all__ = ["Embedded", "Shared", "Twice", "assert_same_bits", "batches", "found", "split", "whole"]
 
@@ -38,8 +39,8 @@ class Shared(nn.Module):
         super().__init__()
         options = {"group": group, "sequence_parallel": sequence_parallel, "std": 0.5}
         self.up, self.down = (
-            ColumnParallelLinear(6, 8, name="up", **options),
-            RowParallelLinear(8, 6, name="down", **options),
+            configured(ColumnParallelLinear, 6, 8, name="up", **options),
+            configured(RowParallelLinear, 8, 6, name="down", **options),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pyops.models import GPT, GPTConfig
 from pyops.tensor_parallel import ParallelAttention
 from pyops.zero import ZeroOptimizer
 from tests.deferred_models import Shared, Twice, assert_same_bits, batches, found, split, whole
+from tests.tensor_parallel.shared_layers import configured
 from tests.tolerance import assert_close_to_reference
 
 pytestmark = pytest.mark.on_device
@@ -100,7 +101,9 @@ def test_a_compiled_model_puts_nothing_off():
 def on_ranks(rank: int, group: dist.ProcessGroup) -> None:
     for sequence_parallel in (False, True):
         plain, model = (Shared(group, sequence_parallel) for _ in range(2))
-        attention, other = (ParallelAttention(8, 2, group=group, std=0.5) for _ in range(2))
+        attention, other = (
+            configured(ParallelAttention, 8, 2, group=group, std=0.5) for _ in range(2)
+        )
         assert_same_bits(split(attention, batches(8), together=True), whole(other, batches(8)))
         rows = [x.detach().flatten(0, 1).requires_grad_() for x in batches()]
         again = [x.detach().clone().requires_grad_() for x in rows]

@@ -111,14 +111,16 @@ CALLS: dict[str, Callable[[], Any]] = {
     "elastic.rows_besides": lambda: elastic.rows_besides(
         pytest.fail, pytest.fail, loss=pytest.fail, rows=4
     ),
-    "hub.load": lambda: hub.load("never"),
-    "hub.save": lambda: hub.save(linear(), "never"),
+    "hub.load": lambda: hub.load("never", group=None),
+    "hub.save": lambda: hub.save(linear(), "never", group=None),
     "mesh.Mesh": lambda: Mesh(Axes()),
     "mesh.check_initialized": lambda: check_initialized("this"),
     "mesh.resolve": lambda: resolve(None, "this"),
-    "models.BERTClassifier": lambda: BERTClassifier(BERTConfig(), num_labels=2, device="meta"),
+    "models.BERTClassifier": lambda: BERTClassifier(
+        BERTConfig(), num_labels=2, group=None, device="meta"
+    ),
     **{
-        f"models.{kind.__name__}": partial(kind, config(), device="meta", seed=None)
+        f"models.{kind.__name__}": partial(kind, config(), group=None, device="meta", seed=None)
         for kind, config in MODELS
     },
     **{f"onebit.{kind.__name__}": partial(one_bit, kind, options) for kind, options in ONE_BIT},
@@ -138,7 +140,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tensor_parallel.RowParallelLinear": lambda: TP.RowParallelLinear(4, 4),
     "tensor_parallel.VocabParallelEmbedding": lambda: TP.VocabParallelEmbedding(8, 4),
     "tensor_parallel.clip_grad_norm_": lambda: TP.clip_grad_norm_(linear(), 1.0),
-    "tensor_parallel.finish_gradients": lambda: TP.finish_gradients(linear()),
+    "tensor_parallel.sync_partial_grads": lambda: TP.sync_partial_grads(linear()),
     "tensor_parallel.grad_norm": lambda: TP.grad_norm(linear()),
     "tensor_parallel.linear_cross_entropy": lambda: TP.linear_cross_entropy(
         torch.zeros(2, 4), torch.zeros(8, 4), torch.zeros(2, dtype=torch.int64)

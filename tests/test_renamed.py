@@ -8,7 +8,7 @@ import re
 import pytest
 
 import pyops
-from pyops.renamed import MODULES, refuse_renamed
+from pyops.renamed import ATTRIBUTES, MODULES, refuse_renamed
 
 pytestmark = pytest.mark.cpu_only
 
@@ -31,6 +31,14 @@ def test_the_new_name_is_there(old: str):
     except ModuleNotFoundError:
         module, _, name = new.rpartition(".")
         assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("module", sorted(ATTRIBUTES))
+def test_a_name_within_a_module_says_the_new_one(module: str):
+    for old, new in ATTRIBUTES[module].items():
+        assert hasattr(importlib.import_module(module), new)
+        with pytest.raises(ImportError, match=f"new name: {new}"):
+            exec(f"from {module} import {old}", {})
 
 
 def test_an_attribute_of_the_package_that_has_moved():

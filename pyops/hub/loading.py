@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree
+from pyops.comm.agreement import ranks_agree
 from pyops.flat import Box, meeting
 from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import find_architecture
 from pyops.hub.fields import Fields
 from pyops.hub.files import FLOATING, HubError, Weights, floating, open_weights, read_config
 from pyops.hub.packing import Piece, Source
-from pyops.mesh import check_initialized
+from pyops.mesh import ALONE
+from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["load", "load_from"]
 
@@ -38,61 +38,63 @@ NAMED = 6  # names of tensors that a message lists
 def load(
     folder: Path | str,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RanksLike = ALONE,
     sequence_parallel: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> nn.Module:
-    """The model in `folder`, shared out over the ranks of `group`, in eval mode. A collective of
-    the group.
+    """Loads the model of a Hugging Face folder. Collective: every rank of the group must call it.
 
-    folder: config.json and model.safetensors, or several files with their index, of GPT-2, Llama,
-    BERT, RoFormer, T5 or ViT. dtype: of the parameters; None: as they are in the files. changes:
-    fields of the model's configuration to set otherwise, such as dropout=0.0. Raises, on every rank
-    alike, HubError for an architecture that is not known, for tensors that are missing, not
-    expected or of another shape, and for files that are damaged; ValueError for heads that ranks
-    can't share.
+    Args:
+        folder: with config.json and model.safetensors, or several files with their index, of GPT-2,
+            Llama, BERT, RoFormer, T5 or ViT.
+        group: the ranks that share the model's layers, each of which reads its own part: a process
+            group, a Mesh for its tp group, None for the default group. By default this process
+            alone: the model is whole.
+        sequence_parallel: tokens are cut over the ranks between blocks.
+        device: of the parameters.
+        dtype: of the parameters; None: as they are in the files.
+        **changes: fields of the model's configuration to set otherwise, such as dropout=0.0.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        HubError: on every rank, for an architecture that is not known, for tensors that are
+            missing, not expected or of another shape, and for files that are damaged.
+        ValueError: on every rank, for a field that the configuration does not have, and for heads
+            that the ranks can't share.
     """
-    check_initialized("hub.load", group)
-    folder, model, error = Path(folder), None, None
+    ranks, folder = Ranks.of(group), Path(folder)
     old = folder.with_name(folder.name + ".old")
     if not folder.exists() and old.exists():  # a save was killed between two renames
         folder = old
-    try:
-        with open_weights(folder) as weights:
-            model = load_from(
-                weights,
-                read_config(folder),
-                group=group,
-                sequence_parallel=sequence_parallel,
-                device=device,
-                dtype=dtype,
-                changes=changes,
-            )
-    except Exception as caught:
-        error = caught
-    if group is not None:
-        agree(error, group=group)
-    if error is not None:
-        raise error
-    assert model is not None
-    return model
+    with ranks_agree(ranks.group), open_weights(folder) as weights:
+        return load_from(
+            weights,
+            read_config(folder),
+            ranks=ranks,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+            changes=changes,
+        )
 
 
 def load_from(
     weights: Weights,
-    told: Mapping[str, Any],
+    values: Mapping[str, Any],
     *,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     sequence_parallel: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """As `load`, of opened tensors and what config.json says."""
-    architecture = find_architecture(told)
-    config = _configuration(architecture, told, weights, changes or {})
+    """As `load`, of opened tensors and the values of config.json; communicates nothing."""
+    architecture = find_architecture(values)
+    config = _configuration(architecture, values, weights, changes or {})
     if dtype is None:
         found = floating(weights.dtypes)
         if len(found) != 1:
@@ -102,15 +104,14 @@ def load_from(
             )
         (dtype,) = found
     options: dict[str, Any] = {
-        "group": group,
+        "group": ranks,
         "sequence_parallel": sequence_parallel,
         "seed": None,
         "dtype": dtype,
     }
     try:
-        described = architecture.model(
-            config, **options, device="meta"
-        )  # takes no memory: the files may be of another size
+        # On the meta device it takes no memory: the files may be of another size.
+        described = architecture.model(config, **options, device="meta")
     except (RuntimeError, OverflowError) as error:
         raise HubError(f"config.json describes tensors that no memory holds: {error}") from None
     computed = architecture.computed(config)
@@ -128,7 +129,7 @@ def load_from(
 
 def _configuration(
     architecture: Architecture,
-    told: Mapping[str, Any],
+    values: Mapping[str, Any],
     weights: Weights,
     changes: Mapping[str, Any],
 ) -> Any:
@@ -138,17 +139,17 @@ def _configuration(
         raise ValueError(
             f"{architecture.config.__name__} has no {unknown}; it has {', '.join(sorted(known))}"
         )
-    if told.get("quantization_config") is not None:
+    if values.get("quantization_config") is not None:
         raise HubError(
             "config.json has quantization_config = "
-            f"{str(told['quantization_config'])[:80]}; pyops reads weights that are not "
+            f"{str(values['quantization_config'])[:80]}; pyops reads weights that are not "
             "quantized: choose another checkpoint"
         )
-    told_fields = Fields(
-        told, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes)
+    config_fields = Fields(
+        values, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes)
     )
     try:
-        found = architecture.read(told_fields, frozenset(weights.shapes))
+        found = architecture.read(config_fields, frozenset(weights.shapes))
     except HubError:
         raise
     except ValueError as error:  # of sizes that don't go together, by our names
@@ -171,10 +172,10 @@ def _check_names(
     surplus = [name for name in sorted(names - known) if not ignored.search(name)]
     if missing or surplus:
         what = " and ".join(
-            f"{verb} {len(some)} tensors "
-            f"({', '.join(some[:NAMED])}{', ...' if len(some) > NAMED else ''})"
-            for verb, some in (("lack", missing), ("have besides", surplus))
-            if some
+            f"{verb} {len(found)} tensors "
+            f"({', '.join(found[:NAMED])}{', ...' if len(found) > NAMED else ''})"
+            for verb, found in (("lack", missing), ("have besides", surplus))
+            if found
         )
         raise HubError(
             f"the files {what} of {architecture.classes[0]} as config.json describes it; "
@@ -197,18 +198,18 @@ def _check_names(
 
 def _fill(entry: Entry, names: Mapping[str, str], weights: Weights) -> None:
     place = entry.placement
-    mine: Box = ((0,) * entry.parameter.dim(), tuple(entry.parameter.shape))
+    own: Box = ((0,) * entry.parameter.dim(), tuple(entry.parameter.shape))
     part = entry.parameter
     if place is not None:
-        mine, part = (place.offset, place.size), place.part(entry.parameter)
+        own, part = (place.offset, place.size), place.part(entry.parameter)
         if part.numel() < entry.parameter.numel():
             entry.parameter.zero_()
     for source in entry.sources:
         for piece in source.pieces:
-            if (inner := meeting(mine, piece.at)) is not None:
+            if (inner := meeting(own, piece.at)) is not None:
                 where = tuple(
                     slice(low - o, low - o + n)
-                    for low, o, n in zip(inner[0], mine[0], inner[1], strict=True)
+                    for low, o, n in zip(inner[0], own[0], inner[1], strict=True)
                 )
                 part[where].copy_(_read(source, piece, inner, names[source.name], weights))
 
@@ -239,9 +240,9 @@ def _check_computed(
             continue
         same = weights.shapes[spelled] == ours.shape and weights.dtypes[spelled] in FLOATING
         if same:
-            theirs = weights.read(spelled, ((0,) * ours.dim(), tuple(ours.shape)))
-            rounding = 4 * max(torch.finfo(theirs.dtype).eps, torch.finfo(ours.dtype).eps)
-            same = bool(((theirs.to(ours.dtype) - ours).abs() <= rounding).all())
+            read = weights.read(spelled, ((0,) * ours.dim(), tuple(ours.shape)))
+            rounding = 4 * max(torch.finfo(read.dtype).eps, torch.finfo(ours.dtype).eps)
+            same = bool(((read.to(ours.dtype) - ours).abs() <= rounding).all())
         if not same:
             raise HubError(
                 f"{spelled} differs from what pyops computes in its place "
@@ -268,13 +269,13 @@ def _check_copies(
                 f"{list(entry.shape)}; one of them is of another model"
             )
         place = entry.placement
-        mine: Box = (
+        own: Box = (
             ((0,) * entry.parameter.dim(), entry.shape)
             if place is None
             else (place.offset, place.size)
         )
         part = entry.parameter if place is None else place.part(entry.parameter)
-        if not torch.equal(weights.read(spelled, mine).to(part), part):
+        if not torch.equal(weights.read(spelled, own).to(part), part):
             raise HubError(
                 f"{spelled} differs from {names[original]}, but config.json ties them; "
                 "set tie_word_embeddings "

@@ -1,8 +1,8 @@
 """A model of ours becomes a Hugging Face folder: tensors are gathered to rank 0 one after the other
 and written at once.
 
-    rank 0   qkv part --gather--> qkv whole --unpack--> q_proj | k_proj | v_proj --> model-00001-of-00002.safetensors
-    rank 1   qkv part --'
+    rank 0   qkv part --gather--> qkv whole --unpack--> q_proj | k_proj | v_proj
+    rank 1   qkv part --'                           --> model-00001-of-00002.safetensors
 
 Rank 0 holds one whole parameter at a time.
 """
@@ -25,14 +25,15 @@ from torch import Tensor, nn
 
 from pyops.checkpoint.format.tensor_file import write_tensors
 from pyops.checkpoint.writing import replace_folder
-from pyops.comm.agreement import agree, gather, naming_lost_ranks
+from pyops.comm.agreement import agree, gather, naming_lost_ranks, ranks_agree
 from pyops.failure import CommunicationError
-from pyops.hub.architectures.architecture import Entry
+from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import architecture_of
 from pyops.hub.files import CONFIG, HubError, read_config
 from pyops.hub.packing import Source
-from pyops.mesh import check_initialized
+from pyops.mesh import ALONE
 from pyops.ops.memory import require_memory, resolved_view
+from pyops.tensor_parallel import Ranks, RanksLike
 
 __all__ = ["save"]
 
@@ -45,41 +46,46 @@ def save(
     model: nn.Module,
     folder: Path | str,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: RanksLike = ALONE,
     like: Path | str | None = None,
     max_file_bytes: int = 5 << 30,
 ) -> list[str]:
-    """Write config.json and safetensors files that transformers reads; the names of the files. A
-    collective of `group`.
+    """Writes config.json and safetensors files that transformers reads. Collective: every rank of
+    the group must call it. Bits are kept: what was loaded is written as it was.
 
-    folder: written beside its place and renamed, so that it is whole or not there. What an earlier
-    save wrote there is then replaced; a folder with anything else in it, a tokenizer say, is
-    refused (as `pyops.checkpoint.save` does it). like: a folder of the same architecture, whose
-    other fields of config.json (labels, special tokens) are taken over. Files hold at most
-    max_file_bytes of tensors, one tensor at least. Bits are kept: what was loaded is written as it
-    was. Raises, on every rank alike, HubError for a model that no architecture computes, a folder
-    of something else, a disk that is full.
+    Args:
+        model: a GPT, BERT, T5 or ViT.
+        folder: written beside its place and renamed, so that it is whole or not there. What an
+            earlier save wrote there is then replaced; a folder with anything else in it, a
+            tokenizer say, is refused (as `pyops.checkpoint.save` does it).
+        group: the ranks that share the model's layers, the group that it was made with; by default
+            this process alone.
+        like: a folder of the same architecture, whose other fields of config.json (labels, special
+            tokens) are taken over.
+        max_file_bytes: of tensors in one file, which holds one tensor at least.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        HubError: on every rank, for a model that no architecture computes, a folder of something
+            else, a disk that is full.
     """
-    check_initialized("hub.save", group)
+    ranks = Ranks.of(group)
     architecture = architecture_of(model)
-    entries: list[Entry] = []
-    wrong = None
-    try:
-        entries = architecture.entries(model)
-    except ValueError as caught:  # of a parameter that is not of its placement's shape
-        wrong = HubError(str(caught))
-    _raise_alike(wrong, group)
-    _check_parts(entries, group)
-    told = _config(
-        architecture.kind, architecture.classes[0], architecture.write(model.config), entries, like
-    )
-    folder, error = Path(folder), None
+    with ranks_agree(ranks.group):
+        entries = _checked_entries(architecture, model)
+    _check_same_dtypes(entries, ranks)
+    kind, name = architecture.kind, architecture.classes[0]
+    values = _config(kind, name, architecture.write(model.config), entries, like)
+    folder = Path(folder)
     files = _files(entries, max_file_bytes)
-    gathered = _Gathered(entries, group)
-    aside = folder.with_name(folder.name + ".tmp")
+    gathered = _Gathered(entries, ranks)
+    temporary = folder.with_name(folder.name + ".tmp")
+    error: HubError | None = None
     try:
         if gathered.writes:
-            _write(folder, aside, files, told, gathered)
+            _write(folder, temporary, files, values, gathered)
     except OSError as caught:
         error = HubError(
             f"{folder} can't be written: {caught.strerror or caught}; make room or "
@@ -88,36 +94,34 @@ def save(
     except HubError as caught:
         error = caught
     finally:
-        gathered.finish()  # the other ranks are at it
+        gathered.finish()  # the other ranks wait in its collectives
         if gathered.writes:
-            shutil.rmtree(aside, ignore_errors=True)
-    _raise_alike(error, group)
+            shutil.rmtree(temporary, ignore_errors=True)
+    # Not `ranks_agree`: where a rank is lost, `finish` raises, and nothing more is communicated.
+    agree(error, group=ranks.group)
     return [CONFIG, *files]
 
 
-def _raise_alike(error: HubError | None, group: dist.ProcessGroup | None) -> None:
-    """Raise any rank's error on every rank."""
-    if group is not None:
-        agree(error, group=group)
-    elif error is not None:
-        raise error
+def _checked_entries(architecture: Architecture, model: nn.Module) -> list[Entry]:
+    """HubError for a parameter that can't be a part of the whole: before anything is sent."""
+    try:
+        entries = architecture.entries(model)
+    except ValueError as error:  # of a parameter that is not of its placement's shape
+        raise HubError(str(error)) from None
+    for entry in entries:
+        if (problem := _problem(entry)) is not None:
+            raise problem
+    return entries
 
 
-def _check_parts(entries: list[Entry], group: dist.ProcessGroup | None) -> None:
-    """HubError, on every rank, for a parameter of any rank that can't be a part of the whole:
-    before anything is sent."""
-    _raise_alike(
-        next((error for entry in entries if (error := _problem(entry)) is not None), None), group
-    )
+def _check_same_dtypes(entries: list[Entry], ranks: Ranks) -> None:
     dtypes = {entry.name: str(entry.parameter.dtype) for entry in entries}
-    for rank, other in enumerate(gather(dtypes, group=group) if group is not None else []):
-        if different := next(
-            (name for name, dtype in dtypes.items() if other.get(name) != dtype), None
-        ):
+    for rank, other in enumerate(gather(dtypes, group=ranks.group)):
+        different = [name for name, dtype in dtypes.items() if other.get(name) != dtype]
+        if different:
             raise HubError(
-                f"{different} is {dtypes[different]} on one rank and "
-                f"{other.get(different)} on rank {rank}; give it one dtype "
-                "on all ranks"
+                f"{different[0]} is {dtypes[different[0]]} on one rank and "
+                f"{other.get(different[0])} on rank {rank}; give it one dtype on all ranks"
             )
 
 
@@ -145,7 +149,7 @@ def _config(
     kind: str, name: str, written: Mapping[str, Any], entries: list[Entry], like: Path | str | None
 ) -> dict[str, Any]:
     dtype = str(entries[0].parameter.dtype).removeprefix("torch.")
-    told = {
+    values = {
         "architectures": [name],
         "model_type": kind,
         "dtype": dtype,
@@ -153,7 +157,7 @@ def _config(
         **written,
     }
     if like is None:
-        return told
+        return values
     there = read_config(like)
     if there.get("model_type") != kind:
         raise HubError(
@@ -161,10 +165,12 @@ def _config(
             f"{kind}; choose another folder"
         )
     if len(there.get("id2label", ())) == len(
-        told.get("id2label", ())
+        values.get("id2label", ())
     ):  # names of labels are not ours to know
-        told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
-    return {**there, **told}
+        values = {
+            key: value for key, value in values.items() if key not in ("id2label", "label2id")
+        }
+    return {**there, **values}
 
 
 @dataclass(frozen=True)
@@ -192,15 +198,15 @@ def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, 
     if max_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_bytes}; it must be 1 or more")
     parts: list[list[tuple[Entry, Source]]] = []
-    room = 0
+    free = 0
     for entry in entries:
         for source in entry.sources:
             size = prod(source.shape) * entry.parameter.element_size()
-            if not parts or size > room:
+            if not parts or size > free:
                 parts.append([])
-                room = max_bytes
+                free = max_bytes
             parts[-1].append((entry, source))
-            room -= size
+            free -= size
     names = (
         [WEIGHTS]
         if len(parts) == 1
@@ -211,27 +217,27 @@ def _files(entries: list[Entry], max_bytes: int) -> dict[str, list[tuple[Entry, 
 
 def _write(
     folder: Path,
-    aside: Path,
+    temporary: Path,
     files: Mapping[str, list[tuple[Entry, Source]]],
-    told: Mapping[str, Any],
+    values: Mapping[str, Any],
     gathered: _Gathered,
 ) -> None:
     _check_place(folder)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     for file, held in files.items():
         tensors = {source.name: _Tensor(source, entry, gathered) for entry, source in held}
-        write_tensors(aside / file, tensors, in_order=True)
+        write_tensors(temporary / file, tensors, in_order=True)
     if len(files) > 1:
         total = sum(
             prod(s.shape) * e.parameter.element_size() for held in files.values() for e, s in held
         )
         index = {source.name: file for file, held in files.items() for _, source in held}
-        (aside / INDEX).write_text(
+        (temporary / INDEX).write_text(
             json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2) + "\n"
         )
-    (aside / CONFIG).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
-    replace_folder(folder, aside)
+    (temporary / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    replace_folder(folder, temporary)
 
 
 def _check_place(folder: Path) -> None:
@@ -259,9 +265,9 @@ class _Gathered:
     """Whole parameters on rank 0, asked for in the model's order; the other ranks give their parts.
     writes: this is rank 0."""
 
-    def __init__(self, entries: list[Entry], group: dist.ProcessGroup | None) -> None:
-        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self.writes = self.group is None or dist.get_rank(self.group) == 0
+    def __init__(self, entries: list[Entry], ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.writes = ranks.rank == 0
         self._coming = iter(entries)
         self._last: tuple[Entry, Tensor | None] | None = None
 
@@ -277,32 +283,31 @@ class _Gathered:
 
     def finish(self) -> None:
         """Take part in what is left; on rank 0 it is dropped."""
-        if self.group is not None:
+        if self.ranks.size > 1:
             for entry in self._coming:
                 self._gathered(entry)
 
     def _gathered(self, entry: Entry) -> Tensor | None:
         try:
-            return _gather(entry, self.group)
+            return _gather(entry, self.ranks)
         except CommunicationError:
             self._coming = iter(())  # a rank is lost, and the others come to nothing that follows
             raise
 
 
-def _gather(entry: Entry, group: dist.ProcessGroup | None) -> Tensor | None:
-    """The whole parameter on rank 0 of the group, None on others. A parameter that all ranks hold
-    whole is not sent."""
+def _gather(entry: Entry, ranks: Ranks) -> Tensor | None:
+    """The whole parameter on rank 0, None on others. A parameter that all ranks hold whole is not
+    sent."""
     place, local = entry.placement, resolved_view(entry.parameter.detach())
-    if group is None or place is None or place.dim is None:
+    if ranks.size == 1 or place is None or place.dim is None:
         return local
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     raw = local.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(raw) for _ in range(size)] if rank == 0 else None
-    with naming_lost_ranks("the gathering of parameters for a save", group=group):
-        dist.gather(raw, parts, group=group, group_dst=0)
+    parts = [torch.empty_like(raw) for _ in range(ranks.size)] if ranks.rank == 0 else None
+    with naming_lost_ranks("the gathering of parameters for a save", group=ranks.process_group):
+        dist.gather(raw, parts, group=ranks.process_group, group_dst=0)
     if parts is None:
         return None
-    first = [parts[r].view(local.dtype) for r in range(0, size, place.copies)]
+    first = [parts[r].view(local.dtype) for r in range(0, ranks.size, place.copies)]
     return torch.cat(first, dim=place.dim).narrow(place.dim, 0, place.global_shape[place.dim])
 
 

@@ -17,19 +17,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.models.checks import ACTIVATIONS, POSITIONS, check_config
-from pyops.models.layout import Layout, Shape, Table
+from pyops.mesh import ALONE
+from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.model_layout import ModelLayout, Shape, Table
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import IGNORED, Vocabulary
 from pyops.tensor_parallel import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
     ParallelAttention,
     ParallelMLP,
+    Ranks,
+    RanksLike,
     VocabParallelEmbedding,
-    initialise_model_,
+    initialize_model_,
     set_dropout,
 )
 
@@ -90,10 +95,12 @@ class BERTConfig:
 class Embedding(nn.Module):
     """tokens_BT, types_BT -> x_BTD, or a rank's rows of it."""
 
-    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: BERTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
-        self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
+        self.token = VocabParallelEmbedding(
+            config.vocab_size, config.dim, EmbeddingConfig(seed=None), **layout.parallel
+        )
         learned = config.positions == "learned"
         self.position = (
             Table(config.sequence_length, config.dim, layout=layout) if learned else None
@@ -116,22 +123,29 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
-    def __init__(self, config: BERTConfig, *, layout: Layout, rotary: Rotary | None = None) -> None:
+    def __init__(
+        self, config: BERTConfig, *, layout: ModelLayout, rotary: Rotary | None = None
+    ) -> None:
         super().__init__()
         self.attention = ParallelAttention(
             config.dim,
             config.num_heads,
-            dropout=config.attention_dropout,
-            interleaved=True,
-            skip_bias=True,
+            AttentionConfig(
+                dropout=config.attention_dropout, interleaved=True, skip_bias=True, seed=None
+            ),
             **layout.parallel,
         )
         self.norm1 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
+        activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
             config.mlp_width,
-            skip_bias=True,
-            **ACTIVATIONS[config.activation],
+            MLPConfig(
+                activation=activation.function,
+                gated=activation.gated,
+                skip_bias=True,
+                seed=None,
+            ),
             **layout.parallel,
         )
         self.norm2 = layout.norm("layernorm", config.dim, eps=config.norm_eps)
@@ -151,7 +165,7 @@ class Block(nn.Module):
         return self.norm2(self.dropout2(*self.mlp(y), residual=y))
 
 
-def make_blocks(config: BERTConfig, *, layout: Layout) -> nn.ModuleList:
+def make_blocks(config: BERTConfig, *, layout: ModelLayout) -> nn.ModuleList:
     """All of them, with one table of rotary positions between them where the model has these."""
     rotary = None
     if config.positions == "rotary":
@@ -167,7 +181,7 @@ def make_blocks(config: BERTConfig, *, layout: Layout) -> nn.ModuleList:
 class Head(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
-    def __init__(self, config: BERTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: BERTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.activation = config.activation
         self.dense = layout.linear(config.dim, config.dim)
@@ -208,7 +222,7 @@ class BERT(nn.Module):
         self,
         config: BERTConfig,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = ALONE,
         sequence_parallel: bool = False,
         seed: int | None = 0,
         device: torch.device | str | None = None,
@@ -216,7 +230,7 @@ class BERT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = Layout(group, sequence_parallel, device, dtype)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
         self.head = Head(config, layout=layout)
@@ -315,7 +329,7 @@ class BERT(nn.Module):
         children's, and its table."""
         if isinstance(only, Rotary):
             only.fill()
-        initialise_model_(self, seed=seed, std=0.02, only=only)
+        initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, as GPT.set_dropout does."""

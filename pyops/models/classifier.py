@@ -9,15 +9,15 @@ first token.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pyops.mesh import ALONE
 from pyops.models.bert import BERTConfig, Embedding, make_blocks
-from pyops.models.layout import Layout, Shape
+from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import IGNORED
-from pyops.tensor_parallel import initialise_model_, set_dropout
+from pyops.tensor_parallel import Ranks, RanksLike, initialize_model_, set_dropout
 
 __all__ = ["BERTClassifier"]
 
@@ -25,7 +25,7 @@ __all__ = ["BERTClassifier"]
 class Head(nn.Module):
     """x_BTD -> logits_BN of the first token, on every rank."""
 
-    def __init__(self, config: BERTConfig, num_labels: int, *, layout: Layout) -> None:
+    def __init__(self, config: BERTConfig, num_labels: int, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
         self.dense = layout.linear(config.dim, config.dim, per_token=False)
@@ -50,7 +50,7 @@ class BERTClassifier(nn.Module):
         config: BERTConfig,
         *,
         num_labels: int,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = ALONE,
         sequence_parallel: bool = False,
         seed: int | None = 0,
         device: torch.device | str | None = None,
@@ -60,7 +60,7 @@ class BERTClassifier(nn.Module):
         if num_labels < 2:
             raise ValueError(f"num_labels is {num_labels}; there must be 2 or more to choose from")
         self.config = config
-        layout = Layout(group, sequence_parallel, device, dtype)
+        layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
         self.head = Head(config, num_labels, layout=layout)
@@ -111,7 +111,7 @@ class BERTClassifier(nn.Module):
         children's, and its table."""
         if isinstance(only, Rotary):
             only.fill()
-        initialise_model_(self, seed=seed, std=0.02, only=only)
+        initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, shape: Shape, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward, as GPT.set_dropout does."""

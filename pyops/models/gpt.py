@@ -20,19 +20,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.models.checks import ACTIVATIONS, POSITIONS, check_config
-from pyops.models.layout import Layout, Shape, Table
+from pyops.mesh import ALONE
+from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
+from pyops.models.model_layout import ModelLayout, Shape, Table
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary import Vocabulary
 from pyops.tensor_parallel import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
     ParallelAttention,
     ParallelMLP,
     Past,
+    Ranks,
+    RanksLike,
     VocabParallelEmbedding,
-    initialise_model_,
+    initialize_model_,
     set_dropout,
 )
 
@@ -134,10 +139,12 @@ class GPTConfig:
 class Embedding(nn.Module):
     """tokens_BT -> x_BTD, or a rank's rows of it."""
 
-    def __init__(self, config: GPTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
-        self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
+        self.token = VocabParallelEmbedding(
+            config.vocab_size, config.dim, EmbeddingConfig(seed=None), **layout.parallel
+        )
         learned = config.positions == "learned"
         self.position = (
             Table(config.sequence_length, config.dim, layout=layout) if learned else None
@@ -157,7 +164,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
-    def __init__(self, config: GPTConfig, *, layout: Layout, rotary: Rotary | None) -> None:
+    def __init__(self, config: GPTConfig, *, layout: ModelLayout, rotary: Rotary | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = (
             layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
@@ -166,20 +173,28 @@ class Block(nn.Module):
         self.attention = ParallelAttention(
             config.dim,
             config.num_heads,
-            num_kv_heads=config.kv_heads,
-            head_dim=config.head_width,
-            causal=True,
-            bias=config.bias,
-            dropout=config.attention_dropout,
-            skip_bias=True,
+            AttentionConfig(
+                num_kv_heads=config.kv_heads,
+                head_dim=config.head_width,
+                causal=True,
+                bias=config.bias,
+                dropout=config.attention_dropout,
+                skip_bias=True,
+                seed=None,
+            ),
             **layout.parallel,
         )
+        activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
             config.mlp_width,
-            bias=config.bias,
-            skip_bias=True,
-            **ACTIVATIONS[config.activation],
+            MLPConfig(
+                activation=activation.function,
+                gated=activation.gated,
+                bias=config.bias,
+                skip_bias=True,
+                seed=None,
+            ),
             **layout.parallel,
         )
         self.dropout1, self.dropout2 = (
@@ -199,7 +214,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
-    def __init__(self, config: GPTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.norm = layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
         self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
@@ -237,7 +252,7 @@ class GPT(nn.Module):
         self,
         config: GPTConfig,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = ALONE,
         sequence_parallel: bool = False,
         seed: int | None = 0,
         device: torch.device | str | None = None,
@@ -245,7 +260,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = Layout(group, sequence_parallel, device, dtype)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":
@@ -344,7 +359,7 @@ class GPT(nn.Module):
             only.fill()
         residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         into_residual = ("attention.output.weight", "mlp.down.weight")
-        initialise_model_(
+        initialize_model_(
             self,
             seed=seed,
             only=only,

@@ -16,21 +16,26 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.models.checks import ACTIVATIONS, check_config
-from pyops.models.layout import Layout, Shape
+from pyops.mesh import ALONE
+from pyops.models.config_checks import ACTIVATIONS, check_config
+from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.vocabulary import IGNORED, Vocabulary
 from pyops.tensor_parallel import (
+    AttentionConfig,
+    EmbeddingConfig,
+    MLPConfig,
     ParallelAttention,
     ParallelMLP,
+    Ranks,
+    RanksLike,
     RelativeBias,
+    RelativeBiasConfig,
     VocabParallelEmbedding,
-    initialise_model_,
+    initialize_model_,
     set_dropout,
 )
 
@@ -97,7 +102,7 @@ class T5Config:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return ACTIVATIONS[self.activation].get("gated", False)
+        return ACTIVATIONS[self.activation].gated
 
     def resolved(self) -> T5Config:
         """The same with every 0 that means a usual value replaced by it."""
@@ -111,18 +116,22 @@ class Block(nn.Module):
     """x_BTD -> x_BTD; with memory_BSD in a decoder; of a rank's rows, with the shapes of all
     tokens, likewise."""
 
-    def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
+    def __init__(self, config: T5Config, *, layout: ModelLayout, decoder: bool) -> None:
         super().__init__()
 
-        def attention(**options: Any) -> ParallelAttention:
+        def attention(*, causal: bool = False, cross: bool = False) -> ParallelAttention:
             return ParallelAttention(
                 config.dim,
                 config.num_heads,
-                head_dim=config.head_width,
-                bias=False,
-                scale=1.0,
-                dropout=config.attention_dropout,
-                **options,
+                AttentionConfig(
+                    head_dim=config.head_width,
+                    causal=causal,
+                    cross=cross,
+                    bias=False,
+                    scale=1.0,
+                    dropout=config.attention_dropout,
+                    seed=None,
+                ),
                 **layout.parallel,
             )
 
@@ -137,12 +146,17 @@ class Block(nn.Module):
         self.dropout_cross = rest[0] if decoder else None
         self.attention = attention(causal=decoder)
         self.cross = attention(cross=True) if decoder else None
+        activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
             config.mlp_width,
-            bias=False,
-            dropout=config.dropout,
-            **ACTIVATIONS[config.activation],
+            MLPConfig(
+                activation=activation.function,
+                gated=activation.gated,
+                bias=False,
+                dropout=config.dropout,
+                seed=None,
+            ),
             **layout.parallel,
         )
 
@@ -180,17 +194,19 @@ class Stack(nn.Module):
     """The encoder or the decoder: embedded tokens -> x, as a rank holds them. One bias by distance
     serves all its blocks."""
 
-    def __init__(self, config: T5Config, *, layout: Layout, decoder: bool) -> None:
+    def __init__(self, config: T5Config, *, layout: ModelLayout, decoder: bool) -> None:
         super().__init__()
         self.relative = RelativeBias(
             config.num_heads,
-            num_buckets=config.num_buckets,
-            max_distance=config.max_distance,
-            bidirectional=not decoder,
-            group=layout.group,
+            RelativeBiasConfig(
+                num_buckets=config.num_buckets,
+                max_distance=config.max_distance,
+                bidirectional=not decoder,
+                seed=None,
+            ),
+            group=layout.ranks,
             device=layout.device,
             dtype=layout.dtype,
-            seed=None,
         )
         count = config.resolved().num_decoder_layers if decoder else config.num_layers
         self.blocks = nn.ModuleList(
@@ -212,9 +228,11 @@ class Stack(nn.Module):
 class Embedding(nn.Module):
     """tokens_BT -> x_BTD, or a rank's rows of it; for encoder and decoder."""
 
-    def __init__(self, config: T5Config, *, layout: Layout) -> None:
+    def __init__(self, config: T5Config, *, layout: ModelLayout) -> None:
         super().__init__()
-        self.token = VocabParallelEmbedding(config.vocab_size, config.dim, **layout.parallel)
+        self.token = VocabParallelEmbedding(
+            config.vocab_size, config.dim, EmbeddingConfig(seed=None), **layout.parallel
+        )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return self.token(tokens_BT)
@@ -223,7 +241,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
-    def __init__(self, config: T5Config, *, layout: Layout) -> None:
+    def __init__(self, config: T5Config, *, layout: ModelLayout) -> None:
         super().__init__()
         self.scale = config.dim**-0.5 if config.scaled_head else 1.0
         self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
@@ -257,7 +275,7 @@ class T5(nn.Module):
         self,
         config: T5Config,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = ALONE,
         sequence_parallel: bool = False,
         seed: int | None = 0,
         device: torch.device | str | None = None,
@@ -265,7 +283,7 @@ class T5(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.layout = layout = Layout(group, sequence_parallel, device, dtype)
+        self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
         self.encoder = Stack(config, layout=layout, decoder=False)
         self.decoder = Stack(config, layout=layout, decoder=True)
@@ -288,7 +306,7 @@ class T5(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Draw all parameters anew."""
-        initialise_model_(self, seed=seed, std=self._deviation)
+        initialize_model_(self, seed=seed, std=self._deviation)
         for module in self.modules():
             if isinstance(module, Block):  # scores are not scaled, so queries begin small
                 width = self.config.head_width

@@ -14,14 +14,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.models.checks import ACTIVATIONS, check_config
-from pyops.models.layout import Layout, Shape
+from pyops.mesh import ALONE
+from pyops.models.config_checks import ACTIVATIONS, check_config
+from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.vocabulary import IGNORED
-from pyops.tensor_parallel import ParallelAttention, ParallelMLP, initialise_model_, set_dropout
+from pyops.tensor_parallel import (
+    AttentionConfig,
+    MLPConfig,
+    ParallelAttention,
+    ParallelMLP,
+    Ranks,
+    RanksLike,
+    initialize_model_,
+    set_dropout,
+)
 
 __all__ = ["ViT", "ViTConfig"]
 
@@ -86,7 +95,7 @@ class ViTConfig:
 class Patch(nn.Module):
     """images_BCSS -> patches [B, T - 1, D], row by row: a linear map of each patch."""
 
-    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         side = config.patch_size
         self.weight = layout.parameter(config.dim, config.num_channels, side, side)
@@ -105,7 +114,7 @@ class Embedding(nn.Module):
     """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared
     out."""
 
-    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
         self.patch = Patch(config, layout=layout)
@@ -122,7 +131,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
-    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.norm1, self.norm2 = (
             layout.norm("layernorm", config.dim, eps=config.norm_eps) for _ in range(2)
@@ -130,15 +139,19 @@ class Block(nn.Module):
         self.attention = ParallelAttention(
             config.dim,
             config.num_heads,
-            dropout=config.attention_dropout,
-            skip_bias=True,
+            AttentionConfig(dropout=config.attention_dropout, skip_bias=True, seed=None),
             **layout.parallel,
         )
+        activation = ACTIVATIONS[config.activation]
         self.mlp = ParallelMLP(
             config.dim,
             config.mlp_width,
-            skip_bias=True,
-            **ACTIVATIONS[config.activation],
+            MLPConfig(
+                activation=activation.function,
+                gated=activation.gated,
+                skip_bias=True,
+                seed=None,
+            ),
             **layout.parallel,
         )
         self.dropout1, self.dropout2 = (
@@ -153,7 +166,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """x_BTD -> logits_BN of the class token, on every rank."""
 
-    def __init__(self, config: ViTConfig, *, layout: Layout) -> None:
+    def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
@@ -176,7 +189,7 @@ class ViT(nn.Module):
         self,
         config: ViTConfig,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = ALONE,
         sequence_parallel: bool = False,
         seed: int | None = 0,
         device: torch.device | str | None = None,
@@ -184,7 +197,7 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        layout = Layout(group, sequence_parallel, device, dtype)
+        layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
         self.embedding = Embedding(config, layout=layout)
         self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
         self.head = Head(config, layout=layout)
@@ -225,7 +238,7 @@ class ViT(nn.Module):
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
         """Draw all parameters anew. only: a module of this model: its own parameters, not its
         children's."""
-        initialise_model_(self, seed=seed, std=0.02, only=only)
+        initialize_model_(self, seed=seed, std=0.02, only=only)
 
     def set_dropout(self, num_images: int, *, seed: int, step: int, first_row: int = 0) -> None:
         """Key all dropout for the next forward over that many images, as GPT.set_dropout does."""

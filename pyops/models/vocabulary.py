@@ -6,8 +6,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyops.models.layout import Layout, Shape
-from pyops.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
+from pyops.models.model_layout import ModelLayout, Shape
+from pyops.tensor_parallel import (
+    ColumnConfig,
+    ColumnParallelLinear,
+    LinearCrossEntropyConfig,
+    linear_cross_entropy,
+)
 from pyops.tensor_parallel.functional.regions import copy, gather
 
 __all__ = ["IGNORED", "Vocabulary"]
@@ -23,8 +28,12 @@ class Vocabulary(ColumnParallelLinear):
     sequence parallelism. The last ranks' columns beyond V are padding, and zero.
     """
 
-    def __init__(self, vocab_size: int, dim: int, *, bias: bool = False, layout: Layout) -> None:
-        super().__init__(dim, vocab_size, bias=bias, **layout.parallel)
+    def __init__(
+        self, vocab_size: int, dim: int, *, bias: bool = False, layout: ModelLayout
+    ) -> None:
+        super().__init__(
+            dim, vocab_size, bias=bias, config=ColumnConfig(seed=None), **layout.parallel
+        )
         self.layout = layout
 
     def tie(self, embedding: nn.Module) -> None:
@@ -49,22 +58,24 @@ class Vocabulary(ColumnParallelLinear):
             self.weight,
             targets_BT,
             bias=self.bias,
-            group=self.layout.group,
-            vocab_size=self.out_features,
-            ignore_index=IGNORED,
+            group=self.layout.ranks,
             reduction=reduction,
-            reduce_hidden=not self.layout.shared,
+            config=LinearCrossEntropyConfig(
+                vocab_size=self.out_features,
+                ignore_index=IGNORED,
+                reduce_hidden=not self.layout.shared,
+            ),
         )
 
     def _all_tokens(self, x: Tensor, shape: Shape | None) -> Tensor:
         return (
-            self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.group)
+            self.layout.whole(x, shape) if self.layout.shared else copy(x, group=self.layout.ranks)
         )
 
     def _logits(self, x_BTD: Tensor, *, whole: bool) -> Tensor:
         logits = functional.linear(x_BTD, self.weight, self.bias)
-        if not whole or self.layout.ranks == 1:
+        if not whole or self.layout.ranks.size == 1:
             return logits
-        return gather(logits, dim=-1, duplicated=True, group=self.layout.group)[
+        return gather(logits, dim=-1, duplicated=True, group=self.layout.ranks)[
             ..., : self.out_features
         ]

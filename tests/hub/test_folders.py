@@ -22,6 +22,7 @@ from pyops.data.corpus import find_documents
 from pyops.hub.files import open_weights, read_config
 from pyops.hub.loading import load_from
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
+from pyops.tensor_parallel import Ranks
 
 pytestmark = pytest.mark.cpu_only
 
@@ -95,7 +96,7 @@ def test_a_model_of_ours_comes_back(tmp_path, kind, config, dtype):
 
 def held_and_read(rank: int, group: Any, folder: str) -> tuple[int, int]:
     with open_weights(folder) as weights:
-        model = load_from(weights, read_config(folder), group=group)
+        model = load_from(weights, read_config(folder), ranks=Ranks.of(group))
         return sum(p.numel() * p.element_size() for p in model.parameters()), weights.bytes_read
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.mesh import ALONE
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
-from pyops.tensor_parallel import finish_gradients
+from pyops.tensor_parallel import sync_partial_grads
 
 __all__ = ["BATCH", "FAMILIES", "LENGTH", "gradients", "loss_of", "losses", "make"]
 
@@ -98,26 +99,26 @@ def loss_of(
     return call(given, targets, reduction=reduction)
 
 
-def losses(model: nn.Module, *, steps: int, group: Any = None) -> list[float]:
+def losses(model: nn.Module, *, steps: int, group: Any = ALONE) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=1e-6)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, step=step)
         loss.backward()
-        finish_gradients(model, group=group)
+        sync_partial_grads(model, group=group)
         optimizer.step()
         found.append(loss.item())
     return found
 
 
 def gradients(
-    model: nn.Module, *, group: Any = None
+    model: nn.Module, *, group: Any = ALONE
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
     """{name: (whole shape, offset, this rank's part of the gradient)}, and "loss"."""
     loss = loss_of(model, step=3)
     loss.backward()
-    finish_gradients(model, group=group)
+    sync_partial_grads(model, group=group)
     placements = Placement.of(model)
     found = {"loss": ((), (), loss.detach())}
     for name, p in model.named_parameters():

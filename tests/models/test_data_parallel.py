@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pyops.data_parallel import DataParallel
-from pyops.mesh import Axes, Mesh
-from pyops.tensor_parallel import finish_gradients
+from pyops.mesh import ALONE, Axes, Mesh
+from pyops.tensor_parallel import sync_partial_grads
 from pyops.zero import ZeroOptimizer
 from tests.models.families import BATCH, LENGTH, loss_of, make
 
@@ -30,7 +30,8 @@ def curve(
     dp = dist.get_world_size() // tp if dist.is_initialized() else 1
     mesh = Mesh(Axes(dp=dp, tp=tp))
     group, tp_group = mesh.group("dp"), mesh.group("tp") if tp > 1 else None
-    model = make(name, num_layers=1, group=tp_group, sequence_parallel=sequence_parallel)
+    shared_by = ALONE if tp_group is None else tp_group
+    model = make(name, num_layers=1, group=shared_by, sequence_parallel=sequence_parallel)
     through: Any = model
     if stage is None:
         through = DataParallel(model, group=group, op="sum") if dp > 1 else model
@@ -55,7 +56,7 @@ def curve(
         ) / (BATCH * LENGTH)
         loss.backward()
         if stage is None:
-            finish_gradients(model, group=tp_group)
+            sync_partial_grads(model, group=shared_by)
         optimizer.step()
         total = loss.detach().clone()
         if dp > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -13,11 +13,59 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel import Ranks, finish_gradients
+from pyops.mesh import ALONE
+from pyops.tensor_parallel import (
+    AttentionConfig,
+    ColumnConfig,
+    ColumnParallelLinear,
+    CrossEntropyConfig,
+    EmbeddingConfig,
+    LinearCrossEntropyConfig,
+    MLPConfig,
+    ParallelAttention,
+    ParallelMLP,
+    Ranks,
+    RelativeBias,
+    RelativeBiasConfig,
+    RowConfig,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_cross_entropy,
+    sync_partial_grads,
+    vocab_parallel_cross_entropy,
+)
 
-__all__ = ["Case", "errors_on_rank", "largest", "mean", "randomise", "tokens_of"]
+__all__ = [
+    "CONFIGS",
+    "Case",
+    "configured",
+    "errors_on_rank",
+    "largest",
+    "mean",
+    "randomise",
+    "tokens_of",
+]
 
 Shape = tuple[int, int]
+
+CONFIGS: dict[Callable[..., Any], type] = {
+    ColumnParallelLinear: ColumnConfig,
+    ParallelAttention: AttentionConfig,
+    ParallelMLP: MLPConfig,
+    RelativeBias: RelativeBiasConfig,
+    RowParallelLinear: RowConfig,
+    VocabParallelEmbedding: EmbeddingConfig,
+    linear_cross_entropy: LinearCrossEntropyConfig,
+    vocab_parallel_cross_entropy: CrossEntropyConfig,
+}
+
+
+def configured(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """The layer, or the loss, called with options of which those that are fields of its config go
+    there."""
+    names = {field.name for field in fields(CONFIGS[function])}
+    config = CONFIGS[function](**{name: options.pop(name) for name in names & options.keys()})
+    return function(*args, config=config, **options)
 
 
 @dataclass(frozen=True)
@@ -89,7 +137,7 @@ def errors_on_rank(
     gradient; against float64."""
     ranks = Ranks.of(group)
     sp = sequence_parallel and ranks.size > 1
-    dense = randomise(case.make(group=None).double())
+    dense = randomise(case.make(group=ALONE).double())
     dense.to(dtype).double()  # the numbers that a layer of this dtype holds exactly
     x = torch.randn(*shape, case.width, dtype=torch.float64).to(dtype)
     with torch.no_grad():
@@ -122,7 +170,7 @@ def errors_on_rank(
             [local_dy, local_dy.new_zeros(rows - len(local_dy), local_dy.shape[1])]
         )
     y, dx, grads = run(layer, case, local(x, case.x_unit), local_dy, shape)
-    finish_gradients(layer, group=group)
+    sync_partial_grads(layer, group=group)
     mine = local(y64, case.y_unit)
     tokens = shape[0] * shape[1]
     real = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch.distributed as dist
 from torch import nn
 
 from pyops.tensor_parallel.convert.edges import Tokens
@@ -31,7 +30,7 @@ class Blueprint:
     def __init__(
         self,
         model: nn.Module,
-        group: dist.ProcessGroup | None,
+        ranks: Ranks,
         plan: Mapping[str, str] | None,
         *,
         sequence_parallel: bool,
@@ -45,7 +44,7 @@ class Blueprint:
                 f"plan is a {type(plan).__name__}; expected a mapping of patterns to "
                 f"kinds, {{'mlp.up': 'columns'}} say"
             )
-        self.group, self.ranks = group, Ranks.of(group)
+        self.ranks, self.sequence_parallel = ranks, sequence_parallel
         self.modules = dict(model.named_modules(remove_duplicate=False))
         if taken := [
             name for name, module in self.modules.items() if getattr(module, "placements", None)
@@ -115,7 +114,7 @@ class Blueprint:
         return Cut(
             name,
             kind,
-            self.group,
+            self.ranks,
             heads,
             inside=region is not None and not rows,
             gather_logits=gather_logits,

@@ -50,7 +50,7 @@ class SplitTokens:
         where, x = _first(module, args, kwargs)
         self.tokens.shape = tuple(x.shape[:-1])
         return _replaced(
-            args, kwargs, where, scatter_tokens(x.flatten(0, -2), group=self.tokens.ranks.group)
+            args, kwargs, where, scatter_tokens(x.flatten(0, -2), group=self.tokens.ranks)
         )
 
 
@@ -88,10 +88,10 @@ class Enter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where, x = _first(module, args, kwargs)
         if self.tokens is None:
-            y = copy(x, group=self.ranks.group)
+            y = copy(x, group=self.ranks)
         else:
             y = (
-                gather_tokens(x, group=self.ranks.group)
+                gather_tokens(x, group=self.ranks)
                 if self.flat
                 else _whole(x, self.tokens, duplicated=False)
             )
@@ -101,7 +101,7 @@ class Enter:
             value = args[other] if isinstance(other, int) else kwargs[other]
             if other != where and isinstance(value, Tensor) and value is not y:
                 if id(value) not in entered:
-                    entered[id(value)] = copy(value, group=self.ranks.group)
+                    entered[id(value)] = copy(value, group=self.ranks)
                 args, kwargs = _replaced(args, kwargs, other, entered[id(value)])
         return (
             (args, kwargs)
@@ -120,7 +120,7 @@ class Enter:
 
     def _own_heads(self, value: Tensor, dim: int, heads: Heads) -> Tensor:
         """Those of this rank, with zeros for heads that are padding."""
-        value = copy(value, group=self.ranks.group)
+        value = copy(value, group=self.ranks)
         packed = dim == 0 and value.shape[0] != heads.H
         if packed:
             value, dim = value.unflatten(0, (-1, heads.H)), 1
@@ -145,7 +145,7 @@ def _whole(rows: Tensor, tokens: Tokens, *, duplicated: bool) -> Tensor:
     count = 1
     for size in tokens.shape:
         count *= size
-    whole = gather_tokens(rows, tokens=count, duplicated=duplicated, group=tokens.ranks.group)
+    whole = gather_tokens(rows, tokens=count, duplicated=duplicated, group=tokens.ranks)
     return whole.view(*tokens.shape, -1)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,6 +13,7 @@ from pyops.flat import Placement
 from pyops.tensor_parallel.convert.heads import Heads
 from pyops.tensor_parallel.convert.swap import filled
 from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.layers.layer_config import RowConfig
 from pyops.tensor_parallel.layers.linear import RowParallelLinear
 
 __all__ = ["MultiheadAttention", "check_multihead"]
@@ -46,11 +46,11 @@ class MultiheadAttention(nn.Module):
         whole: nn.MultiheadAttention,
         heads: Heads,
         *,
-        group: dist.ProcessGroup | None,
+        ranks: Ranks,
         sequence_parallel: bool,
-    ):
+    ) -> None:
         super().__init__()
-        ranks, D = Ranks.of(group), whole.embed_dim
+        D = whole.embed_dim
         self.embed_dim, self.num_heads, self.head_dim = D, heads.local, heads.K
         self.whole_heads, self.batch_first, self.dropout = heads.H, whole.batch_first, whole.dropout
         self.stacked = 3
@@ -77,13 +77,12 @@ class MultiheadAttention(nn.Module):
         out = RowParallelLinear(
             D,
             D,
-            unit=heads.K,
             bias=whole.out_proj.bias is not None,
-            group=group,
+            config=RowConfig(unit=heads.K, seed=None),
+            group=ranks,
             sequence_parallel=sequence_parallel,
             device="meta",
             dtype=whole.in_proj_weight.dtype,
-            seed=None,
         )
         self.out_proj = filled(out, whole.out_proj, {})
         self.train(whole.training)

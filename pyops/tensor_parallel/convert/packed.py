@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyops.tensor_parallel.convert.heads import Heads
+from pyops.tensor_parallel.layers.layer_config import ColumnConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear
 
 __all__ = ["GroupedColumns"]
@@ -22,9 +23,10 @@ class GroupedColumns(ColumnParallelLinear):
     """A ColumnParallelLinear of (heads + 2 groups) * K outputs, laid out by groups; its results are
     packed again."""
 
-    def __init__(self, in_features: int, heads: Heads, **options: Any) -> None:
+    def __init__(self, in_features: int, heads: Heads, **where: Any) -> None:
         each = heads.H // heads.G + 2
-        super().__init__(in_features, each * heads.G * heads.K, unit=each * heads.K, **options)
+        config = ColumnConfig(unit=each * heads.K, seed=None)
+        super().__init__(in_features, each * heads.G * heads.K, config=config, **where)
         self.heads = heads
 
     def by_group(self, whole: Tensor) -> Tensor:

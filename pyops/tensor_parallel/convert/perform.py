@@ -121,7 +121,7 @@ def _swap(model: nn.Module, blueprint: Blueprint) -> None:
                 done[id(old)] = MultiheadAttention(
                     old,
                     blueprint.heads[name],
-                    group=blueprint.group,
+                    ranks=blueprint.ranks,
                     sequence_parallel=blueprint.shared_out(name) is not None,
                 )
         kept.append(old)

@@ -6,15 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
+from pyops.mesh import ALONE
 from pyops.tensor_parallel.convert.heads import Heads
 from pyops.tensor_parallel.convert.packed import GroupedColumns
-from pyops.tensor_parallel.functional.products import Plan
+from pyops.tensor_parallel.functional.products import ProductPlan
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
+from pyops.tensor_parallel.layers.layer_config import ColumnConfig, EmbeddingConfig, RowConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.torch_private import has_hooks
 
@@ -30,7 +31,7 @@ class Cut:
 
     name: str
     kind: str
-    group: dist.ProcessGroup | None
+    ranks: Ranks
     heads: Heads | None = None
     inside: bool = False
     sequence_parallel: bool = False
@@ -102,36 +103,43 @@ def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
     if cut.kind == "bias by head":
         return _bias_by_head(module, cut)
     out, size = _sizes(module)
-    shared: dict[str, Any] = {
+    unit, matrices, copies = _head_columns(module, cut)
+    where: dict[str, Any] = {
         "bias": module.bias is not None,
-        "group": cut.group,
+        "group": cut.ranks,
         "device": "meta",
         "dtype": module.weight.dtype,
-        "seed": None,
     }
     if cut.kind in ("rows", "head rows"):
-        unit, _, _ = _head_columns(module, cut)
         row = RowParallelLinear(
-            size, out, unit=unit, sequence_parallel=cut.sequence_parallel, **shared
+            size,
+            out,
+            config=RowConfig(unit=unit, seed=None),
+            sequence_parallel=cut.sequence_parallel,
+            **where,
         )
         return filled(row, module, tied)
-    unit, matrices, copies = _head_columns(module, cut)
+    # Within a region the sum over ranks is in the hook at its edge: the layer itself does none.
     if cut.kind == "packed columns" and cut.heads is not None and cut.heads.G < cut.heads.H:
-        layer: ColumnParallelLinear = GroupedColumns(size, cut.heads, **shared)
-        layer.plan = Plan(Ranks.of(None))
+        layer: ColumnParallelLinear = GroupedColumns(size, cut.heads, **where)
+        layer.plan = ProductPlan(Ranks.of(ALONE))
         return filled(layer, module, tied)
-    layer = ColumnParallelLinear(
-        size,
-        out // matrices,
+    config = ColumnConfig(
         unit=unit,
         copies=copies,
         stacked=matrices if cut.kind in ("packed columns", "gate and up") else 0,
         gather_output=cut.kind == "logits" and cut.gather_logits,
+        seed=None,
+    )
+    layer = ColumnParallelLinear(
+        size,
+        out // matrices,
+        config=config,
         sequence_parallel=cut.sequence_parallel,
-        **shared,
+        **where,
     )
     if cut.inside:
-        layer.plan = Plan(Ranks.of(None))  # the sum over ranks is in the Enter around it
+        layer.plan = ProductPlan(Ranks.of(ALONE))
     return filled(layer, module, tied)
 
 
@@ -219,11 +227,10 @@ def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
     layer = VocabParallelEmbedding(
         module.num_embeddings,
         module.embedding_dim,
-        padding_idx=module.padding_idx,
-        group=cut.group,
+        EmbeddingConfig(padding_idx=module.padding_idx, seed=None),
+        group=cut.ranks,
         device="meta",
         dtype=module.weight.dtype,
-        seed=None,
     )
     if _is_scaled(module):
         if isinstance(module.embed_scale, Tensor):
@@ -239,7 +246,7 @@ def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
 def _bias_by_head(module: nn.Module, cut: Cut) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     assert cut.heads is not None
-    ranks = Ranks.of(cut.group)
+    ranks = cut.ranks
     unit = cut.heads.unit // cut.heads.K
     place = Placement.cut(module.weight.shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=unit)
     module.placements = {"weight": place}  # type: ignore[assignment]

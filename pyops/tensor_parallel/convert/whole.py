@@ -8,20 +8,17 @@ rank 1  [3, 2 heads, D] --+--> [3, 4 heads, D]  -->  [3 * 4 heads, D]  -->  its 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.tensor_parallel.convert.packed import GroupedColumns
-from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["whole_state_dict"]
 
 
 @torch.no_grad()
-def whole_state_dict(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None
-) -> dict[str, Tensor]:
+def whole_state_dict(model: nn.Module, *, group: RanksLike = None) -> dict[str, Tensor]:
     """The state_dict of the model as it was before `parallelize(model, group=group)`, with today's
     values, on every rank.
 

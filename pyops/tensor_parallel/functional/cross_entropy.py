@@ -1,9 +1,9 @@
 """Cross entropy of logits whose vocabulary is cut over ranks: one collective of 12 bytes a token
 forward, none backward.
 
-    rank 0   logits [N, words 0 1 2]  --.                                   .--  gradient [N, words 0 1 2]
-                                         >-- statistics --> loss, the same --<
-    rank 1   logits [N, words 3 4 5]  --'                   on every rank   '--  gradient [N, words 3 4 5]
+    rank 0   logits [N, words 0 1 2] --.                               .-- gradient [N, words 0 1 2]
+                                        >-- statistics --> one loss --<
+    rank 1   logits [N, words 3 4 5] --'                               '-- gradient [N, words 3 4 5]
 
 (Shoeybi et al., 2019, section 3.) Smoothing and mean are over the whole vocabulary, whatever a rank
 holds of it.
@@ -12,10 +12,9 @@ holds of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.compression.refusal import mistake_of, refuse
@@ -27,53 +26,72 @@ from pyops.ops.layers.cross_entropy import (
     reduce_losses,
     row_losses,
 )
-from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.tensor_parallel.functional.vocabulary import Options, VocabularyPart
+from pyops.tensor_parallel.functional.keywords import refuse_keywords
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
+from pyops.tensor_parallel.functional.vocabulary import (
+    CrossEntropyConfig,
+    RowOptions,
+    VocabularyPart,
+)
 
 __all__ = ["refuse_together", "vocab_parallel_cross_entropy"]
+
+T = TypeVar("T")
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    first_column: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    group: RanksLike = None,
     reduction: str = "mean",
     in_place: bool = False,
+    config: CrossEntropyConfig | None = None,
+    **moved: NoReturn,
 ) -> Tensor:
-    """The loss of this rank's logits [..., C], its columns of the vocabulary, for targets int64
-    [...], the same on every rank.
+    """The cross entropy of logits of which each rank has its columns of the vocabulary.
 
-    vocab_size: the real number of words; ranks hold C columns each, in rank order, and those beyond
-    vocab_size are padding:
-        they don't count, whatever is in them, and their gradient is zero. By default C words on each rank.
-    first_column: this rank's first word, for ranks that hold different numbers of columns.
-    The other arguments, the result and its errors are those of
-    `pyops.ops.cross_entropy.cross_entropy`; the loss has the same bits on every rank. group: None
-    is one rank alone.
+    Communicates (N + 1) 12 bytes a rank for N targets, 16 with label smoothing, twice that for
+    float64; nothing in backward.
 
-    Communicates (N + 1) 12 bytes a rank, 16 with label smoothing, twice that for float64; nothing
-    in backward.
-    A rank's mistake is raised on all ranks: there ValueError or TypeError, on the others a
-    DisagreementError. So are parts that don't make up the vocabulary and targets or options that
-    differ. On CUDA, where nothing waits for the device, a wrong target makes the row's loss nan on
-    every rank, and different shapes are the backend's to notice.
+    Args:
+        logits: [..., C], this rank's columns, floating point.
+        targets: [...] int64, words of the whole vocabulary, the same on every rank.
+        group: see `RanksLike`.
+        reduction: "mean" over the targets that count, "sum", or "none" for losses [...].
+        in_place: backward writes the gradient over the logits, which must not be used afterwards.
+        config: see `CrossEntropyConfig`; None: its defaults.
+
+    Returns:
+        The loss in nats, fp32 (fp64 for fp64 logits), with the same bits on every rank.
+
+    Raises:
+        ValueError, TypeError: on the rank whose arguments are wrong, before anything is sent.
+        DisagreementError: on the other ranks then; on every rank where their parts do not make up
+            the vocabulary, or their targets or options differ. On CUDA, where nothing waits for the
+            device, a wrong target makes the row's loss nan on every rank, and different shapes are
+            the backend's to notice.
     """
+    if moved:
+        refuse_keywords("vocab_parallel_cross_entropy", moved, CrossEntropyConfig)
+    options = config or CrossEntropyConfig()
     ranks = Ranks.of(group)
 
     def check() -> VocabularyPart:
         check_options(
-            logits, targets, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction
+            logits,
+            targets,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
+            reduction=reduction,
         )
         part = VocabularyPart.of(
-            logits.shape[-1], ranks, vocab_size=vocab_size, first_column=first_column
+            logits.shape[-1],
+            ranks,
+            vocab_size=options.vocab_size,
+            first_column=options.first_column,
         )
-        check_targets(targets, ignore_index=ignore_index, vocab_size=part.vocab_size)
+        check_targets(targets, ignore_index=options.ignore_index, vocab_size=part.vocab_size)
         if in_place and logits.is_leaf and logits.requires_grad:
             raise ValueError(
                 "in_place=True would write a gradient over a leaf tensor; pass logits "
@@ -82,28 +100,26 @@ def vocab_parallel_cross_entropy(
         return part
 
     part = refuse_together(check, ranks, tensor=logits, what="vocab_parallel_cross_entropy")
-    options = Options(ignore_index, label_smoothing, z_loss)
     if ranks.size == 1 and part.vocab_size == logits.shape[-1]:
         return cross_entropy(
             logits,
             targets,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
+            ignore_index=options.ignore_index,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
             reduction=reduction,
             in_place=in_place,
         )
     rows = logits.reshape(targets.numel(), logits.shape[-1])
-    losses = _RowLosses.apply(
-        rows, targets.reshape(-1), part, options, in_place and not torch.compiler.is_compiling()
-    )
-    return reduce_losses(losses, targets, ignore_index=ignore_index, reduction=reduction)
+    overwrite = in_place and not torch.compiler.is_compiling()
+    losses = _RowLosses.apply(rows, targets.reshape(-1), part, options.row_options(), overwrite)
+    return reduce_losses(losses, targets, ignore_index=options.ignore_index, reduction=reduction)
 
 
-def refuse_together(check: Callable[[], Any], ranks: Ranks, *, tensor: Tensor, what: str) -> Any:
-    """What `check` returns; what it raises is told to the other ranks, which wait in the collective
-    that follows."""
-    found: list[Any] = []
+def refuse_together(check: Callable[[], T], ranks: Ranks, *, tensor: Tensor, what: str) -> T:
+    """What `check` returns; what it raises is raised on the other ranks too, which wait in the
+    collective that follows."""
+    found: list[T] = []
     mistake = mistake_of(lambda: found.append(check()))
     if mistake is not None:
         refuse(
@@ -125,7 +141,7 @@ class _RowLosses(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         part: VocabularyPart,
-        options: Options,
+        options: RowOptions,
         in_place: bool,
     ) -> Tensor:
         statistics = part.statistics(logits, targets, options)

@@ -1,7 +1,9 @@
 """Dropout by counters: which elements fall is a function of (seed, name, step) and of their place
 in the global batch.
 
-    counter of an element = its index in the tensor [rows of the global batch * T, D]       a rank needs its first one only
+    counter of an element = its index in the tensor [rows of the global batch * T, D]
+
+A rank needs the counter of its first element only.
 
 So the mask is the same on any layout of ranks, with sequence parallelism or without; it is drawn
 anew in backward and never stored. The bits are those of `pyops.random.dropout_mask`.
@@ -10,12 +12,12 @@ anew in backward and never stored. The bits are those of `pyops.random.dropout_m
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.ops.layers.dropout import bias_dropout_add, dropout_state
 from pyops.random import key_of
-from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.keywords import check_probability
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["Dropout", "set_dropout"]
 
@@ -36,12 +38,11 @@ class Dropout(nn.Module):
         p: float,
         *,
         width: int,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise ValueError(f"p is {p}; it is a probability, 0 or more and less than 1")
+        check_probability("p", p)
         self.p, self.width, self.ranks = p, width, Ranks.of(group)
         self.sequence_parallel = sequence_parallel and self.ranks.size > 1
         self.register_buffer("state", None, persistent=False)

@@ -4,20 +4,19 @@ each element once."""
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.buckets.grad_norm import clip_factor
 from pyops.comm.buckets.grad_norm import grad_norm as norm_over_groups
 from pyops.flat import Placement
 from pyops.ops.memory import require_memory
-from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
-__all__ = ["clip_grad_norm_", "finish_gradients", "grad_norm"]
+__all__ = ["clip_grad_norm_", "grad_norm", "sync_partial_grads"]
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+def sync_partial_grads(model: nn.Module, *, group: RanksLike = None) -> None:
     """Sum over the ranks the gradients that are parts: of norms and row biases under sequence
     parallelism, of copied heads.
 
@@ -59,11 +58,11 @@ def finish_gradients(model: nn.Module, *, group: dist.ProcessGroup | None = None
 
 
 @torch.no_grad()
-def grad_norm(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def grad_norm(model: nn.Module, *, group: RanksLike = None) -> Tensor:
     """The 2-norm of all gradients of the whole model, an fp64 scalar, the same on every rank; each
     element counts once.
 
-    A parameter that several ranks hold alike counts on the first of them. Call `finish_gradients`
+    A parameter that several ranks hold alike counts on the first of them. Call `sync_partial_grads`
     before.
     """
     ranks, placements = Ranks.of(group), Placement.of(model)
@@ -78,9 +77,7 @@ def grad_norm(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Te
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, group: RanksLike = None) -> Tensor:
     """Scale all gradients by max_norm / (norm + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_
     does; returns the norm."""
     norm = grad_norm(model, group=group)

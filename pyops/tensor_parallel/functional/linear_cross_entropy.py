@@ -1,9 +1,12 @@
 """A linear layer and its cross entropy in one: the logits exist for a chunk of tokens at a time,
 and so does their gradient.
 
-    hidden [N, H]   chunk 0 --> logits [n, C] --> losses, gradient over the logits --> d hidden of the chunk
-                    chunk 1                            |                          '--> d weight, d bias: added up in fp32
-                    ...                                '-- C is a part of the vocabulary? one small gather, see vocabulary.py
+    hidden [N, H]   chunk 0 --> logits [n, C] --> losses
+                    chunk 1                   --> gradient, --> d hidden of the chunk
+                    ...                           over them --> d weight, d bias, added up in fp32
+
+Where C is a part of the vocabulary, one small gather completes each chunk's losses, see
+vocabulary.py.
 
 For a sum or a mean the gradients are computed in the forward pass, as if the loss's own gradient
 were 1, and backward multiplies them by what it is: 6 N H V operations, no logits kept and none
@@ -17,10 +20,9 @@ weight's in 16 bits by default.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -34,12 +36,29 @@ from pyops.ops.layers.cross_entropy import (
     row_losses,
 )
 from pyops.tensor_parallel.functional.cross_entropy import refuse_together
-from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.tensor_parallel.functional.vocabulary import Options, VocabularyPart
+from pyops.tensor_parallel.functional.keywords import refuse_keywords
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
+from pyops.tensor_parallel.functional.vocabulary import (
+    CrossEntropyConfig,
+    RowOptions,
+    VocabularyPart,
+)
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["LinearCrossEntropyConfig", "linear_cross_entropy"]
 
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}  # of a chunk's logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropyConfig(CrossEntropyConfig):
+    """Options of `linear_cross_entropy`."""
+
+    chunk_tokens: int | None = None
+    """Number of tokens whose logits exist at a time; None: as many as fill 32 MiB on the CPU, 1 GiB
+    on CUDA. The loss does not depend on it but for the order of its sum."""
+    reduce_hidden: bool = True
+    """Sum the gradient of hidden over the ranks here, in fp32, while the weight's product is
+    computed. False leaves each rank its part, for a region operator before this that sums."""
 
 
 def linear_cross_entropy(
@@ -48,78 +67,79 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    first_column: int | None = None,
-    chunk_tokens: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    group: RanksLike = None,
     reduction: str = "mean",
-    reduce_hidden: bool = True,
+    config: LinearCrossEntropyConfig | None = None,
+    **moved: NoReturn,
 ) -> Tensor:
-    """vocab_parallel_cross_entropy(linear(hidden, weight, bias), targets) without ever holding the
-    logits.
+    """vocab_parallel_cross_entropy(linear(hidden, weight, bias), targets) without whole logits.
 
-    hidden [..., H], targets int64 [...], the same on every rank of `group`; weight [C, H] and bias
-    [C]: this rank's words, all of them by default. Logits are in the dtype of hidden, and under
-    autocast in its dtype; losses fp32 (float64 for float64). vocab_size, first_column: as in
-    `vocab_parallel_cross_entropy`; the options as in `pyops.ops.cross_entropy.cross_entropy`.
-    chunk_tokens: tokens whose logits exist at a time; by default as many as fill 32 MiB on the CPU,
-    1 GiB on CUDA. The loss
-        does not depend on it but for the order of its sum.
-    reduction: "none" gives losses [...]; its backward computes the logits again.
-    reduce_hidden: whether the gradient of hidden is summed over the ranks here, in fp32 and chunk
-    by chunk beside the weight's
-        product. False leaves each rank its part, for a region operator before this that sums.
+    The gradients of weight and bias are added up in fp32; where the weight has an fp32 `main_grad`,
+    its gradient is added to that, and weight.grad stays None. Gradients of what does not require
+    any, or under no_grad, are not computed. Peak memory beside the gradients themselves: one
+    chunk's logits. Communicates 12 bytes a token, as `vocab_parallel_cross_entropy`, and the
+    gradient of hidden.
 
-    The weight's and bias's gradients are added up in fp32; where the weight has an fp32
-    `main_grad`, its gradient is added to that, and weight.grad stays None. Gradients of what does
-    not require any, or under no_grad, are not computed.
-    Peak memory beside the gradients themselves: one chunk's logits. Communicates 12 bytes a token,
-    as `vocab_parallel_cross_entropy`, and the gradient of hidden. Errors are those of that
-    function.
+    Args:
+        hidden: [..., H], the same on every rank.
+        weight: [C, H], this rank's words, of the dtype of hidden unless under autocast.
+        targets: [...] int64, words of the whole vocabulary, the same on every rank.
+        bias: [C], or None.
+        group: see `RanksLike`.
+        reduction: "mean" over the targets that count, "sum", or "none" for losses [...], whose
+            backward computes the logits again.
+        config: see `LinearCrossEntropyConfig`; None: its defaults.
+
+    Returns:
+        The loss in nats, fp32 (fp64 for fp64 hidden), with the same bits on every rank.
+
+    Raises:
+        ValueError, TypeError, DisagreementError: as `vocab_parallel_cross_entropy`.
     """
-    ranks = Ranks.of(group)
+    if moved:
+        refuse_keywords("linear_cross_entropy", moved, LinearCrossEntropyConfig)
+    ranks, options = Ranks.of(group), config or LinearCrossEntropyConfig()
 
     def check() -> VocabularyPart:
         check_options(
             hidden,
             targets,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
+            label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss,
             reduction=reduction,
             what="hidden",
         )
         _check_weight(hidden, weight, bias)
-        if chunk_tokens is not None and chunk_tokens < 1:
+        if options.chunk_tokens is not None and options.chunk_tokens < 1:
             raise ValueError(
-                f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default"
+                f"chunk_tokens is {options.chunk_tokens}; give 1 or more, or None for the default"
             )
         part = VocabularyPart.of(
-            len(weight), ranks, vocab_size=vocab_size, first_column=first_column
+            len(weight), ranks, vocab_size=options.vocab_size, first_column=options.first_column
         )
-        check_targets(targets, ignore_index=ignore_index, vocab_size=part.vocab_size)
+        check_targets(targets, ignore_index=options.ignore_index, vocab_size=part.vocab_size)
         return part
 
     part = refuse_together(check, ranks, tensor=hidden, what="linear_cross_entropy")
     x, w, b = _cast(hidden, weight, bias)
-    plan = _Plan(
+    chunks = _Chunks(
         part,
-        Options(ignore_index, label_smoothing, z_loss),
-        _chunk(x, part, chunk_tokens),
-        reduce_hidden and ranks.size > 1,
-        torch.is_grad_enabled(),
+        options.row_options(),
+        _chunk_size(x, part, options.chunk_tokens),
+        reduce_hidden=options.reduce_hidden and ranks.size > 1,
+        with_gradients=torch.is_grad_enabled(),
     )
     rows, words = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     main_grad = getattr(weight, "main_grad", None)
     if reduction == "none":
-        losses = _LossOfEach.apply(rows, w, b, words, plan, main_grad)
-        return reduce_losses(losses, targets, ignore_index=ignore_index, reduction=reduction)
-    total = _LossOfAll.apply(rows, w, b, words, plan, main_grad)
+        losses = _LossOfEach.apply(rows, w, b, words, chunks, main_grad)
+        return reduce_losses(
+            losses, targets, ignore_index=options.ignore_index, reduction=reduction
+        )
+    total: Tensor = _LossOfAll.apply(rows, w, b, words, chunks, main_grad)
     if reduction == "sum":
         return total
-    count = (words != ignore_index).sum()
+    count = (words != options.ignore_index).sum()
     # The mean of nothing is nan, and its gradient zero: dividing by zero would make it nan too.
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
@@ -155,7 +175,7 @@ def _cast(
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _chunk(x: Tensor, part: VocabularyPart, chunk_tokens: int | None) -> int:
+def _chunk_size(x: Tensor, part: VocabularyPart, chunk_tokens: int | None) -> int:
     """Tokens of a chunk, the same on every rank, whatever part of the vocabulary each holds; the
     last one may be shorter."""
     tokens = max(1, x.shape[:-1].numel())
@@ -168,15 +188,18 @@ def _chunk(x: Tensor, part: VocabularyPart, chunk_tokens: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Chunks:
+    """The chunks of tokens, and what is computed of the logits of one."""
+
     part: VocabularyPart
-    options: Options
-    chunk: int
-    sums_hidden: bool
-    trains: bool
+    options: RowOptions
+    size: int
+    reduce_hidden: bool
+    with_gradients: bool
 
     def spans(self, tokens: int) -> list[tuple[int, int]]:
-        return [(start, min(start + self.chunk, tokens)) for start in range(0, tokens, self.chunk)]
+        """(start, stop) of each chunk."""
+        return [(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size)]
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """losses [n], maxima [n], coefficients [n, 3]."""
@@ -194,7 +217,7 @@ class _Plan:
     def gradient_(
         self, logits: Tensor, targets: Tensor, maxima: Tensor, coefficients: Tensor
     ) -> None:
-        """The gradient over the logits."""
+        """Writes the gradient over the logits [n, C]."""
         cross_entropy_gradient(
             logits,
             targets,
@@ -208,27 +231,29 @@ class _Plan:
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias as they add up over chunks; None of what needs
-    none."""
+    """The gradients of hidden, weight and bias as they add up over chunks; None for a tensor that
+    requires none."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...], plan: _Plan) -> None:
+    def __init__(
+        self, rows: Tensor, weight: Tensor, needs: tuple[bool, ...], chunks: _Chunks
+    ) -> None:
         self.wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        self.rows, self.matrix, self.ranks = rows, weight, plan.part.ranks
+        self.rows, self.matrix, self.ranks = rows, weight, chunks.part.ranks
         self.hidden = (
             torch.empty_like(rows, memory_format=torch.contiguous_format) if needs[0] else None
         )
         self.weight, self.needs_weight = None, needs[1]
         self.bias = weight.new_zeros(len(weight), dtype=self.wide) if needs[2] else None
-        self.sums = plan.sums_hidden
-        self.on_its_way: tuple[Work, Tensor] | None = None
+        self.reduce_hidden = chunks.reduce_hidden
+        self.pending: tuple[Work, Tensor] | None = None
 
     def add(self, start: int, stop: int, dz: Tensor) -> None:
-        """A chunk's share, from the gradient of its logits; the ranks' sum travels while the
-        weight's product is computed."""
+        """Adds a chunk's share, of the gradient dz [n, C] of its logits; the ranks' sum of hidden's
+        is communicated while the weight's product is computed."""
         if self.hidden is not None:
             self._add_hidden(self.hidden[start:stop], dz)
         if self.needs_weight:
@@ -237,7 +262,7 @@ class _Gradients:
             self.bias += dz.sum(0, dtype=self.bias.dtype)
 
     def _add_hidden(self, out: Tensor, dz: Tensor) -> None:
-        if not self.sums:
+        if not self.reduce_hidden:
             torch.mm(dz, self.matrix, out=out)
             return
         self.finish()
@@ -246,11 +271,10 @@ class _Gradients:
             product = torch.mm(dz, self.matrix, out_dtype=torch.float32)
         else:
             product = dz.float() @ self.matrix.float() if sixteen else dz @ self.matrix
-        self.on_its_way = self.ranks.sum_(product, async_op=True), out
+        self.pending = self.ranks.sum_(product, async_op=True), out
 
     def _add_weight(self, dz: Tensor, rows: Tensor) -> None:
-        """The first chunk's product is written, not added to zeros: 12 bytes of each weight
-        less."""
+        # The first chunk's product is written, not added to zeros: 12 bytes of each weight less.
         if self.weight is None and dz.dtype == self.wide:
             self.weight = dz.t() @ rows
         elif self.weight is None and dz.is_cuda:
@@ -263,17 +287,17 @@ class _Gradients:
         return torch.zeros_like(self.matrix, dtype=self.wide, memory_format=torch.contiguous_format)
 
     def finish(self) -> None:
-        """Wait for the sum that is on its way; without tokens, nothing was added to the
-        weight's."""
+        """Waits for the sum that is pending. Without tokens, nothing was added to the weight's
+        gradient: it is zero."""
         if self.needs_weight and self.weight is None:
             self.weight = self._zeros()
-        if self.on_its_way is not None:
-            work, out = self.on_its_way
+        if self.pending is not None:
+            work, out = self.pending
             out.copy_(work.wait())
-            self.on_its_way = None
+            self.pending = None
 
 
-def _handed_over(
+def _in_parameter_dtype(
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -303,23 +327,22 @@ class _LossOfAll(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        plan: _Plan,
+        chunks: _Chunks,
         main_grad: Tensor | None,
     ) -> Tensor:
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        needs = tuple(need and plan.trains for need in ctx.needs_input_grad[:3])
+        needs = tuple(need and chunks.with_gradients for need in ctx.needs_input_grad[:3])
         total = rows.new_zeros((), dtype=wide)
-        gradients = _Gradients(rows, weight, needs, plan)
+        gradients = _Gradients(rows, weight, needs, chunks)
         with torch.autocast(rows.device.type, enabled=False):
-            for start, stop in plan.spans(len(rows)):
+            for start, stop in chunks.spans(len(rows)):
                 words = targets[start:stop]
                 logits = functional.linear(rows[start:stop], weight, bias)
-                losses, maxima, coefficients = plan.losses(logits, words)
-                total = (
-                    total + losses.sum()
-                )  # in place, torch.compile of torch 2.11 loses its gradient
+                losses, maxima, coefficients = chunks.losses(logits, words)
+                # Not in place: torch.compile of torch 2.11 would lose the gradient of total.
+                total = total + losses.sum()
                 if any(needs):
-                    plan.gradient_(logits, words, maxima, coefficients)
+                    chunks.gradient_(logits, words, maxima, coefficients)
                     gradients.add(start, stop, logits)
                 del logits  # before the next chunk's are made
             gradients.finish()
@@ -340,7 +363,7 @@ class _LossOfAll(torch.autograd.Function):
         elif weight is not None:
             weight = _scale_(weight, grads[0])
         return (
-            *_handed_over(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad),
+            *_in_parameter_dtype(hidden, weight, bias, dtype=ctx.dtype, main_grad=ctx.main_grad),
             None,
             None,
             None,
@@ -362,14 +385,14 @@ class _LossOfEach(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        plan: _Plan,
+        chunks: _Chunks,
         main_grad: Tensor | None,
     ) -> Tensor:
         found = []
         with torch.autocast(rows.device.type, enabled=False):
-            for start, stop in plan.spans(len(rows)):
+            for start, stop in chunks.spans(len(rows)):
                 logits = functional.linear(rows[start:stop], weight, bias)
-                found.append(plan.losses(logits, targets[start:stop]))
+                found.append(chunks.losses(logits, targets[start:stop]))
                 del logits
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         none = (
@@ -381,22 +404,28 @@ class _LossOfEach(torch.autograd.Function):
             torch.cat(parts) for parts in zip(*found or [none], strict=True)
         )
         ctx.save_for_backward(rows, weight, bias, targets, maxima, coefficients)
-        ctx.plan, ctx.main_grad = plan, main_grad
+        ctx.chunks, ctx.main_grad = chunks, main_grad
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weight, bias, targets, maxima, coefficients = ctx.saved_tensors
         coefficients = coefficients * grads[0][:, None]
-        gradients = _Gradients(rows, weight, ctx.needs_input_grad[:3], ctx.plan)
+        gradients = _Gradients(rows, weight, ctx.needs_input_grad[:3], ctx.chunks)
         with torch.autocast(rows.device.type, enabled=False):
-            for start, stop in ctx.plan.spans(len(rows)):
+            for start, stop in ctx.chunks.spans(len(rows)):
                 logits = functional.linear(rows[start:stop], weight, bias)
-                ctx.plan.gradient_(
+                ctx.chunks.gradient_(
                     logits, targets[start:stop], maxima[start:stop], coefficients[start:stop]
                 )
                 gradients.add(start, stop, logits)
                 del logits
             gradients.finish()
-        found = (gradients.hidden, gradients.weight, gradients.bias)
-        return *_handed_over(*found, dtype=weight.dtype, main_grad=ctx.main_grad), None, None, None
+        found = _in_parameter_dtype(
+            gradients.hidden,
+            gradients.weight,
+            gradients.bias,
+            dtype=weight.dtype,
+            main_grad=ctx.main_grad,
+        )
+        return *found, None, None, None

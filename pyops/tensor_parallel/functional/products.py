@@ -33,13 +33,13 @@ from pyops.deferred import is_marked, weight_gradient
 from pyops.tensor_parallel.functional import symmetric
 from pyops.tensor_parallel.functional.ranks import Ranks, pad_rows
 
-__all__ = ["Plan", "column_products", "row_product"]
+__all__ = ["ProductPlan", "column_products", "row_product"]
 
 REDUCE = ("fp32", "native")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """How a layer's products are shared out. reduce: "fp32" or "native"."""
 
     ranks: Ranks
@@ -57,7 +57,7 @@ class Plan:
 
 
 def column_products(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: Plan
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], plan: ProductPlan
 ) -> tuple[Tensor, ...]:
     """x W^T + b for each weight [.., in], its leading dims flattened: one gather of x and one sum
     of dx for all of them.
@@ -75,7 +75,7 @@ def column_products(
     return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPlan) -> Tensor:
     """The ranks' sum of x W^T, and then + b. x: [..., in / ranks], weight [out, in / ranks].
 
     The result is [..., out] on every rank; under sequence parallelism x is [N, in / ranks] and the
@@ -122,7 +122,7 @@ def _vector(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.dim() == 1 else bias.flatten()
 
 
-def _part_of_sum(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+def _part_of_sum(a: Tensor, b: Tensor, plan: ProductPlan) -> Tensor:
     """a b, in the dtype in which it is summed over ranks. a: [rows, k], b: [k, columns]."""
     if plan.sums_as_is(a) or plan.ranks.size == 1:
         return a @ b
@@ -143,7 +143,7 @@ def _bias_gradient(marked: Tensor | None, weight: Tensor, dy: Tensor) -> Tensor 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: ProductPlan, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         n, dtype = len(rest) // 2, _autocast_dtype(x)
         ctx.plan, ctx.shape, ctx.dtype, ctx.marked = plan, x.shape, x.dtype, _marked(rest)
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2 : 2 + n]) else None, *rest[:n])
@@ -210,7 +210,9 @@ class _Column(torch.autograd.Function):
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, plan: ProductPlan, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         dtype = _autocast_dtype(x)
         ctx.plan, ctx.shape, ctx.marked = plan, x.shape, _marked((weight, bias))
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight)

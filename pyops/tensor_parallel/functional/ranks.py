@@ -1,14 +1,16 @@
 """The ranks that share a layer: a process group, this rank's place in it, and the few collectives
 that layers call.
 
-A group of None is one rank alone: nothing is communicated, and nothing needs torch.distributed.
+    Ranks.of(None)               the default process group, or one rank where there is none
+    Ranks.of(pyops.mesh.ALONE)   this rank alone, whatever runs beside it: nothing is communicated
+    Ranks.of(mesh)               the tensor-parallel group of a pyops.mesh.Mesh
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, Union
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,64 +18,78 @@ from torch import Tensor, nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather, all_reduce, reduce_scatter
 from pyops.comm.collectives.work import Work
-from pyops.mesh import check_initialized
+from pyops.mesh import ALONE, Alone, Mesh, ProcessGroupLike, resolve
 
-__all__ = ["Ranks", "pad_rows"]
+__all__ = ["Ranks", "RanksLike", "pad_rows"]
+
+RanksLike: TypeAlias = Union[ProcessGroupLike, Mesh, "Ranks"]
+"""What a parameter `group` of a tensor-parallel layer or function takes: a process group that this
+rank is in; a Mesh, for its tp group; None for the default process group, or one rank where
+torch.distributed is not initialized; `pyops.mesh.ALONE` for this rank alone; Ranks as they are."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `size` ranks of `group`; of one rank without a group. Use `Ranks.of`."""
+    """`rank` of `size` ranks of `group`. Make one by `Ranks.of`."""
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | Alone
+    """The process group; ALONE for one rank, so that it can be passed on as it is."""
     rank: int
+    """This rank's number within the group."""
     size: int
+    """How many ranks the group has."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
-        """ValueError where `group` is not a process group that this rank is in, or None and the
-        ranks were never joined.
+    def of(cls, group: RanksLike) -> Ranks:
+        """The ranks that an argument `group` means, see `RanksLike`.
 
-        A virtual group is ranks already.
+        Raises:
+            TypeError: `group` is something else, or no process group that this rank is in.
+            ValueError: `group` is None, and this process was started as one rank of several that
+                have not called init_process_group.
         """
-        if group is None:
-            check_initialized("a layer or function of pyops.tensor_parallel")
-            return cls(None, 0, 1)
         if isinstance(group, Ranks):
             return group
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                "group must be a process group that this rank is in, or None for one "
-                f"rank alone; got {group!r}"
-            )
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        if isinstance(group, Mesh):
+            group = group.group("tp") or ALONE
+        found = resolve(group, "a layer or function of pyops.tensor_parallel")
+        if found is None:
+            return cls(ALONE, 0, 1)
+        return cls(found, dist.get_rank(found), dist.get_world_size(found))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # a copy of a layer talks to the same ranks
+        return self  # a copy of a layer communicates with the same ranks
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group as torch knows it; only for more than one rank."""
+        assert isinstance(self.group, dist.ProcessGroup)
+        return self.group
 
     @property
     def communicator(self) -> Communicator:
-        return Communicator.of(self.group)
+        """What collectives of the group need; only for more than one rank."""
+        return Communicator.of(self.process_group)
 
     def sum_(self, x: Tensor, *, async_op: bool = False) -> Work:
         """x becomes the ranks' sum, in place."""
         if self.size == 1:
             return Work(x)
-        found = all_reduce(x, group=self.group, async_op=async_op)
+        found = all_reduce(x, group=self.process_group, async_op=async_op)
         return found if async_op else Work(found)
 
     def gather(self, x: Tensor, *, async_op: bool = False) -> Work:
         """[n, ...] -> [ranks * n, ...]."""
         if self.size == 1:
             return Work(x)
-        found = all_gather(x, group=self.group, async_op=async_op)
+        found = all_gather(x, group=self.process_group, async_op=async_op)
         return found if async_op else Work(found)
 
     def reduce_scatter(self, x: Tensor, *, async_op: bool = False) -> Work:
         """[ranks * n, ...] -> this rank's [n, ...] of the ranks' sum. x is left as it is."""
         if self.size == 1:
             return Work(x)
-        found = reduce_scatter(x, group=self.group, async_op=async_op)
+        found = reduce_scatter(x, group=self.process_group, async_op=async_op)
         return found if async_op else Work(found)
 
     def rows_each(self, rows: int) -> int:

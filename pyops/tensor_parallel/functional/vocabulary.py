@@ -1,9 +1,11 @@
 """A rank's columns of the vocabulary, and the statistics of whole rows from those of each rank's
 part, in one collective.
 
-    rank 0   words 0 1 2        (m_0, sum of exp(z - m_0), target's logit or 0)  --.
-    rank 1   words 3 4 5        (m_1, ...)                                       --+-- gather --> m = max m_r
-    rank 2   word  6, padding   (m_2, ...)                                       --'        sum = sum_r of sum_r exp(m_r - m)
+    rank 0   words 0 1 2       (m_0, sum of exp(z - m_0), target's logit or 0)  --.
+    rank 1   words 3 4 5       (m_1, ...)                                       --+-- gather
+    rank 2   word  6, padding  (m_2, ...)                                       --'
+
+    m = max of m_r,  sum = sum over r of sum_r exp(m_r - m)
 
 12 bytes a token go round (16 with label smoothing, twice that in float64), and as many once more,
 which say what each rank holds and was asked: the first column, their number, and a check sum of
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +26,44 @@ from pyops.comm.failure import DisagreementError
 from pyops.ops.layers.cross_entropy import cross_entropy_statistics
 from pyops.tensor_parallel.functional.ranks import Ranks
 
-__all__ = ["Options", "VocabularyPart"]
+__all__ = ["CrossEntropyConfig", "RowOptions", "VocabularyPart"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a row's loss depends on beside its logits; see
-    `pyops.ops.cross_entropy.cross_entropy`."""
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyConfig:
+    """Options of a cross entropy whose vocabulary is cut over ranks; the same on every rank but for
+    `first_column`."""
 
     ignore_index: int = -100
+    """A target that does not count."""
     label_smoothing: float = 0.0
+    """Weight of the uniform distribution over the vocabulary that is mixed into each target."""
     z_loss: float = 0.0
+    """Weight of the square of log(sum exp logits), which is added to each row's loss (PaLM;
+    Chowdhery et al., 2022, section 5)."""
+    vocab_size: int | None = None
+    """Number of words of the whole vocabulary; None: the ranks' columns together."""
+    first_column: int | None = None
+    """The first word of this rank's columns, where ranks have different numbers of columns; give
+    `vocab_size` as well. None: every rank has as many columns, one rank's after the other's."""
+
+    def row_options(self) -> RowOptions:
+        """What the loss of a row depends on beside its logits and target."""
+        return RowOptions(self.ignore_index, self.label_smoothing, self.z_loss)
+
+
+class RowOptions(NamedTuple):
+    """What the loss of a row depends on beside its logits and target."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
     """This rank's columns [0, columns) are words first_column, first_column + 1, ... of vocab_size;
-    the others are padding."""
+    the columns behind them are padding."""
 
     ranks: Ranks
     first_column: int
@@ -50,8 +74,12 @@ class VocabularyPart:
     def of(
         cls, width: int, ranks: Ranks, *, vocab_size: int | None, first_column: int | None
     ) -> VocabularyPart:
-        """ValueError when `width` columns on each rank don't hold the vocabulary, or when an uneven
-        part is not told whole."""
+        """This rank's part of the vocabulary, of `width` columns; see `CrossEntropyConfig`.
+
+        Raises:
+            ValueError: `width` columns on each rank do not hold the vocabulary, or `first_column`
+                is given without `vocab_size`.
+        """
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size is {vocab_size}; it must be 1 or more")
         if first_column is None:
@@ -66,8 +94,8 @@ class VocabularyPart:
             return cls(ranks, start, min(width, words - start), words)
         if vocab_size is None:
             raise ValueError(
-                "first_column says where this rank's columns begin; give vocab_size, "
-                "where they end, as well"
+                f"first_column is {first_column} and vocab_size is None; give the number of words "
+                "of the whole vocabulary as vocab_size"
             )
         if not 0 <= first_column <= vocab_size:
             raise ValueError(
@@ -75,13 +103,22 @@ class VocabularyPart:
             )
         return cls(ranks, first_column, min(width, vocab_size - first_column), vocab_size)
 
-    def statistics(self, logits: Tensor, targets: Tensor, options: Options) -> Tensor:
-        """[N, 3], or 4 with label smoothing, of whole rows: as `cross_entropy_statistics` gives
-        them for a whole vocabulary.
+    def statistics(self, logits: Tensor, targets: Tensor, options: RowOptions) -> Tensor:
+        """The statistics of whole rows, as `cross_entropy_statistics` gives them for a whole
+        vocabulary.
 
-        logits: this rank's [N, C], targets [N]. DisagreementError, on every rank, when ranks hold
-        parts that don't make up the vocabulary, or have other targets or options (CPU tensors;
-        nothing waits for a CUDA device).
+        Args:
+            logits: [N, C], this rank's columns.
+            targets: [N] int64, the same on every rank.
+            options: see `RowOptions`.
+
+        Returns:
+            [N, 3], or [N, 4] with label smoothing, fp32 (fp64 for fp64 logits).
+
+        Raises:
+            DisagreementError: on every rank, where the ranks' parts do not make up the vocabulary,
+                or their targets or options differ. Only for CPU tensors: nothing waits for a CUDA
+                device.
         """
         with_sum = options.label_smoothing > 0
 
@@ -100,25 +137,26 @@ class VocabularyPart:
             return local(None)
         rows = len(logits)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        mine = logits.new_zeros(rows + 1, 4 if with_sum else 3, dtype=wide)
-        local(mine[:rows])
-        mine[rows, 0] = self.first_column
-        mine[rows, 1] = self.columns
+        own = logits.new_zeros(rows + 1, 4 if with_sum else 3, dtype=wide)
+        local(own[:rows])
+        own[rows, 0] = self.first_column
+        own[rows, 1] = self.columns
         if not logits.is_cuda:
-            mine[rows, 2] = self._check_sum(targets, options)
-        parts = self.ranks.gather(mine).wait().view(self.ranks.size, rows + 1, -1)
+            own[rows, 2] = self._check_sum(targets, options)
+        parts = self.ranks.gather(own).wait().view(self.ranks.size, rows + 1, -1)
         if not logits.is_cuda:
             self._agree(parts[:, rows])
         return _merged(parts[:, :rows], parts[:, rows, 1])
 
-    def _check_sum(self, targets: Tensor, options: Options) -> int:
+    def _check_sum(self, targets: Tensor, options: RowOptions) -> int:
         """24 bits, which a float32 holds exactly."""
         asked = zlib.crc32(repr((options, self.vocab_size)).encode())
         return zlib.crc32(targets.contiguous().view(torch.uint8).numpy().data, asked) >> 8
 
-    def _agree(self, said: Tensor) -> None:
-        """said [ranks, 3 or 4]: first column, columns, check sum."""
-        table = [[int(number) for number in row[:3]] for row in said.tolist()]
+    def _agree(self, notes: Tensor) -> None:
+        """DisagreementError unless the ranks compute one loss; notes [ranks, 3 or 4]: first column,
+        number of columns, check sum of targets and options."""
+        table = [[int(number) for number in row[:3]] for row in notes.tolist()]
         begins = 0
         for rank, (first, columns, check) in enumerate(table):
             if first != begins:

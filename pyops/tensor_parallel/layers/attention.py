@@ -1,17 +1,19 @@
 """Multi-head attention cut over ranks by heads: one sum over ranks forward, one backward.
 
-    x --> q k v of own heads (columns) --> softmax(q k^T scale + bias) v --> output (rows) --> sum, + bias
+    x --> q k v of own heads (columns) --> softmax(q k^T scale + bias) v
+      --> output (rows) --> sum, + bias
 
 How the weights lie, for H heads of width K in G groups that share keys and values:
 
     self-attention, G = H      qkv.weight [H 3 K, D]      rows (head; query, key, value; K)
     self-attention, G < H      q.weight   [H K, D]        rows (head; K), and
-    and cross-attention        kv.weight  [G 2 K, D]      rows (group; key, value; K), from the memory in cross-attention
+    and cross-attention        kv.weight  [G 2 K, D]      rows (group; key, value; K), applied
+                                                          to the memory in cross-attention
     output.weight              [D, H K]                   columns (head; K)
 
 All are cut by whole groups. Where there are fewer groups than ranks, each group's key and value are
 on ranks / G ranks, which share out its heads; each has a part of the gradient of kv, as its
-placement says, that `finish_gradients` sums. Where the ranks do not divide the groups, the last
+placement says, that `sync_partial_grads` sums. Where the ranks do not divide the groups, the last
 ranks' are padded: a head of zeros adds nothing and learns nothing.
 """
 
@@ -19,26 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.ops.layers.dropout import dropout_state
-from pyops.ops.layers.rotary import rotary as turned
+from pyops.ops.layers.rotary import rotary as turn
+from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
 from pyops.tensor_parallel.functional.products import column_products
-from pyops.tensor_parallel.functional.ranks import Ranks
-from pyops.tensor_parallel.functional.scores import Core
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
+from pyops.tensor_parallel.functional.scores import Core, ScoreDropout
+from pyops.tensor_parallel.layers.layer_config import AttentionConfig, ColumnConfig, RowConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.tensor_parallel.layers.past import Past
 
 __all__ = ["ParallelAttention", "check_heads"]
 
-TRIED, LISTED = (
-    4096,
-    32,
-)  # sizes that a message looks at, and that it names, however many heads were asked for
+TRIED = 4096  # sizes that a message looks at, however many heads were asked for
+LISTED = 32  # sizes that it names
 
 Shape = tuple[int, int]
 
@@ -47,16 +48,20 @@ class ParallelAttention(nn.Module):
     """x [B, T, dim] -> [B, T, dim]; under sequence parallelism this rank's rows [n, dim] of the B T
     tokens to the same.
 
-    num_kv_heads: G, by default num_heads. head_dim: K, by default dim / num_heads. scale: by
-    default K^-1/2. bias: of q, k and v; out_bias: of the output, by default the same. cross: keys
-    and values come from `memory` of width memory_dim (dim). causal: a token sees itself and those
-    before it. dropout: of the attention probabilities, in training, by counters (see
-    pyops.tensor_parallel.functional.dropout). interleaved: rotary turns neighbours (0, 1), (2, 3),
-    ... instead of halves. skip_bias: returns (y without the output's bias, bias or None). out_std:
-    deviation of output.weight, by default std. The rest as in ColumnParallelLinear.
+    Args:
+        dim: D, the width of x.
+        num_heads: H, the number of heads of queries.
+        config: see `AttentionConfig`; None: its defaults.
+        group: the ranks that share the heads, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether tokens are cut over the ranks outside of the layer.
+        device: of the parameters.
+        dtype: of the parameters.
 
-    ValueError, naming the sizes that do: heads that are not whole groups, fewer heads than ranks,
-    groups that can't be shared.
+    Raises:
+        ValueError: heads that are not whole groups, that are fewer than the ranks, or whose groups
+            the ranks can't share (with the sizes that can); causal cross-attention; a dropout that
+            is no probability.
+        TypeError: `group` is no group that this rank is in.
     """
 
     state: Tensor | None
@@ -68,101 +73,86 @@ class ParallelAttention(nn.Module):
         self,
         dim: int,
         num_heads: int,
+        config: AttentionConfig | None = None,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = False,
-        cross: bool = False,
-        memory_dim: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        interleaved: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
-        skip_bias: bool = False,
-        reduce: str = "fp32",
-        overlap: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        seed: int | None = 0,
-        name: str = "",
-        std: float = 0.02,
-        out_std: float | None = None,
+        **moved: NoReturn,
     ) -> None:
         super().__init__()
-        G = num_heads if num_kv_heads is None else num_kv_heads
+        if moved:
+            refuse_keywords("ParallelAttention", moved, AttentionConfig)
+        config = config or AttentionConfig()
+        G = num_heads if config.num_kv_heads is None else config.num_kv_heads
         ranks = Ranks.of(group)
-        _check(dim, num_heads, G, head_dim, ranks.size)
-        if causal and cross:
+        _check(dim, num_heads, G, config.head_dim, ranks.size)
+        if config.causal and config.cross:
             raise ValueError(
                 "causal=True has no meaning for cross-attention, whose memory has no "
                 "order with x; pass a mask"
             )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(
-                f"dropout is {dropout}; it is a probability, 0 or more and less than 1"
-            )
-        K = dim // num_heads if head_dim is None else head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim, self.per_group = (
-            num_heads,
-            G,
-            K,
-            num_heads // G,
-        )
-        self.scale, self.causal, self.cross = K**-0.5 if scale is None else scale, causal, cross
-        self.dropout, self.interleaved, self.ranks = dropout, interleaved, ranks
+        check_probability("dropout", config.dropout)
+        K = dim // num_heads if config.head_dim is None else config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, G, K
+        self.per_group = num_heads // G
+        self.scale = K**-0.5 if config.scale is None else config.scale
+        self.causal, self.cross = config.causal, config.cross
+        self.dropout, self.interleaved, self.ranks = config.dropout, config.interleaved, ranks
         self.copies = max(1, ranks.size // G)
-        shared: dict[str, Any] = {
-            "group": group,
+        self.merged = not config.cross and self.per_group == 1
+        where: dict[str, Any] = {
+            "group": ranks,
             "sequence_parallel": sequence_parallel,
-            "reduce": reduce,
-            "overlap": overlap,
             "device": device,
             "dtype": dtype,
-            "seed": seed,
         }
-        at = name + "." if name else ""
-        unit = K if self.copies > 1 else self.per_group * K
-        self.merged = not cross and self.per_group == 1
-        if self.merged:
-            self.qkv = ColumnParallelLinear(
-                dim, G * 3 * K, unit=3 * K, bias=bias, name=at + "qkv", std=std, **shared
-            )
-        else:
-            inner = memory_dim if cross and memory_dim is not None else dim
-            self.q = ColumnParallelLinear(
-                dim, num_heads * K, unit=unit, bias=bias, name=at + "q", std=std, **shared
-            )
-            self.kv = ColumnParallelLinear(
-                inner,
-                G * 2 * K,
-                unit=2 * K,
-                copies=self.copies,
-                bias=bias,
-                name=at + "kv",
-                std=std,
-                **shared,
-            )
-        self.output = RowParallelLinear(
-            num_heads * K,
-            dim,
-            unit=unit,
-            skip_bias=skip_bias,
-            bias=bias if out_bias is None else out_bias,
-            name=at + "output",
-            std=std if out_std is None else out_std,
-            **shared,
-        )
+        self._make_projections(dim, config, where)
         self.core = Core()
         self.plan = self.output.plan
         place = self.output.placements["weight"]
         self.first_head, self.local_heads = place.start // K, place.length // K
         self.register_buffer("state", None, persistent=False)
 
+    def _make_projections(self, dim: int, config: AttentionConfig, where: dict[str, Any]) -> None:
+        """The linear layers; where: their group, device and dtype."""
+        H, G, K = self.num_heads, self.num_kv_heads, self.head_dim
+        # Where ranks share a group, its heads are dealt out one by one.
+        unit = K if self.copies > 1 else self.per_group * K
+        prefix = config.name + "." if config.name else ""
+        shared: dict[str, Any] = {
+            "reduce": config.reduce,
+            "overlap": config.overlap,
+            "seed": config.seed,
+        }
+
+        def columns(
+            size: int, out: int, name: str, *, unit: int, copies: int = 1
+        ) -> ColumnParallelLinear:
+            column = ColumnConfig(
+                name=prefix + name, std=config.std, unit=unit, copies=copies, **shared
+            )
+            return ColumnParallelLinear(size, out, bias=config.bias, config=column, **where)
+
+        if self.merged:
+            self.qkv = columns(dim, G * 3 * K, "qkv", unit=3 * K)
+        else:
+            inner = dim if not config.cross or config.memory_dim is None else config.memory_dim
+            self.q = columns(dim, H * K, "q", unit=unit)
+            self.kv = columns(inner, G * 2 * K, "kv", unit=2 * K, copies=self.copies)
+        output = RowConfig(
+            unit=unit,
+            skip_bias=config.skip_bias,
+            name=prefix + "output",
+            std=config.std if config.out_std is None else config.out_std,
+            **shared,
+        )
+        bias = config.bias if config.out_bias is None else config.out_bias
+        self.output = RowParallelLinear(H * K, dim, bias=bias, config=output, **where)
+
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
-        """Draw all weights anew from the streams (seed, name + ".qkv.weight") and so on; biases
+        """Draws all weights anew from the streams (seed, name + ".qkv.weight") and so on; biases
         become zero."""
         for key, layer in self.named_children():
             if layer is self.core:
@@ -172,7 +162,7 @@ class ParallelAttention(nn.Module):
     def take_state(
         self, *, key: int, first_row: int, shape: Shape, device: torch.device | None = None
     ) -> None:
-        """(key, first sequence) for the next forward's dropout; see `set_dropout`."""
+        """Sets the dropout of the next forward to (key, first sequence); see `set_dropout`."""
         self.state = dropout_state(key, first_row, device=device)
 
     def forward(
@@ -187,24 +177,36 @@ class ParallelAttention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         past: Past | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """shape, memory_shape: (B, T) and (B, S) of the tokens, needed under sequence parallelism,
-        where x and memory are rows.
+        """Attention of x to itself, or to memory.
 
-        mask: bool, True where a key may be seen: [B, S], or [B, T, S]. bias: added to the scores,
-        [1 or B, own heads, T, S]. rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2]: the first R
-        of K are turned by the token's place.
-        past: of self-attention: x follows the tokens in there, is added to them, and sees them all;
-        mask and bias are of all.
+        Args:
+            x: [B, T, dim]; under sequence parallelism this rank's rows [n, dim] of the B T tokens.
+            memory: the encoder's output, for cross-attention: [B, S, memory_dim], or rows of it.
+            shape: (B, T), needed under sequence parallelism.
+            memory_shape: (B, S), needed for cross-attention under sequence parallelism.
+            mask: bool [B, S] or [B, T, S], True where a key may be seen.
+            bias: [1 or B, own heads, T, S], added to the scores.
+            rotary: (cos, sin), fp32 [T, R / 2] or [B, T, R / 2]: the first R of the K elements of a
+                head are turned by the token's place.
+            past: of self-attention: x follows the tokens in there, is added to them, and sees them
+                all; mask and bias are of all.
+
+        Returns:
+            y as x; with config.skip_bias (y without the output's bias, that bias or None).
+
+        Raises:
+            ValueError: a shape that does not fit the layer, or arguments of cross-attention for
+                self-attention, or the other way round.
+            RuntimeError: dropout in training without `set_dropout` before.
         """
         B, T = self._shape(x, shape, "shape")
         q, k, v = self._project(x, (B, T), memory, memory_shape)
         if rotary is not None:
-            q, k = (turned(each, *rotary, interleaved=self.interleaved) for each in (q, k))
+            q, k = (turn(each, *rotary, interleaved=self.interleaved) for each in (q, k))
         causal = self.causal
         if past is not None:
             causal = causal and len(past) == 0  # a single token that follows sees all
             k, v = past.extend(k, v)
-        p = self.dropout if self.training else 0.0
         y = self.core(
             q,
             k,
@@ -213,9 +215,7 @@ class ParallelAttention(nn.Module):
             causal=causal,
             mask=mask,
             bias=bias,
-            p=p,
-            state=self._score_state(T, k.shape[1]) if p > 0.0 else None,
-            row_stride=self.num_heads * T * k.shape[1],
+            dropout=self._dropout(T, k.shape[1]),
         )
         if self.plan.sequence_parallel:
             y = y.flatten(0, 1)
@@ -260,16 +260,19 @@ class ParallelAttention(nn.Module):
         """[B, T, ...] of what a column-parallel layer gave."""
         return y[: shape[0] * shape[1]].view(*shape, -1) if self.plan.sequence_parallel else y
 
-    def _score_state(self, T: int, S: int) -> Tensor:
-        """(key, index of the first element of this rank's scores in those of the global batch,
-        [rows, H, T, S])."""
+    def _dropout(self, T: int, S: int) -> ScoreDropout | None:
+        """The dropout of this rank's scores, whose counters are those of [rows of the global batch,
+        H, T, S]."""
+        if not self.training or self.dropout == 0.0:
+            return None
         if self.state is None:
             raise RuntimeError(
                 "this attention has no dropout state: call set_dropout(model, ...) "
                 "before each forward, or eval()"
             )
         key, first_row = self.state.unbind()
-        return torch.stack([key, (first_row * self.num_heads + self.first_head) * (T * S)])
+        first = (first_row * self.num_heads + self.first_head) * (T * S)
+        return ScoreDropout(self.dropout, torch.stack([key, first]), self.num_heads * T * S)
 
     def extra_repr(self) -> str:
         return (

@@ -1,9 +1,9 @@
 """Linear layers cut over ranks: by columns of the output, or by rows of the input, of which a pair
 needs one sum.
 
-    y = x W^T                     column: rows of W         row: columns of W
-                                  rank 0  [ W_0 ] -> y_0    rank 0, 1  [ W_0 | W_1 ] (x_0, x_1) -> x_0 W_0^T + x_1 W_1^T
-                                  rank 1  [ W_1 ] -> y_1
+    y = x W^T     column: rows of W          row: columns of W
+                  rank 0  [ W_0 ] -> y_0     [ W_0 | W_1 ]  (x_0, x_1) -> x_0 W_0^T + x_1 W_1^T
+                  rank 1  [ W_1 ] -> y_1     rank 0  rank 1
 
 (Shoeybi et al., "Megatron-LM", 2019, section 3.) Weights lie as in torch.nn.Linear, [out, in], at
 this rank's size only.
@@ -11,15 +11,18 @@ this rank's size only.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.functional.initialise import initialise_
-from pyops.tensor_parallel.functional.products import Plan, column_products, row_product
-from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.initialize import initialize_
+from pyops.tensor_parallel.functional.keywords import refuse_keywords
+from pyops.tensor_parallel.functional.products import ProductPlan, column_products, row_product
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.regions import gather, scatter
+from pyops.tensor_parallel.layers.layer_config import ColumnConfig, LinearConfig, RowConfig
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -27,32 +30,31 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b, of which each rank computes its columns of y.
 
-    x: [..., in], the same on every rank; under sequence parallelism this rank's rows [n, in] of the
-    flattened tokens.
-    y: [..., out / ranks]; under sequence parallelism [ranks * n, out / ranks], all tokens with the
-    last ranks' padding. Where the ranks don't divide `out`, weight and bias are padded with zeros:
-    every y is ceil(out / ranks) wide, and the columns beyond `out` are zero.
+    x is [..., in], the same on every rank, and y [..., out / ranks]. Under sequence parallelism x
+    is this rank's rows [n, in] of the flattened tokens, and y [ranks * n, out / ranks], all tokens
+    with the padding of the last ranks. Where the ranks do not divide `out`, weight and bias are
+    padded with zeros: every y is ceil(out / ranks) wide, and the columns beyond `out` are zero.
 
-    unit: columns that stay together (a head's width); out_features must be a multiple of it.
-    stacked: that many matrices of out_features in one weight [stacked, out / ranks, in], each cut
-    for itself; y then has
-        stacked * out / ranks columns, the matrices' one after the other.
-    copies: that many neighbouring ranks hold the same columns, and each only a part of their
-    gradient.
-    gather_output: y is whole, [..., out], on every rank. skip_bias: returns (y without bias, bias
-    or None).
-    reduce: "fp32": the parts of dx of 16-bit inputs are computed and summed over the ranks in fp32
-    and rounded once;
-        "native": they are 16-bit, half the bytes. overlap: sum dx while dW is computed; the same bits either way.
-    seed, name: weight is drawn from the stream (seed, name + ".weight") with deviation std; seed
-    None leaves it as it is in
-        memory, for a model that draws all its parameters itself. group None: one rank alone.
+    Args:
+        in_features: in, the width of x.
+        out_features: out, the width of y over all ranks; a multiple of config.unit.
+        bias: whether there is a bias.
+        config: see `ColumnConfig`; None: its defaults.
+        group: the ranks that share the layer, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether tokens are cut over the ranks outside of the layer.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a size below 1, or that config.unit does not divide; stacked matrices whose
+            output is to be gathered.
+        TypeError: `group` is no group that this rank is in.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     placements: dict[str, Placement]
-    plan: Plan
+    plan: ProductPlan
 
     def __init__(
         self,
@@ -60,63 +62,58 @@ class ColumnParallelLinear(nn.Module):
         out_features: int,
         *,
         bias: bool = True,
-        group: dist.ProcessGroup | None = None,
+        config: ColumnConfig | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
-        unit: int = 1,
-        stacked: int = 0,
-        copies: int = 1,
-        gather_output: bool = False,
-        skip_bias: bool = False,
-        reduce: str = "fp32",
-        overlap: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        seed: int | None = 0,
-        name: str = "",
-        std: float = 0.02,
+        **moved: NoReturn,
     ) -> None:
         super().__init__()
+        if moved:
+            refuse_keywords("ColumnParallelLinear", moved, ColumnConfig)
+        config = config or ColumnConfig()
         _check_sizes(in_features, out_features)
-        if stacked and gather_output:
+        if config.stacked and config.gather_output:
             raise ValueError(
                 "gather_output puts the ranks' columns side by side, which mixes stacked "
                 "matrices; gather each yourself"
             )
-        self.in_features, self.out_features, self.stacked, self.std = (
-            in_features,
-            out_features,
-            stacked,
-            std,
-        )
-        self.gather_output, self.skip_bias = gather_output, skip_bias
-        ranks = Ranks.of(group)
-        self.plan = Plan(ranks, sequence_parallel and ranks.size > 1, reduce, overlap)
-        lead = (stacked,) if stacked else ()
+        self.in_features, self.out_features = in_features, out_features
+        self.stacked, self.std = config.stacked, config.std
+        self.gather_output, self.skip_bias = config.gather_output, config.skip_bias
+        self.plan = _plan(config, group, sequence_parallel)
+        ranks = self.plan.ranks
+        lead = (config.stacked,) if config.stacked else ()
         shapes = {
             "weight": (*lead, out_features, in_features),
             **({"bias": (*lead, out_features)} if bias else {}),
         }
         self.placements = {
             key: Placement.cut(
-                shape, dim=len(lead), rank=ranks.rank, ranks=ranks.size, unit=unit, copies=copies
+                shape,
+                dim=len(lead),
+                rank=ranks.rank,
+                ranks=ranks.size,
+                unit=config.unit,
+                copies=config.copies,
             )
             for key, shape in shapes.items()
         }
         _create(self, bias, device, dtype)
-        if seed is not None:
-            self.reset_parameters(seed=seed, name=name)
+        if config.seed is not None:
+            self.reset_parameters(seed=config.seed, name=config.name)
 
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
-        """Draw the weight anew from the stream (seed, name + ".weight"); the bias becomes zero."""
+        """Draws the weight anew from the stream (seed, name + ".weight"); the bias becomes zero."""
         _reset(self, seed, name, self.std)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """y; with config.skip_bias (y without the bias, the bias or None)."""
         _check_width(x, self.in_features, self)
         (y,) = column_products(x, [self.weight], [None if self.skip_bias else self.bias], self.plan)
         if self.gather_output and self.plan.ranks.size > 1:
-            y = gather(y, dim=-1, duplicated=True, group=self.plan.ranks.group)[
-                ..., : self.out_features
-            ]
+            y = gather(y, dim=-1, duplicated=True, group=self.plan.ranks)[..., : self.out_features]
         return (y, self.bias) if self.skip_bias else y
 
     def extra_repr(self) -> str:
@@ -124,27 +121,33 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b, where each rank holds columns of x and W, and their products are summed; the
-    bias is added after the sum.
+    """y = x W^T + b, where each rank holds columns of x and W, and the ranks' products are summed.
 
-    x: [..., in / ranks], as a column-parallel layer leaves it (padded where the ranks don't divide
-    `in`, and then W is padded with zeros); scatter_input: x is whole, and each rank takes its part.
-    y: [..., out], the same on every rank; under sequence parallelism x is [N, in / ranks] and y
-    this rank's [n, out] of the N flattened tokens, padded.
+    x is [..., in / ranks], as a column-parallel layer gives it (padded where the ranks do not
+    divide `in`), and y [..., out], the same on every rank. Under sequence parallelism x is of all N
+    tokens, [N, in / ranks], and y this rank's rows [n, out]. The bias is added after the sum. With
+    config.skip_bias under sequence parallelism it is added by the caller to this rank's tokens
+    only, so its gradient is a part there, as its placement says, that `sync_partial_grads` sums.
 
-    skip_bias: returns (y without bias, bias or None). Under sequence parallelism it is then added
-    to a rank's own tokens only, and its gradient there is a part, as its placement says, that
-    `finish_gradients` sums.
+    Args:
+        in_features: in, the width of x over all ranks; a multiple of config.unit.
+        out_features: out, the width of y.
+        bias: whether there is a bias.
+        config: see `RowConfig`; None: its defaults.
+        group: the ranks that share the layer, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether tokens are cut over the ranks outside of the layer.
+        device: of the parameters.
+        dtype: of the parameters.
 
-    unit: columns of x that stay together. reduce: "fp32": products of 16-bit inputs stay in fp32,
-    are summed so over the ranks, get the bias and are rounded once; "native": parts are 16-bit,
-    half the bytes. The rest as in ColumnParallelLinear.
+    Raises:
+        ValueError: a size below 1, or that config.unit does not divide.
+        TypeError: `group` is no group that this rank is in.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     placements: dict[str, Placement]
-    plan: Plan
+    plan: ProductPlan
 
     def __init__(
         self,
@@ -152,51 +155,54 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         *,
         bias: bool = True,
-        group: dist.ProcessGroup | None = None,
+        config: RowConfig | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
-        unit: int = 1,
-        scatter_input: bool = False,
-        skip_bias: bool = False,
-        reduce: str = "fp32",
-        overlap: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        seed: int | None = 0,
-        name: str = "",
-        std: float = 0.02,
+        **moved: NoReturn,
     ) -> None:
         super().__init__()
+        if moved:
+            refuse_keywords("RowParallelLinear", moved, RowConfig)
+        config = config or RowConfig()
         _check_sizes(in_features, out_features)
-        self.in_features, self.out_features, self.std = in_features, out_features, std
-        self.scatter_input, self.skip_bias = scatter_input, skip_bias
-        ranks = Ranks.of(group)
-        self.plan = Plan(ranks, sequence_parallel and ranks.size > 1, reduce, overlap)
-        shape, who = (out_features, in_features), {"rank": ranks.rank, "ranks": ranks.size}
-        self.placements = {"weight": Placement.cut(shape, dim=1, unit=unit, **who)}
+        self.in_features, self.out_features, self.std = in_features, out_features, config.std
+        self.scatter_input, self.skip_bias = config.scatter_input, config.skip_bias
+        self.plan = _plan(config, group, sequence_parallel)
+        ranks = self.plan.ranks
+        shape, here = (out_features, in_features), {"rank": ranks.rank, "ranks": ranks.size}
+        self.placements = {"weight": Placement.cut(shape, dim=1, unit=config.unit, **here)}
         if bias:
             self.placements["bias"] = Placement.whole(
-                (out_features,), partial=self.plan.sequence_parallel and skip_bias, **who
+                (out_features,), partial=self.plan.sequence_parallel and config.skip_bias, **here
             )
         _create(self, bias, device, dtype)
-        if seed is not None:
-            self.reset_parameters(seed=seed, name=name)
+        if config.seed is not None:
+            self.reset_parameters(seed=config.seed, name=config.name)
 
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
-        """Draw the weight anew from the stream (seed, name + ".weight"); the bias becomes zero."""
+        """Draws the weight anew from the stream (seed, name + ".weight"); the bias becomes zero."""
         _reset(self, seed, name, self.std)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """y; with config.skip_bias (y without the bias, the bias or None)."""
         place = self.placements["weight"]
         if self.scatter_input and self.plan.ranks.size > 1:
             _check_width(x, self.in_features, self)
             missing = place.length * self.plan.ranks.size - self.in_features
-            x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks.group)
+            x = scatter(nn.functional.pad(x, (0, missing)), dim=-1, group=self.plan.ranks)
         _check_width(x, place.length, self)
         y = row_product(x, self.weight, None if self.skip_bias else self.bias, self.plan)
         return (y, self.bias) if self.skip_bias else y
 
     def extra_repr(self) -> str:
         return _describe(self)
+
+
+def _plan(config: LinearConfig, group: RanksLike, sequence_parallel: bool) -> ProductPlan:
+    ranks = Ranks.of(group)
+    return ProductPlan(ranks, sequence_parallel and ranks.size > 1, config.reduce, config.overlap)
 
 
 def _check_sizes(in_features: int, out_features: int) -> None:
@@ -233,9 +239,13 @@ def _reset(
 ) -> None:
     prefix = name + "." if name else ""
     for key, placement in layer.placements.items():
-        spread = 0.0 if key == "bias" else std
-        initialise_(
-            layer.get_parameter(key), seed=seed, name=prefix + key, std=spread, placement=placement
+        deviation = 0.0 if key == "bias" else std
+        initialize_(
+            layer.get_parameter(key),
+            seed=seed,
+            name=prefix + key,
+            std=deviation,
+            placement=placement,
         )
 
 

@@ -10,14 +10,16 @@ along dim 1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.ops.layers.activation import ACTIVATIONS, bias_activation, bias_gated
 from pyops.ops.layers.dropout import dropout, dropout_state
+from pyops.tensor_parallel.functional.keywords import check_probability, refuse_keywords
+from pyops.tensor_parallel.functional.ranks import RanksLike
+from pyops.tensor_parallel.layers.layer_config import ColumnConfig, MLPConfig, RowConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["ParallelMLP"]
@@ -26,14 +28,22 @@ __all__ = ["ParallelMLP"]
 class ParallelMLP(nn.Module):
     """x [..., dim] -> [..., dim]; under sequence parallelism this rank's rows [n, dim] to the same.
 
-    hidden: F, padded with zeros where the ranks don't divide it; an activation of 0 is 0, so the
-    padding stays out of it. activation: "gelu" (erf), "gelu_tanh", "relu" or "silu". dropout: of
-    what the activation gives, in training, by counters over [rows of the global batch * T, F] (see
-    pyops.tensor_parallel.functional.dropout). skip_bias: returns
-    (y without the last bias, bias or None).
-    Parameters: up.weight [F / ranks, D], or [2, F / ranks, D] when gated, up.bias likewise;
-    down.weight [D, F / ranks], down.bias [D]. The rest as in ColumnParallelLinear; out_std is the
-    deviation of down.weight, by default std.
+    Parameters: up.weight [F / ranks, D], or [2, F / ranks, D] where gated, with up.bias likewise;
+    down.weight [D, F / ranks] and down.bias [D].
+
+    Args:
+        dim: D, the width of x.
+        hidden: F, the inner width. Where the ranks do not divide it, it is padded with zeros: an
+            activation of 0 is 0, so the padding adds nothing.
+        config: see `MLPConfig`; None: its defaults.
+        group: the ranks that share the layer, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether tokens are cut over the ranks outside of the layer.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: an unknown activation, a dropout that is no probability, a size below 1.
+        TypeError: `group` is no group that this rank is in.
     """
 
     state: Tensor | None
@@ -42,65 +52,56 @@ class ParallelMLP(nn.Module):
         self,
         dim: int,
         hidden: int,
+        config: MLPConfig | None = None,
         *,
-        activation: str = "gelu",
-        gated: bool = False,
-        bias: bool = True,
-        dropout: float = 0.0,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
-        skip_bias: bool = False,
-        reduce: str = "fp32",
-        overlap: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        seed: int | None = 0,
-        name: str = "",
-        std: float = 0.02,
-        out_std: float | None = None,
+        **moved: NoReturn,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
+        if moved:
+            refuse_keywords("ParallelMLP", moved, MLPConfig)
+        config = config or MLPConfig()
+        if config.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation is {activation!r}; choose one of {', '.join(ACTIVATIONS)}"
+                f"activation is {config.activation!r}; choose one of {', '.join(ACTIVATIONS)}"
             )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(
-                f"dropout is {dropout}; it is a probability, 0 or more and less than 1"
-            )
-        self.activation, self.gated, self.hidden, self.dropout = activation, gated, hidden, dropout
+        check_probability("dropout", config.dropout)
+        self.activation, self.gated = config.activation, config.gated
+        self.hidden, self.dropout = hidden, config.dropout
         self.register_buffer("state", None, persistent=False)
-        prefix = name + "." if name else ""
-        shared: dict[str, Any] = {
-            "bias": bias,
+        prefix = config.name + "." if config.name else ""
+        where: dict[str, Any] = {
+            "bias": config.bias,
             "group": group,
             "sequence_parallel": sequence_parallel,
-            "reduce": reduce,
-            "overlap": overlap,
             "device": device,
             "dtype": dtype,
-            "seed": seed,
         }
-        self.up = ColumnParallelLinear(
-            dim,
-            hidden,
-            stacked=2 if gated else 0,
+        up = ColumnConfig(
+            stacked=2 if config.gated else 0,
             skip_bias=True,
+            reduce=config.reduce,
+            overlap=config.overlap,
+            seed=config.seed,
             name=prefix + "up",
-            std=std,
-            **shared,
+            std=config.std,
         )
-        self.down = RowParallelLinear(
-            hidden,
-            dim,
-            skip_bias=skip_bias,
+        down = RowConfig(
+            skip_bias=config.skip_bias,
+            reduce=config.reduce,
+            overlap=config.overlap,
+            seed=config.seed,
             name=prefix + "down",
-            std=std if out_std is None else out_std,
-            **shared,
+            std=config.std if config.out_std is None else config.out_std,
         )
+        self.up = ColumnParallelLinear(dim, hidden, config=up, **where)
+        self.down = RowParallelLinear(hidden, dim, config=down, **where)
 
     def reset_parameters(self, *, seed: int = 0, name: str = "") -> None:
-        """Draw all weights anew from the streams (seed, name + ".up.weight") and so on; biases
+        """Draws all weights anew from the streams (seed, name + ".up.weight") and so on; biases
         become zero."""
         prefix = name + "." if name else ""
         self.up.reset_parameters(seed=seed, name=prefix + "up")
@@ -114,12 +115,13 @@ class ParallelMLP(nn.Module):
         shape: tuple[int, int],
         device: torch.device | None = None,
     ) -> None:
-        """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each; see
-        `set_dropout`."""
+        """Sets the dropout of the next forward, over sequences [first_row, first_row + shape[0]) of
+        shape[1] tokens each; see `set_dropout`."""
         first = first_row * shape[1] * self.hidden + self.down.placements["weight"].start
         self.state = dropout_state(key, first, device=device)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        """y; with config.skip_bias (y without the last bias, that bias or None)."""
         h, bias = self.up(x)
         bias = None if bias is None else bias.flatten().to(h.dtype)
         function = bias_gated if self.gated else bias_activation

@@ -1,27 +1,30 @@
 """LayerNorm and RMSNorm over the last dim, alone or with the residual added first, of tokens that a
 rank holds.
 
-    z = x + residual          LayerNorm: y = (z - mean z) / sqrt(var z + eps) * weight + bias      (Ba et al., 2016)
-                              RMSNorm:   y = z / sqrt(mean z^2 + eps) * weight                     (Zhang and Sennrich, 2019)
+    z = x + residual    LayerNorm: y = (z - mean z) / sqrt(var z + eps) * weight + bias
+                        RMSNorm:   y = z / sqrt(mean z^2 + eps) * weight
+
+(Ba et al., 2016; Zhang and Sennrich, 2019.)
 
 Every rank holds the whole weight. Under sequence parallelism its gradient on a rank comes from that
-rank's tokens alone: a part, as the placements say, that `finish_gradients` sums.
+rank's tokens alone: a part, as the placements say, that `sync_partial_grads` sums.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.ops.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from pyops.tensor_parallel.functional.ranks import Ranks
+from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(nn.Module):
+    """Parameters and placements of a norm, which every rank holds whole."""
+
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -31,7 +34,7 @@ class _Norm(nn.Module):
         *,
         eps: float,
         bias: bool,
-        group: dist.ProcessGroup | None,
+        group: RanksLike,
         sequence_parallel: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -51,7 +54,7 @@ class _Norm(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weight 1, bias 0."""
+        """Sets the weight to 1 and the bias to 0."""
         self.weight.fill_(1.0)
         if self.bias is not None:
             self.bias.zero_()
@@ -61,8 +64,17 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """forward(x) -> y; forward(x, residual) -> (y, x + residual). x: [..., dim], residual of the
-    same shape."""
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual); all [..., dim].
+
+    Args:
+        dim: width of x.
+        eps: added to the variance.
+        bias: whether there is a bias.
+        group: the ranks that hold the norm, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether x is this rank's tokens only.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
 
     def __init__(
         self,
@@ -70,7 +82,7 @@ class LayerNorm(_Norm):
         *,
         eps: float = 1e-5,
         bias: bool = True,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -92,8 +104,17 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """forward(x) -> y; forward(x, residual) -> (y, x + residual). The weight is used as weight +
-    offset."""
+    """forward(x) -> y; forward(x, residual) -> (y, x + residual); all [..., dim].
+
+    Args:
+        dim: width of x.
+        eps: added to the mean square.
+        offset: x is multiplied by weight + offset (1 in Gemma).
+        group: the ranks that hold the norm, see `RanksLike`; None: the default process group.
+        sequence_parallel: whether x is this rank's tokens only.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
 
     def __init__(
         self,
@@ -101,7 +122,7 @@ class RMSNorm(_Norm):
         *,
         eps: float = 1e-6,
         offset: float = 0.0,
-        group: dist.ProcessGroup | None = None,
+        group: RanksLike = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -119,7 +140,7 @@ class RMSNorm(_Norm):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """weight + offset becomes 1."""
+        """Sets the weight so that weight + offset is 1."""
         self.weight.fill_(1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

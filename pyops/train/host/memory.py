@@ -12,7 +12,7 @@ import torch
 from pyops.config import Config, ConfigError
 from pyops.config.task_config import KINDS
 from pyops.host_memory import total_memory
-from pyops.models.checks import largest_field, numbers_of
+from pyops.models.config_checks import largest_field, numbers_of
 from pyops.precision import PRECISIONS
 
 __all__ = ["check_memory"]

@@ -96,12 +96,10 @@ def make_model(config: Config, mesh: Mesh, *, device: torch.device) -> GPT:
         ConfigError: The ranks can't share the heads; or [recompute] names no module.
     """
     later = config.zero.stage > 0 or config.parallel.pp > 1
-    # Without a group the layers are whole.
-    shared: dict[str, Any] = {"group": mesh.group("tp")} if mesh.size("tp") > 1 else {}
     try:
         model = GPT(
             config.model,
-            **shared,
+            group=mesh,
             sequence_parallel=config.parallel.sequence_parallel,
             seed=None if later else config.train.seed,
             device="meta" if later else device,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
-from pyops.tensor_parallel import finish_gradients, parallelize, whole_state_dict
+from pyops.tensor_parallel import parallelize, sync_partial_grads, whole_state_dict
 from tests.tensor_parallel.convert.existing_models import MODELS, PLAN, build
 
 pytestmark = pytest.mark.on_device
@@ -65,7 +65,7 @@ def differences_of(group: dist.ProcessGroup | None, name: str, sp: bool) -> dict
     for each in (before, model):
         outputs.append(each(**inputs))
         outputs[-1].loss.backward()
-    finish_gradients(model, group=group)
+    sync_partial_grads(model, group=group)
     ranks = 1 if group is None else dist.get_world_size(group)
     gradients = {n: p.grad for n, p in before.named_parameters()}
     scale = max(float(g.abs().max()) for g in gradients.values())

@@ -16,11 +16,12 @@ from pyops.comm import Communicator
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
-from pyops.tensor_parallel import finish_gradients, parallelize
+from pyops.tensor_parallel import parallelize, sync_partial_grads
 from pyops.tensor_parallel.functional.cross_entropy import vocab_parallel_cross_entropy
 from pyops.zero import ZeroOptimizer
 from tests.tensor_parallel.convert.existing_models import V, build
 from tests.tensor_parallel.convert.test_parallelize import SLOW, as_cut
+from tests.tensor_parallel.shared_layers import configured
 
 pytestmark = pytest.mark.on_device
 
@@ -116,8 +117,12 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
     parallelize(parts, group=tp, gather_logits=False, check=False)
     own = parts(tokens).logits
     assert own.shape[-1] == (V + 1) // 2
-    loss = vocab_parallel_cross_entropy(
-        own[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), group=tp, vocab_size=V
+    loss = configured(
+        vocab_parallel_cross_entropy,
+        own[:, :-1].flatten(0, 1),
+        tokens[:, 1:].flatten(),
+        group=tp,
+        vocab_size=V,
     )
     loss.backward()
     expected = before(tokens, labels=tokens)
@@ -134,7 +139,7 @@ def used(rank: int, group: dist.ProcessGroup) -> None:
     twin = copy.deepcopy(model)  # whose hooks are its own
     twin(tokens[:, :3])
     model(tokens, labels=tokens).loss.backward()
-    finish_gradients(model, group=tp)
+    sync_partial_grads(model, group=tp)
     torch.testing.assert_close(
         model.transformer.h[0].ln_1.weight.grad, before.transformer.h[0].ln_1.weight.grad
     )

@@ -16,6 +16,7 @@ from pyops.comm.failure import DisagreementError
 from pyops.flat import Placement
 from pyops.tensor_parallel import vocab_parallel_cross_entropy
 from tests.ops.layers.test_cross_entropy import plain
+from tests.tensor_parallel.shared_layers import configured
 
 pytestmark = pytest.mark.on_device
 
@@ -71,7 +72,7 @@ def on_rank(
     for layout, options in itertools.product(LAYOUTS, OPTIONS):
         mine, place = part_of(z, rank, ranks, layout)
         leaf = mine.clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(leaf, y, group=group, **place, **options)
+        loss = configured(vocab_parallel_cross_entropy, leaf, y, group=group, **place, **options)
         (loss * weight_of(options["reduction"])).sum().backward()
         found.append(
             (loss.detach(), leaf.grad, torch.equal(leaf.detach().nan_to_num(), mine.nan_to_num()))
@@ -118,7 +119,7 @@ def bytes_on_rank(rank: int, group: dist.ProcessGroup, smoothing: float) -> tupl
     comm = Communicator.of(group)
     vocab_parallel_cross_entropy(z, y, group=group)  # measures what is fastest, once
     calls, before = comm.sequence, comm.bytes_sent
-    loss = vocab_parallel_cross_entropy(z, y, group=group, label_smoothing=smoothing)
+    loss = configured(vocab_parallel_cross_entropy, z, y, group=group, label_smoothing=smoothing)
     forward, sent, calls = comm.sequence - calls, comm.bytes_sent - before, comm.sequence
     loss.backward()
     return forward, sent, comm.sequence - calls
@@ -146,7 +147,9 @@ def extremes_on_rank(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
     ):
         for smoothing in (0.0, 0.1):
             leaf = z[:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
-            loss = vocab_parallel_cross_entropy(leaf, words, group=group, label_smoothing=smoothing)
+            loss = configured(
+                vocab_parallel_cross_entropy, leaf, words, group=group, label_smoothing=smoothing
+            )
             loss.backward()
             reference = z.clone().requires_grad_()
             expected = plain(reference, words, label_smoothing=smoothing)
@@ -217,7 +220,7 @@ def mistake_on_rank(rank: int, group: dist.ProcessGroup, name: str) -> tuple[str
         "targets", torch.tensor([0, 1, 2, 3]) if len(z) == 4 else torch.zeros(len(z)).long()
     )
     try:
-        vocab_parallel_cross_entropy(z, y, group=group, **different)
+        configured(vocab_parallel_cross_entropy, z, y, group=group, **different)
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     else:
@@ -245,7 +248,7 @@ def test_refusals_on_one_rank():
     for options, words in (
         ({"vocab_size": 7}, "6 columns on each of 1 ranks don't hold a vocabulary of 7"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"first_column": 2}, "give vocab_size"),
+        ({"first_column": 2}, "first_column is 2 and vocab_size is None"),
         (
             {"first_column": 9, "vocab_size": 6},
             "first_column is 9; it must be from 0 to vocab_size = 6",
@@ -253,4 +256,4 @@ def test_refusals_on_one_rank():
         ({"in_place": True}, "over a leaf tensor"),
     ):
         with pytest.raises(ValueError, match=words):
-            vocab_parallel_cross_entropy(z, y, **options)
+            configured(vocab_parallel_cross_entropy, z, y, **options)

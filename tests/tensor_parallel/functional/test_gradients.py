@@ -12,16 +12,18 @@ from torch import Tensor, nn
 
 from pyops.comm import Communicator
 from pyops.flat import Placement
+from pyops.mesh import ALONE
 from pyops.tensor_parallel import (
     LayerNorm,
     ParallelAttention,
     ParallelMLP,
     VocabParallelEmbedding,
     clip_grad_norm_,
-    finish_gradients,
     grad_norm,
+    sync_partial_grads,
 )
 from pyops.tensor_parallel.functional.regions import gather_tokens
+from tests.tensor_parallel.shared_layers import configured
 
 pytestmark = pytest.mark.cpu_only
 
@@ -34,12 +36,12 @@ class Model(nn.Module):
     def __init__(self, group: dist.ProcessGroup | None, *, sp: bool) -> None:
         super().__init__()
         how = {"group": group, "sequence_parallel": sp}
-        self.embedding = VocabParallelEmbedding(7, 8, name="e", std=0.5, **how)
+        self.embedding = configured(VocabParallelEmbedding, 7, 8, name="e", std=0.5, **how)
         self.norm = LayerNorm(8, **how)
-        self.attention = ParallelAttention(
-            8, 4, num_kv_heads=1, causal=True, std=0.5, name="a", **how
+        self.attention = configured(
+            ParallelAttention, 8, 4, num_kv_heads=1, causal=True, std=0.5, name="a", **how
         )
-        self.mlp = ParallelMLP(8, 13, skip_bias=True, name="m", std=0.5, **how)
+        self.mlp = configured(ParallelMLP, 8, 13, skip_bias=True, name="m", std=0.5, **how)
         self.scale = nn.Parameter(torch.tensor([0.5, 1.5]))
         self.group, self.sp = group, sp
 
@@ -59,7 +61,7 @@ def backward(model: Model) -> None:
 
 
 def whole_gradients() -> tuple[dict[str, Tensor], float]:
-    model = Model(None, sp=False).double()
+    model = Model(ALONE, sp=False).double()
     backward(model)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     return {name: p.grad for name, p in model.named_parameters()}, float(norm)
@@ -73,7 +75,7 @@ def finished(rank: int, group: dist.ProcessGroup, sp: bool) -> dict[str, float]:
     local = {name: p.grad.clone() for name, p in model.named_parameters()}
     comm = Communicator.of(group)
     before = comm.sequence
-    finish_gradients(model, group=group)
+    sync_partial_grads(model, group=group)
     found = {"collectives": comm.sequence - before}
     for name, p in model.named_parameters():
         mine = placements[name].take(expected[name]) if name in placements else expected[name]
@@ -109,7 +111,7 @@ def perturbed(rank: int, group: dist.ProcessGroup, sp: bool) -> list[str]:
     with torch.no_grad():
         for p in model.parameters():
             p.grad.fill_(1.0 if rank == 1 else 0.0)
-    finish_gradients(model, group=group)
+    sync_partial_grads(model, group=group)
     found = [
         name for name, p in model.named_parameters() if rank == 0 and bool((p.grad == 1.0).any())
     ]
@@ -140,13 +142,13 @@ def missing(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     if rank == 0:
         norm.weight.grad = torch.tensor([1.0, 2.0])
     norm.bias.main_grad = torch.full((2,), float(rank + 1))
-    finish_gradients(norm, group=group)
+    sync_partial_grads(norm, group=group)
     assert torch.equal(norm.bias.main_grad, torch.full((2,), 3.0))
     assert float(grad_norm(norm, group=group)) == pytest.approx((1 + 4 + 9 + 9) ** 0.5)
     norm.requires_grad_(False)
     before = Communicator.of(group).sequence
-    finish_gradients(norm, group=group)
-    finish_gradients(norm)
+    sync_partial_grads(norm, group=group)
+    sync_partial_grads(norm, group=ALONE)
     return norm.weight.grad, Communicator.of(group).sequence - before
 
 
@@ -159,7 +161,7 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero(world):
 def bf16_sum(rank: int, group: dist.ProcessGroup) -> Tensor:
     norm = LayerNorm(1, group=group, sequence_parallel=True, bias=False, dtype=torch.bfloat16)
     norm.weight.grad = torch.tensor([[512.0, 1.5, 1.5, 1.5][rank]], dtype=torch.bfloat16)
-    finish_gradients(norm, group=group)
+    sync_partial_grads(norm, group=group)
     return norm.weight.grad
 
 

@@ -16,8 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyops.comm import Communicator
 from pyops.comm.failure import DisagreementError
 from pyops.flat import Placement
-from pyops.tensor_parallel import accumulate_weight_gradient, linear_cross_entropy
+from pyops.tensor_parallel import (
+    LinearCrossEntropyConfig,
+    accumulate_weight_gradient,
+    linear_cross_entropy,
+)
 from tests.ops.layers.test_cross_entropy import plain
+from tests.tensor_parallel.shared_layers import configured
 from tests.tolerance import assert_close_to_reference
 
 pytestmark = pytest.mark.on_device
@@ -81,8 +86,15 @@ def on_rank(
             place.take(whole["weight"]).requires_grad_(),
             cut.take(whole["bias"]).requires_grad_(),
         )
-        loss = linear_cross_entropy(
-            hidden, weight, whole["targets"], bias=bias, group=group, vocab_size=WORDS, **options
+        loss = configured(
+            linear_cross_entropy,
+            hidden,
+            weight,
+            whole["targets"],
+            bias=bias,
+            group=group,
+            vocab_size=WORDS,
+            **options,
         )
         (loss * upstream(options["reduction"])).sum().backward()
         assert not weight.grad[place.stop - place.start :].any(), "padding has a gradient"
@@ -177,7 +189,9 @@ def test_logits_are_never_whole():
     for reduction in ("mean", "none"):
         h, w, y = leaves(tokens=400, words=700)
         with Largest() as mode:
-            linear_cross_entropy(h, w, y, chunk_tokens=40, reduction=reduction).sum().backward()
+            configured(
+                linear_cross_entropy, h, w, y, chunk_tokens=40, reduction=reduction
+            ).sum().backward()
         assert mode.numel == 40 * 700
         assert w.grad is not None
         assert w.grad.any()
@@ -186,7 +200,7 @@ def test_logits_are_never_whole():
 def test_weight_gradients_of_chunks_add_up_in_fp32():
     """200 chunks in bf16: summed in bf16, their roundings would be seen."""
     h, w, y = leaves(BF16, tokens=200, words=30)
-    linear_cross_entropy(h, w, y, chunk_tokens=1, reduction="sum").backward()
+    configured(linear_cross_entropy, h, w, y, chunk_tokens=1, reduction="sum").backward()
     gradients = []
     for dtype in (F64, BF16):
         a, b = h.detach().to(dtype), w.detach().to(dtype).requires_grad_()
@@ -281,7 +295,8 @@ def test_autocast_and_compile():
         torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager"),
     ):
         leaf = w.detach().clone().requires_grad_()
-        function(h, leaf, y, chunk_tokens=4, label_smoothing=0.1).backward()
+        config = LinearCrossEntropyConfig(chunk_tokens=4, label_smoothing=0.1)
+        function(h, leaf, y, config=config).backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01
@@ -293,8 +308,14 @@ def traffic_on_rank(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int]
     for reduce_hidden in (True, True, False):  # the first measures which algorithm is fastest
         h, w, y = leaves(tokens=20, words=8)
         before = comm.sequence, comm.bytes_sent
-        loss = linear_cross_entropy(
-            h, w, y.clamp(max=7), group=group, chunk_tokens=10, reduce_hidden=reduce_hidden
+        loss = configured(
+            linear_cross_entropy,
+            h,
+            w,
+            y.clamp(max=7),
+            group=group,
+            chunk_tokens=10,
+            reduce_hidden=reduce_hidden,
         )
         middle = comm.sequence, comm.bytes_sent
         loss.backward()
@@ -315,8 +336,13 @@ def parts_on_rank(rank: int, group: dist.ProcessGroup) -> Tensor:
     whole = case(F64)
     hidden = whole["hidden"].requires_grad_()
     weight = whole["weight"][:12].tensor_split(2)[rank].clone().requires_grad_()
-    linear_cross_entropy(
-        hidden, weight, whole["targets"].clamp(max=11), group=group, reduce_hidden=False
+    configured(
+        linear_cross_entropy,
+        hidden,
+        weight,
+        whole["targets"].clamp(max=11),
+        group=group,
+        reduce_hidden=False,
     ).backward()
     return hidden.grad
 
@@ -336,7 +362,7 @@ def mistake_on_rank(rank: int, group: dist.ProcessGroup, wrong: dict[str, Any]) 
         wrong if rank == 1 else {}
     )
     try:
-        linear_cross_entropy(group=group, **arguments)
+        configured(linear_cross_entropy, group=group, **arguments)
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""

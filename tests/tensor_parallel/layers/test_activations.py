@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.bench_activations import SCHEMES, Sizes, measure
 from pyops import recompute
 from pyops.models.gpt import GPT, GPTConfig
-from pyops.tensor_parallel import Dropout, finish_gradients, set_dropout
+from pyops.tensor_parallel import Dropout, set_dropout, sync_partial_grads
 
 pytestmark = pytest.mark.cpu_only
 
@@ -67,7 +67,7 @@ def gradients(group: dist.ProcessGroup | None, sp: bool, choice: str | None) -> 
         losses.append(model(tokens[:, :-1], tokens[:, 1:]))
     for loss in losses:
         loss.backward()
-    finish_gradients(model, group=group)
+    sync_partial_grads(model, group=group)
     found = [p.grad for p in model.parameters()]
     assert all(g.abs().max() > 0 for g in found)
     return found

@@ -15,7 +15,7 @@ from torch.nn import functional
 from pyops.comm import Communicator
 from pyops.tensor_parallel import ParallelAttention, RelativeBias, rotary_tables, set_dropout
 from pyops.tensor_parallel.layers.attention import check_heads
-from tests.tensor_parallel.shared_layers import Case, errors_on_rank, randomise
+from tests.tensor_parallel.shared_layers import Case, configured, errors_on_rank, randomise
 
 pytestmark = pytest.mark.on_device
 
@@ -47,10 +47,11 @@ class Biased(nn.Module):
 
     def __init__(self, *, causal: bool, heads: int, **shared: Any) -> None:
         super().__init__()
-        self.attention = ParallelAttention(
-            8, heads, head_dim=2, causal=causal, bias=False, scale=1.0, **shared
+        self.attention = configured(
+            ParallelAttention, 8, heads, head_dim=2, causal=causal, bias=False, scale=1.0, **shared
         )
-        self.bias = RelativeBias(
+        self.bias = configured(
+            RelativeBias,
             heads,
             num_buckets=8,
             max_distance=6,
@@ -67,14 +68,16 @@ class Crossed(nn.Module):
 
     def __init__(self, *, kv_heads: int, **shared: Any) -> None:
         super().__init__()
-        self.attention = ParallelAttention(8, 4, num_kv_heads=kv_heads, cross=True, **shared)
+        self.attention = configured(
+            ParallelAttention, 8, 4, num_kv_heads=kv_heads, cross=True, **shared
+        )
 
     def forward(self, x: Tensor, shape: Shape) -> Tensor:
         return self.attention(x, memory=torch.tanh(x), shape=shape, memory_shape=shape)
 
 
 def attention(*args: Any, **options: Any) -> Any:
-    return partial(ParallelAttention, *args, **options)
+    return partial(configured, ParallelAttention, *args, **options)
 
 
 CASES = {
@@ -142,7 +145,9 @@ def test_one_rank_is_the_formula():
     the documented layout."""
     B, T, H, G, K, D = 2, 4, 6, 2, 4, 8
     x = torch.randn(B, T, D, dtype=torch.float64)
-    layer = randomise(ParallelAttention(D, H, num_kv_heads=G, head_dim=K, causal=True).double())
+    layer = randomise(
+        configured(ParallelAttention, D, H, num_kv_heads=G, head_dim=K, causal=True).double()
+    )
     q = (x @ layer.q.weight.t() + layer.q.bias).view(B, T, H, K)
     kv = (x @ layer.kv.weight.t() + layer.kv.bias).view(B, T, G, 2, K)
     y = torch.zeros(B, T, H, K, dtype=torch.float64)
@@ -153,7 +158,7 @@ def test_one_rank_is_the_formula():
         y[:, :, h] = scores.softmax(-1) @ v
     expected = y.flatten(2) @ layer.output.weight.t() + layer.output.bias
     torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
-    merged = randomise(ParallelAttention(D, H, head_dim=K).double())
+    merged = randomise(configured(ParallelAttention, D, H, head_dim=K).double())
     qkv = (x @ merged.qkv.weight.t() + merged.qkv.bias).view(B, T, H, 3, K).permute(3, 0, 2, 1, 4)
     y = functional.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
     expected = y @ merged.output.weight.t() + merged.output.bias
@@ -162,7 +167,7 @@ def test_one_rank_is_the_formula():
 
 def test_bias_by_distance_falls_into_the_buckets_of_t5():
     """Literals from T5's rule: 4 exact buckets a side, then by logarithm up to distance 20."""
-    layer = RelativeBias(1, num_buckets=16, max_distance=20)
+    layer = configured(RelativeBias, 1, num_buckets=16, max_distance=20)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(16.0)[:, None])
     assert layer(1, 25)[0, 0, 0].tolist() == [
@@ -183,7 +188,7 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
         *[15] * 11,
     ]
     assert layer(4, 1)[0, 0, :, 0].tolist() == [0, 1, 2, 3]
-    layer = RelativeBias(1, num_buckets=8, max_distance=20, bidirectional=False)
+    layer = configured(RelativeBias, 1, num_buckets=8, max_distance=20, bidirectional=False)
     with torch.no_grad():
         layer.weight.copy_(torch.arange(8.0)[:, None])
     assert layer(10, 3)[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 5, 6]
@@ -193,7 +198,7 @@ def test_bias_by_distance_falls_into_the_buckets_of_t5():
 def one_of_each(rank: int, group: dist.ProcessGroup, sp: bool) -> list[tuple[int, int]]:
     """Collectives forward and backward of attention with shared groups, once what only a first call
     does is done."""
-    layer = ParallelAttention(8, 4, num_kv_heads=1, group=group, sequence_parallel=sp)
+    layer = configured(ParallelAttention, 8, 4, num_kv_heads=1, group=group, sequence_parallel=sp)
     comm, found = Communicator.of(group), []
     for _ in range(2):
         x = torch.randn(*((4, 8) if sp else (1, 8, 8)), requires_grad=True)
@@ -212,7 +217,7 @@ def test_separate_queries_and_keys_share_one_gather_and_one_sum(world):
 
 def refused(rank: int, group: dist.ProcessGroup, heads: int, groups: int) -> str:
     with pytest.raises(ValueError) as caught:
-        ParallelAttention(heads * 2, heads, num_kv_heads=groups, group=group)
+        configured(ParallelAttention, heads * 2, heads, num_kv_heads=groups, group=group)
     return str(caught.value)
 
 
@@ -223,13 +228,16 @@ def test_heads_that_cannot_be_split(world):
         assert "3 heads in 3 groups can't be split over 4 ranks; 1, 2, 3 ranks can" in text
     for make, words in (
         (
-            lambda: ParallelAttention(8, 4, num_kv_heads=3),
+            lambda: configured(ParallelAttention, 8, 4, num_kv_heads=3),
             "3, which does not divide num_heads = 4; choose one of 1, 2, 4",
         ),
         (lambda: ParallelAttention(8, 3), "dim is 8, which num_heads = 3 does not divide"),
-        (lambda: ParallelAttention(8, 2, causal=True, cross=True), "causal"),
-        (lambda: ParallelAttention(8, 2, dropout=1.0), "dropout is 1.0"),
-        (lambda: ParallelAttention(8, 2, cross=True)(torch.ones(1, 2, 8)), "needs memory="),
+        (lambda: configured(ParallelAttention, 8, 2, causal=True, cross=True), "causal"),
+        (lambda: configured(ParallelAttention, 8, 2, dropout=1.0), "dropout is 1.0"),
+        (
+            lambda: configured(ParallelAttention, 8, 2, cross=True)(torch.ones(1, 2, 8)),
+            "needs memory=",
+        ),
         (
             lambda: ParallelAttention(8, 2)(torch.ones(1, 2, 8), memory=torch.ones(1, 2, 8)),
             "cross=True",
@@ -251,7 +259,7 @@ def test_a_message_lists_no_more_sizes_than_a_person_reads():
     with pytest.raises(
         ValueError, match=r"num_heads = 2147483648; choose one of 1, 2, 4, 8, .*, 4096 and others$"
     ):
-        ParallelAttention(2**31, 2**31, num_kv_heads=3)
+        configured(ParallelAttention, 2**31, 2**31, num_kv_heads=3)
     with pytest.raises(
         ValueError, match=r"over 6442450944 ranks; 1, 2, 3, .* 31, 32 and others ranks can"
     ):

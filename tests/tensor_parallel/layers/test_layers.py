@@ -25,10 +25,17 @@ from pyops.tensor_parallel import (
     Ranks,
     RMSNorm,
     VocabParallelEmbedding,
-    finish_gradients,
     set_dropout,
+    sync_partial_grads,
 )
-from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean, randomise, tokens_of
+from tests.tensor_parallel.shared_layers import (
+    Case,
+    configured,
+    errors_on_rank,
+    mean,
+    randomise,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.on_device
 
@@ -42,10 +49,19 @@ class Block(nn.Module):
         super().__init__()
         where = {k: shared[k] for k in ("group", "sequence_parallel") if k in shared}
         self.norm1, self.norm2 = norm(8, **where), norm(8, **where)
-        self.attention = ParallelAttention(
-            8, 4, num_kv_heads=kv_heads, causal=True, dropout=p, skip_bias=True, **shared
+        self.attention = configured(
+            ParallelAttention,
+            8,
+            4,
+            num_kv_heads=kv_heads,
+            causal=True,
+            dropout=p,
+            skip_bias=True,
+            **shared,
         )
-        self.mlp = ParallelMLP(8, 13, gated=gated, activation="silu" if gated else "gelu", **shared)
+        self.mlp = configured(
+            ParallelMLP, 8, 13, gated=gated, activation="silu" if gated else "gelu", **shared
+        )
         self.dropout1, self.dropout2 = (Dropout(p, width=8, **where) for _ in range(2))
 
     def forward(self, x: Tensor, shape: Shape) -> Tensor:
@@ -69,14 +85,16 @@ def skipped(layer: nn.Module, x: Tensor, shape: Shape) -> Tensor:
 
 
 CASES = {
-    "mlp": Case(partial(ParallelMLP, 6, 12), 6),
-    "mlp, padded": Case(partial(ParallelMLP, 6, 7, activation="gelu_tanh", bias=False), 6),
-    "mlp, bias skipped": Case(
-        partial(ParallelMLP, 6, 12, activation="relu", skip_bias=True), 6, skipped
+    "mlp": Case(partial(configured, ParallelMLP, 6, 12), 6),
+    "mlp, padded": Case(
+        partial(configured, ParallelMLP, 6, 7, activation="gelu_tanh", bias=False), 6
     ),
-    "gated mlp": Case(partial(ParallelMLP, 6, 12, gated=True, activation="silu"), 6),
+    "mlp, bias skipped": Case(
+        partial(configured, ParallelMLP, 6, 12, activation="relu", skip_bias=True), 6, skipped
+    ),
+    "gated mlp": Case(partial(configured, ParallelMLP, 6, 12, gated=True, activation="silu"), 6),
     "gated mlp, padded": Case(
-        partial(ParallelMLP, 6, 7, gated=True, activation="gelu", bias=False), 6
+        partial(configured, ParallelMLP, 6, 7, gated=True, activation="gelu", bias=False), 6
     ),
     "block": Case(partial(Block, LayerNorm, gated=False, kv_heads=4, p=0.3), 8, blocked),
     "block, gated, 1 group": Case(
@@ -115,8 +133,8 @@ def test_output_and_gradients_are_those_of_one_rank(world, size: int, dtype: tor
 def wide_errors(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     torch.manual_seed(1)
     wide = {
-        "mlp": Case(partial(ParallelMLP, 32, 1024), 32),
-        "attention": Case(partial(ParallelAttention, 64, 16), 64, shaped),
+        "mlp": Case(partial(configured, ParallelMLP, 32, 1024), 32),
+        "attention": Case(partial(configured, ParallelAttention, 64, 16), 64, shaped),
     }
     return {
         f"{name}, sequence_parallel={sp}": errors_on_rank(
@@ -275,7 +293,7 @@ def test_dropout_wants_a_state_in_training_only():
     with pytest.raises(ValueError, match=r"p is 1.0"):
         Dropout(1.0, width=4)
     with pytest.raises(ValueError, match="choose one of gelu, gelu_tanh, relu, silu"):
-        ParallelMLP(4, 8, activation="swish")
+        configured(ParallelMLP, 4, 8, activation="swish")
 
 
 @pytest.mark.real_device
@@ -305,7 +323,7 @@ def copied(rank: int, group: dist.ProcessGroup) -> None:
     assert torch.equal(other(x, (1, 4)), layer(x, (1, 4)))
     assert other.mlp.up.weight is not layer.mlp.up.weight
     assert set(Placement.of(layer)) == {name for name, _ in layer.named_parameters()}
-    finish_gradients(other, group=group)
+    sync_partial_grads(other, group=group)
 
 
 def test_a_layer_can_be_copied_and_places_every_parameter(world):

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
 
 from pyops.comm import Communicator
+from pyops.mesh import ALONE, Axes, Mesh
 from pyops.tensor_parallel import ColumnParallelLinear, Ranks, RowParallelLinear
 from pyops.tensor_parallel.functional import symmetric
-from tests.tensor_parallel.shared_layers import Case, errors_on_rank, mean
+from tests.tensor_parallel.shared_layers import Case, configured, errors_on_rank, mean
 
 pytestmark = pytest.mark.on_device
 
@@ -25,8 +26,8 @@ class Pair(nn.Module):
 
     def __init__(self, width: int, inner: int, *, bias: bool = True, **shared: Any) -> None:
         super().__init__()
-        self.column = ColumnParallelLinear(width, inner, bias=bias, **shared)
-        self.row = RowParallelLinear(inner, width, bias=bias, **shared)
+        self.column = configured(ColumnParallelLinear, width, inner, bias=bias, **shared)
+        self.row = configured(RowParallelLinear, inner, width, bias=bias, **shared)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.row(torch.tanh(self.column(x)))
@@ -38,18 +39,22 @@ def skipped(layer: nn.Module, x: Tensor, shape: Any) -> Tensor:
 
 
 CASES = {
-    "column": Case(partial(ColumnParallelLinear, 6, 12), 6, y_unit=1),
-    "column, padded": Case(partial(ColumnParallelLinear, 6, 7), 6, y_unit=1),
-    "column, padded units": Case(partial(ColumnParallelLinear, 6, 10, unit=2), 6, y_unit=2),
-    "column, no bias": Case(partial(ColumnParallelLinear, 6, 12, bias=False), 6, y_unit=1),
-    "column, bias skipped": Case(
-        partial(ColumnParallelLinear, 6, 12, skip_bias=True), 6, skipped, y_unit=1
+    "column": Case(partial(configured, ColumnParallelLinear, 6, 12), 6, y_unit=1),
+    "column, padded": Case(partial(configured, ColumnParallelLinear, 6, 7), 6, y_unit=1),
+    "column, padded units": Case(
+        partial(configured, ColumnParallelLinear, 6, 10, unit=2), 6, y_unit=2
     ),
-    "row": Case(partial(RowParallelLinear, 12, 6), 12, x_unit=1),
-    "row, padded": Case(partial(RowParallelLinear, 7, 6), 7, x_unit=1),
-    "row, no bias": Case(partial(RowParallelLinear, 12, 6, bias=False), 12, x_unit=1),
+    "column, no bias": Case(
+        partial(configured, ColumnParallelLinear, 6, 12, bias=False), 6, y_unit=1
+    ),
+    "column, bias skipped": Case(
+        partial(configured, ColumnParallelLinear, 6, 12, skip_bias=True), 6, skipped, y_unit=1
+    ),
+    "row": Case(partial(configured, RowParallelLinear, 12, 6), 12, x_unit=1),
+    "row, padded": Case(partial(configured, RowParallelLinear, 7, 6), 7, x_unit=1),
+    "row, no bias": Case(partial(configured, RowParallelLinear, 12, 6, bias=False), 12, x_unit=1),
     "row, bias skipped": Case(
-        partial(RowParallelLinear, 12, 6, skip_bias=True), 12, skipped, x_unit=1
+        partial(configured, RowParallelLinear, 12, 6, skip_bias=True), 12, skipped, x_unit=1
     ),
     "pair": Case(partial(Pair, 6, 12), 6),
     "pair, padded": Case(partial(Pair, 6, 7), 6),
@@ -85,8 +90,8 @@ def wide_errors(rank: int, group: dist.ProcessGroup, reduce: str) -> dict[str, A
     torch.manual_seed(1)
     found = {}
     for name, case in {
-        "column": Case(partial(ColumnParallelLinear, 32, 1024), 32, y_unit=1),
-        "row": Case(partial(RowParallelLinear, 1024, 32), 1024, x_unit=1),
+        "column": Case(partial(configured, ColumnParallelLinear, 32, 1024), 32, y_unit=1),
+        "row": Case(partial(configured, RowParallelLinear, 1024, 32), 1024, x_unit=1),
     }.items():
         for sp in (False, True):
             found[f"{name} {sp}"] = rms(group, case, sp, reduce)
@@ -209,7 +214,7 @@ def test_products_fused_with_their_collective(world):
 
 
 def test_products_are_fused_on_large_gpu_tensors_alone():
-    ranks = Ranks.of(None)
+    ranks = Ranks.of(ALONE)
     assert not symmetric.fuses(torch.empty(0), ranks, rows=1 << 30)
 
 
@@ -262,9 +267,10 @@ def test_weight_gradients_add_up_in_main_grad(world):
 
 
 def options(rank: int, group: dist.ProcessGroup | None) -> None:
-    whole_column, whole_row = ColumnParallelLinear(6, 7), RowParallelLinear(7, 6)
-    column = ColumnParallelLinear(6, 7, group=group, gather_output=True)
-    row = RowParallelLinear(7, 6, group=group, scatter_input=True)
+    whole_column = ColumnParallelLinear(6, 7, group=ALONE)
+    whole_row = RowParallelLinear(7, 6, group=ALONE)
+    column = configured(ColumnParallelLinear, 6, 7, group=group, gather_output=True)
+    row = configured(RowParallelLinear, 7, 6, group=group, scatter_input=True)
     results = []
     for a, b in ((column, row), (whole_column, whole_row)):
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -283,7 +289,7 @@ def test_gathered_output_and_scattered_input(world):
 
 
 def autocast(rank: int, group: dist.ProcessGroup) -> None:
-    layer, alone = Pair(8, 16, group=group), Pair(8, 16)
+    layer, alone = Pair(8, 16, group=group), Pair(8, 16, group=ALONE)
     x = torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y, y1 = layer(x), alone(x)
@@ -319,22 +325,25 @@ def test_one_rank_alone_computes_what_torch_does():
     x = torch.randn(2, 3, 6)
     assert torch.equal(column(x), nn.functional.linear(x, column.weight, column.bias))
     assert torch.equal(row(column(x)), nn.functional.linear(column(x), row.weight, row.bias))
-    assert Ranks.of(None) == Ranks(None, 0, 1)
+    assert Ranks.of(None) == Ranks.of(ALONE) == Ranks.of(Mesh(Axes())) == Ranks(ALONE, 0, 1)
 
 
 def test_refusals():
     for make, words in (
         (lambda: ColumnParallelLinear(0, 4), "in_features is 0"),
         (
-            lambda: RowParallelLinear(4, 4, reduce="bf16"),
+            lambda: configured(RowParallelLinear, 4, 4, reduce="bf16"),
             "reduce is 'bf16'; choose one of fp32, native",
         ),
-        (lambda: ColumnParallelLinear(4, 5, unit=2), "multiple of 2"),
-        (lambda: ColumnParallelLinear(4, 4, stacked=2, gather_output=True), "gather_output"),
-        (lambda: ColumnParallelLinear(4, 4, group="tp"), "group must be a process group"),
+        (lambda: configured(ColumnParallelLinear, 4, 5, unit=2), "multiple of 2"),
+        (
+            lambda: configured(ColumnParallelLinear, 4, 4, stacked=2, gather_output=True),
+            "gather_output",
+        ),
+        (lambda: ColumnParallelLinear(4, 4, group="tp"), "group is 'tp'"),
         (lambda: ColumnParallelLinear(4, 4)(torch.ones(2, 5)), "takes [..., 4] here"),
         (lambda: RowParallelLinear(4, 4)(torch.ones(2, 5)), "takes [..., 4] here"),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises((TypeError, ValueError)) as caught:
             make()
         assert words in str(caught.value)

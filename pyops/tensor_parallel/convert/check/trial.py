@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from pyops.host_memory import free_memory
 from pyops.tensor_parallel.convert.check.example import Inputs, examples
 from pyops.tensor_parallel.convert.check.virtual import VirtualGroup, run_virtual
 from pyops.tensor_parallel.convert.swap import laid_out
-from pyops.tensor_parallel.functional.gradients import finish_gradients
+from pyops.tensor_parallel.functional.gradients import sync_partial_grads
+from pyops.tensor_parallel.functional.ranks import Ranks
 
 __all__ = ["NOT_CHECKED", "placed", "try_plan"]
 
@@ -38,7 +39,7 @@ _BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (2e-3, 1e-2)}
 # gradients, one in the making
 _COPIES = 5
 
-Cut = Callable[[nn.Module, Any], None]  # of a model and a group, in place
+CutFunction = Callable[[nn.Module, Ranks], None]  # of a model and its ranks, in place
 
 
 @dataclass
@@ -50,7 +51,9 @@ class _Run:
     within: dict[str, Tensor] = field(default_factory=dict)  # the first output of each module
 
 
-def try_plan(model: nn.Module, cut: Cut, size: int, *, blocks: list[str], given: Any = None) -> str:
+def try_plan(
+    model: nn.Module, cut: CutFunction, size: int, *, blocks: list[str], given: Any = None
+) -> str:
     """What was found equal, in words. Communicates nothing.
 
     cut: does to a copy, with a virtual group, what is planned for the model. size: of the group.
@@ -319,7 +322,7 @@ def _named_tensors(output: Any, name: str = "") -> dict[str, Tensor]:
 def _compare(
     name: str,
     whole: nn.Module,
-    cut: Cut,
+    cut: CutFunction,
     size: int,
     inputs: Inputs,
     reference: _Run,
@@ -341,7 +344,7 @@ def _compare(
             part,
             _cast(inputs, dtype),
             dtype,
-            lambda: finish_gradients(part, group=cast(Any, group)),
+            lambda: sync_partial_grads(part, group=group),
         )
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ what is refused."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["ACTIVATIONS", "POSITIONS", "check_config", "check_size", "largest_field", "numbers_of"]
 
@@ -16,13 +16,20 @@ SIZES = (
     "hidden", "num_types", "num_labels", "image_size", "num_channels", "num_buckets", "patch_size",
 )  # fmt: skip
 
-# name: the activation of ParallelMLP, and whether it is gated
-ACTIVATIONS: Mapping[str, dict[str, Any]] = {
-    "gelu": {"activation": "gelu"},
-    "gelu_tanh": {"activation": "gelu_tanh"},
-    "relu": {"activation": "relu"},
-    "swiglu": {"activation": "silu", "gated": True},
-    "gated_gelu": {"activation": "gelu_tanh", "gated": True},
+
+class Activation(NamedTuple):
+    """What an activation of a configuration means to ParallelMLP."""
+
+    function: str
+    gated: bool = False
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "relu": Activation("relu"),
+    "swiglu": Activation("silu", gated=True),
+    "gated_gelu": Activation("gelu_tanh", gated=True),
 }
 
 
@@ -85,7 +92,8 @@ def numbers_of(config: Any) -> int:
     layers = known["num_layers"] + 2 * (
         known["num_decoder_layers"] or (known["num_layers"] if known["num_buckets"] else 0)
     )
-    gated = ACTIVATIONS.get(getattr(config, "activation", ""), {}).get("gated", False)
+    activation = ACTIVATIONS.get(getattr(config, "activation", ""))
+    gated = activation is not None and activation.gated
     usual = 8 * dim // 3 if gated and not known["num_buckets"] else 4 * dim
     mlp = (3 if gated else 2) * dim * (known["hidden"] or usual)
     layer = NUMBERS_OF_A_LAYER + 2 * dim * width * (heads + groups) + mlp

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyops import random
 from pyops.flat import Placement
+from pyops.mesh import ALONE
 from pyops.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -19,9 +20,10 @@ from pyops.tensor_parallel import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
-    initialise_,
-    initialise_model_,
+    initialize_,
+    initialize_model_,
 )
+from tests.tensor_parallel.shared_layers import configured
 
 pytestmark = pytest.mark.on_device
 
@@ -32,16 +34,16 @@ def build(
     how = {"group": group, "seed": seed, "dtype": dtype}
     return nn.ModuleDict(
         {
-            "attention": ParallelAttention(8, 4, name="attention", **how),
-            "groups": ParallelAttention(8, 4, num_kv_heads=1, name="groups", **how),
-            "cross": ParallelAttention(
-                8, 5, head_dim=2, cross=True, memory_dim=6, name="cross", **how
+            "attention": configured(ParallelAttention, 8, 4, name="attention", **how),
+            "groups": configured(ParallelAttention, 8, 4, num_kv_heads=1, name="groups", **how),
+            "cross": configured(
+                ParallelAttention, 8, 5, head_dim=2, cross=True, memory_dim=6, name="cross", **how
             ),
-            "mlp": ParallelMLP(8, 13, gated=True, name="mlp", out_std=0.01, **how),
-            "embedding": VocabParallelEmbedding(11, 8, name="embedding", **how),
-            "distance": RelativeBias(5, name="distance", **how),
-            "column": ColumnParallelLinear(8, 7, name="column", **how),
-            "row": RowParallelLinear(7, 8, name="row", **how),
+            "mlp": configured(ParallelMLP, 8, 13, gated=True, name="mlp", out_std=0.01, **how),
+            "embedding": configured(VocabParallelEmbedding, 11, 8, name="embedding", **how),
+            "distance": configured(RelativeBias, 5, name="distance", **how),
+            "column": configured(ColumnParallelLinear, 8, 7, name="column", **how),
+            "row": configured(RowParallelLinear, 7, 8, name="row", **how),
             "norm": LayerNorm(8, group=group, dtype=dtype),
             "rms": RMSNorm(8, group=group, dtype=dtype),
         }
@@ -57,10 +59,10 @@ def is_part_of(whole: nn.Module, mine: nn.Module) -> None:
 
 def parts(rank: int, group: dist.ProcessGroup) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
-        is_part_of(build(None, dtype=dtype), build(group, dtype=dtype))
-    mine, whole = build(group, None), build(None, None)
+        is_part_of(build(ALONE, dtype=dtype), build(group, dtype=dtype))
+    mine, whole = build(group, None), build(ALONE, None)
     for model in (mine, whole):
-        initialise_model_(
+        initialize_model_(
             model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model."
         )
     is_part_of(whole, mine)
@@ -78,17 +80,17 @@ def test_parts_are_bitwise_those_of_one_rank(world, size: int):
 def parts_of_three(rank: int, group: dist.ProcessGroup) -> bool:
     """Four heads in one group can't be split over three ranks."""
     layers = {
-        "mlp": lambda g: ParallelMLP(8, 13, gated=True, group=g),
+        "mlp": lambda g: configured(ParallelMLP, 8, 13, gated=True, group=g),
         "table": lambda g: VocabParallelEmbedding(11, 8, group=g),
     }
     for make in layers.values():
-        is_part_of(make(None), make(group))
+        is_part_of(make(ALONE), make(group))
     return True
 
 
 def test_streams_and_deviations():
-    model = build(None, None)
-    initialise_model_(
+    model = build(ALONE, None)
+    initialize_model_(
         model, seed=7, std=lambda name: 0.5 if name.startswith("row") else 0.1, prefix="model."
     )
     expected = random.normal(7, "model.row.weight", (8, 7), std=0.5)
@@ -99,7 +101,7 @@ def test_streams_and_deviations():
     assert not model["row"].bias.any()
     assert bool((model["norm"].weight == 1).all())
     assert not model["norm"].bias.any()
-    drawn = build(None)
+    drawn = build(ALONE)
     assert torch.equal(
         drawn["mlp"].down.weight, random.normal(4, "mlp.down.weight", (8, 13), std=0.01)
     )
@@ -110,11 +112,11 @@ def test_streams_and_deviations():
 
 def test_padding_is_zero_and_a_constant_has_no_stream():
     place = Placement.cut((5, 3), dim=0, rank=1, ranks=2)
-    local = initialise_(torch.full((3, 3), torch.nan), seed=1, name="w", placement=place)
+    local = initialize_(torch.full((3, 3), torch.nan), seed=1, name="w", placement=place)
     assert torch.equal(local[:2], random.normal(1, "w", (5, 3), std=0.02)[3:])
     assert not local[2:].any()
     assert torch.equal(
-        initialise_(torch.empty(4), seed=1, name="b", std=0.0, mean=1.0), torch.ones(4)
+        initialize_(torch.empty(4), seed=1, name="b", std=0.0, mean=1.0), torch.ones(4)
     )
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pyops import random
 from pyops.flat import Placement
 
-__all__ = ["initialise_", "initialise_model_"]
+__all__ = ["initialize_", "initialize_model_"]
 
 
 @torch.no_grad()
-def initialise_(
+def initialize_(
     parameter: Tensor,
     *,
     seed: int,
@@ -56,7 +56,7 @@ def initialise_(
     return parameter
 
 
-def initialise_model_(
+def initialize_model_(
     model: nn.Module,
     *,
     seed: int,
@@ -84,7 +84,7 @@ def initialise_model_(
             spread = 0.0
         elif parameter.dim() == 1:
             spread, mean = 0.0, 1.0
-        initialise_(
+        initialize_(
             parameter,
             seed=seed,
             name=prefix + name,

@@ -13,68 +13,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel import Dropout, LayerNorm, RMSNorm
+from pyops.tensor_parallel import Dropout, LayerNorm, Ranks, RMSNorm
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
-__all__ = ["Layout", "Shape", "Table"]
+__all__ = ["ModelLayout", "Shape", "Table"]
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """group: the ranks that share the layers; None: one rank alone. sequence_parallel: tokens are
-    shared out between blocks."""
+class ModelLayout:
+    """How a model lies on its ranks."""
 
-    group: dist.ProcessGroup | None = None
+    ranks: Ranks
+    """The ranks that share the layers."""
     sequence_parallel: bool = False
+    """Tokens are cut over the ranks between blocks."""
     device: torch.device | str | None = None
+    """Of the parameters."""
     dtype: torch.dtype | None = None
+    """Of the parameters."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
-        return self  # a copy of a model talks to the same ranks
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLayout:
+        return self  # a copy of a model communicates with the same ranks
 
     @property
     def shared(self) -> bool:
         """Whether a rank holds only some of the tokens."""
-        return self.sequence_parallel and self.ranks > 1
+        return self.sequence_parallel and self.ranks.size > 1
 
     @property
-    def replicated(self) -> dict[str, Any]:
-        """Arguments of a norm of pyops.tensor_parallel."""
+    def parallel(self) -> dict[str, Any]:
+        """The keyword arguments that all layers of pyops.tensor_parallel take."""
         return {
-            "group": self.group,
+            "group": self.ranks,
             "sequence_parallel": self.sequence_parallel,
             "device": self.device,
             "dtype": self.dtype,
         }
 
-    @property
-    def parallel(self) -> dict[str, Any]:
-        """Arguments of its parallel layers, whose parameters the model draws itself."""
-        return {**self.replicated, "seed": None}
-
     def norm(self, kind: str, dim: int, *, eps: float, bias: bool = True) -> LayerNorm | RMSNorm:
         """ "layernorm" or "rmsnorm"; the latter has no bias."""
         if kind == "rmsnorm":
-            return RMSNorm(dim, eps=eps, **self.replicated)
-        return LayerNorm(dim, eps=eps, bias=bias, **self.replicated)
+            return RMSNorm(dim, eps=eps, **self.parallel)
+        return LayerNorm(dim, eps=eps, bias=bias, **self.parallel)
 
     def dropout(self, p: float, width: int) -> Dropout:
         """Of tokens as a rank holds them."""
-        return Dropout(p, width=width, group=self.group, sequence_parallel=self.sequence_parallel)
+        return Dropout(p, width=width, group=self.ranks, sequence_parallel=self.sequence_parallel)
 
     def linear(self, in_features: int, out_features: int, *, per_token: bool = True) -> nn.Linear:
         """A linear layer that every rank holds whole. per_token: applied to tokens as a rank holds
@@ -92,20 +81,23 @@ class Layout:
         """Of a parameter that every rank holds whole and applies to its tokens: the gradient there
         is of these alone."""
         return Placement.whole(
-            tuple(parameter.shape), rank=self.rank, ranks=self.ranks, partial=self.sequence_parallel
+            tuple(parameter.shape),
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+            partial=self.sequence_parallel,
         )
 
     def take(self, x_BTX: Tensor) -> Tensor:
         """This rank's tokens of those that every rank has."""
-        return scatter_tokens(x_BTX.flatten(0, 1), group=self.group) if self.shared else x_BTX
+        return scatter_tokens(x_BTX.flatten(0, 1), group=self.ranks) if self.shared else x_BTX
 
     def take_index(self, index_BT: Tensor) -> Tensor:
         """As `take`, of whole numbers."""
         if not self.shared:
             return index_BT
-        each = -(-index_BT.numel() // self.ranks)
-        flat = nn.functional.pad(index_BT.flatten(), (0, each * self.ranks - index_BT.numel()))
-        return flat[self.rank * each : (self.rank + 1) * each]
+        rank, each = self.ranks.rank, self.ranks.rows_each(index_BT.numel())
+        missing = each * self.ranks.size - index_BT.numel()
+        return nn.functional.pad(index_BT.flatten(), (0, missing))[rank * each : (rank + 1) * each]
 
     def whole(self, x: Tensor, shape: Shape | None, *, duplicated: bool = False) -> Tensor:
         """[B, T, D] of all tokens on every rank, of x as a rank holds it; shape: (B, T), needed
@@ -121,7 +113,7 @@ class Layout:
                 "under sequence parallelism a layer of the model needs shape=(B, T) of the tokens"
             )
         return gather_tokens(
-            x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.group
+            x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.ranks
         ).unflatten(0, shape)
 
 
@@ -129,7 +121,7 @@ class Table(nn.Module):
     """Rows that are added to tokens: learned positions, token types. forward(index of tokens as a
     rank holds them) -> rows."""
 
-    def __init__(self, length: int, dim: int, *, layout: Layout) -> None:
+    def __init__(self, length: int, dim: int, *, layout: ModelLayout) -> None:
         super().__init__()
         self.weight = layout.parameter(length, dim)
         self.placements = {"weight": layout.placement(self.weight)}
