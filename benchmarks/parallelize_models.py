@@ -1,9 +1,10 @@
 """What `parallelize` makes of the model classes of transformers that can be made small:
 docs/tensor_parallel_models.md.
 
-    python -m benchmarks.parallelize_models                  every class, on two ranks (processes); goes on where it ended
-    python -m benchmarks.parallelize_models Gemma Bert       classes whose names begin so, on the terminal alone
-    python -m benchmarks.parallelize_models --write          the page, from the results that are there
+    python -m benchmarks.parallelize_models             every class, on two ranks (processes);
+                                                        goes on where it ended
+    python -m benchmarks.parallelize_models Gemma Bert  classes whose names begin so, printed only
+    python -m benchmarks.parallelize_models --write     the page, from the results that are there
 
 Each class is cut by its default plan, and by one that is guessed from its modules' names
 (guessed_plans.py), on two Gloo ranks, forked for it from a process that has imported everything.

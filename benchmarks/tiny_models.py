@@ -19,34 +19,113 @@ __all__ = ["HEADS", "names", "tiny"]
 HEADS = 4
 LARGEST = 65_000_000  # parameters
 DEPTHS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
-    "num_encoder_layers", "num_hidden_groups", "vocab_size", "image_size",
-    "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id",
-)  # fmt: skip
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_hidden_groups",
+    "vocab_size",
+    "image_size",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "decoder_start_token_id",
+)
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "decoder_hidden_size"), 16),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "projection_dim", "hidden_dim_size", "emb_dim", "d_embed"), 16),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "ffn_hidden_size"), 24),
-    **dict.fromkeys(("d_ff", "hidden_dim", "dim_feedforward", "d_inner", "mlp_dim", "moe_intermediate_size"), 24),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "embed_dim",
+            "encoder_hidden_size",
+            "decoder_hidden_size",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "embedding_size",
+            "word_embed_proj_dim",
+            "projection_dim",
+            "hidden_dim_size",
+            "emb_dim",
+            "d_embed",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "n_inner",
+            "ffn_hidden_size",
+        ),
+        24,
+    ),
+    **dict.fromkeys(
+        ("d_ff", "hidden_dim", "dim_feedforward", "d_inner", "mlp_dim", "moe_intermediate_size"), 24
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "encoder_layers",
+            "decoder_layers",
+        ),
+        2,
+    ),
     **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_hidden_groups"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS
+    ),
     **dict.fromkeys(("decoder_attention_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_size"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), 32),
-    "vocab_size": 67, "max_source_positions": 16, "num_mel_bins": 8, "image_size": 16, "patch_size": 8, "num_channels": 3,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sliding_window": 8,
-    "type_vocab_size": 2, "rotary_dim": 4, "relative_attention_num_buckets": 6, "num_labels": 3, "vision_feature_layer": -1,
-    "vocab_size_per_layer_input": 67, "hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0, "entity_vocab_size": 67,
-}  # fmt: skip
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx"), 32
+    ),
+    "vocab_size": 67,
+    "max_source_positions": 16,
+    "num_mel_bins": 8,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "sliding_window": 8,
+    "type_vocab_size": 2,
+    "rotary_dim": 4,
+    "relative_attention_num_buckets": 6,
+    "num_labels": 3,
+    "vision_feature_layer": -1,
+    "vocab_size_per_layer_input": 67,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 0,
+    "entity_vocab_size": 67,
+}
 
 
 MISSING = {  # where a configuration says nothing of its own
-    "head_dim": 4, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts": 4, "prediction_length": 4,
-}  # fmt: skip
+    "head_dim": 4,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "prediction_length": 4,
+}
 FITTING: dict[str, dict[str, Any]] = {  # sizes that must fit one another
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "Mamba2Config": {"num_heads": 8, "head_dim": 4, "n_groups": 2},

@@ -1,7 +1,8 @@
 """Between Hugging Face folders and checkpoints, whose tensors have our names and packing.
 
-to_checkpoint     a folder  ->  {"model": state_dict of GPT, BERT, T5 or ViT, "model_class": "GPT", "model_config": {...}}
-from_checkpoint   such a checkpoint, or one that `pyops train` wrote, whatever ranks wrote it  ->  a folder
+to_checkpoint     a folder  ->  {"model": state_dict of GPT, BERT, T5 or ViT,
+                                "model_class": "GPT", "model_config": {...}}
+from_checkpoint   such a checkpoint, or one that `pyops train` wrote, on any ranks  ->  a folder
 
 Both run as one process and hold the model once.
 """

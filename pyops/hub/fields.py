@@ -1,8 +1,10 @@
 """The fields of a config.json, each of the type that is asked for: the file may be of another
 version, or be damaged.
 
-    fields.whole("n_layer", most="layers")            config.json has n_layer = '2'; it must be a whole number
-    fields.fixed(scale_attn_weights=True)             config.json has scale_attn_weights = False, pyops computes True only
+    fields.whole("n_layer", of="tensors")
+        config.json has n_layer = '2'; it must be a whole number
+    fields.fixed(scale_attn_weights=True)
+        config.json has scale_attn_weights = False, pyops computes True only
 
 Sizes are compared with what the files hold before anything of such a size is made.
 """

@@ -1,11 +1,12 @@
 """How a parameter of ours is made of the tensors of a Hugging Face file: which box of it is which
 box of which tensor.
 
-    Same("wte.weight")                          ours [V, D]            theirs, as it is
-    Transposed("mlp.c_fc.weight")               ours [F, D]            theirs [D, F]
-    Stacked("gate.weight", "up.weight")         ours [2, F, D]         theirs [F, D] and [F, D]
-    Grouped("q.weight", "k.weight", "v.weight") ours, by query groups  | q q k v | q q k v |     theirs  | q q q q | k k | v v |
-    Grouped("c_attn.weight", joined=True)       ours likewise          theirs in one tensor      | q q q q | k k | v v |
+                                                 pyops                  the file
+    Same("wte.weight")                           [V, D]                 the same
+    Transposed("mlp.c_fc.weight")                [F, D]                 [D, F]
+    Stacked("gate.weight", "up.weight")          [2, F, D]              [F, D] and [F, D]
+    Grouped("q.weight", "k.weight", "v.weight")  | q q k v | q q k v |  q q q q | k k | v v, apart
+    Grouped("c_attn.weight", joined=True)        | q q k v | q q k v |  q q q q | k k | v v
 
 A packing is applied to a whole parameter, never to a rank's part: what the rank holds is a box of
 it (`Placement`), and meets the boxes listed here. Reading and writing both go by this list.

@@ -1,13 +1,16 @@
-"""Transformers that know nothing of how they are trained, of layers that a group of ranks can
-share.
+"""Transformers made of layers that the ranks of a group can share, and independent of how they are
+trained.
 
-GPT(GPTConfig(dim=256, num_layers=4), seed=0)      tokens [B, T] -> logits [B, T, V]; GPT-2 or Llama by its options
-BERT(BERTConfig(...))                              tokens -> logits of masked tokens, and of the next sentence; or RoFormer
-BERTClassifier(BERTConfig(...), num_labels=8)      tokens -> logits of labels
-T5(T5Config(...))                                  tokens, decoder's tokens -> logits
-ViT(ViTConfig(...))                                images -> logits of labels
+GPT(GPTConfig(dim=256, num_layers=4), seed=0)    tokens [B, T] -> logits [B, T, V]; its options make
+                                                 it GPT-2 or Llama
+BERT(BERTConfig(...))                            tokens -> logits of masked tokens, and of the next
+                                                 sentence; an option makes it RoFormer
+BERTClassifier(BERTConfig(...), num_labels=8)    tokens -> logits of labels
+T5(T5Config(...))                                tokens, decoder's tokens -> logits
+ViT(ViTConfig(...))                              images -> logits of labels
 
-Every model takes group= (tensor parallelism) and sequence_parallel=, which change no result;
+Every model takes group= (tensor parallelism; by default pyops.mesh.ALONE, one process with the
+whole model) and sequence_parallel=, which change no result;
 model.loss(...) is the training loss, model.set_dropout(...) keys dropout for the next forward, and
 layers() of all but T5 is [embedding, block, ..., block, head], for a pipeline to cut. sample(model,
 prompt, num_tokens=100) continues a text. pyops.hub loads them from folders of Hugging Face.

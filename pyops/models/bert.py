@@ -1,13 +1,14 @@
 """BERT: an encoder with the norms behind the residuals, a head for masked tokens, and one for pairs
 of sentences.
 
-    tokens, types -> embedding -> block 0 -> ... -> block L-1 -> head -> logits_BTV                 (Devlin et al., 2019)
-                                                             `-> first token -> pooler -> next sentence, logits_B2
+    tokens, types -> embedding -> block 0 -> ... -> block L-1 -> head -> logits_BTV
+                                                     `-> first token -> pooler -> logits_B2
+                                                         of the next sentence
 
     block:  norm1(x_BTD + attention(x_BTD)) = y_BTD;    norm2(y_BTD + mlp(y_BTD))
 
-With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are learned, attention
-turns neighbours (2i, 2i + 1) of queries and keys by them.
+(Devlin et al., 2019.) With positions = "rotary" it is RoFormer (Su et al., 2021): no positions are
+learned, attention turns neighbours (2i, 2i + 1) of queries and keys by them.
 
 Letters of tensor names: B batch, T sequence, D model width, V vocabulary.
 """

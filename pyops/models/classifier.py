@@ -1,7 +1,8 @@
 """BERTClassifier: a BERT whose head chooses one of several labels for the whole sequence, from its
 first token.
 
-    tokens -> embedding -> block 0 -> ... -> block L-1 -> first token -> tanh(dense) -> output -> logits_BN
+    tokens -> embedding -> block 0 -> ... -> block L-1 -> first token -> tanh(dense) -> output
+           -> logits_BN
 
 (Devlin et al., 2019, section 4.1; the head is the pooler and what stands on it.)
 """

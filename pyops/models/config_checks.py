@@ -12,9 +12,22 @@ POSITIONS = ("learned", "rotary")
 MOST_NUMBERS = 1 << 48  # of a model: a PiB in fp32
 NUMBERS_OF_A_LAYER = 5000  # what its Python objects take besides, in numbers of four bytes
 SIZES = (
-    "vocab_size", "sequence_length", "num_layers", "num_decoder_layers", "num_heads", "num_kv_heads", "dim", "head_dim",
-    "hidden", "num_types", "num_labels", "image_size", "num_channels", "num_buckets", "patch_size",
-)  # fmt: skip
+    "vocab_size",
+    "sequence_length",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "num_kv_heads",
+    "dim",
+    "head_dim",
+    "hidden",
+    "num_types",
+    "num_labels",
+    "image_size",
+    "num_channels",
+    "num_buckets",
+    "patch_size",
+)
 
 
 class Activation(NamedTuple):

@@ -4,7 +4,9 @@ al., 2020).
     tokens_BS  -> embedding -> encoder block 0 ... block L-1 -> norm -> memory_BSD
     targets_BT -> shifted by one -> embedding -> decoder block 0 ... -> norm -> head -> logits_BTV
 
-    decoder block:  x + attention(norm1(x)) = y;    y + cross(norm_cross(y), memory) = z;    z + mlp(norm2(z))
+    decoder block:  x + attention(norm1(x)) = y
+                    y + cross(norm_cross(y), memory) = z
+                    z + mlp(norm2(z))
 
 1.0: activation "relu", one table for embedding and head, whose input is scaled by D^-1/2. 1.1:
 "gated_gelu", not scaled.

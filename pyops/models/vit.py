@@ -1,7 +1,8 @@
 """A vision transformer: an image's patches as tokens, behind one that the class is read from
 (Dosovitskiy et al., 2021).
 
-    images_BCSS -> patches + class token + positions -> block 0 -> ... -> block L-1 -> norm -> class token -> logits_BN
+    images_BCSS -> patches + class token + positions -> block 0 -> ... -> block L-1 -> norm
+                -> class token -> logits_BN
 
     block:  x_BTD + attention(norm1(x_BTD)) = y_BTD;    y_BTD + mlp(norm2(y_BTD))
 

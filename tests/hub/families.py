@@ -25,8 +25,14 @@ SIZES = {
     "intermediate_size": 26,
 }
 # Of the three pairs of a head one turns as ever, one is stretched, and one is in between.
-STRETCHED = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-             "original_max_position_embeddings": 100}  # fmt: skip
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 100,
+}
 
 
 @dataclass(frozen=True)

@@ -29,41 +29,88 @@ BOUND = 2e-5  # of the largest output, in fp32
 ROPE = {"rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 8}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 COMMON: dict[str, list[Any]] = {
-    "chunk_size_feed_forward": [7], "is_decoder": [True], "tie_word_embeddings": [False, True], "pad_token_id": [3],
-    "head_dim": [8], "problem_type": ["regression"], "sliding_window": [2], "partial_rotary_factor": [0.5],
-}  # fmt: skip
+    "chunk_size_feed_forward": [7],
+    "is_decoder": [True],
+    "tie_word_embeddings": [False, True],
+    "pad_token_id": [3],
+    "head_dim": [8],
+    "problem_type": ["regression"],
+    "sliding_window": [2],
+    "partial_rotary_factor": [0.5],
+}
 BERTS = {
-    "hidden_act": ["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_10", "quick_gelu", "relu", "silu"],
-    "layer_norm_eps": [1e-2], "position_embedding_type": ["relative_key", "absolute"], "type_vocab_size": [4],
-    "num_attention_heads": [1, 2], "embedding_size": [8, 16], "max_position_embeddings": [9], "num_hidden_layers": [1],
-}  # fmt: skip
+    "hidden_act": [
+        "gelu_new",
+        "gelu_pytorch_tanh",
+        "gelu_fast",
+        "gelu_10",
+        "quick_gelu",
+        "relu",
+        "silu",
+    ],
+    "layer_norm_eps": [1e-2],
+    "position_embedding_type": ["relative_key", "absolute"],
+    "type_vocab_size": [4],
+    "num_attention_heads": [1, 2],
+    "embedding_size": [8, 16],
+    "max_position_embeddings": [9],
+    "num_hidden_layers": [1],
+}
 OWN: dict[str, dict[str, list[Any]]] = {
     "gpt2": {
-        "activation_function": ["gelu", "gelu_pytorch_tanh", "gelu_fast", "relu"], "layer_norm_epsilon": [1e-2],
-        "n_inner": [24], "scale_attn_weights": [False], "scale_attn_by_inverse_layer_idx": [True], "embd_pdrop": [0.0],
-        "reorder_and_upcast_attn": [True], "n_head": [2], "add_cross_attention": [True], "n_positions": [9],
+        "activation_function": ["gelu", "gelu_pytorch_tanh", "gelu_fast", "relu"],
+        "layer_norm_epsilon": [1e-2],
+        "n_inner": [24],
+        "scale_attn_weights": [False],
+        "scale_attn_by_inverse_layer_idx": [True],
+        "embd_pdrop": [0.0],
+        "reorder_and_upcast_attn": [True],
+        "n_head": [2],
+        "add_cross_attention": [True],
+        "n_positions": [9],
     },
     "llama": {
-        "hidden_act": ["gelu", "swish", "relu"], "rms_norm_eps": [1e-2], "attention_bias": [True], "mlp_bias": [True],
-        "num_key_value_heads": [1, 4], "head_dim": [4, 8], "pretraining_tp": [2],
-        "rope_parameters": [{"rope_type": "default", "rope_theta": 100.0}, LLAMA3, {**LLAMA3, "factor": 1.0},
-                            *({**ROPE, "rope_type": kind} for kind in ("linear", "dynamic", "yarn"))],
+        "hidden_act": ["gelu", "swish", "relu"],
+        "rms_norm_eps": [1e-2],
+        "attention_bias": [True],
+        "mlp_bias": [True],
+        "num_key_value_heads": [1, 4],
+        "head_dim": [4, 8],
+        "pretraining_tp": [2],
+        "rope_parameters": [
+            {"rope_type": "default", "rope_theta": 100.0},
+            LLAMA3,
+            {**LLAMA3, "factor": 1.0},
+            *({**ROPE, "rope_type": kind} for kind in ("linear", "dynamic", "yarn")),
+        ],
         "rope_scaling": [{"type": "linear", "factor": 2.0}],
     },
     "bert": BERTS,
     "bert_masked": BERTS,
     "bert_rotary": {**BERTS, "rotary_value": [True]},
     "t5": {
-        "feed_forward_proj": ["gelu", "gated-gelu", "gated-silu", "gated-relu", "silu", "gelu_new"], "d_kv": [4],
-        "dense_act_fn": ["gelu"], "is_gated_act": [True], "layer_norm_epsilon": [1e-2], "num_heads": [2],
-        "relative_attention_num_buckets": [4, 6], "relative_attention_max_distance": [5], "num_decoder_layers": [1],
+        "feed_forward_proj": ["gelu", "gated-gelu", "gated-silu", "gated-relu", "silu", "gelu_new"],
+        "d_kv": [4],
+        "dense_act_fn": ["gelu"],
+        "is_gated_act": [True],
+        "layer_norm_epsilon": [1e-2],
+        "num_heads": [2],
+        "relative_attention_num_buckets": [4, 6],
+        "relative_attention_max_distance": [5],
+        "num_decoder_layers": [1],
         "scale_decoder_outputs": [False, True],
     },
     "vit": {
-        "hidden_act": ["gelu_new", "relu", "quick_gelu"], "layer_norm_eps": [1e-2], "qkv_bias": [False], "num_labels": [3],
-        "image_size": [4, [6, 6], [6, 4]], "patch_size": [3, [3, 2]], "num_channels": [1], "pooler_act": ["relu"],
+        "hidden_act": ["gelu_new", "relu", "quick_gelu"],
+        "layer_norm_eps": [1e-2],
+        "qkv_bias": [False],
+        "num_labels": [3],
+        "image_size": [4, [6, 6], [6, 4]],
+        "patch_size": [3, [3, 2]],
+        "num_channels": [1],
+        "pooler_act": ["relu"],
     },
-}  # fmt: skip
+}
 
 
 def changes_of(name: str, *, most: int = 9) -> list[dict[str, Any]]:

@@ -44,12 +44,25 @@ GPT2 = GPTConfig(
     vocab_size=20, sequence_length=8, num_layers=2, num_heads=4, dim=8, activation="gelu_tanh"
 )
 MODELS = [
-    (GPT, GPT2), (GPT, LLAMA), (BERT, BERTConfig(vocab_size=20, sequence_length=8, num_layers=1, num_heads=2, dim=8)),
+    (GPT, GPT2),
+    (GPT, LLAMA),
+    (BERT, BERTConfig(vocab_size=20, sequence_length=8, num_layers=1, num_heads=2, dim=8)),
     (T5, T5Config(vocab_size=20, num_layers=1, num_heads=2, dim=8)),
-    (T5, T5Config(vocab_size=20, num_layers=1, num_heads=2, dim=8, tied_head=False, scaled_head=False, activation="gated_gelu",
-                  num_decoder_layers=2)),
+    (
+        T5,
+        T5Config(
+            vocab_size=20,
+            num_layers=1,
+            num_heads=2,
+            dim=8,
+            tied_head=False,
+            scaled_head=False,
+            activation="gated_gelu",
+            num_decoder_layers=2,
+        ),
+    ),
     (ViT, ViTConfig(num_labels=3, image_size=4, patch_size=2, num_layers=1, num_heads=2, dim=8)),
-]  # fmt: skip
+]
 
 
 def same(model: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -31,7 +31,8 @@ VARIANTS = [
 
 def short(config: GPTConfig) -> str:
     tied = "tied" if config.tied_head else "untied"
-    return f"{config.norm}-{config.activation}-{config.positions}-{tied}-{'bias' if config.bias else 'no_bias'}"
+    bias = "bias" if config.bias else "no_bias"
+    return f"{config.norm}-{config.activation}-{config.positions}-{tied}-{bias}"
 
 
 def perturbed(config: GPTConfig, device: torch.device, **kwargs: torch.dtype) -> GPT:

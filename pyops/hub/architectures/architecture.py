@@ -1,7 +1,8 @@
 """What is known of an architecture: its config.json, and where the tensors of its files go.
 
     config.json  --read-->  GPTConfig  --write-->  config.json
-    "blocks.{i}.attention.qkv.weight": Grouped("h.{i}.attn.c_attn.weight", joined=True, transposed=True)
+    "blocks.{i}.attention.qkv.weight":
+        Grouped("h.{i}.attn.c_attn.weight", joined=True, transposed=True)
 
 Each file of this room beside it describes one architecture, as data: names, packings, and the
 fields of config.json.

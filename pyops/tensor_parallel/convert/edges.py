@@ -1,8 +1,8 @@
 """Hooks that put autograd's edges around modules that know nothing of ranks: where attention, and
 where blocks, begin and end.
 
-    blocks.0 ... blocks.n          tokens whole   --> SplitTokens -->   own rows [n, D]   --> JoinTokens -->   tokens whole
-    attention within them          shared input   --> Enter       -->   the input of this rank's heads
+    blocks.0 ... blocks.n  tokens whole --> SplitTokens --> own rows [n, D] --> JoinTokens --> whole
+    attention within them  shared input --> Enter       --> the input of this rank's heads
 
 Without sequence parallelism `Enter` is the region operator `copy`: one sum of the input's gradients
 for all the columns within. With it, it gathers the tokens, and its backward scatters that sum.

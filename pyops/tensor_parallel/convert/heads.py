@@ -1,11 +1,13 @@
 """How many heads an attention module of anybody's has, read from its attributes, and what each rank
 has of them.
 
-LlamaAttention      config.num_attention_heads, config.num_key_value_heads, head_dim      num_key_value_groups
-GPT2Attention       num_heads, head_dim                                                   num_heads, split_size
-BertSelfAttention   num_attention_heads, attention_head_size                              num_attention_heads, all_head_size
-T5Attention         n_heads, key_value_proj_dim                                           n_heads, inner_dim
-                    what is read                                                          what is set
+                    what is read                                       what is set
+LlamaAttention      config.num_attention_heads,                        num_key_value_groups
+                    config.num_key_value_heads, head_dim
+GPT2Attention       num_heads, head_dim                                num_heads, split_size
+BertSelfAttention   num_attention_heads, attention_head_size           num_attention_heads,
+                                                                       all_head_size
+T5Attention         n_heads, key_value_proj_dim                        n_heads, inner_dim
 """
 
 from __future__ import annotations

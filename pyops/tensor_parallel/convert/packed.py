@@ -1,7 +1,7 @@
 """Queries, keys and values of grouped heads that lie in one matrix, cut by groups.
 
 as the model has them     q0 q1 q2 q3 | k0 k1 | v0 v1          4 heads in 2 groups
-as the whole is laid out  q0 q1 k0 v0 | q2 q3 k1 v1            so that a rank's part is one range of rows
+as the whole is laid out  q0 q1 k0 v0 | q2 q3 k1 v1            so a rank's part is one range of rows
 what rank 0 computes      q0 q1 | k0 | v0                      as the model's code takes it apart
 """
 

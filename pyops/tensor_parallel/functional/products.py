@@ -2,11 +2,13 @@
 product that does not need it.
 
     column, forward              backward
-        x (gathered)                 gather x  |  dx = dy W          (the gather: under sequence parallelism only)
-        y = x W^T + b                sum dx    |  dW = dy^T x, db    (reduce_scatter under sequence parallelism)
+        x (gathered)                 gather x (sp)  |  dx = dy W
+        y = x W^T + b                sum dx         |  dW = dy^T x, db
     row, forward                 backward
-        p = x W^T                    gather dy                       (under sequence parallelism only)
+        p = x W^T                    gather dy (sp)
         y = sum p + b                dx = dy W, dW = dy^T x, db
+
+(sp): under sequence parallelism only, where the sums are reduce_scatters.
 
 What stands right of the bar is computed while what stands left of it is on its way: on a thread for
 CPU tensors, on a CUDA stream of its own with events for CUDA ones. Without `overlap` the same calls

@@ -252,10 +252,16 @@ class Mixed(nn.Module):
 
 
 PLAN = {
-    "words": "vocabulary", "head": "logits",
-    "mix": "attention", "mix.norm": "partial", "queries": "columns", "memory.*": "columns", "mix.out": "rows",
-    "ffn.0": "columns", "ffn.2": "rows",
-}  # fmt: skip
+    "words": "vocabulary",
+    "head": "logits",
+    "mix": "attention",
+    "mix.norm": "partial",
+    "queries": "columns",
+    "memory.*": "columns",
+    "mix.out": "rows",
+    "ffn.0": "columns",
+    "ffn.2": "rows",
+}
 
 MODELS: dict[str, Callable[[float], tuple[nn.Module, Inputs]]] = {
     "gpt2": gpt2,

@@ -32,57 +32,126 @@ Wrong = tuple[dict[str, Any], dict[str, str], dict[str, Any], str]
 # Plans given by hand that come near: (of the configuration, the plan, options, what is said).
 WRONG: dict[str, Wrong] = {
     "StableLmForCausalLM": (
-        {"qk_layernorm": True}, {**LLAMA, "norms.*": "partial"}, {}, "output logits differs by",
+        {"qk_layernorm": True},
+        {**LLAMA, "norms.*": "partial"},
+        {},
+        "output logits differs by",
     ),
-    "GlmForCausalLM": ({}, {**LLAMA, "gate_up_proj": "columns", "down_proj": "rows"}, {}, "is model.layers.0.mlp.down_proj"),
+    "GlmForCausalLM": (
+        {},
+        {**LLAMA, "gate_up_proj": "columns", "down_proj": "rows"},
+        {},
+        "is model.layers.0.mlp.down_proj",
+    ),
     "PersimmonForCausalLM": (
-        {}, {
-            "self_attn": "attention", "query_key_value": "packed columns", "self_attn.dense": "rows", "*_layernorm": "partial",
-        }, {}, "the plan does not fit",
+        {},
+        {
+            "self_attn": "attention",
+            "query_key_value": "packed columns",
+            "self_attn.dense": "rows",
+            "*_layernorm": "partial",
+        },
+        {},
+        "the plan does not fit",
     ),
     "GPTNeoXForCausalLM": (
-        {}, {"attention": "attention", "query_key_value": "packed columns", "attention.dense": "rows"}, {},
+        {},
+        {"attention": "attention", "query_key_value": "packed columns", "attention.dense": "rows"},
+        {},
         "the first module whose output differs is gpt_neox.layers.0.attention.dense",
     ),
     "BloomForCausalLM": (
-        {}, {"self_attention": "attention", "query_key_value": "packed columns", "self_attention.dense": "rows"}, {},
+        {},
+        {
+            "self_attention": "attention",
+            "query_key_value": "packed columns",
+            "self_attention.dense": "rows",
+        },
+        {},
         "the first module whose output differs is transformer.h.0.self_attention.dense",
     ),
     "DebertaV2ForMaskedLM": (
-        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_buckets": 4},
-        {"self": "attention", "self.*_proj": "columns", "attention.output.dense": "head rows"}, {},
-        "each rank has only a part of that of deberta.encoder.rel_embeddings.weight: " "make its module 'partial'",
+        {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True,
+            "position_buckets": 4,
+        },
+        {"self": "attention", "self.*_proj": "columns", "attention.output.dense": "head rows"},
+        {},
+        "each rank has only a part of that of deberta.encoder.rel_embeddings.weight: "
+        "make its module 'partial'",
     ),
     "CodeGenForCausalLM": (
-        {}, {"attn": "attention", "qkv_proj": "packed columns", "attn.out_proj": "rows"}, {}, "the plan does not fit",
-    ),
-    "Olmo2ForCausalLM": ({}, {**LLAMA, "[qk]_norm": "partial"}, {}, "fails in model.layers.0.self_attn.q_norm when cut"),
-    "CohereForCausalLM": (
-        {"use_qk_norm": True}, {**LLAMA, "[qk]_norm": "partial"}, {}, "fails in model.layers.0.self_attn.q_norm when cut",
-    ),
-    "MPNetForMaskedLM": (
-        {"relative_attention_num_buckets": 32}, {"attn": "attention", "attn.[qkv]": "columns", "attn.o": "columns"}, {},
+        {},
+        {"attn": "attention", "qkv_proj": "packed columns", "attn.out_proj": "rows"},
+        {},
         "the plan does not fit",
     ),
-    "PhimoeForCausalLM": ({}, LLAMA, {"sequence_parallel": True}, "fails in model.layers.0.mlp when cut"),
-    "MixtralForCausalLM": ({}, LLAMA, {"sequence_parallel": True}, "fails in model.layers.0.mlp when cut"),
+    "Olmo2ForCausalLM": (
+        {},
+        {**LLAMA, "[qk]_norm": "partial"},
+        {},
+        "fails in model.layers.0.self_attn.q_norm when cut",
+    ),
+    "CohereForCausalLM": (
+        {"use_qk_norm": True},
+        {**LLAMA, "[qk]_norm": "partial"},
+        {},
+        "fails in model.layers.0.self_attn.q_norm when cut",
+    ),
+    "MPNetForMaskedLM": (
+        {"relative_attention_num_buckets": 32},
+        {"attn": "attention", "attn.[qkv]": "columns", "attn.o": "columns"},
+        {},
+        "the plan does not fit",
+    ),
+    "PhimoeForCausalLM": (
+        {},
+        LLAMA,
+        {"sequence_parallel": True},
+        "fails in model.layers.0.mlp when cut",
+    ),
+    "MixtralForCausalLM": (
+        {},
+        LLAMA,
+        {"sequence_parallel": True},
+        "fails in model.layers.0.mlp when cut",
+    ),
     "XGLMForCausalLM": ({}, {**OUT, "fc1": "columns"}, {}, "the plan does not fit"),
     "BioGptForCausalLM": ({}, {**OUT, "fc2": "rows"}, {}, "the plan does not fit"),
-    "MT5ForConditionalGeneration": ({}, {**T5, "relative_attention_bias": "partial"}, {}, "the plan does not fit"),
+    "MT5ForConditionalGeneration": (
+        {},
+        {**T5, "relative_attention_bias": "partial"},
+        {},
+        "the plan does not fit",
+    ),
     "SwitchTransformersForConditionalGeneration": (
-        {}, {**T5, "relative_attention_bias": "partial"}, {}, "the plan does not fit",
+        {},
+        {**T5, "relative_attention_bias": "partial"},
+        {},
+        "the plan does not fit",
     ),
     "BeitForImageClassification": (
-        {"use_relative_position_bias": True}, {**PICTURE, "relative_position_bias": "partial"}, {}, "the plan does not fit",
+        {"use_relative_position_bias": True},
+        {**PICTURE, "relative_position_bias": "partial"},
+        {},
+        "the plan does not fit",
     ),
     "BigBirdForMaskedLM": (  # its forward replaces its attention modules where the text is short
-        {}, {
-            "self": "attention", "self.query": "columns", "self.key": "columns", "self.value": "columns",
+        {},
+        {
+            "self": "attention",
+            "self.query": "columns",
+            "self.key": "columns",
+            "self.value": "columns",
             "attention.output.dense": "head rows",
-        }, {}, "the plan does not fit BigBirdForMaskedLM, which fails in",
+        },
+        {},
+        "the plan does not fit BigBirdForMaskedLM, which fails in",
     ),
     "SwinForImageClassification": ({}, {**PICTURE, "relative_position_bias": "partial"}, {}, ""),
-}  # fmt: skip
+}
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -219,14 +288,32 @@ def cut_by(plan: Any, sequence_parallel: bool = False) -> Any:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "GemmaForCausalLM": {}, "Gemma2ForCausalLM": {}, "Gemma3ForCausalLM": {}, "PhiForCausalLM": {}, "Phi3ForCausalLM": {},
-    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2}, "GPTNeoXForCausalLM": {},
-    "OPTForCausalLM": {}, "BloomForCausalLM": {}, "StableLmForCausalLM": {}, "OlmoForCausalLM": {}, "GraniteForCausalLM": {},
-    "RobertaForMaskedLM": {}, "XLMRobertaForMaskedLM": {}, "CamembertForMaskedLM": {}, "ElectraForMaskedLM": {},
-    "DistilBertForMaskedLM": {}, "EsmForMaskedLM": {"vocab_size": 33}, "BartForConditionalGeneration": {},
-    "WhisperForConditionalGeneration": {}, "DeiTForImageClassification": {}, "Dinov2ForImageClassification": {},
-    "CLIPModel": {}, "BioGptForCausalLM": {}, "BertForMultipleChoice": {},
-}  # fmt: skip
+    "GemmaForCausalLM": {},
+    "Gemma2ForCausalLM": {},
+    "Gemma3ForCausalLM": {},
+    "PhiForCausalLM": {},
+    "Phi3ForCausalLM": {},
+    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "GPTNeoXForCausalLM": {},
+    "OPTForCausalLM": {},
+    "BloomForCausalLM": {},
+    "StableLmForCausalLM": {},
+    "OlmoForCausalLM": {},
+    "GraniteForCausalLM": {},
+    "RobertaForMaskedLM": {},
+    "XLMRobertaForMaskedLM": {},
+    "CamembertForMaskedLM": {},
+    "ElectraForMaskedLM": {},
+    "DistilBertForMaskedLM": {},
+    "EsmForMaskedLM": {"vocab_size": 33},
+    "BartForConditionalGeneration": {},
+    "WhisperForConditionalGeneration": {},
+    "DeiTForImageClassification": {},
+    "Dinov2ForImageClassification": {},
+    "CLIPModel": {},
+    "BioGptForCausalLM": {},
+    "BertForMultipleChoice": {},
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -73,23 +73,43 @@ def keyed(rank: int) -> nn.Module:
 Make = Callable[[int], nn.Module]
 CASES: dict[str, tuple[Make, Mapping[str, str] | None, dict[str, Any]]] = {
     "no plan is known for Mixed": (mixed, None, {}),
-    "'blocks.*.attn' names no module of Mixed; it has words, stack, ": (mixed, {**PLAN, "blocks.*.attn": "attention"}, {}),
+    "'blocks.*.attn' names no module of Mixed; it has words, stack, ": (
+        mixed,
+        {**PLAN, "blocks.*.attn": "attention"},
+        {},
+    ),
     "'rowwise'; choose one of columns, ": (mixed, without(head="rowwise"), {}),
     "the plan names no module of Mixed to cut": (mixed, {"mix": "attention"}, {}),
     "stack.0.ffn.0 fits ['ffn.0', 'ffn.*']": (mixed, {**PLAN, "ffn.*": "rows"}, {}),
-    "stack.0.norm (LayerNorm) can't be cut as 'columns': that takes a torch.nn.Linear": (mixed, without(norm="columns"), {}),
+    "stack.0.norm (LayerNorm) can't be cut as 'columns': that takes a torch.nn.Linear": (
+        mixed,
+        without(norm="columns"),
+        {},
+    ),
     "stack.1.ffn.0 (Scaled) can't be cut": (own_linear, PLAN, {}),
     "words (Embedding) can't be cut: it has hooks": (hooked, PLAN, {}),
     "stack.0.mix.norm has parameters within stack.0.mix": (mixed, without("mix.norm"), {}),
-    "share a parameter must be cut alike, and the plan has words: vocabulary, head: whole": (mixed, without("head"), {}),
+    "share a parameter must be cut alike, and the plan has words: vocabulary, head: whole": (
+        mixed,
+        without("head"),
+        {},
+    ),
     "1 heads in 1 groups can't be split over 2 ranks; 1 ranks can": (odd, None, {}),
-    "20 -> 24) can't be cut as 'packed columns'": (mixed, {**PLAN, "mix.out": "packed columns"}, {}),
-    "sequence_parallel=True needs a plan that says where tokens are shared out": (mixed, PLAN, {"sequence_parallel": True}),
+    "20 -> 24) can't be cut as 'packed columns'": (
+        mixed,
+        {**PLAN, "mix.out": "packed columns"},
+        {},
+    ),
+    "sequence_parallel=True needs a plan that says where tokens are shared out": (
+        mixed,
+        PLAN,
+        {"sequence_parallel": True},
+    ),
     "keys or values of another width (kdim, vdim) can't be cut": (keyed, None, {}),
     "the model is parallel already: words has placements": (parallel, PLAN, {}),
     "the ranks' models differ: words.weight": (other_values, PLAN, {}),
     "extra ([2], float32, ": (other_size, PLAN, {}),
-}  # fmt: skip
+}
 
 
 def refused(rank: int, group: dist.ProcessGroup) -> list[str]:

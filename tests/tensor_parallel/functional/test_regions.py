@@ -23,18 +23,41 @@ OPERATORS = {
     "scatter 0": (partial(regions.scatter, dim=0), lambda t: (3 * t, 2), True, False),
     "scatter 1 of 3": (partial(regions.scatter, dim=1), lambda t: (2, 2 * t, 3), True, False),
     "gather last": (regions.gather, lambda t: (3, 2), False, False),
-    "gather last, duplicated": (partial(regions.gather, duplicated=True), lambda t: (3, 2), False, True),
+    "gather last, duplicated": (
+        partial(regions.gather, duplicated=True),
+        lambda t: (3, 2),
+        False,
+        True,
+    ),
     "gather 1 of 3": (partial(regions.gather, dim=1), lambda t: (2, 2, 3), False, False),
-    "gather 0, duplicated": (partial(regions.gather, dim=0, duplicated=True), lambda t: (3, 2), False, True),
+    "gather 0, duplicated": (
+        partial(regions.gather, dim=0, duplicated=True),
+        lambda t: (3, 2),
+        False,
+        True,
+    ),
     "reduce_scatter last": (regions.reduce_scatter, lambda t: (3, 2 * t), False, False),
-    "reduce_scatter 0": (partial(regions.reduce_scatter, dim=0), lambda t: (2 * t, 3), False, False),
+    "reduce_scatter 0": (
+        partial(regions.reduce_scatter, dim=0),
+        lambda t: (2 * t, 3),
+        False,
+        False,
+    ),
     "scatter tokens": (regions.scatter_tokens, lambda t: (5, 2), True, False),
-    "gather tokens": (partial(regions.gather_tokens, tokens=5), lambda t: (-(-5 // t), 2), False, False),
+    "gather tokens": (
+        partial(regions.gather_tokens, tokens=5),
+        lambda t: (-(-5 // t), 2),
+        False,
+        False,
+    ),
     "gather tokens, duplicated": (
-        partial(regions.gather_tokens, tokens=5, duplicated=True), lambda t: (-(-5 // t), 2), False, True,
+        partial(regions.gather_tokens, tokens=5, duplicated=True),
+        lambda t: (-(-5 // t), 2),
+        False,
+        True,
     ),
     "reduce_scatter tokens": (regions.reduce_scatter_tokens, lambda t: (5, 2), False, False),
-}  # fmt: skip
+}
 
 
 def draw(shape: tuple[int, ...], seed: int, *, rank: int, same: bool) -> Tensor:

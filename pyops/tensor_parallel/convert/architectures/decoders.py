@@ -26,10 +26,15 @@ LLAMA = {**_SPLIT, "self_attn.o_proj": "rows", **_GATED}
 HEAD_NORMS = {**LLAMA, "self_attn.[qk]_norm": "partial"}
 PHI = {**_SPLIT, "self_attn.dense": "rows", "mlp.fc1": "columns", "mlp.fc2": "rows"}
 PHI3 = {
-    "embed_tokens": "vocabulary", "layers": "blocks", "lm_head": "logits",
-    "self_attn": "configured attention", "self_attn.qkv_proj": "packed columns", "self_attn.o_proj": "rows",
-    "mlp.gate_up_proj": "gate and up", "mlp.down_proj": "rows",
-}  # fmt: skip
+    "embed_tokens": "vocabulary",
+    "layers": "blocks",
+    "lm_head": "logits",
+    "self_attn": "configured attention",
+    "self_attn.qkv_proj": "packed columns",
+    "self_attn.o_proj": "rows",
+    "mlp.gate_up_proj": "gate and up",
+    "mlp.down_proj": "rows",
+}
 GLM = {
     **_SPLIT,
     "self_attn.o_proj": "rows",
@@ -41,18 +46,30 @@ STARCODER2 = {**_SPLIT, "self_attn.o_proj": "rows", "mlp.c_fc": "columns", "mlp.
 OPT = {**_SPLIT, "self_attn.out_proj": "rows", "fc1": "columns", "fc2": "rows"}
 _FUSED = {"mlp.dense_h_to_4h": "columns", "mlp.dense_4h_to_h": "rows", "lm_head": "logits"}
 NEOX = {
-    "embed_in": "vocabulary", "layers": "blocks",
-    "attention": "attention", "attention.query_key_value": "head columns", "attention.dense": "rows", **_FUSED,
-}  # fmt: skip
+    "embed_in": "vocabulary",
+    "layers": "blocks",
+    "attention": "attention",
+    "attention.query_key_value": "head columns",
+    "attention.dense": "rows",
+    **_FUSED,
+}
 BLOOM = {
-    "word_embeddings": "vocabulary", "h": "blocks",
-    "self_attention": "attention", "self_attention.query_key_value": "head columns", "self_attention.dense": "rows", **_FUSED,
-}  # fmt: skip
+    "word_embeddings": "vocabulary",
+    "h": "blocks",
+    "self_attention": "attention",
+    "self_attention.query_key_value": "head columns",
+    "self_attention.dense": "rows",
+    **_FUSED,
+}
 PERSIMMON = {
-    "embed_tokens": "vocabulary", "layers": "blocks",
-    "self_attn": "attention", "self_attn.query_key_value": "head columns", "self_attn.dense": "rows",
-    "self_attn.[qk]_layernorm": "partial", **_FUSED,
-}  # fmt: skip
+    "embed_tokens": "vocabulary",
+    "layers": "blocks",
+    "self_attn": "attention",
+    "self_attn.query_key_value": "head columns",
+    "self_attn.dense": "rows",
+    "self_attn.[qk]_layernorm": "partial",
+    **_FUSED,
+}
 
 BIOGPT = {**OPT, "output_projection": "logits"}
 MPT = {

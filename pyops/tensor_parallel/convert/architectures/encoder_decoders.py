@@ -11,11 +11,20 @@ T5 = {
     "DenseReluDense": "mlp", "DenseReluDense.wi*": "columns", "DenseReluDense.wo": "rows",
 }  # fmt: skip
 BART = {
-    "shared": "vocabulary", "embed_tokens": "vocabulary", "layers": "blocks", "lm_head": "logits", "proj_out": "logits",
-    "self_attn": "attention", "self_attn.[qkv]_proj": "columns", "self_attn.out_proj": "rows",
-    "encoder_attn": "attention", "encoder_attn.[qkv]_proj": "columns", "encoder_attn.out_proj": "rows",
-    "fc1": "columns", "fc2": "rows",
-}  # fmt: skip
+    "shared": "vocabulary",
+    "embed_tokens": "vocabulary",
+    "layers": "blocks",
+    "lm_head": "logits",
+    "proj_out": "logits",
+    "self_attn": "attention",
+    "self_attn.[qkv]_proj": "columns",
+    "self_attn.out_proj": "rows",
+    "encoder_attn": "attention",
+    "encoder_attn.[qkv]_proj": "columns",
+    "encoder_attn.out_proj": "rows",
+    "fc1": "columns",
+    "fc2": "rows",
+}
 
 PLANS: dict[str, dict[str, str]] = {
     "T5Block": T5,

@@ -1,9 +1,9 @@
 """A plan is tried before a model is cut: outputs and all gradients of a cut copy against those of
 an uncut one.
 
-    model  --> copy on the CPU, fp64, --> uncut:        outputs, gradients ------.
-               two blocks of a sort,                                              +--> equal, or a ValueError that
-               values drawn anew      --> on virtual ranks, cut: the same --------'    names what differs
+    model  --> copy on the CPU, fp64, --> uncut: outputs, gradients -----.
+               two blocks of a sort,                                      +--> equal, or ValueError
+               values drawn anew      --> cut, on virtual ranks: the same-'    with what differs
 
 Values are drawn anew because those of a fresh model (zero biases, norms of one, small weights) hide
 errors. Blocks that are alike are tried once, so what it takes does not grow with the depth.
@@ -33,7 +33,8 @@ from pyops.tensor_parallel.functional.ranks import Ranks
 __all__ = ["NOT_CHECKED", "placed", "try_plan"]
 
 NOT_CHECKED = "pass check=False to cut it without this check"
-# By dtype: how far numbers may be apart, in units of the largest, and below which part of the largest gradient one is noise.
+# By dtype: how far numbers may be apart, in units of the largest, and below which part of the
+# largest gradient one is noise.
 _BOUNDS = {torch.float64: (1e-6, 1e-6), torch.float32: (2e-3, 1e-2)}
 # of the copy's parameters, in bytes at the peak: the copy, its gradients, the parts, their
 # gradients, one in the making
