@@ -90,7 +90,7 @@ class Weights:
         HubError for damage."""
         where = tuple(slice(start, start + length) for start, length in zip(*box, strict=True))
         try:
-            found = self._slices[name][where] if where else self._slices[name][...]
+            found: Tensor = self._slices[name][where] if where else self._slices[name][...]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise HubError(
                 f"{self._files[name]} is damaged at {name} ({error}); fetch it again"

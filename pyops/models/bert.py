@@ -118,7 +118,8 @@ class Embedding(nn.Module):
                 tokens_BT
             )
             x = x + self.position(self.layout.take_index(place_BT))
-        return self.dropout(self.norm(x))
+        result: Tensor = self.dropout(self.norm(x))
+        return result
 
 
 class Block(nn.Module):
@@ -163,7 +164,8 @@ class Block(nn.Module):
         y = self.norm1(
             self.dropout1(*self.attention(x, shape=shape, mask=mask_BT, rotary=turns), residual=x)
         )
-        return self.norm2(self.dropout2(*self.mlp(y), residual=y))
+        result: Tensor = self.norm2(self.dropout2(*self.mlp(y), residual=y))
+        return result
 
 
 def make_blocks(config: BERTConfig, *, layout: ModelLayout) -> nn.ModuleList:
@@ -205,7 +207,8 @@ class Head(nn.Module):
             x = functional.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         x = self.norm(x)
         if targets_BT is None:
-            return self.output(x, shape, gather=gather)
+            result: Tensor = self.output(x, shape, gather=gather)
+            return result
         return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
 
 
@@ -260,7 +263,7 @@ class BERT(nn.Module):
                 f"a sequence of {tokens_BT.shape[1]} tokens is longer than sequence_length = "
                 f"{self.config.sequence_length}; cut it, or make the model with a longer one"
             )
-        x = self.embedding(tokens_BT, types_BT)
+        x: Tensor = self.embedding(tokens_BT, types_BT)
         for block in self.blocks:
             x = block(x, (tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
         return x
@@ -270,7 +273,8 @@ class BERT(nn.Module):
         assert self.pooler is not None
         assert self.next_sentence is not None
         first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
-        return self.next_sentence(torch.tanh(self.pooler(first_BD)))
+        result: Tensor = self.next_sentence(torch.tanh(self.pooler(first_BD)))
+        return result
 
     def forward(
         self,
@@ -290,7 +294,9 @@ class BERT(nn.Module):
         """
         shape = (tokens_BT.shape[0], tokens_BT.shape[1])
         x = self.encode(tokens_BT, types_BT=types, mask_BT=mask)
-        found = self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+        found: Tensor = self.head(
+            x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction
+        )
         if self.pooler is None:
             return found
         if targets_BT is None:

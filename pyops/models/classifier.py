@@ -34,7 +34,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
         first_BD = self.layout.whole(x, shape, duplicated=True)[:, 0]
-        return self.output(torch.tanh(self.dense(first_BD)))
+        result: Tensor = self.output(torch.tanh(self.dense(first_BD)))
+        return result
 
 
 class BERTClassifier(nn.Module):
@@ -92,7 +93,7 @@ class BERTClassifier(nn.Module):
         x = self.embedding(tokens_BT, types)
         for block in self.blocks:
             x = block(x, shape, mask)
-        logits_BN = self.head(x, shape)
+        logits_BN: Tensor = self.head(x, shape)
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
@@ -105,7 +106,8 @@ class BERTClassifier(nn.Module):
     ) -> Tensor:
         """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
         those that do, or "sum"."""
-        return self(tokens_BT, labels_B, reduction=reduction, **inputs)
+        result: Tensor = self(tokens_BT, labels_B, reduction=reduction, **inputs)
+        return result
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
         """Draw all parameters anew. only: a module of this model: its own parameters, not its

@@ -158,7 +158,8 @@ class Embedding(nn.Module):
                 first, first + tokens_BT.shape[1], device=tokens_BT.device
             ).expand_as(tokens_BT)
             x = x + self.position(self.layout.take_index(place_BT))
-        return self.dropout(x)
+        result: Tensor = self.dropout(x)
+        return result
 
 
 class Block(nn.Module):
@@ -208,7 +209,8 @@ class Block(nn.Module):
         y = self.dropout1(
             *self.attention(self.norm1(x), shape=shape, rotary=turns, past=past), residual=x
         )
-        return self.dropout2(*self.mlp(self.norm2(y)), residual=y)
+        result: Tensor = self.dropout2(*self.mlp(self.norm2(y)), residual=y)
+        return result
 
 
 class Head(nn.Module):
@@ -230,7 +232,8 @@ class Head(nn.Module):
     ) -> Tensor:
         x = self.norm(x)
         if targets_BT is None:
-            return self.output(x, shape, gather=gather)
+            result: Tensor = self.output(x, shape, gather=gather)
+            return result
         return self.output.loss(x, targets_BT, shape=shape, reduction=reduction)
 
 
@@ -337,7 +340,10 @@ class GPT(nn.Module):
             x = self.embedding(tokens_BT, first=first)
             for block, kept in zip(self.blocks, past, strict=True):
                 x = block(x, shape, past=kept)
-        return self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+        result: Tensor = self.head(
+            x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction
+        )
+        return result
 
     def new_past(self) -> list[Past]:
         """What `forward` keeps of the tokens it was given, one for each block: nothing yet."""
@@ -349,7 +355,8 @@ class GPT(nn.Module):
 
         reduction: "mean" over those that count, or "sum".
         """
-        return self(tokens_BT, targets_BT, reduction=reduction)
+        result: Tensor = self(tokens_BT, targets_BT, reduction=reduction)
+        return result
 
     @torch.no_grad()
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:

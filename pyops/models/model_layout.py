@@ -112,9 +112,10 @@ class ModelLayout:
             raise ValueError(
                 "under sequence parallelism a layer of the model needs shape=(B, T) of the tokens"
             )
-        return gather_tokens(
+        result: Tensor = gather_tokens(
             x, tokens=shape[0] * shape[1], duplicated=duplicated, group=self.ranks
         ).unflatten(0, shape)
+        return result
 
 
 class Table(nn.Module):

@@ -62,7 +62,7 @@ class Rotary(nn.Module):
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         # A cast of the model must not round the angles: of what happens to it, only the device
         # counts.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.fill()
         return self
 

@@ -189,7 +189,8 @@ class Block(nn.Module):
                 mask=memory_mask,
             )
             x = self.dropout_cross(y, residual=x)
-        return self.dropout2(self.mlp(self.norm2(x)), residual=x)
+        result: Tensor = self.dropout2(self.mlp(self.norm2(x)), residual=x)
+        return result
 
 
 class Stack(nn.Module):
@@ -224,7 +225,8 @@ class Stack(nn.Module):
         bias = self.relative(shape[1], shape[1])
         for block in self.blocks:
             x = block(x, shape, bias=bias, **options)
-        return self.dropout2(self.norm(x))
+        result: Tensor = self.dropout2(self.norm(x))
+        return result
 
 
 class Embedding(nn.Module):
@@ -237,7 +239,8 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.token(tokens_BT)
+        result: Tensor = self.token(tokens_BT)
+        return result
 
 
 class Head(nn.Module):
@@ -258,7 +261,8 @@ class Head(nn.Module):
         reduction: str = "mean",
     ) -> Tensor:
         if targets_BT is None:
-            return self.output(x * self.scale, shape, gather=gather)
+            result: Tensor = self.output(x * self.scale, shape, gather=gather)
+            return result
         return self.output.loss(x * self.scale, targets_BT, shape=shape, reduction=reduction)
 
 
@@ -300,10 +304,12 @@ class T5(nn.Module):
         if name.startswith(("embedding", "head")):
             return 1.0
         if name.endswith("output.weight"):
-            return (config.num_heads * config.head_width) ** -0.5
-        if name.endswith("q.weight"):
-            return (config.dim * config.head_width) ** -0.5
-        return (config.mlp_width if name.endswith("down.weight") else config.dim) ** -0.5
+            fan = config.num_heads * config.head_width
+        elif name.endswith("q.weight"):
+            fan = config.dim * config.head_width
+        else:
+            fan = config.mlp_width if name.endswith("down.weight") else config.dim
+        return float(fan**-0.5)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -316,9 +322,10 @@ class T5(nn.Module):
 
     def encode(self, tokens_BS: Tensor, *, mask_BS: Tensor | None = None) -> Tensor:
         """The memory_BSD, as a rank holds tokens."""
-        return self.encoder(
+        result: Tensor = self.encoder(
             self.embedding(tokens_BS), (tokens_BS.shape[0], tokens_BS.shape[1]), mask=mask_BS
         )
+        return result
 
     def forward(
         self,
@@ -346,7 +353,10 @@ class T5(nn.Module):
             memory_shape=memory_shape,
             memory_mask=mask,
         )
-        return self.head(x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction)
+        result: Tensor = self.head(
+            x, shape, targets_BT=targets_BT, gather=gather, reduction=reduction
+        )
+        return result
 
     def shifted(self, targets_BT: Tensor) -> Tensor:
         """What the decoder sees: start_token, then all targets but the last; 0 for those of
@@ -369,7 +379,10 @@ class T5(nn.Module):
         mask: [B, S] bool, False where padding is. reduction: "mean" over the targets that count, or
         "sum".
         """
-        return self(tokens_BS, self.shifted(targets_BT), targets_BT, mask=mask, reduction=reduction)
+        result: Tensor = self(
+            tokens_BS, self.shifted(targets_BT), targets_BT, mask=mask, reduction=reduction
+        )
+        return result
 
     def set_dropout(
         self, shape: Shape, decoder_shape: Shape, *, seed: int, step: int, first_row: int = 0

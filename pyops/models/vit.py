@@ -126,7 +126,10 @@ class Embedding(nn.Module):
     def forward(self, images_BCSS: Tensor) -> Tensor:
         patches = self.patch(images_BCSS)
         first = self.first.expand(len(patches), 1, -1)
-        return self.dropout(self.layout.take(torch.cat([first, patches], dim=1) + self.position))
+        result: Tensor = self.dropout(
+            self.layout.take(torch.cat([first, patches], dim=1) + self.position)
+        )
+        return result
 
 
 class Block(nn.Module):
@@ -161,7 +164,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
         y = self.dropout1(*self.attention(self.norm1(x), shape=shape), residual=x)
-        return self.dropout2(*self.mlp(self.norm2(y)), residual=y)
+        result: Tensor = self.dropout2(*self.mlp(self.norm2(y)), residual=y)
+        return result
 
 
 class Head(nn.Module):
@@ -174,7 +178,8 @@ class Head(nn.Module):
         self.output = layout.linear(config.dim, config.num_labels, per_token=False)
 
     def forward(self, x: Tensor, shape: Shape | None = None) -> Tensor:
-        return self.output(self.layout.whole(self.norm(x), shape, duplicated=True)[:, 0])
+        result: Tensor = self.output(self.layout.whole(self.norm(x), shape, duplicated=True)[:, 0])
+        return result
 
 
 class ViT(nn.Module):
@@ -223,7 +228,7 @@ class ViT(nn.Module):
         x = self.embedding(images_BCSS)
         for block in self.blocks:
             x = block(x, shape)
-        logits_BN = self.head(x, shape)
+        logits_BN: Tensor = self.head(x, shape)
         if labels_B is None:
             return logits_BN
         logits_BN = logits_BN if logits_BN.dtype == torch.float64 else logits_BN.float()
@@ -234,7 +239,8 @@ class ViT(nn.Module):
     def loss(self, images_BCSS: Tensor, labels_B: Tensor, *, reduction: str = "mean") -> Tensor:
         """-ln p(label), the same on every rank; labels of -100 don't count. reduction: "mean" over
         those that do, or "sum"."""
-        return self(images_BCSS, labels_B, reduction=reduction)
+        result: Tensor = self(images_BCSS, labels_B, reduction=reduction)
+        return result
 
     def initialize(self, seed: int, *, only: nn.Module | None = None) -> None:
         """Draw all parameters anew. only: a module of this model: its own parameters, not its

@@ -40,7 +40,7 @@ class Vocabulary(ColumnParallelLinear):
         """Take the embedding's table as the weight: one parameter for both."""
         self.weight = embedding.weight  # type: ignore[assignment]
 
-    def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, shape: Shape | None = None, *, gather: bool = True) -> Tensor:
         return self._logits(self._all_tokens(x, shape), whole=gather)
 
     def loss(

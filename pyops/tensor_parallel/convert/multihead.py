@@ -126,11 +126,12 @@ class MultiheadAttention(nn.Module):
 
     def _heads(self, y: Tensor) -> Tensor:
         """[B, own heads, T, K]."""
-        return (
+        result: Tensor = (
             (y if self.batch_first else y.transpose(0, 1))
             .unflatten(-1, (-1, self.head_dim))
             .transpose(1, 2)
         )
+        return result
 
     def _mask(
         self, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype

@@ -140,7 +140,7 @@ def _place_partial(blueprint: Blueprint, whole: Mapping[str, list[str]]) -> None
     for name, module in blueprint.modules.items():
         parts = blueprint.kinds.get(name) == "partial" or blueprint.shared_out(name) is not None
         if whole[name] and parts:
-            module.placements = {  # type: ignore[assignment]
+            module.placements = {
                 key: Placement.whole(
                     module.get_parameter(key).shape, rank=rank, ranks=ranks, partial=True
                 )

@@ -112,7 +112,7 @@ def vocab_parallel_cross_entropy(
         )
     rows = logits.reshape(targets.numel(), logits.shape[-1])
     overwrite = in_place and not torch.compiler.is_compiling()
-    losses = _RowLosses.apply(rows, targets.reshape(-1), part, options.row_options(), overwrite)
+    losses = _RowLosses.apply(rows, targets.reshape(-1), part, options.row_options(), overwrite)  # type: ignore[no-untyped-call]
     return reduce_losses(losses, targets, ignore_index=options.ignore_index, reduction=reduction)
 
 

@@ -132,11 +132,11 @@ def linear_cross_entropy(
     rows, words = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     main_grad = getattr(weight, "main_grad", None)
     if reduction == "none":
-        losses = _LossOfEach.apply(rows, w, b, words, chunks, main_grad)
+        losses = _LossOfEach.apply(rows, w, b, words, chunks, main_grad)  # type: ignore[no-untyped-call]
         return reduce_losses(
             losses, targets, ignore_index=options.ignore_index, reduction=reduction
         )
-    total: Tensor = _LossOfAll.apply(rows, w, b, words, chunks, main_grad)
+    total: Tensor = _LossOfAll.apply(rows, w, b, words, chunks, main_grad)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
     count = (words != options.ignore_index).sum()

@@ -74,7 +74,7 @@ def column_products(
             functional.linear(x, _matrix(w), _vector(b))
             for w, b in zip(weights, biases, strict=True)
         )
-    return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-any-return]
+    return _Column.apply(plan, x, *weights, *biases)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPlan) -> Tensor:
@@ -86,7 +86,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductPla
     x, weight, bias = _cast(x, weight, bias)
     if plan.ranks.size == 1 and not is_marked(weight):
         return functional.linear(x, weight, bias)
-    return _Row.apply(plan, x, weight, bias)  # type: ignore[no-any-return]
+    return _Row.apply(plan, x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _cast(x: Tensor, *parameters: Tensor | None) -> Any:
@@ -167,7 +167,7 @@ class _Column(torch.autograd.Function):
             )
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *dys: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         plan, n = ctx.plan, len(weights)
         need_x, need_w, need_b = (
@@ -240,10 +240,11 @@ class _Row(torch.autograd.Function):
         if bias is not None:
             y += _to(bias, dtype)
         # Not a view to autograd, so that it may be added to in place, as Falcon's blocks do.
-        return torch.ops.aten._unsafe_view(y.to(x.dtype), shape)
+        result: Tensor = torch.ops.aten._unsafe_view(y.to(x.dtype), shape)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         plan, (own, own_bias) = ctx.plan, ctx.marked
         _, need_x, need_w, need_b = ctx.needs_input_grad

@@ -178,7 +178,8 @@ def all_to_all(
         return x
     if received is None or compares(ranks.communicator, x):
         received = _agreed_sizes(sent, received, ranks, x.device)
-    return _AllToAll.apply(x, sent, tuple(received), ranks)
+    result: Tensor = _AllToAll.apply(x, sent, tuple(received), ranks)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _equal_sizes(x: Tensor, ranks: Ranks) -> tuple[int, ...]:
@@ -261,15 +262,15 @@ class _Region(torch.autograd.Function):
         return _FORWARD[operator](x, dim, ranks)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return _Region.apply(dy, _BACKWARD[ctx.operator], ctx.dim, ctx.ranks), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _Region.apply(dy, _BACKWARD[ctx.operator], ctx.dim, ctx.ranks), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _apply(x: Tensor, operator: str, ranks: Ranks, dim: int = 0) -> Tensor:
     """The operator between the ranks; x itself on one rank."""
     if ranks.size == 1:
         return x
-    found: Tensor = _Region.apply(x, operator, dim, ranks)
+    found: Tensor = _Region.apply(x, operator, dim, ranks)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -292,11 +293,12 @@ class _AllToAll(torch.autograd.Function):
                 raise PeerError(-1, error) from error
             return out
 
-        return comm.run(
+        result: Tensor = comm.run(
             call, what=f"all_to_all of {tuple(x.shape)}", tensor=x, async_op=False, direct=x.is_cuda
         )
+        return result
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:
         sent, received = ctx.sizes
-        return _AllToAll.apply(dy, received, sent, ctx.ranks), None, None, None
+        return _AllToAll.apply(dy, received, sent, ctx.ranks), None, None, None  # type: ignore[no-untyped-call]

@@ -219,7 +219,8 @@ class ParallelAttention(nn.Module):
         )
         if self.plan.sequence_parallel:
             y = y.flatten(0, 1)
-        return self.output(y)
+        result: Tensor | tuple[Tensor, Tensor | None] = self.output(y)
+        return result
 
     def _shape(self, x: Tensor, shape: Shape | None, what: str) -> Shape:
         if not self.plan.sequence_parallel:
@@ -243,10 +244,12 @@ class ParallelAttention(nn.Module):
             if memory is not None:
                 raise ValueError("memory is for cross-attention; make the layer with cross=True")
             if self.merged:
-                return self._tokens(self.qkv(x), shape).unflatten(-1, (-1, 3, K)).unbind(3)  # type: ignore[return-value]
+                q, k, v = self._tokens(self.qkv(x), shape).unflatten(-1, (-1, 3, K)).unbind(3)
+                return q, k, v
+            # One gather of x, and one sum of its gradient, for both.
             q, kv = column_products(
                 x, [self.q.weight, self.kv.weight], [self.q.bias, self.kv.bias], self.plan
-            )  # one gather of x and one sum of its gradient for both
+            )
             memory_shape = shape
         else:
             if memory is None:

@@ -135,4 +135,5 @@ class ParallelMLP(nn.Module):
             h = dropout(
                 h, p=self.dropout, state=self.state, row=h.shape[-1], row_stride=self.hidden
             )
-        return self.down(h)
+        result: Tensor | tuple[Tensor, Tensor | None] = self.down(h)
+        return result
