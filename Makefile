@@ -2,7 +2,7 @@
 #   make train   build, then train a GPT on the Python standard library's sources over two processes
 #   make test    build, then run the tests, in one process per core; make test-full runs the grids whose cut stands among them
 #   make bench   build, then run every bench and write rows to benchmarks/results/
-#   make lint    ruff and mypy
+#   make lint    ruff, mypy and clang-format
 #   make docs    build, then make the site of docs/ and of all docstrings in build/docs/
 #   make wheel   build, then make a wheel in dist/ for this Python and for Linux like this one or newer
 #   make rehearse  build, then run the tests that a GPU runs on a CUDA device that is not there: tests/pretend_cuda
@@ -38,6 +38,7 @@ lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(SOURCES))
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
