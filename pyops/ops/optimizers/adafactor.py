@@ -23,18 +23,12 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
-from pyops.ops.optimizers.layer import (
-    count_steps,
-    each_row,
-    is_skipped,
-    primary,
-    squared,
-    take_steps,
-)
+from pyops.ops.optimizers.layer import SECOND_PASS, primary, reference_rows, squared
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
     nothing,
     reference_step,
@@ -179,7 +173,7 @@ def adafactor_reference(
     lists: list[Tensors] = [params, grads, [], [], [], masters, copies, steps]
     table_of(lists, offsets)
     _check(params, row_vars, col_vars, variances)
-    for i, row in each_row([*lists[:7], take_steps(steps)]):
+    for i, row in reference_rows(lists, passes=SECOND_PASS, found_inf=found_inf):
         stepped = primary(params, masters, i)
         least = torch.finfo(stepped.dtype).eps if eps1 < 0 else eps1
         rms_p = float(squared(stepped) / max(stepped.numel(), 1)) ** 0.5
@@ -206,18 +200,18 @@ def adafactor_reference(
         reference_step(
             row,
             rule,
-            lr=lr,
-            lr_tensor=lr_tensor,
-            grad_factor=grad_factor,
-            found_inf=found_inf,
-            maximize=maximize,
-            zero_grads=zero_grads,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            offsets=offsets[i : i + 1],
+            StepContext(
+                lr=lr,
+                lr_tensor=lr_tensor,
+                grad_factor=grad_factor,
+                found_inf=found_inf,
+                maximize=maximize,
+                zero_grads=zero_grads,
+                stochastic_rounding=stochastic_rounding,
+                seed=seed,
+                offsets=offsets[i : i + 1],
+            ),
         )
-    if not is_skipped(found_inf):
-        count_steps(steps)
 
 
 define(
@@ -226,7 +220,7 @@ define(
     "Tensor(e!)[] variances, Tensor(f!)[] masters, Tensor(g!)[] copies, Tensor(h!)[] steps, "
     f"{DEVICE_SCALARS}, *, float lr, float beta2_decay, float eps1, float eps2, float d, "
     "float weight_decay, bool maximize, "
-    f"{AROUND}, int[] offsets) -> ()",
+    f"{STEP_SCALARS}, int[] offsets) -> ()",
     reference=adafactor_reference,
     fake=nothing,
 )

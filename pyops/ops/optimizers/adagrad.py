@@ -20,16 +20,26 @@ from torch import Tensor
 
 from pyops.ops.library import define
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG_SQ, OF_ANY_RULE, hidden_operands
+from pyops.ops.optimizers.table import (
+    COPY,
+    EXP_AVG_SQ,
+    GRAD,
+    MASTER,
+    OF_ANY_RULE,
+    PARAM,
+    STEP,
+    hidden_operands,
+)
 from pyops.ops.random import signed64
 
 __all__ = ["adagrad_", "adagrad_from_table_", "adagrad_from_table_reference", "adagrad_reference"]
@@ -132,7 +142,7 @@ def adagrad_reference(
     weight_decay: float,
     eps: float,
     maximize: bool,
-    **around: Any,
+    **step_options: Any,
 ) -> None:
     """The meaning of `adagrad_` in plain torch: within rounding of it, and with the same random
     bits."""
@@ -148,45 +158,27 @@ def adagrad_reference(
     reference_step(
         lists,
         rule,
-        lr=lr,
+        StepContext(
+            lr=lr,
+            lr_tensor=lr_tensor,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
+            maximize=maximize,
+            **step_options,
+        ),
         required=(*OF_ANY_RULE, EXP_AVG_SQ),
-        lr_tensor=lr_tensor,
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-        maximize=maximize,
-        **around,
     )
 
 
-def adagrad_from_table_reference(
-    table: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `adagrad_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    params, grads, _, sums, _, masters, copies, steps = lists
-    arguments: list[Any] = [
-        params,
-        grads,
-        sums,
-        masters,
-        copies,
-        steps,
-        lr_tensor,
-        grad_factor,
-        found_inf,
-    ]
-    adagrad_reference(*arguments, **scalars, offsets=offsets)
-
+adagrad_from_table_reference = table_reference(
+    adagrad_reference, (PARAM, GRAD, EXP_AVG_SQ, MASTER, COPY, STEP)
+)
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] sums, Tensor(d!)[] masters, "
     "Tensor(e!)[] copies, Tensor(f!)[] steps"
 )
-_SCALARS = f"float lr, float lr_decay, float weight_decay, float eps, bool maximize, {AROUND}"
+_SCALARS = f"float lr, float lr_decay, float weight_decay, float eps, bool maximize, {STEP_SCALARS}"
 define(
     f"adagrad_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",
     reference=adagrad_reference,

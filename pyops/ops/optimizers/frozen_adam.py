@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from pyops.ops.library import define
-from pyops.ops.optimizers.step import Operands, Tensors, nothing, reference_step, rounded
+from pyops.ops.optimizers.step import (
+    Operands,
+    StepContext,
+    Tensors,
+    nothing,
+    reference_step,
+    rounded,
+)
 from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, GRAD, PARAM
 
 __all__ = ["frozen_adam_", "frozen_adam_reference", "momentum_", "momentum_reference"]
@@ -106,10 +113,8 @@ def frozen_adam_reference(
     reference_step(
         lists,
         rule,
-        lr=lr,
+        StepContext(lr=lr, lr_tensor=lr_tensor, found_inf=found_inf),
         required=(PARAM, EXP_AVG, EXP_AVG_SQ),
-        lr_tensor=lr_tensor,
-        found_inf=found_inf,
     )
 
 
@@ -130,11 +135,8 @@ def momentum_reference(
     reference_step(
         (exp_avgs, grads, [], [], [], [], [], []),
         rule,
-        lr=0.0,
+        StepContext(lr=0.0, grad_factor=grad_factor, found_inf=found_inf, zero_grads=zero_grads),
         required=(PARAM, GRAD),
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-        zero_grads=zero_grads,
     )
 
 

@@ -27,26 +27,35 @@ from pyops.ops.optimizers.layer import (
     BOTH,
     FIRST_PASS,
     SECOND_PASS,
-    check_norms,
-    count_steps,
-    each_row,
+    check_layers,
     is_skipped,
     primary,
+    reference_rows,
     squared,
-    take_steps,
 )
 from pyops.ops.optimizers.optim import adam_reference
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, OF_ANY_RULE, hidden_operands, table_of
+from pyops.ops.optimizers.table import (
+    COPY,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRAD,
+    MASTER,
+    OF_ANY_RULE,
+    PARAM,
+    STEP,
+    hidden_operands,
+)
 from pyops.ops.random import signed64
 
 __all__ = ["lamb_", "lamb_from_table_", "lamb_from_table_reference", "lamb_reference"]
@@ -211,9 +220,8 @@ def lamb_reference(
     """The meaning of `lamb_` in plain torch: within rounding of it, and with the same random
     bits."""
     lists: list[Tensors] = [params, grads, exp_avgs, exp_avg_sqs, [], masters, copies, steps]
-    table_of(lists, offsets, LAMB_COLUMNS)
-    check_norms(norms, len(params), passes)
-    around: dict[str, Any] = {
+    check_layers(lists, norms, passes, offsets=offsets, required=LAMB_COLUMNS)
+    step_options: dict[str, Any] = {
         "lr_tensor": lr_tensor,
         "found_inf": found_inf,
         "stochastic_rounding": stochastic_rounding,
@@ -243,20 +251,22 @@ def lamb_reference(
         o.m = o.m + (o.g - o.m) * rounded(1 - beta1, o.m)
         o.v = o.v * rounded(beta2, o.v) + o.g * o.g * rounded(1 - beta2, o.v)
 
-    for i, row in each_row([*lists[:7], take_steps(steps)]):
+    for i, row in reference_rows(lists, passes=passes, found_inf=found_inf):
         numbers = offsets[i : i + 1]
         if passes & FIRST_PASS:
             first = [*row[:6], [], [steps[i].clone()]]
             reference_step(
                 first,
                 moments,
-                lr=lr,
+                StepContext(
+                    lr=lr,
+                    grad_factor=grad_factor,
+                    maximize=maximize,
+                    zero_grads=zero_grads,
+                    offsets=numbers,
+                    **step_options,
+                ),
                 required=LAMB_COLUMNS,
-                grad_factor=grad_factor,
-                maximize=maximize,
-                zero_grads=zero_grads,
-                offsets=numbers,
-                **around,
             )
             if not is_skipped(found_inf):
                 p, m, v = (
@@ -277,43 +287,22 @@ def lamb_reference(
                 update = _update(o.p, o.m, o.v, step=step, **of_update)
                 o.p = o.p - update * rounded(lr * ratio, o.p)
 
-            reference_step(row, apply, lr=lr, required=LAMB_COLUMNS, offsets=numbers, **around)
-    if passes & SECOND_PASS and not is_skipped(found_inf):
-        count_steps(steps)
+            reference_step(
+                row,
+                apply,
+                StepContext(lr=lr, offsets=numbers, **step_options),
+                required=LAMB_COLUMNS,
+            )
 
 
-def lamb_from_table_reference(
-    table: Tensor,
-    norms: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `lamb_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    params, grads, exp_avgs, exp_avg_sqs, _, masters, copies, steps = lists
-    lamb_reference(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        masters,
-        copies,
-        steps,
-        norms,
-        lr_tensor,
-        grad_factor,
-        found_inf,
-        **scalars,
-        offsets=offsets,
-    )
-
+lamb_from_table_reference = table_reference(
+    lamb_reference, (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, COPY, STEP)
+)
 
 _SCALARS = (
     "float lr, float beta1, float beta2, float eps, float weight_decay, float min_ratio, "
     "float max_ratio, bool trust_ratio, "
-    "bool maximize, int passes, " + AROUND
+    "bool maximize, int passes, " + STEP_SCALARS
 )
 define(
     "lamb_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] "

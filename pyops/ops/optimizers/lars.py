@@ -15,7 +15,6 @@ per element, everything fp32: 8 for the norms, 20 for the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +24,33 @@ from pyops.ops.optimizers.layer import (
     BOTH,
     FIRST_PASS,
     SECOND_PASS,
-    check_norms,
-    count_steps,
-    each_row,
+    check_layers,
     is_skipped,
     primary,
+    reference_rows,
     squared,
-    take_steps,
 )
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG, OF_ANY_RULE, hidden_operands, table_of
+from pyops.ops.optimizers.table import (
+    COPY,
+    EXP_AVG,
+    GRAD,
+    MASTER,
+    OF_ANY_RULE,
+    PARAM,
+    STEP,
+    hidden_operands,
+)
 from pyops.ops.random import signed64
 
 __all__ = ["lars_", "lars_from_table_", "lars_from_table_reference", "lars_reference"]
@@ -187,10 +194,9 @@ def lars_reference(
     bits."""
     lists: list[Tensors] = [params, grads, momentum_buffers, [], [], masters, copies, steps]
     required = (*OF_ANY_RULE, EXP_AVG) if momentum else OF_ANY_RULE
-    table_of(lists, offsets, required)
-    check_norms(norms, len(params), passes)
+    check_layers(lists, norms, passes, offsets=offsets, required=required)
     factor = 1.0 if grad_factor is None else abs(float(grad_factor))
-    for i, row in each_row([*lists[:7], take_steps(steps)]):
+    for i, row in reference_rows(lists, passes=passes, found_inf=found_inf):
         if passes & FIRST_PASS and trust_ratio and not is_skipped(found_inf):
             norms[i] = torch.stack([squared(primary(params, masters, i)), squared(grads[i])])
         local = 1.0
@@ -213,52 +219,29 @@ def lars_reference(
             reference_step(
                 row,
                 rule,
-                lr=lr,
+                StepContext(
+                    lr=lr,
+                    lr_tensor=lr_tensor,
+                    grad_factor=grad_factor,
+                    found_inf=found_inf,
+                    maximize=maximize,
+                    zero_grads=zero_grads,
+                    stochastic_rounding=stochastic_rounding,
+                    seed=seed,
+                    offsets=offsets[i : i + 1],
+                ),
                 required=required,
-                lr_tensor=lr_tensor,
-                grad_factor=grad_factor,
-                found_inf=found_inf,
-                maximize=maximize,
-                zero_grads=zero_grads,
-                stochastic_rounding=stochastic_rounding,
-                seed=seed,
-                offsets=offsets[i : i + 1],
             )
-    if passes & SECOND_PASS and not is_skipped(found_inf):
-        count_steps(steps)
 
 
-def lars_from_table_reference(
-    table: Tensor,
-    norms: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `lars_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    params, grads, buffers, _, _, masters, copies, steps = lists
-    lars_reference(
-        params,
-        grads,
-        buffers,
-        masters,
-        copies,
-        steps,
-        norms,
-        lr_tensor,
-        grad_factor,
-        found_inf,
-        **scalars,
-        offsets=offsets,
-    )
-
+lars_from_table_reference = table_reference(
+    lars_reference, (PARAM, GRAD, EXP_AVG, MASTER, COPY, STEP)
+)
 
 _SCALARS = (
     "float lr, float momentum, float dampening, float weight_decay, float "
     "trust_coefficient, float eps, bool nesterov, "
-    "bool trust_ratio, bool maximize, int passes, " + AROUND
+    "bool trust_ratio, bool maximize, int passes, " + STEP_SCALARS
 )
 define(
     "lars_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "

@@ -15,17 +15,34 @@ import torch
 from torch import Tensor
 
 from pyops.ops.optimizers.step import Tensors
+from pyops.ops.optimizers.table import PARAM, STEP, table_of
 
 __all__ = [
-    "BOTH", "FIRST_PASS", "SECOND_PASS", "check_norms", "count_steps", "each_row", "is_skipped", "primary", "squared",
-    "take_steps",
-]  # fmt: skip
+    "BOTH",
+    "FIRST_PASS",
+    "SECOND_PASS",
+    "check_layers",
+    "is_skipped",
+    "primary",
+    "reference_rows",
+    "squared",
+]
 
 FIRST_PASS, SECOND_PASS, BOTH = 1, 2, 3
 
 
-def check_norms(norms: Tensor, rows: int, passes: int) -> None:
-    """Raise ValueError unless `norms` is a float64 [rows, 2] and `passes` one of 1, 2, 3."""
+def check_layers(
+    lists: Sequence[Tensors],
+    norms: Tensor,
+    passes: int,
+    *,
+    offsets: Sequence[int],
+    required: Sequence[int],
+) -> None:
+    """Raise ValueError unless the lists make a table, `norms` is a float64 [rows, 2] and `passes`
+    one of 1, 2, 3."""
+    table_of(lists, offsets, required)
+    rows = len(lists[PARAM])
     if norms.dtype != torch.float64 or norms.shape != (rows, 2) or not norms.is_contiguous():
         raise ValueError(
             f"norms must be a contiguous float64 [{rows}, 2], got {norms.dtype} "
@@ -35,26 +52,26 @@ def check_norms(norms: Tensor, rows: int, passes: int) -> None:
         raise ValueError(f"passes must be 1 (norms), 2 (apply) or 3 (both), got {passes}")
 
 
-def each_row(lists: Sequence[Tensors]) -> Iterator[tuple[int, list[list[Tensor]]]]:
-    """(row, the lists of that row alone) for every row; a list without tensors stays so."""
-    for i in range(len(lists[0])):
-        yield i, [[column[i]] if column else [] for column in lists]
+def reference_rows(
+    lists: Sequence[Tensors], *, passes: int, found_inf: Tensor | None
+) -> Iterator[tuple[int, list[list[Tensor]]]]:
+    """Yields (row, the lists of that row alone) for every row; a list without tensors stays so.
 
-
-def take_steps(steps: Tensors) -> list[Tensor]:
-    """A step of its own for each row; rows that follow each other may be layers of one parameter,
-    which share one."""
-    return [step.clone() for step in steps]
-
-
-def count_steps(steps: Tensors) -> None:
-    """Count each step once."""
-    for i, step in enumerate(steps):
-        if i == 0 or step.data_ptr() != steps[i - 1].data_ptr():
-            step.add_(1)
+    Each row has a copy of its step, because rows that follow each other may be layers of one
+    parameter, which share one. After the last row the second pass counts each step once.
+    """
+    steps = lists[STEP]
+    own = [*lists[:STEP], [step.clone() for step in steps]]
+    for i in range(len(lists[PARAM])):
+        yield i, [[column[i]] if column else [] for column in own]
+    if passes & SECOND_PASS and not is_skipped(found_inf):
+        for i, step in enumerate(steps):
+            if i == 0 or step.data_ptr() != steps[i - 1].data_ptr():
+                step.add_(1)
 
 
 def is_skipped(found_inf: Tensor | None) -> bool:
+    """Whether the step is skipped, because a gradient holds an inf or a nan."""
     return found_inf is not None and bool(found_inf.item())
 
 
@@ -64,4 +81,5 @@ def primary(params: Tensors, masters: Tensors, i: int) -> Tensor:
 
 
 def squared(t: Tensor) -> Tensor:
+    """The sum of squares, in float64."""
     return t.double().square().sum()

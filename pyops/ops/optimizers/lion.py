@@ -19,16 +19,26 @@ from torch import Tensor
 
 from pyops.ops.library import define
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG, OF_ANY_RULE, hidden_operands
+from pyops.ops.optimizers.table import (
+    COPY,
+    EXP_AVG,
+    GRAD,
+    MASTER,
+    OF_ANY_RULE,
+    PARAM,
+    STEP,
+    hidden_operands,
+)
 from pyops.ops.random import signed64
 
 __all__ = ["lion_", "lion_from_table_", "lion_from_table_reference", "lion_reference"]
@@ -130,7 +140,7 @@ def lion_reference(
     beta2: float,
     weight_decay: float,
     maximize: bool,
-    **around: Any,
+    **step_options: Any,
 ) -> None:
     """The meaning of `lion_` in plain torch: within rounding of it, and with the same random
     bits."""
@@ -145,45 +155,27 @@ def lion_reference(
     reference_step(
         lists,
         rule,
-        lr=lr,
+        StepContext(
+            lr=lr,
+            lr_tensor=lr_tensor,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
+            maximize=maximize,
+            **step_options,
+        ),
         required=(*OF_ANY_RULE, EXP_AVG),
-        lr_tensor=lr_tensor,
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-        maximize=maximize,
-        **around,
     )
 
 
-def lion_from_table_reference(
-    table: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `lion_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    params, grads, exp_avgs, _, _, masters, copies, steps = lists
-    arguments: list[Any] = [
-        params,
-        grads,
-        exp_avgs,
-        masters,
-        copies,
-        steps,
-        lr_tensor,
-        grad_factor,
-        found_inf,
-    ]
-    lion_reference(*arguments, **scalars, offsets=offsets)
-
+lion_from_table_reference = table_reference(
+    lion_reference, (PARAM, GRAD, EXP_AVG, MASTER, COPY, STEP)
+)
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] masters, "
     "Tensor(e!)[] copies, Tensor(f!)[] steps"
 )
-_SCALARS = f"float lr, float beta1, float beta2, float weight_decay, bool maximize, {AROUND}"
+_SCALARS = f"float lr, float beta1, float beta2, float weight_decay, bool maximize, {STEP_SCALARS}"
 define(
     f"lion_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",
     reference=lion_reference,

@@ -18,23 +18,23 @@ gradient, 2 for a bf16 copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyops.ops.library import define
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, OF_ANY_RULE, hidden_operands
+from pyops.ops.optimizers.table import EXP_AVG, EXP_AVG_SQ, OF_ANY_RULE, STEP, hidden_operands
 from pyops.ops.random import signed64
 
 __all__ = [
@@ -200,31 +200,22 @@ def adam_reference(
     reference_step(
         (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps),
         rule,
-        lr=lr,
+        StepContext(
+            lr=lr,
+            lr_tensor=lr_tensor,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
+            maximize=maximize,
+            zero_grads=zero_grads,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            offsets=offsets,
+        ),
         required=ADAM_COLUMNS,
-        lr_tensor=lr_tensor,
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-        maximize=maximize,
-        zero_grads=zero_grads,
-        stochastic_rounding=stochastic_rounding,
-        seed=seed,
-        offsets=offsets,
     )
 
 
-def adam_from_table_reference(
-    table: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `adam_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    arguments: list[Any] = [*lists, lr_tensor, grad_factor, found_inf]
-    adam_reference(*arguments, **scalars, offsets=offsets)
-
+adam_from_table_reference = table_reference(adam_reference, range(STEP + 1))
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
@@ -232,7 +223,7 @@ _LISTS = (
 )
 _SCALARS = (
     "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
-    f"bool maximize, {AROUND}"
+    f"bool maximize, {STEP_SCALARS}"
 )
 define(
     f"adam_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",

@@ -21,16 +21,26 @@ from torch import Tensor
 
 from pyops.ops.library import define
 from pyops.ops.optimizers.step import (
-    AROUND,
     DEVICE_SCALARS,
+    STEP_SCALARS,
     Operands,
+    StepContext,
     Tensors,
-    lists_of,
     nothing,
     reference_step,
     rounded,
+    table_reference,
 )
-from pyops.ops.optimizers.table import EXP_AVG, OF_ANY_RULE, hidden_operands
+from pyops.ops.optimizers.table import (
+    COPY,
+    EXP_AVG,
+    GRAD,
+    MASTER,
+    OF_ANY_RULE,
+    PARAM,
+    STEP,
+    hidden_operands,
+)
 from pyops.ops.random import signed64
 
 __all__ = ["sgd_", "sgd_from_table_", "sgd_from_table_reference", "sgd_reference"]
@@ -140,7 +150,7 @@ def sgd_reference(
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
-    **around: Any,
+    **step_options: Any,
 ) -> None:
     """The meaning of `sgd_` in plain torch: within rounding of it, and with the same random
     bits."""
@@ -161,39 +171,21 @@ def sgd_reference(
     reference_step(
         lists,
         rule,
-        lr=lr,
+        StepContext(
+            lr=lr,
+            lr_tensor=lr_tensor,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
+            maximize=maximize,
+            **step_options,
+        ),
         required=(*OF_ANY_RULE, EXP_AVG) if momentum else OF_ANY_RULE,
-        lr_tensor=lr_tensor,
-        grad_factor=grad_factor,
-        found_inf=found_inf,
-        maximize=maximize,
-        **around,
     )
 
 
-def sgd_from_table_reference(
-    table: Tensor,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    **scalars: Any,
-) -> None:
-    """The meaning of `sgd_from_table_` in plain torch; CPU tables only."""
-    lists, offsets = lists_of(table)
-    params, grads, momentum_buffers, _, _, masters, copies, steps = lists
-    arguments: list[Any] = [
-        params,
-        grads,
-        momentum_buffers,
-        masters,
-        copies,
-        steps,
-        lr_tensor,
-        grad_factor,
-        found_inf,
-    ]
-    sgd_reference(*arguments, **scalars, offsets=offsets)
-
+sgd_from_table_reference = table_reference(
+    sgd_reference, (PARAM, GRAD, EXP_AVG, MASTER, COPY, STEP)
+)
 
 _LISTS = (
     "Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, "
@@ -201,7 +193,7 @@ _LISTS = (
 )
 _SCALARS = (
     "float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool "
-    f"maximize, {AROUND}"
+    f"maximize, {STEP_SCALARS}"
 )
 define(
     f"sgd_({_LISTS}, {DEVICE_SCALARS}, *, {_SCALARS}, int[] offsets) -> ()",

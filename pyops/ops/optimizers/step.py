@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +21,24 @@ from pyops.ops.optimizers.table import COLUMNS, OF_ANY_RULE, OFFSET, STEP, table
 from pyops.ops.random import philox_words
 
 __all__ = [
-    "AROUND",
     "DEVICE_SCALARS",
+    "STEP_SCALARS",
     "Operands",
+    "StepContext",
     "Tensors",
     "lists_of",
     "nothing",
     "reference_step",
     "round_stochastically",
     "rounded",
+    "table_reference",
 ]
 
 Tensors = Sequence[Tensor]
 
 # Of every schema: in this order before and after a rule's own scalars.
 DEVICE_SCALARS = "Tensor? lr_tensor, Tensor? grad_factor, Tensor? found_inf"
-AROUND = "bool zero_grads, bool stochastic_rounding, int seed"
+STEP_SCALARS = "bool zero_grads, bool stochastic_rounding, int seed"
 
 
 @dataclass
@@ -142,56 +145,84 @@ def _step_row(
         copy.copy_(param)
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """What a step is given beside its tensors and its rule's own hyper-parameters."""
+
+    lr: float
+    """Learning rate, where lr_tensor is None."""
+    lr_tensor: Tensor | None = None
+    """Learning rate on the device, one float32 number."""
+    grad_factor: Tensor | None = None
+    """What gradients are multiplied by, one float32 number; None for 1."""
+    found_inf: Tensor | None = None
+    """The step is skipped where this number is not 0."""
+    maximize: bool = False
+    """Step along the gradient."""
+    zero_grads: bool = False
+    """Zero the gradients after they were read."""
+    stochastic_rounding: bool = False
+    """Round 16-bit results at random."""
+    seed: int = 0
+    """Key of the random bits."""
+    offsets: Sequence[int] = ()
+    """Number of each row's first element, for the random bits; empty for zeros."""
+
+    def check(self) -> None:
+        """Raise ValueError for a device scalar that is not one float number."""
+        for name in ("lr_tensor", "grad_factor", "found_inf"):
+            scalar = getattr(self, name)
+            if scalar is not None and (
+                scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)
+            ):
+                raise ValueError(
+                    f"{name} must be one float32 number, got {tuple(scalar.shape)} of "
+                    f"{scalar.dtype}"
+                )
+
+
 def reference_step(
     lists: Sequence[Tensors],
     rule: Rule,
+    context: StepContext,
     *,
-    lr: float,
     required: Sequence[int] = OF_ANY_RULE,
-    lr_tensor: Tensor | None = None,
-    grad_factor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    maximize: bool = False,
-    zero_grads: bool = False,
-    stochastic_rounding: bool = False,
-    seed: int = 0,
-    offsets: Sequence[int] = (),
 ) -> None:
-    """One step of `rule` over the rows of the eight lists of a table, in its order; what does not
-    fit raises ValueError.
+    """One step of `rule` over the rows of the eight lists of a table, in plain torch.
 
-    required: columns that the rule works on. The number of a step is steps[row], incremented here,
-    or 0 without steps.
+    Args:
+        lists: in the order of the table's columns. The number of a step is steps[row], incremented
+            here, or 0 without steps.
+        rule: changes the operands of one row.
+        context: scalars of the step.
+        required: columns that the rule works on.
+
+    Raises:
+        ValueError: for lists or scalars that do not fit.
     """
-    table_of(lists, offsets, required)
-    for name, scalar in (
-        ("lr_tensor", lr_tensor),
-        ("grad_factor", grad_factor),
-        ("found_inf", found_inf),
-    ):
-        if scalar is not None and (
-            scalar.numel() != 1 or scalar.dtype not in (torch.float32, torch.float64)
-        ):
-            raise ValueError(
-                f"{name} must be one float32 number, got {tuple(scalar.shape)} of {scalar.dtype}"
-            )
+    table_of(lists, context.offsets, required)
+    context.check()
     params, grads, steps = lists[0], lists[1], lists[STEP]
-    skipped = found_inf is not None and bool(found_inf.item())
-    rate = float(lr_tensor.item()) if lr_tensor is not None else lr
+    skipped = context.found_inf is not None and bool(context.found_inf.item())
+    rate = context.lr if context.lr_tensor is None else float(context.lr_tensor.item())
     for i, param in enumerate(params):
         if steps and not skipped:
             steps[i].add_(1)
         if param.numel() and not skipped:
-            factor = rounded(1.0, param) if grad_factor is None else grad_factor.reshape(())
-            random = (
-                {"seed": seed, "offset": offsets[i] if offsets else 0}
-                if stochastic_rounding
-                else None
-            )
+            given = context.grad_factor
+            factor = rounded(1.0, param) if given is None else given.reshape(())
+            offset = context.offsets[i] if context.offsets else 0
+            random = {"seed": context.seed, "offset": offset}
             number = int(steps[i].item()) if steps else 0
-            row = [_at(tensors, i) for tensors in lists[:STEP]]
-            _step_row(row, rule, number, rate, -factor if maximize else factor, random)
-        if zero_grads:
+            _step_row(
+                [_at(tensors, i) for tensors in lists[:STEP]],
+                rule,
+                number,
+                rate,
+                -factor if context.maximize else factor,
+                random if context.stochastic_rounding else None,
+            )
+        if context.zero_grads:
             grads[i].zero_()
 
 
@@ -212,3 +243,22 @@ def lists_of(table: Tensor) -> tuple[list[list[Tensor]], list[int]]:
         for column in range(STEP + 1)
     ]
     return lists, [row[OFFSET] for row in rows]
+
+
+def table_reference(reference: Callable[..., None], columns: Sequence[int]) -> Callable[..., None]:
+    """The meaning of an op on a table, from that of the op on lists.
+
+    Args:
+        reference: of the op on lists.
+        columns: of the table, in the order in which `reference` takes the lists.
+
+    Returns:
+        A function of the table, the tensors that follow the lists, and the scalars; for CPU tables
+        only.
+    """
+
+    def on_table(table: Tensor, *tensors: Tensor | None, **scalars: Any) -> None:
+        lists, offsets = lists_of(table)
+        reference(*(lists[column] for column in columns), *tensors, **scalars, offsets=offsets)
+
+    return on_table
