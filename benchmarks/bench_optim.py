@@ -1,10 +1,12 @@
 """The elementwise optimizers against torch.optim (foreach, fused), DeepSpeedCPUAdam where
 installed, and torch's own sequence.
 
-    sizes       one large tensor; 1000 of 64 elements; 1000 of 4 Ki     what a launch costs, what memory allows
+    sizes       one large tensor; 1000 of 64 elements; 1000 of 4 Ki     what a launch costs, what
+                                                                        memory allows
     precision   bf16 parameters with float32 masters and moments
     tail        clip + step + zero_grad + bf16 copy
-    rules       SGD, SGD with momentum, Lion (torch has none: foreach calls instead) and Adagrad at two sizes
+    rules       SGD, SGD with momentum, Lion (torch has none: foreach calls instead) and Adagrad at
+                two sizes
     overhead    what step() costs beyond its kernel: 1000 parameters, and one flat parameter
 
 A case that moves memory states its bytes; GB/s and percent of a copy follow from them. On a GPU the
@@ -154,17 +156,39 @@ class ForeachLion(torch.optim.Optimizer):
 # Our class, torch's (by rival), options, bytes per fp32 element.
 RULES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int]] = {
     "SGD": (
-        SGD, {"torch fused": partial(torch.optim.SGD, fused=True), "torch foreach": partial(torch.optim.SGD, foreach=True)},
-        {"lr": 1e-2, "weight_decay": 0.1}, 12),
+        SGD,
+        {
+            "torch fused": partial(torch.optim.SGD, fused=True),
+            "torch foreach": partial(torch.optim.SGD, foreach=True),
+        },
+        {"lr": 1e-2, "weight_decay": 0.1},
+        12,
+    ),
     "SGD momentum": (
-        SGD, {"torch fused": partial(torch.optim.SGD, fused=True), "torch foreach": partial(torch.optim.SGD, foreach=True)},
-        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, 20),
-    "Lion": (Lion, {"torch foreach": ForeachLion}, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}, 20),
+        SGD,
+        {
+            "torch fused": partial(torch.optim.SGD, fused=True),
+            "torch foreach": partial(torch.optim.SGD, foreach=True),
+        },
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+        20,
+    ),
+    "Lion": (
+        Lion,
+        {"torch foreach": ForeachLion},
+        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
+        20,
+    ),
     "Adagrad": (
         Adagrad,
-        {"torch fused": partial(torch.optim.Adagrad, fused=True), "torch foreach": partial(torch.optim.Adagrad, foreach=True)},
-        {"lr": 1e-2, "weight_decay": 0.1, "initial_accumulator_value": 0.1}, 20),
-}  # fmt: skip
+        {
+            "torch fused": partial(torch.optim.Adagrad, fused=True),
+            "torch foreach": partial(torch.optim.Adagrad, foreach=True),
+        },
+        {"lr": 1e-2, "weight_decay": 0.1, "initial_accumulator_value": 0.1},
+        20,
+    ),
+}
 
 
 def of_rule(

@@ -1,15 +1,18 @@
 """What the compiler made of every Triton and CUDA kernel for sm_90: registers, occupancy, widths of
 accesses. Needs no GPU.
 
-python -m benchmarks.kernel_facts [NAME...]      a stem of pyops/ops/triton or csrc/cuda; all when none is given
+python -m benchmarks.kernel_facts [NAME...]      a stem of pyops/ops/triton or csrc/cuda; all when
+                                                 none is given
 
 warps           of a CTA
 registers       of a thread; `local` are bytes of it that lie in local memory instead: spills
 shared          bytes of a CTA
 CTAs            that a multiprocessor holds at a time
 loads, stores   widths of global accesses in bytes, and how many of each stand in the code
-ahead           KiB that a multiprocessor has asked for before it needs the first of them; 33 keep 4.3 TB/s going at 1 us
-issue           instructions per element, of the loop where there is one; B, FLOP: bytes and operations per element
+ahead           KiB that a multiprocessor has asked for before it needs the first of them; 33 keep
+                4.3 TB/s going at 1 us
+issue           instructions per element, of the loop where there is one; B, FLOP: bytes and
+                operations per element
 """
 
 from __future__ import annotations
@@ -159,12 +162,23 @@ def rotaries() -> Iterator[Case]:
 
 
 TRITON: dict[str, Callable[[], Iterator[Case]]] = {
-    "norm": norms, "activation": activations, "cross_entropy": cross_entropies, "dropout": dropouts, "rotary": rotaries,
-}  # fmt: skip
+    "norm": norms,
+    "activation": activations,
+    "cross_entropy": cross_entropies,
+    "dropout": dropouts,
+    "rotary": rotaries,
+}
 CUDA = tuple(sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 COLUMNS = {
-    "warps": 5, "registers": 9, "local": 5, "shared": 6, "CTAs": 4, "loads": 18, "stores": 14, "ahead": 6,
-}  # fmt: skip
+    "warps": 5,
+    "registers": 9,
+    "local": 5,
+    "shared": 6,
+    "CTAs": 4,
+    "loads": 18,
+    "stores": 14,
+    "ahead": 6,
+}
 HEAD = " ".join([f"{'kernel':<54}", *(f"{name:>{width}}" for name, width in COLUMNS.items())])
 
 

@@ -1,22 +1,31 @@
 """The contract of each kernel: schema, meaning, fake and plain-torch reference; the only importer
 of `torch.ops.pyops`.
 
-    table      optimizer_table                         pointers, sizes and dtypes of an optimizer's rows
+    table      optimizer_table                         pointers, sizes and dtypes of an optimizer's
+                                                       rows
     step       what surrounds the rule of an elementwise optimizer, and the reference of them all
     optim      adam_, adam_from_table_                 one pass over every parameter of an optimizer
-    sgd, lion, adagrad                                 the same for these rules: sgd_, sgd_from_table_, ...
+    sgd, lion, adagrad                                 the same for these rules: sgd_,
+                                                       sgd_from_table_, ...
     frozen_adam  momentum_, frozen_adam_               Adam in two halves, with something in between
-    lamb, lars                                         the same in two passes, with each layer's norms between them
-    adafactor  adafactor_                              the second moment of matrices from their row and column means
-    grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite elements
+    lamb, lars                                         the same in two passes, with each layer's
+                                                       norms between them
+    adafactor  adafactor_                              the second moment of matrices from their row
+                                                       and column means
+    grad_norm  squared_norm, squared_norm_from_table   sum of squares and count of non-finite
+                                                       elements
     reduce     accumulate_, sum_rows_, scale_cast_     the arithmetic of collectives
-    onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm, onebit_encode_scaled_
-    quantize   quantize_encode_, quantize_reencode_, quantize_decode_, quantize_sum_rows_: int8 and fp8
-    activation  bias_activation, bias_gated            what stands between two linear layers; differentiable
+    onebit     onebit_encode_, onebit_reencode_, onebit_decode_, onebit_sum_rows_; onebit_norm,
+               onebit_encode_scaled_
+    quantize   quantize_encode_, quantize_reencode_, quantize_decode_, quantize_sum_rows_: int8, fp8
+    activation  bias_activation, bias_gated            what stands between two linear layers;
+                                                       differentiable
     dropout    bias_dropout_add, dropout               the mask drawn in the kernel; differentiable
     rotary     rotary                                  rotary positions; differentiable
-    norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual addition; differentiable
-    cross_entropy  cross_entropy                       the loss; its two kernels are cross_entropy_statistics, _gradient
+    norm       layer_norm, rms_norm, add_layer_norm, add_rms_norm: alone, or after the residual
+               addition; differentiable
+    cross_entropy  cross_entropy                       the loss; its two kernels are
+                                                       cross_entropy_statistics, _gradient
     random     philox_uniform_, philox_normal_, philox_dropout_mask_
 
 Each wrapper has the name of its op. `<name>_reference` is the same in plain torch, for tests and
@@ -42,7 +51,27 @@ from pyops.ops.optimizers import (
 )
 
 __all__ = [
-    "activation", "adafactor", "adagrad", "build_info", "cross_entropy", "dropout", "frozen_adam", "grad_norm", "has_kernel",
-    "isa", "lamb", "lars", "lion", "native", "norm", "onebit", "optim", "quantize", "random", "reduce", "rotary", "sgd",
+    "activation",
+    "adafactor",
+    "adagrad",
+    "build_info",
+    "cross_entropy",
+    "dropout",
+    "frozen_adam",
+    "grad_norm",
+    "has_kernel",
+    "isa",
+    "lamb",
+    "lars",
+    "lion",
+    "native",
+    "norm",
+    "onebit",
+    "optim",
+    "quantize",
+    "random",
+    "reduce",
+    "rotary",
+    "sgd",
     "table",
-]  # fmt: skip
+]

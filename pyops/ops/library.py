@@ -3,8 +3,9 @@ extension.
 
 define(schema, reference, fake, ...)      pyops/ops/<stem>.py, at import
     |-- schema, fake, autograd: always
-    |-- extension built:  C++ kernels answer for CPU and CUDA, Triton kernels (pyops/ops/triton) for CUDA where triton is
-    |                     installed; for any other device the op raises and says how to build
+    |-- extension built:  C++ kernels answer for CPU and CUDA, Triton kernels (pyops/ops/triton) for
+    |                     CUDA where triton is installed; for any other device the op raises and
+    |                     says how to build
     `-- PYOPS_NO_EXT=1:   the plain-torch reference answers for every device
 """
 
@@ -29,9 +30,18 @@ from pyops.ops.memory import VIEWS, check_kinds, check_memory, resolving
 from pyops.torch_private import has_dispatch_kernel
 
 __all__ = [
-    "build_info", "define", "has_kernel", "has_triton", "isa", "isas", "library", "load", "native", "no_second_derivative",
+    "build_info",
+    "define",
+    "has_kernel",
+    "has_triton",
+    "isa",
+    "isas",
+    "library",
+    "load",
+    "native",
+    "no_second_derivative",
     "use_isa",
-]  # fmt: skip
+]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _HOW_TO_BUILD = (

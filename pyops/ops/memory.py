@@ -1,8 +1,10 @@
 """What an op refuses, whichever kernel answers: tensors beyond their memory, and views that are
 still to be computed.
 
-    emptied or shortened storage     C++ looks at each tensor as it arrives (csrc/host/box.h); Triton and plain torch ask here
-    negative or conjugate view       the dispatcher brings them here: computed where the op only reads, refused where it writes
+    emptied or shortened storage     C++ looks at each tensor as it arrives (csrc/host/box.h);
+                                     Triton and plain torch ask here
+    negative or conjugate view       the dispatcher brings them here: computed where the op only
+                                     reads, refused where it writes
     meta beside real tensors         the dispatcher takes the fake of an op then, which asks here
 
 All of it costs an ordinary call nothing but the look at each storage.

@@ -1,8 +1,9 @@
 """Optimizers: torch.optim's interface over one fused pass through memory.
 
-    optimizer = pyops.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0, zero_grad=True)
+    optimizer = pyops.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0,
+                                  zero_grad=True)
     loss.backward()
-    optimizer.step()        # norm, clip, step, zero_grad: 36 bytes per float32 parameter instead of 44
+    optimizer.step()        # norm, clip, step, zero_grad: 36 bytes per float32 parameter, not 44
     optimizer.grad_norm     # before clipping, a tensor
 
 Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways,
@@ -10,10 +11,9 @@ CUDA graphs. Files: `adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `lamb`, `lar
 (what these two share), `adafactor`, `base` (what all share), `plan` and `rows` (from a param group
 to one launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward` (step each parameter as
 its gradient arrives), `launches` (the norm of all gradients). They know no process group; of a
-DTensor they step what this rank holds, and pyops.flat.dtensor sums over its mesh.
-OneBitAdam, OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in
-pyops.onebit; they are
-found here too.
+DTensor they step what this rank holds, and pyops.flat.dtensor sums over its mesh. OneBitAdam,
+OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in pyops.onebit; they
+are found here too.
 """
 
 import importlib

@@ -1,9 +1,11 @@
 """Adafactor over parts of tensors: each process steps a range of every flattened tensor, and sums
 travel between them.
 
-    tensor [R, C], flattened      | process 0 ......... | process 1 ............ | process 2 .... |      rows are cut anywhere
-    1  sums of g^2 by row, by column, of p^2, of its range          -> reduce: R + C + 1 numbers of each matrix
-    2  row_var, col_var: whole and equal everywhere; u^2            -> reduce: 1 number of each tensor
+    tensor [R, C], flattened      | process 0 ......... | process 1 ............ | process 2 .... |
+      rows are cut anywhere
+    1  sums of g^2 by row, by column, of p^2, of its range   -> reduce: R + C + 1 numbers of each
+                                                             matrix
+    2  row_var, col_var: whole and equal everywhere; u^2     -> reduce: 1 number of each tensor
     3  the step of its range
 
 A range is cut into boxes of whole rows, or parts of one, so sums and roots meet it by plain

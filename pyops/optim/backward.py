@@ -1,6 +1,6 @@
 """Stepping inside the backward pass: each parameter as its gradient arrives, which is then freed.
 
-    backward:  ... grad of layer 3 -> step layer 3, free -> grad of layer 2 -> step layer 2, free -> ...
+    backward:  ... grad of layer 3 -> step layer 3, free -> grad of layer 2 -> step layer 2, free
 
 At no time are there more gradients than one layer's: 4 bytes per parameter less, and the gradient
 is still in cache when the step reads it. Lv et al., LOMO, arXiv:2306.09782, section 3.1 (fused
@@ -43,9 +43,8 @@ def fuse_into_backward(model: nn.Module, optimizer: FusedOptimizer) -> FusedBack
 
     optimizer.step() and zero_grad() find no gradients then and may be called or not; learning-rate
     schedulers work as ever. Every backward() is a step: gradients can't be accumulated over
-    several. To accumulate, remove() first, or
-    add the losses and call backward() once. Loss scaling is not undone (no GradScaler), and step
-    hooks are not called.
+    several. To accumulate, remove() first, or add the losses and call backward() once. Loss scaling
+    is not undone (no GradScaler), and step hooks are not called.
 
     Raises TypeError when the optimizer is not of pyops.optim, ValueError when it has max_grad_norm
     (the norm is known only after the whole backward pass) or owns parameters that are not the

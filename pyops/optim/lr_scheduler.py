@@ -140,8 +140,7 @@ class OneCycle(_ClosedForm):
 
     momentum: (least, most) of beta1 for optimizers with betas, of momentum for others; most where
     the rate is least, and after the cycle. beta2 stays as it is. None: leave momentum alone.
-    decay_rate: after the cycle the rate is
-    min_lr / (1 + decay_rate * d), d steps later.
+    decay_rate: after the cycle the rate is min_lr / (1 + decay_rate * d), d steps later.
 
     Smith, A disciplined approach to neural network hyper-parameters, arXiv:1803.09820, section 4.
     """

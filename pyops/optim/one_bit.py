@@ -1,4 +1,4 @@
-"""The local part of 1-bit Adam: when its warm-up ends, and what happens to the states at the switch.
+"""The local part of 1-bit Adam: when its warm-up ends, and what happens to the states then.
 
     |v|_1        .-----.
                .'       '-.___
@@ -48,7 +48,8 @@ SAMPLES = 100  # of the second moment, over 1 / (1 - beta2) steps
 def mean_weight(beta: float, step: int | float) -> float:
     """The weight of gradient number `step` in the bias-corrected mean of all gradients so far.
 
-    m^_t = m_t / (1 - beta^t) gives m^_t = (1 - w) m^_(t-1) + w g with w = (1 - beta) / (1 - beta^t).
+    m^_t = m_t / (1 - beta^t) gives m^_t = (1 - w) m^_(t-1) + w g with w = (1 - beta) /
+    (1 - beta^t).
     """
     return (1.0 - beta) / (1.0 - beta**step)
 

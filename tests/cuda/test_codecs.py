@@ -27,9 +27,12 @@ class Encode(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "block")),
         *((name, ctypes.c_void_p) for name in ("error", "payload", "flag")),
         *((name, ctypes.c_int64) for name in ("rule", "stochastic", "seed", "offset")),
-        ("x", ctypes.c_void_p), ("dtype", ctypes.c_int64), ("rows", ctypes.c_void_p), ("count", ctypes.c_int64),
+        ("x", ctypes.c_void_p),
+        ("dtype", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
         ("scale", ctypes.c_float),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

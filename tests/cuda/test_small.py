@@ -24,9 +24,16 @@ pytestmark = pytest.mark.skipif(
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SCALARS = {
-    "lr": 0.03, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.2, "decoupled": True, "maximize": False,
-    "zero_grads": False, "seed": 7,
-}  # fmt: skip
+    "lr": 0.03,
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "eps": 1e-3,
+    "weight_decay": 0.2,
+    "decoupled": True,
+    "maximize": False,
+    "zero_grads": False,
+    "seed": 7,
+}
 DTYPES = [
     (FP32, FP32, FP32, None),
     (BF16, BF16, FP32, FP32),

@@ -16,9 +16,17 @@ from torch import Tensor
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 ADAM_SCALARS = {
-    "lr": 0.03, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.2, "decoupled": True, "maximize": False,
-    "zero_grads": True, "stochastic_rounding": False, "seed": 7,
-}  # fmt: skip
+    "lr": 0.03,
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "eps": 1e-3,
+    "weight_decay": 0.2,
+    "decoupled": True,
+    "maximize": False,
+    "zero_grads": True,
+    "stochastic_rounding": False,
+    "seed": 7,
+}
 
 
 def adam_lists(

@@ -13,9 +13,26 @@ from pyops.ops import library
 from tests.ops.samples import OPCHECKS, SAMPLES, UNTRACEABLE
 
 STEMS = (
-    "table", "optim", "sgd", "lion", "adagrad", "frozen_adam", "lamb", "lars", "adafactor", "grad_norm", "reduce", "random",
-    "onebit", "quantize", "activation", "dropout", "rotary", "norm", "cross_entropy",
-)  # fmt: skip
+    "table",
+    "optim",
+    "sgd",
+    "lion",
+    "adagrad",
+    "frozen_adam",
+    "lamb",
+    "lars",
+    "adafactor",
+    "grad_norm",
+    "reduce",
+    "random",
+    "onebit",
+    "quantize",
+    "activation",
+    "dropout",
+    "rotary",
+    "norm",
+    "cross_entropy",
+)
 
 
 # Kernels for CUDA in Triton: there wherever triton is.

@@ -46,14 +46,36 @@ class PlainLion(torch.optim.Optimizer):
 RULES: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = {
     "sgd": (SGD, torch.optim.SGD, {"lr": 0.013, "weight_decay": 0.21}, ()),
     "momentum": (
-        SGD, torch.optim.SGD, {"lr": 0.013, "momentum": 0.77, "dampening": 0.34, "weight_decay": 0.21}, ("momentum_buffer",)),
+        SGD,
+        torch.optim.SGD,
+        {"lr": 0.013, "momentum": 0.77, "dampening": 0.34, "weight_decay": 0.21},
+        ("momentum_buffer",),
+    ),
     "nesterov": (
-        SGD, torch.optim.SGD, {"lr": 0.013, "momentum": 0.77, "nesterov": True, "weight_decay": 0.21}, ("momentum_buffer",)),
-    "lion": (Lion, PlainLion, {"lr": 0.013, "betas": (0.77, 0.952), "weight_decay": 0.21}, ("exp_avg",)),
+        SGD,
+        torch.optim.SGD,
+        {"lr": 0.013, "momentum": 0.77, "nesterov": True, "weight_decay": 0.21},
+        ("momentum_buffer",),
+    ),
+    "lion": (
+        Lion,
+        PlainLion,
+        {"lr": 0.013, "betas": (0.77, 0.952), "weight_decay": 0.21},
+        ("exp_avg",),
+    ),
     "adagrad": (
-        Adagrad, torch.optim.Adagrad,
-        {"lr": 0.13, "lr_decay": 0.05, "weight_decay": 0.21, "initial_accumulator_value": 0.3, "eps": 3e-5}, ("sum",)),
-}  # fmt: skip
+        Adagrad,
+        torch.optim.Adagrad,
+        {
+            "lr": 0.13,
+            "lr_decay": 0.05,
+            "weight_decay": 0.21,
+            "initial_accumulator_value": 0.3,
+            "eps": 3e-5,
+        },
+        ("sum",),
+    ),
+}
 
 
 def names(*, torch_has: bool = False) -> list[str]:

@@ -44,9 +44,12 @@ HYPER: dict[str, Any] = {
     "weight_decay": 0.3,
 }
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"eps": (None, 1e-3), "weight_decay": 0.0}, {"maximize": True, "lr": 2.0}, {"eps": (0.5, 1e-3)},
+    {},
+    {"eps": (None, 1e-3), "weight_decay": 0.0},
+    {"maximize": True, "lr": 2.0},
+    {"eps": (0.5, 1e-3)},
     {"d": 1.0, "beta2_decay": 0.0},
-]  # fmt: skip
+]
 
 
 def isas(device: torch.device) -> list[str]:

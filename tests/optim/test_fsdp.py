@@ -197,9 +197,15 @@ def give(net: nn.Module, step: int) -> None:
 
 
 MESH = {  # shape: placements on a mesh of (replicas or data, shards or tensor parallel)
-    (7, 4): (Replicate(), Shard(0)), (6, 5): (Shard(0), Shard(1)), (9,): (Shard(0), Shard(0)), (3,): (Shard(0), Replicate()),
-    (2, 2): (Replicate(), Replicate()), (1, 3): (Shard(0), Replicate()), (4, 4): (Shard(1), Shard(0)), (5,): None,
-}  # fmt: skip
+    (7, 4): (Replicate(), Shard(0)),
+    (6, 5): (Shard(0), Shard(1)),
+    (9,): (Shard(0), Shard(0)),
+    (3,): (Shard(0), Replicate()),
+    (2, 2): (Replicate(), Replicate()),
+    (1, 3): (Shard(0), Replicate()),
+    (4, 4): (Shard(1), Shard(0)),
+    (5,): None,
+}
 
 
 def mixed(mesh: DeviceMesh | None) -> nn.ParameterList:

@@ -297,14 +297,18 @@ def test_odd_layouts_are_exact(name, device):
 
 
 BAD = [
-    (SGD, {"momentum": -0.1}, ValueError, "momentum=-0.1"), (SGD, {"nesterov": True}, ValueError, "needs momentum > 0"),
+    (SGD, {"momentum": -0.1}, ValueError, "momentum=-0.1"),
+    (SGD, {"nesterov": True}, ValueError, "needs momentum > 0"),
     (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "dampening=0.1"),
-    (SGD, {"dampening": "much"}, TypeError, "dampening='much'"), (SGD, {"lr": -1.0}, ValueError, "lr=-1.0"),
-    (Lion, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1.0"), (Lion, {"differentiable": True}, ValueError, "plain torch"),
-    (Adagrad, {"lr_decay": -1.0}, ValueError, "lr_decay=-1.0"), (Adagrad, {"eps": float("nan")}, ValueError, "eps=nan"),
+    (SGD, {"dampening": "much"}, TypeError, "dampening='much'"),
+    (SGD, {"lr": -1.0}, ValueError, "lr=-1.0"),
+    (Lion, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1.0"),
+    (Lion, {"differentiable": True}, ValueError, "plain torch"),
+    (Adagrad, {"lr_decay": -1.0}, ValueError, "lr_decay=-1.0"),
+    (Adagrad, {"eps": float("nan")}, ValueError, "eps=nan"),
     (Adagrad, {"initial_accumulator_value": -2.0}, ValueError, "initial_accumulator_value=-2.0"),
     (Adagrad, {"foreach": True, "fused": True}, ValueError, "can't both"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ours", "options", "error", "says"), BAD, ids=str)

@@ -1,7 +1,8 @@
 """One-bit compression with error feedback: signs, one scale per block, and what was lost kept for
 the next round.
 
-    x ----+--> u = x + error --> scale = mean |u| of each block --> payload  [fp32 scales | bits, 1 where u >= 0]
+    x ----+--> u = x + error --> scale = mean |u| of each block --> payload
+                                                    [fp32 scales | bits, 1 where u >= 0]
           |                              |
     error <------ u - scale * sgn(u) <---'                           sgn(0) = +1
 
@@ -73,9 +74,8 @@ def onebit_encode_(
 
     payload: uint8 [payload_bytes(n, block=block)], at any address. x: fp32, bf16 or fp16, n
     elements. error: fp32 [n], or None for no feedback. flag: fp32 [1], set to 1 when a u is not
-    finite and never cleared. block: a multiple of 64.
-    Moves 12.1 bytes per element of fp32 with error (4 of x, 4 + 4 of error, 1/8 of bits, 4/block of
-    scales).
+    finite and never cleared. block: a multiple of 64. Moves 12.1 bytes per element of fp32 with
+    error (4 of x, 4 + 4 of error, 1/8 of bits, 4/block of scales).
     """
     torch.ops.pyops.onebit_encode_.default(payload, x, error, flag, block=block, rule=rule)
 

@@ -1,7 +1,8 @@
 """Eight bits per number: int8 or fp8 with one fp32 scale per block, stochastic rounding and error
 feedback if wanted.
 
-    u = x + error --> scale = max |u| / limit of each block --> code = round(u / scale) --> payload  [fp32 scales | codes]
+    u = x + error --> scale = max |u| / limit of each block --> code = round(u / scale) --> payload
+                                                            [fp32 scales | codes]
                                                                  error <- u - scale * code
 
     format   limit   codes                                              relative step

@@ -2,7 +2,8 @@
 layer's own output.
 
     x = linear(h)  --->  y = act(x + b)                   forward:   reads x            writes y
-         |                                                backward:  reads dy and x     writes dx, and db on the way
+         |                                                backward:  reads dy and x
+         |                                                           writes dx, and db on the way
          '- saved, and b; neither x + b nor act'(x + b) is
 
 `bias_gated` takes x [..., 2F] = gate | up, one linear layer's output, and gives act(gate + b_gate)

@@ -1,13 +1,16 @@
 """Softmax cross entropy that reads the logits once forward and once backward, and stores nothing of
 their size but a gradient.
 
-    logits [N, V] --- statistics ---> [N, 3]: maximum m, sum of exp(z - m), target's logit   (a fourth: sum of z - m)
+    logits [N, V] --- statistics ---> [N, 3]: maximum m, sum of exp(z - m), target's logit
+        |                                 (a fourth: sum of z - m)
         |                                |
-        |                           loss [N], coefficients [N, 3]       plain torch on N numbers: `row_losses`
+        |                           loss [N], coefficients [N, 3]       `row_losses`, plain torch
         |                                |
-        '------------- gradient <--------'   dz_j = c_0 exp(z_j - m) + c_2, and c_1 more at the target
+        '------------- gradient <--------'   dz_j = c_0 exp(z_j - m) + c_2, and c_1 more at the
+                                             target
 
-    loss = (1 - s) (L - z_y) + s (L - mean of z) + z_loss L^2,      L = log of the sum of exp z,  s label smoothing
+    loss = (1 - s) (L - z_y) + s (L - mean of z) + z_loss L^2
+    L = log of the sum of exp z,  s label smoothing
 
 Statistics of parts of a vocabulary merge into those of the whole, so the same two kernels serve
 logits that several ranks hold (pyops.tensor_parallel). Statistics, losses and coefficients are fp32
@@ -62,14 +65,14 @@ def cross_entropy(
     reduction: "mean" over the rows that aren't ignored (nan when all are, with zero gradients),
     "sum", or "none": [...]. in_place: backward may write the gradient over the logits, so that no
     second tensor of their size exists. Whoever else reads
-        the logits must be done by then; autograd raises where it sees otherwise. Without it the logits are never written to.
+        the logits must be done by then; autograd raises where it sees otherwise. Without it the
+        logits are never written to.
 
     Returns fp32, also for 16-bit logits; float64 for float64. Bytes: one reading of the logits
     forward, one and a writing of the gradient backward. Rows with adjacent columns are taken as
-    they are, others are copied first.
-    Raises ValueError for shapes that don't fit, options out of range and, for CPU tensors, a target
-    that is no word; a CUDA row with such a target has the loss nan, because nothing waits for the
-    device. TypeError for dtypes.
+    they are, others are copied first. Raises ValueError for shapes that don't fit, options out of
+    range and, for CPU tensors, a target that is no word; a CUDA row with such a target has the loss
+    nan, because nothing waits for the device. TypeError for dtypes.
     """
     check_options(
         logits, targets, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction
@@ -220,7 +223,7 @@ def check_targets(targets: Tensor, *, ignore_index: int, vocab_size: int) -> Non
 
 
 # --- the two kernels
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_statistics(

@@ -1,6 +1,7 @@
 """Dropout whose mask is drawn inside the kernel, forward and backward, and never stored.
 
-    y[i] = residual[i] + keep(i) / (1 - p) * (x[i] + bias[i % F])            keep(i) = uniform(key, offset + i) >= p
+    y[i] = residual[i] + keep(i) / (1 - p) * (x[i] + bias[i % F])
+    keep(i) = uniform(key, offset + i) >= p
 
 `state` is an int64 [2] tensor on x's device: the 64-bit key of the stream (as a signed number) and
 the global index of x's first element. It is data, not a number in the program: a compiled or

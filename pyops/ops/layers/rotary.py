@@ -1,8 +1,9 @@
 """Rotary positions: each pair of a head's first R elements is turned by its position's angle (Su et
 al., arXiv:2104.09864).
 
-    (a, b) -> (a cos - b sin, b cos + a sin)          interleaved=False:  a = x[i], b = x[i + R/2]      (GPT-NeoX, Llama)
-                                                      interleaved=True:   a = x[2i], b = x[2i + 1]      (GPT-J)
+    (a, b) -> (a cos - b sin, b cos + a sin)
+    interleaved=False:  a = x[i], b = x[i + R/2]      (GPT-NeoX, Llama)
+    interleaved=True:   a = x[2i], b = x[2i + 1]      (GPT-J)
 
 cos and sin are fp32 tables [T, R/2], or [B, T, R/2] where each sequence has positions of its own.
 Elements from R on pass through. Backward is the turn back: nothing but the tables is saved. They

@@ -3,7 +3,8 @@ and columns.
 
     g = grad * grad_factor                        unscale and clip          (g = -g when maximize)
     w = step^beta2_decay
-    row = (1 - w) row + w mean_columns(g^2)       col = (1 - w) col + w mean_rows(g^2)        of the last two dimensions
+    row = (1 - w) row + w mean_columns(g^2)       of the last two dimensions
+    col = (1 - w) col + w mean_rows(g^2)
     V = row col / max(mean(row), eps1)            a vector: V = (1 - w) V + w g^2
     u = g / max(sqrt(V), eps1)
     alpha = max(eps2, rms(p)) * min(lr, 1 / sqrt(step))
@@ -69,11 +70,10 @@ def adafactor_(
     nothing is read to the host.
 
     params, and with them all of a row, are contiguous. row_vars, col_vars: fp32, contiguous, [...,
-    rows, 1] and
-    [..., 1, columns] for each parameter of two or more dimensions; variances: fp32 of the
-    parameter's shape for each other; an empty tensor for the rest. eps1 below 0 stands for the eps
-    of the dtype that is stepped (the master's, where there is one). The other lists and scalars are
-    those of `adam_`; only parameters are rounded stochastically.
+    rows, 1] and [..., 1, columns] for each parameter of two or more dimensions; variances: fp32 of
+    the parameter's shape for each other; an empty tensor for the rest. eps1 below 0 stands for the
+    eps of the dtype that is stepped (the master's, where there is one). The other lists and scalars
+    are those of `adam_`; only parameters are rounded stochastically.
     """
     torch.ops.pyops.adafactor_.default(
         params,

@@ -2,12 +2,12 @@
 it was at some step.
 
     momentum_       m = m + (1 - beta) * (g * grad_factor - m)
-    frozen_adam_    p = p * (1 - lr * wd) - lr * m / (sqrt(v) + eps)       the last term only where v is not 0
+    frozen_adam_    p = p * (1 - lr * wd) - lr * m / (sqrt(v) + eps)
+                    the last term only where v is not 0
 
 Tang et al., 1-bit Adam, arXiv:2102.02888, algorithm 1. An element whose variance is 0 never had a
-gradient: Adam
-leaves it but for its decay, and so does frozen_adam_, whatever its momentum. Bytes per fp32
-element: 12 (m, g read, m written) and 16.
+gradient: Adam leaves it but for its decay, and so does frozen_adam_, whatever its momentum. Bytes
+per fp32 element: 12 (m, g read, m written) and 16.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ own.
     g = grad * grad_factor                       unscale and clip          (g = -g when maximize)
     m = m + (1 - beta1) * (g - m)                                          first pass
     v = beta2 * v + (1 - beta2) * g * g
-    u = m / bc1 / (sqrt(v) / sqrt(bc2) + eps) + wd * p,                    bc1 = 1 - beta1^step, bc2 = 1 - beta2^step
+    u = m / bc1 / (sqrt(v) / sqrt(bc2) + eps) + wd * p
+        with bc1 = 1 - beta1^step, bc2 = 1 - beta2^step
     ratio = min(max(||p|| / ||u||, min_ratio), max_ratio), and 1 where either norm is 0
-    p = p - lr * ratio * u                                                 second pass, u computed anew
+    p = p - lr * ratio * u                       second pass, u computed anew
 
 You et al., arXiv:1904.00962, algorithm 2, with bias correction and phi the identity. With
 trust_ratio=False the step is AdamW's, bit for bit. Norms are float64 sums in an order that depends

@@ -1,7 +1,8 @@
 """What surrounds the rule of every elementwise optimizer, and the meaning of a whole step in plain
 torch.
 
-    row of tensors -> fp32 -> rule (Adam, SGD, Lion, Adagrad, ...) -> rounded and stored -> copy, zeroed gradient
+    row of tensors -> fp32 -> rule (Adam, SGD, Lion, Adagrad, ...) -> rounded and stored
+                          -> copy, zeroed gradient
 
 A rule sees p (the master, where there is one), g (times grad_factor, negated for maximize), m, v
 and top, the fp32 values of the columns param, grad, exp_avg, exp_avg_sq and max; it puts new values

@@ -3,13 +3,15 @@ step.
 
     one int64 row per parameter (csrc/math/table.h holds the same numbers)
 
-      0      1     2        3           4    5       6     7     8      9       10      11
-    | param | grad | exp_avg | exp_avg_sq | max | master | copy | step | numel | dtypes | offset | first chunk |
+       0      1        2          3       4      5       6      7
+    | param | grad | exp_avg | exp_avg_sq | max | master | copy | step |
+       8       9       10         11
+    | numel | dtypes | offset | first chunk |
 
 Pointers are 0 where a tensor is absent: which of them a rule needs is the rule's affair (SGD's
 momentum lies in exp_avg, Adagrad's sum in exp_avg_sq). `dtypes` packs 4 bits each for param, grad,
-moments, master, copy: 0 fp32, 1 bf16,
-2 fp16. `first chunk` is the number of chunks of CHUNK elements in the rows above: CUDA's work list.
+moments, master, copy: 0 fp32, 1 bf16, 2 fp16. `first chunk` is the number of chunks of CHUNK
+elements in the rows above: CUDA's work list.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """CUDA kernels in Triton, for the ops that go by rows; `library.define(triton=...)` finds them by
 stem and name.
 
-    pyops/ops/<stem>.py          schema, fake, autograd, reference         define(..., triton="<stem>")
-    pyops/ops/triton/<stem>.py   a function of each op's name and arguments: checks as the reference does, allocates, launches
+    pyops/ops/<stem>.py          schema, fake, autograd, reference;
+                                 define(..., triton="<stem>")
+    pyops/ops/triton/<stem>.py   a function of each op's name and arguments: checks as the reference
+                                 does, allocates, launches
 
 The modules import triton, so they are imported at an op's first call on a CUDA tensor and not
 before. Rules that let one source run compiled for a GPU, compiled ahead of time without one, and

@@ -1,7 +1,8 @@
 """The second half of a bias or weight gradient: partial sums of row blocks, added in a fixed order.
 
 kernel of the op:  block k of rows  -->  partial[k, columns]  fp32
-column_sum:        out[j] = the sum of partial[k, j], in an order that depends on the number of blocks alone
+column_sum:        out[j] = the sum of partial[k, j], in an order that depends on the number of
+                   blocks alone
 """
 
 from __future__ import annotations

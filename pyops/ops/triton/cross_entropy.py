@@ -1,7 +1,8 @@
 """The statistics of rows of logits and their gradient for CUDA: a launch each, each logit read
 once.
 
-statistics   a program per row: a lane looks at the logits of one access together and keeps the maximum of what it saw and its
+statistics   a program per row: a lane looks at the logits of one access together and keeps the
+             maximum of what it saw and its
              sum of exp(z - maximum); the lanes are merged at the end
 gradient     a program per tile of a row
 """

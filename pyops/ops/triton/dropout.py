@@ -2,7 +2,8 @@
 to a block of the stream.
 
     global index   offset + (i // row) * row_stride + i % row  =  4 * block + skip + lane
-    a tile         [BLOCKS, 4]: elements from a multiple of four of the row, so that accesses are whole
+    a tile         [BLOCKS, 4]: elements from a multiple of four of the row, so that accesses are
+                   whole
 
 An element is kept where (word >> 8) / 2^24 >= p in fp32, which whole numbers decide as well: word
 >> 8 >= ceil(2^24 p). Where the row's global index is no multiple of four, skip > 0, the words of

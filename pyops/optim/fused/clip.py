@@ -1,7 +1,8 @@
 """One device scalar that holds all that is done to gradients before the step: unscaling and
 clipping.
 
-    squared norm of each group's gradients (one pass) -> sum [-> sum over ranks] -> norm -> factor, skip or not
+    squared norm of each group's gradients (one pass) -> sum [-> sum over ranks] -> norm
+            -> factor, skip or not
 
 Nothing is read back to the host. The clipping is torch.nn.utils.clip_grad_norm_'s: max_norm / (norm
 + 1e-6), at most 1.
@@ -44,8 +45,8 @@ def gradient_factor(
 
     squared_norms: float64 [2] tensors (sum of squares, count of non-finite elements) of disjoint
     sets of gradients. grad_scale: what the loss was multiplied by. reduce: makes a local float64
-    [2] sum a global one, and is called
-    whether or not there are gradients here, because other ranks may be waiting.
+    [2] sum a global one, and is called whether or not there are gradients here, because other ranks
+    may be waiting.
     """
     inverse = (
         None if grad_scale is None else grad_scale.to(device).double().reciprocal().reshape(())

@@ -2,7 +2,7 @@
 inside.
 
     step()   check everything -> gather or reuse each group's table -> norm -> factor -> launch
-             a mistake raises before anything is changed             (clip, unscale: one device scalar)
+             a mistake raises before anything is changed             (clip, unscale: one scalar)
 
 Subclasses say which states a parameter has and which kernel steps a batch of rows (see adam.py).
 """
@@ -58,12 +58,10 @@ SETTINGS = ("master_weights", "state_dtype", "stochastic_rounding", "max_grad_no
 
 class FusedOptimizer(Loading, torch.optim.Optimizer):
     """What all fused optimizers share. `grad_norm`: after a step with max_grad_norm, the norm of
-    all gradients,
-    unscaled and before clipping, a float32 scalar on the device. `reduce_squared_norm`: set it
-    where each process
-    holds a part of the gradients: a callable that takes this process' float64 [2] (sum of squares,
-    count of
-    non-finite elements) and returns the sum over all processes; it is not pickled."""
+    all gradients, unscaled and before clipping, a float32 scalar on the device.
+    `reduce_squared_norm`: set it where each process holds a part of the gradients: a callable that
+    takes this process' float64 [2] (sum of squares, count of non-finite elements) and returns the
+    sum over all processes; it is not pickled."""
 
     _step_supports_amp_scaling = True
     _table_op = ""
@@ -151,7 +149,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             "seed": group["seed"],
         }
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # param groups
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -216,7 +214,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             start += sum(sizes)
         raise AssertionError("the group is not one of this optimizer's")
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # gathering
 
     def _check_rows(self, group: ParamGroup, indices: Iterable[int]) -> None:
@@ -374,7 +372,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
             ]
         return launches
 
-    # ------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # stepping
 
     @property
@@ -389,8 +387,8 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
 
         Raises TypeError or ValueError, before anything is changed, for parameters or gradients that
         can't be stepped. With max_grad_norm, or under a GradScaler, a step whose gradients hold an
-        inf or a nan changes nothing;
-        otherwise it spreads them, as torch.optim does. Never waits for an accelerator.
+        inf or a nan changes nothing; otherwise it spreads them, as torch.optim does. Never waits
+        for an accelerator.
         """
         loss = None
         if closure is not None:

@@ -1,7 +1,8 @@
 """Whose state_dict is this: an optimizer is known by a hyper-parameter that only it has, and by
 what it keeps of a parameter.
 
-{"state": {0: {"exp_avg": ...}}, "param_groups": [{"betas": ..., no "eps"}]}      Lion's: SGD would begin anew, silently
+{"state": {0: {"exp_avg": ...}}, "param_groups": [{"betas": ..., no "eps"}]}
+        Lion's: SGD would begin anew, silently
 """
 
 from __future__ import annotations

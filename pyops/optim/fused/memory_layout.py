@@ -1,7 +1,9 @@
 """How a tensor lies in memory, as far as a kernel that walks memory must know.
 
-dense      its elements fill one stretch of memory, in some order of the dimensions: contiguous, transposed, channels_last
-gaps       a column block of a larger matrix: dense stand-ins are used, and only its own elements are written
+dense      its elements fill one stretch of memory, in some order of the dimensions: contiguous,
+           transposed, channels_last
+gaps       a column block of a larger matrix: dense stand-ins are used, and only its own elements
+           are written
 overlaps   an expanded tensor: two elements share a place, so an update has no meaning
 """
 

@@ -1,7 +1,8 @@
 """The optimizer's state of a parameter: made when first needed, mended when it is odd, cast on
 load.
 
-    state[parameter] = {"step": float32 scalar, "exp_avg": ..., "exp_avg_sq": ..., ["master": float32]}
+    state[parameter] = {"step": float32 scalar, "exp_avg": ..., "exp_avg_sq": ...,
+                        ["master": float32]}
 
 The names and meanings are torch.optim's, so that a state_dict goes both ways. The moments are of
 `state_dtype`

@@ -1,7 +1,9 @@
 """Saving and loading of an optimizer: state_dict, pickle and copy, both ways with torch.optim.
 
-    torch's state_dict()  ->  our load_state_dict()      moments cast to state_dtype, step moved to the parameter's device
-    our state_dict()      ->  torch's load_state_dict()  moments cast to the parameter's dtype, `master` ignored
+    torch's state_dict()  ->  our load_state_dict()      moments cast to state_dtype, step moved to
+                                                         the parameter's device
+    our state_dict()      ->  torch's load_state_dict()  moments cast to the parameter's dtype,
+                                                         `master` ignored
 
 torch's own load casts every floating state to the parameter's dtype, which would throw away what
 float32 moments and masters of 16-bit parameters are for; hence one of our own, with the same hooks.
@@ -114,9 +116,9 @@ class Loading(torch.optim.Optimizer):
 
         Hyper-parameters of the groups come from the state_dict; state_dtype and master_weights stay
         those of this optimizer: moments are cast, a missing master is made from the parameter at
-        the next step, one that isn't
-        wanted is dropped. Raises ValueError, and changes nothing, when groups or
-        shapes differ, or when the state_dict is known to be that of another optimizer.
+        the next step, one that isn't wanted is dropped. Raises ValueError, and changes nothing,
+        when groups or shapes differ, or when the state_dict is known to be that of another
+        optimizer.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -1,9 +1,11 @@
 """What one param group does on one device in a step, remembered so that the next step only checks
 that it still holds.
 
-    first step            gather rows -> table of pointers -> scan remembers parameters and gradients
+    first step            gather rows -> table of pointers -> scan remembers parameters and
+                          gradients
     every other step      scan: the same? -> one call on the table, whatever the number of tensors
-                          gradients moved (set_to_none makes new ones): the scan wrote the new addresses itself
+                          gradients moved (set_to_none makes new ones): the scan wrote the new
+                          addresses itself
                           anything else: gather again
 
 On the CPU the scan writes into the table. On CUDA it writes into a mirror of the column, which is
@@ -42,8 +44,7 @@ class TablePlan:
         native: ModuleType,
     ) -> None:
         """params: the group's own list. rows: of one device, checked; parameters that have none are
-        on another device
-        or have no gradient."""
+        on another device or have no gradient."""
         self.table: Tensor | None = None
         self.written: list[Tensor] = []
         self._watched: list[tuple[torch.UntypedStorage, int]] = []

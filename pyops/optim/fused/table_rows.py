@@ -1,7 +1,8 @@
 """Rows of tensors that one launch steps, gathered from a param group with every check, and
 stand-ins for odd layouts.
 
-    param | grad | the optimizer's own states ... | master | copy | step        one row per parameter with a gradient
+    param | grad | the optimizer's own states ... | master | copy | step
+    one row per parameter with a gradient
 
 A tensor with gaps, one laid out otherwise than its parameter, or a view whose sign is still to be
 taken is copied into a dense stand-in before the launch and copied back after it: exact, and memory

@@ -19,12 +19,23 @@ from tests.tolerance import assert_close_to_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [
-    Dtypes(F32, F32, F32), Dtypes(F32, F32, F32, copy=BF16), Dtypes(F32, BF16, F32), Dtypes(F32, BF16, F32, copy=BF16),
-    Dtypes(BF16, BF16, BF16), Dtypes(BF16, BF16, F32), Dtypes(BF16, BF16, F32, master=F32),
-    Dtypes(BF16, F32, F32, master=F32), Dtypes(F16, F16, F16), Dtypes(F16, F16, F32, copy=BF16),
-    Dtypes(F16, F32, BF16, copy=F16), Dtypes(BF16, F16, F16, master=F16, copy=F32), Dtypes(F32, F16, BF16, copy=F16),
-    Dtypes(BF16, BF16, F32, master=F32, copy=F16), Dtypes(F32, F32, BF16), Dtypes(F16, BF16, F32, master=BF16),
-]  # fmt: skip
+    Dtypes(F32, F32, F32),
+    Dtypes(F32, F32, F32, copy=BF16),
+    Dtypes(F32, BF16, F32),
+    Dtypes(F32, BF16, F32, copy=BF16),
+    Dtypes(BF16, BF16, BF16),
+    Dtypes(BF16, BF16, F32),
+    Dtypes(BF16, BF16, F32, master=F32),
+    Dtypes(BF16, F32, F32, master=F32),
+    Dtypes(F16, F16, F16),
+    Dtypes(F16, F16, F32, copy=BF16),
+    Dtypes(F16, F32, BF16, copy=F16),
+    Dtypes(BF16, F16, F16, master=F16, copy=F32),
+    Dtypes(F32, F16, BF16, copy=F16),
+    Dtypes(BF16, BF16, F32, master=F32, copy=F16),
+    Dtypes(F32, F32, BF16),
+    Dtypes(F16, BF16, F32, master=BF16),
+]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"decoupled": False},

@@ -82,21 +82,51 @@ SGD: dict[str, Any] = {
 # The op, the one on tables, the formula, the column of its state, options.
 CASES: dict[str, tuple[Any, Any, Any, int | None, dict[str, Any]]] = {
     "sgd": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, None, {**SGD, "momentum": 0.0}),
-    "sgd without decay": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, None, {**SGD, "momentum": 0.0, "weight_decay": 0.0}),
+    "sgd without decay": (
+        sgd.sgd_,
+        sgd.sgd_from_table_,
+        plain_sgd,
+        None,
+        {**SGD, "momentum": 0.0, "weight_decay": 0.0},
+    ),
     "momentum": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, EXP_AVG, SGD),
-    "momentum without decay": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, EXP_AVG, {**SGD, "weight_decay": 0.0}),
+    "momentum without decay": (
+        sgd.sgd_,
+        sgd.sgd_from_table_,
+        plain_sgd,
+        EXP_AVG,
+        {**SGD, "weight_decay": 0.0},
+    ),
     "nesterov": (sgd.sgd_, sgd.sgd_from_table_, plain_sgd, EXP_AVG, {**SGD, "nesterov": True}),
     "nesterov without decay": (
-        sgd.sgd_, sgd.sgd_from_table_, plain_sgd, EXP_AVG, {**SGD, "nesterov": True, "weight_decay": 0.0}),
+        sgd.sgd_,
+        sgd.sgd_from_table_,
+        plain_sgd,
+        EXP_AVG,
+        {**SGD, "nesterov": True, "weight_decay": 0.0},
+    ),
     "lion": (
-        lion.lion_, lion.lion_from_table_, plain_lion, EXP_AVG, {"lr": 0.03, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.2}),
+        lion.lion_,
+        lion.lion_from_table_,
+        plain_lion,
+        EXP_AVG,
+        {"lr": 0.03, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.2},
+    ),
     "adagrad": (
-        adagrad.adagrad_, adagrad.adagrad_from_table_, plain_adagrad, EXP_AVG_SQ,
-        {"lr": 0.03, "lr_decay": 0.4, "weight_decay": 0.2, "eps": 1e-3}),
+        adagrad.adagrad_,
+        adagrad.adagrad_from_table_,
+        plain_adagrad,
+        EXP_AVG_SQ,
+        {"lr": 0.03, "lr_decay": 0.4, "weight_decay": 0.2, "eps": 1e-3},
+    ),
     "adagrad without decay": (
-        adagrad.adagrad_, adagrad.adagrad_from_table_, plain_adagrad, EXP_AVG_SQ,
-        {"lr": 0.03, "lr_decay": 0.4, "weight_decay": 0.0, "eps": 1e-8}),
-}  # fmt: skip
+        adagrad.adagrad_,
+        adagrad.adagrad_from_table_,
+        plain_adagrad,
+        EXP_AVG_SQ,
+        {"lr": 0.03, "lr_decay": 0.4, "weight_decay": 0.0, "eps": 1e-8},
+    ),
+}
 EVERY = pytest.mark.parametrize("name", CASES)
 FEW = pytest.mark.parametrize("name", ["sgd", "nesterov", "lion", "adagrad"])
 

@@ -119,8 +119,12 @@ def rotaries() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 STEMS = {
-    "activation": activations, "dropout": dropouts, "rotary": rotaries, "norm": norms, "cross_entropy": cross_entropies,
-}  # fmt: skip
+    "activation": activations,
+    "dropout": dropouts,
+    "rotary": rotaries,
+    "norm": norms,
+    "cross_entropy": cross_entropies,
+}
 
 
 @pytest.mark.parametrize("stem", STEMS)

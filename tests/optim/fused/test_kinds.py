@@ -15,13 +15,22 @@ from pyops.onebit import OneBitConfig
 from pyops.optim import LAMB, LARS, SGD, Adafactor, Adagrad, Adam, AdamW, Lion, OneBitAdam
 
 KINDS: dict[str, Any] = {
-    "SGD": lambda p: SGD(p, momentum=0.9), "Adam": Adam, "AdamW": AdamW, "Lion": Lion, "LAMB": LAMB, "LARS": LARS,
-    "Adagrad": Adagrad, "Adafactor": Adafactor,
-}  # fmt: skip
+    "SGD": lambda p: SGD(p, momentum=0.9),
+    "Adam": Adam,
+    "AdamW": AdamW,
+    "Lion": Lion,
+    "LAMB": LAMB,
+    "LARS": LARS,
+    "Adagrad": Adagrad,
+    "Adafactor": Adafactor,
+}
 TORCH = {
-    "SGD": lambda p: torch.optim.SGD(p, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
-    "Adagrad": torch.optim.Adagrad, "Adafactor": torch.optim.Adafactor,
-}  # fmt: skip
+    "SGD": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+}
 STRANGERS = ("RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD", "Adamax")
 
 

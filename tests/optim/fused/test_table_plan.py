@@ -102,9 +102,18 @@ def other_hyperparameters(optimizer, params):
 
 
 CHANGES = [
-    new_memory, new_layout, new_moment, new_step, new_dictionary, no_state, one_state_less, more_parameters,
-    one_parameter_less, its_own_state_again, other_hyperparameters,
-]  # fmt: skip
+    new_memory,
+    new_layout,
+    new_moment,
+    new_step,
+    new_dictionary,
+    no_state,
+    one_state_less,
+    more_parameters,
+    one_parameter_less,
+    its_own_state_again,
+    other_hyperparameters,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
