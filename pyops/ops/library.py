@@ -53,8 +53,10 @@ _HOW_TO_BUILD = (
 def build_info() -> Mapping[str, Any]:
     """What was built: extension, torch, compiler, isas, cuda, cuda_architectures.
 
-    Raises ImportError when pyops was never built. The environment variable PYOPS_NO_EXT=1 chooses
-    plain torch for one run.
+    The environment variable PYOPS_NO_EXT=1 chooses plain torch for one run.
+
+    Raises:
+        ImportError: when pyops was never built.
     """
     if os.environ.get("PYOPS_NO_EXT", "0") not in ("", "0"):
         return MappingProxyType({"extension": False, "cuda": False})
@@ -131,10 +133,13 @@ def define(
     """Define the op of `schema`; `reference` is its plain-torch meaning, `fake` its effect on
     shapes.
 
-    backward, setup_context: its derivative, as torch.library.register_autograd takes them; none: it
-    has no derivative. triton: the module in pyops/ops/triton that has a function of the op's name
-    and arguments for CUDA tensors. keeps_addresses: whether what it returns points to its
-    arguments, so that no copy can stand in for one.
+    Args:
+        backward, setup_context: its derivative, as torch.library.register_autograd takes them;
+            none: it has no derivative.
+        triton: the module in pyops/ops/triton that has a function of the op's name and arguments
+            for CUDA tensors.
+        keeps_addresses: whether what it returns points to its arguments, so that no copy can stand
+            in for one.
     """
     name = schema[: schema.index("(")]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

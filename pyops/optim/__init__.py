@@ -7,10 +7,8 @@
     optimizer.grad_norm     # before clipping, a tensor
 
 Drop-in for torch.optim: param groups, closures, LR schedulers, GradScaler, state_dict both ways,
-CUDA graphs. Files: `adam` (Adam, AdamW), `sgd`, `lion`, `adagrad`, `lamb`, `lars`, `layerwise`
-(what these two share), `adafactor`, `base` (what all share), `plan` and `rows` (from a param group
-to one launch), `clip`, `state`, `loading`, `layout`, `checks`, `backward` (step each parameter as
-its gradient arrives), `launches` (the norm of all gradients). They know no process group; of a
+CUDA graphs. `fused` holds what the optimizers share, `backward` steps each parameter as its
+gradient arrives, `lr_scheduler` has schedules that torch lacks. They know no process group; of a
 DTensor they step what this rank holds, and pyops.flat.dtensor sums over its mesh. OneBitAdam,
 OneBitLAMB and ZeroOneAdam, which communicate themselves, live one layer up in pyops.onebit; they
 are found here too.

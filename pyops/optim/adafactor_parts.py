@@ -202,8 +202,10 @@ def step_parts(
     """One step of the parts of one launch; every process steps its parts of the same tensors, in
     one order.
 
-    reduce: a float64 tensor's sum over the processes. group: the hyper-parameters. factor: of the
-    gradients.
+    Args:
+        reduce: a float64 tensor's sum over the processes.
+        group: the hyper-parameters.
+        factor: of the gradients.
     """
     eps1, eps2 = group["eps"]
     total, views = _first_sums(rows, factor)

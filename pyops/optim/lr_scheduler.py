@@ -273,8 +273,10 @@ def steepest(rates: Sequence[float], losses: Sequence[float]) -> int | None:
     None if it never falls.
 
     Losses are averaged over a twentieth of the points to each side. What comes after the least of
-    these averages does not count, nor does what comes after a loss that is not finite. ValueError
-    for lists that are not equally long.
+    these averages does not count, nor does what comes after a loss that is not finite.
+
+    Raises:
+        ValueError: for lists that are not equally long.
     """
     if len(rates) != len(losses):
         raise ValueError(

@@ -179,7 +179,8 @@ class Warmup:
     def is_last(self, step: int, variance_sum: float | None) -> bool:
         """Whether the step of this number, counted from 1, was the last of the warm-up.
 
-        variance_sum: what `variance_sum` gave in this step, on all ranks together.
+        Args:
+            variance_sum: what `variance_sum` gave in this step, on all ranks together.
         """
         if isinstance(self.steps, int):
             return step >= self.steps

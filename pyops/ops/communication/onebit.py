@@ -72,10 +72,15 @@ def onebit_encode_(
 ) -> None:
     """Encode u = float(x) + error into `payload`; error <- u - scale * sgn(u), in one pass.
 
-    payload: uint8 [payload_bytes(n, block=block)], at any address. x: fp32, bf16 or fp16, n
-    elements. error: fp32 [n], or None for no feedback. flag: fp32 [1], set to 1 when a u is not
-    finite and never cleared. block: a multiple of 64. Moves 12.1 bytes per element of fp32 with
-    error (4 of x, 4 + 4 of error, 1/8 of bits, 4/block of scales).
+    Moves 12.1 bytes per element of fp32 with error (4 of x, 4 + 4 of error, 1/8 of bits, 4/block of
+    scales).
+
+    Args:
+        payload: uint8 [payload_bytes(n, block=block)], at any address.
+        x: fp32, bf16 or fp16, n elements.
+        error: fp32 [n], or None for no feedback.
+        flag: fp32 [1], set to 1 when a u is not finite and never cleared.
+        block: a multiple of 64.
     """
     torch.ops.pyops.onebit_encode_.default(payload, x, error, flag, block=block, rule=rule)
 
@@ -94,8 +99,11 @@ def onebit_encode_scaled_(payload: Tensor, x: Tensor, error: Tensor | None, scal
     """payload <- the bits of u = float(x) + error; error <- u - scale * sgn(u), with `scale` given:
     fp32 [1] on x's device.
 
-    payload: uint8 [ceil(n / 8)], bits only. Where the new error would not be finite (a nan among u,
-    or scale = nan) the old one stays. Moves 12.1 bytes per element of fp32 with error.
+    Moves 12.1 bytes per element of fp32 with error.
+
+    Args:
+        payload: uint8 [ceil(n / 8)], bits only. Where the new error would not be finite (a nan
+            among u, or scale = nan) the old one stays.
     """
     torch.ops.pyops.onebit_encode_scaled_.default(payload, x, error, scale)
 
@@ -109,11 +117,14 @@ def onebit_decode_(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """out = scale * (s * sgn), or out += that, with s of the element's block. out: fp32, bf16 or
-    fp16, rounded once.
+    """out = scale * (s * sgn), or out += that, with s of the element's block.
 
-    scales: None for a payload that brings its scales; else fp32 [1], s of every element, for a
-    payload of bits alone. Moves 4.1 bytes per element of fp32 (8.1 when accumulating).
+    Moves 4.1 bytes per element of fp32 (8.1 when accumulating).
+
+    Args:
+        out: fp32, bf16 or fp16, rounded once.
+        scales: None for a payload that brings its scales; else fp32 [1], s of every element, for a
+            payload of bits alone.
     """
     torch.ops.pyops.onebit_decode_.default(
         out, payload, scales, block=block, scale=scale, accumulate=accumulate
@@ -131,8 +142,10 @@ def onebit_sum_rows_(
     """out = scale * (((d0 + d1) + d2) + ...) in the order of the list, d_r = s_r * sgn_r; nothing
     is unpacked to memory.
 
-    scales: None, or fp32 [len(payloads)]: one s for each row, for payloads of bits alone. Moves 4 +
-    rows / 8 bytes per element.
+    Moves 4 + rows / 8 bytes per element.
+
+    Args:
+        scales: None, or fp32 [len(payloads)]: one s for each row, for payloads of bits alone.
     """
     torch.ops.pyops.onebit_sum_rows_.default(out, list(payloads), scales, block=block, scale=scale)
 

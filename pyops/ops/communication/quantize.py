@@ -77,11 +77,15 @@ def quantize_encode_(
 ) -> None:
     """Encode u = float(x) + error into `payload`; error <- u - scale * code, in one pass.
 
-    payload: uint8 [payload_bytes(n, block=block)], at any address. x: fp32, bf16 or fp16, n
-    elements. error: fp32 [n], or None for no feedback. flag: fp32 [1], set to 1 when a u is not
-    finite and never cleared. block: a multiple of 32.
-    seed, offset: for stochastic rounding, the key and the global index of x's first element.
     Moves 5 bytes per element of fp32 without error, 13 with it.
+
+    Args:
+        payload: uint8 [payload_bytes(n, block=block)], at any address.
+        x: fp32, bf16 or fp16, n elements.
+        error: fp32 [n], or None for no feedback.
+        flag: fp32 [1], set to 1 when a u is not finite and never cleared.
+        block: a multiple of 32.
+        seed, offset: for stochastic rounding, the key and the global index of x's first element.
     """
     rounding: dict[str, Any] = {
         "stochastic_rounding": stochastic_rounding,
@@ -102,10 +106,12 @@ def quantize_decode_(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """out = scale * (s * code), or out += that, with s of the element's block. out: fp32, bf16 or
-    fp16, rounded once.
+    """out = scale * (s * code), or out += that, with s of the element's block.
 
     Moves 5 bytes per element of fp32 (9 when accumulating).
+
+    Args:
+        out: fp32, bf16 or fp16, rounded once.
     """
     torch.ops.pyops.quantize_decode_.default(
         out, payload, block=block, format=format, scale=scale, accumulate=accumulate

@@ -53,8 +53,11 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     under autocast).
 
     Moves 2 elements forward and 3 backward for each of x; saves x itself. Plain torch moves 4 and 4
-    and saves x + bias. Raises ValueError for an unknown activation, a bias of another size, or a
-    dtype that is not of fp32, bf16, fp16, fp64.
+    and saves x + bias.
+
+    Raises:
+        ValueError: for an unknown activation, a bias of another size, or a dtype that is not of
+            fp32, bf16, fp16, fp64.
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_activation", x, bias, activation)

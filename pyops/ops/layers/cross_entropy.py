@@ -57,22 +57,28 @@ def cross_entropy(
     """The loss of logits [..., V] for targets int64 [...]: classes in the last dimension, otherwise
     as torch's cross_entropy.
 
-    ignore_index: rows with this target have no loss and an exactly zero gradient; their logits
-    aren't read. label_smoothing: the share of the target distribution that is spread evenly over
-    all V words. Megatron spreads a over the
-        other V - 1 words; that is label_smoothing = a V / (V - 1) here.
-    z_loss: this times the square of log(sum of exp z) is added to each row's loss.
-    reduction: "mean" over the rows that aren't ignored (nan when all are, with zero gradients),
-    "sum", or "none": [...]. in_place: backward may write the gradient over the logits, so that no
-    second tensor of their size exists. Whoever else reads
-        the logits must be done by then; autograd raises where it sees otherwise. Without it the
-        logits are never written to.
-
     Returns fp32, also for 16-bit logits; float64 for float64. Bytes: one reading of the logits
     forward, one and a writing of the gradient backward. Rows with adjacent columns are taken as
-    they are, others are copied first. Raises ValueError for shapes that don't fit, options out of
-    range and, for CPU tensors, a target that is no word; a CUDA row with such a target has the loss
-    nan, because nothing waits for the device. TypeError for dtypes.
+    they are, others are copied first.
+
+    Args:
+        ignore_index: rows with this target have no loss and an exactly zero gradient; their logits
+            aren't read.
+        label_smoothing: the share of the target distribution that is spread evenly over all V
+            words. Megatron spreads a over the other V - 1 words; that is label_smoothing = a V / (V
+            - 1) here.
+        z_loss: this times the square of log(sum of exp z) is added to each row's loss.
+        reduction: "mean" over the rows that aren't ignored (nan when all are, with zero gradients),
+            "sum", or "none": [...].
+        in_place: backward may write the gradient over the logits, so that no second tensor of their
+            size exists. Whoever else reads the logits must be done by then; autograd raises where
+            it sees otherwise. Without it the logits are never written to.
+
+    Raises:
+        ValueError: for shapes that don't fit, options out of range and, for CPU tensors, a target
+            that is no word; a CUDA row with such a target has the loss nan, because nothing waits
+            for the device.
+        TypeError: for other dtypes.
     """
     check_options(
         logits, targets, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction
@@ -241,7 +247,10 @@ def cross_entropy_statistics(
 
     logits [N, C]: the first `columns` (all by default) are words first_column, first_column + 1,
     ... of a vocabulary, the rest is padding. targets int64 [N]. The target's logit is 0 where
-    another rank holds it; an ignored row is (0, 1, 0, 0). out: where to write them.
+    another rank holds it; an ignored row is (0, 1, 0, 0).
+
+    Args:
+        out: where to write them.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -273,8 +282,10 @@ def cross_entropy_gradient(
     """dz_j = c_0 exp(z_j - m) + c_2, c_1 more at the target; 0 in padding and in ignored rows. [N,
     C] in the logits' dtype.
 
-    maxima [N] are those of the statistics, coefficients [N, 3]. out: where to write it, the logits
-    themselves perhaps.
+    maxima [N] are those of the statistics, coefficients [N, 3].
+
+    Args:
+        out: where to write it, the logits themselves perhaps.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         logits = logits.contiguous()

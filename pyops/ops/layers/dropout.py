@@ -53,8 +53,10 @@ def bias_dropout_add(
     x [..., F], bias [F], residual as x, all of one dtype, or promoted to one under autocast; state
     int64 [2]: key, and global index of x's first element. Moves 3 elements forward and 2 backward
     for each of x (the residual's gradient is dy itself); saves `state` alone. Plain torch moves 8
-    and a mask of a byte forward, 3 and the mask backward. Raises ValueError for a p outside [0, 1],
-    or another shape or dtype.
+    and a mask of a byte forward, 3 and the mask backward.
+
+    Raises:
+        ValueError: for a p outside [0, 1], or another shape or dtype.
     """
     check_stream("bias_dropout_add", x, p, state)
     if torch.is_autocast_enabled(

@@ -47,10 +47,15 @@ def layer_norm(
     """y = (x - mean) rstd weight + bias, mean over the last dimension, rstd = 1 / sqrt(mean((x -
     mean)^2) + eps).
 
-    x: [..., D], fp32, bf16 or fp16, of any strides; weight and bias: [D] of one of these dtypes,
-    perhaps another than x's; or all float64. y has the shape and dtype of x. Ba et al., "Layer
-    normalization", arXiv:1607.06450. Raises ValueError for other shapes, TypeError for other
-    dtypes.
+    y has the shape and dtype of x. Ba et al., "Layer normalization", arXiv:1607.06450.
+
+    Args:
+        x: [..., D], fp32, bf16 or fp16, of any strides.
+        weight, bias: [D] of one of these dtypes, perhaps another than x's; or all float64.
+
+    Raises:
+        ValueError: for other shapes.
+        TypeError: for other dtypes.
     """
     check_forward([x], weight, bias)
     return torch.ops.pyops.layer_norm.default(x, weight, bias, eps=eps)[0]

@@ -26,9 +26,14 @@ __all__ = ["check", "rotary", "rotary_reference"]
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [B, T, H, K] of any strides, turned: a contiguous tensor of its shape and dtype.
 
-    cos, sin: fp32 [T, R/2] or [B, T, R/2], R <= K. Moves 2 elements forward and 2 backward for each
-    of x. Computed in fp32 (float64 for float64 x), rounded once. Raises ValueError when the shapes
-    don't fit.
+    Moves 2 elements forward and 2 backward for each of x. Computed in fp32 (float64 for float64 x),
+    rounded once.
+
+    Args:
+        cos, sin: fp32 [T, R/2] or [B, T, R/2], R <= K.
+
+    Raises:
+        ValueError: when the shapes don't fit.
     """
     check(x, cos, sin)
     return torch.ops.pyops.rotary.default(x, cos, sin, interleaved=interleaved, inverse=False)

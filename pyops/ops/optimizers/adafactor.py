@@ -69,11 +69,16 @@ def adafactor_(
     """One step of Adafactor over every tensor of the lists, as the module's docstring writes it;
     nothing is read to the host.
 
-    params, and with them all of a row, are contiguous. row_vars, col_vars: fp32, contiguous, [...,
-    rows, 1] and [..., 1, columns] for each parameter of two or more dimensions; variances: fp32 of
-    the parameter's shape for each other; an empty tensor for the rest. eps1 below 0 stands for the
-    eps of the dtype that is stepped (the master's, where there is one). The other lists and scalars
-    are those of `adam_`; only parameters are rounded stochastically.
+    params, and with them all of a row, are contiguous.
+
+    Args:
+        row_vars, col_vars: fp32, contiguous, [..., rows, 1] and [..., 1, columns] for each
+            parameter of two or more dimensions.
+        variances: fp32 of the parameter's shape for each other; an empty tensor for the rest.
+        eps1: below 0 it stands for the eps of the dtype that is stepped (the master's, where there
+            is one).
+
+    The other lists and scalars are those of `adam_`; only parameters are rounded stochastically.
     """
     torch.ops.pyops.adafactor_.default(
         params,

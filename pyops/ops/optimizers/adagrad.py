@@ -68,8 +68,10 @@ def adagrad_(
 ) -> None:
     """One step of Adagrad over every row of the lists, as the module's docstring writes it.
 
-    sums: the sums of squares s; an initial value is the caller's affair.
     Everything else is as of `adam_`.
+
+    Args:
+        sums: the sums of squares s; an initial value is the caller's affair.
     """
     torch.ops.pyops.adagrad_.default(
         params,

@@ -48,11 +48,13 @@ def frozen_adam_(
     they are (no bias correction).
 
     Lists of one length; the tensors of a row have one shape, one dense layout, and are fp32, bf16
-    or fp16, both moments alike. masters, copies: as of `adam_`; each may be empty, and an empty
-    tensor in it means none for this row.
-    lr_tensor: one fp32 or float64 number on the device, instead of `lr`. found_inf: one fp32
-    number; when not 0, nothing
-        changes.
+    or fp16, both moments alike.
+
+    Args:
+        masters, copies: as of `adam_`; each may be empty, and an empty tensor in it means none for
+            this row.
+        lr_tensor: one fp32 or float64 number on the device, instead of `lr`.
+        found_inf: one fp32 number; when not 0, nothing changes.
     """
     torch.ops.pyops.frozen_adam_.default(
         params,
@@ -79,9 +81,10 @@ def momentum_(
 ) -> None:
     """Take the gradients into the running means, with the bits of `adam_`'s exp_avg.
 
-    grad_factor: one fp32 number, times every gradient. found_inf: one fp32 number; when not 0,
-    nothing changes, except that zero_grads still zeroes the gradients. Lists and tensors as of
-    `frozen_adam_`.
+    Args:
+        grad_factor: one fp32 number, times every gradient.
+        found_inf: one fp32 number; when not 0, nothing changes, except that zero_grads still zeroes
+            the gradients. Lists and tensors as of `frozen_adam_`.
     """
     torch.ops.pyops.momentum_.default(
         exp_avgs, grads, grad_factor, found_inf, beta=beta, zero_grads=zero_grads

@@ -96,11 +96,13 @@ def lamb_(
     read back to the host.
 
     The lists, lr_tensor, grad_factor, found_inf, zero_grads, stochastic_rounding, seed and offsets
-    are those of `adam_`. norms: float64 [rows, 2], receives ||p||^2 and ||u||^2 of each row (when
-    trust_ratio).
-    passes: 1 for the first pass alone, 2 for the second with the norms given (made by the first,
-    summed over the
-        processes that hold a row's shards), 3 for both. `steps` are incremented by the second.
+    are those of `adam_`.
+
+    Args:
+        norms: float64 [rows, 2], receives ||p||^2 and ||u||^2 of each row (when trust_ratio).
+        passes: 1 for the first pass alone, 2 for the second with the norms given (made by the
+            first, summed over the processes that hold a row's shards), 3 for both. `steps` are
+            incremented by the second.
     """
     torch.ops.pyops.lamb_.default(
         params,

@@ -86,9 +86,14 @@ def lars_(
     """One step of LARS over every row of the lists, as the module's docstring writes it; nothing is
     read back to the host.
 
-    momentum_buffers may be empty when momentum is 0. norms: float64 [rows, 2], receives ||p||^2 and
-    ||grad||^2 (before grad_factor) of each row, when trust_ratio. passes: as of `lamb_`. All else:
-    as of `adam_`.
+    momentum_buffers may be empty when momentum is 0.
+
+    All else: as of `adam_`.
+
+    Args:
+        norms: float64 [rows, 2], receives ||p||^2 and ||grad||^2 (before grad_factor) of each row,
+            when trust_ratio.
+        passes: as of `lamb_`.
     """
     torch.ops.pyops.lars_.default(
         params,

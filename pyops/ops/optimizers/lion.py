@@ -67,8 +67,10 @@ def lion_(
 ) -> None:
     """One step of Lion over every row of the lists, as the module's docstring writes it.
 
-    exp_avgs: the momentum m.
     Everything else is as of `adam_`.
+
+    Args:
+        exp_avgs: the momentum m.
     """
     torch.ops.pyops.lion_.default(
         params,

@@ -78,15 +78,19 @@ def adam_(
     be empty, and a tensor with no elements in them means "none for this parameter". The tensors of
     a row have one shape and one dense layout.
 
-    steps: one fp32 number per row, on the parameter's device; incremented here. masters: computed
-    on instead of the parameter, which receives the rounded master. copies: receive the rounded
-    parameter (say, bf16 weights for the next forward pass). lr_tensor: one fp32 or float64 number
-    on the device, instead of `lr`. grad_factor: one fp32 number, times every gradient. found_inf:
-    one fp32 number; when not 0, nothing changes, except that zero_grads still zeroes the gradients.
-    stochastic_rounding: 16-bit moments, and 16-bit parameters without master, are rounded up or
-    down at random, unbiased. The random bits depend on (seed, step, param/exp_avg/exp_avg_sq,
-    offsets[row] + element in memory order) alone: not on threads, and not on how a parameter is cut
-    into shards whose offsets say where they start. offsets: one number per row, or empty for zeros.
+    Args:
+        steps: one fp32 number per row, on the parameter's device; incremented here.
+        masters: computed on instead of the parameter, which receives the rounded master.
+        copies: receive the rounded parameter (say, bf16 weights for the next forward pass).
+        lr_tensor: one fp32 or float64 number on the device, instead of `lr`.
+        grad_factor: one fp32 number, times every gradient.
+        found_inf: one fp32 number; when not 0, nothing changes, except that zero_grads still zeroes
+            the gradients.
+        stochastic_rounding: 16-bit moments, and 16-bit parameters without master, are rounded up or
+            down at random, unbiased. The random bits depend on (seed, step,
+            param/exp_avg/exp_avg_sq, offsets[row] + element in memory order) alone: not on threads,
+            and not on how a parameter is cut into shards whose offsets say where they start.
+        offsets: one number per row, or empty for zeros.
     """
     torch.ops.pyops.adam_.default(
         params,

@@ -70,10 +70,11 @@ def sgd_(
 ) -> None:
     """One step of SGD over every row of the lists, as the module's docstring writes it.
 
-    momentum_buffers: may be empty when momentum is 0, and then is left alone. The first step of a
-    row, by `steps`, keeps
-        nothing of its buffer.
     Everything else is as of `adam_`.
+
+    Args:
+        momentum_buffers: may be empty when momentum is 0, and then is left alone. The first step of
+            a row, by `steps`, keeps nothing of its buffer.
     """
     torch.ops.pyops.sgd_.default(
         params,

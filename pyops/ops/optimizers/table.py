@@ -146,8 +146,9 @@ def table_of(
     """The table of the eight lists of tensors (in column order), on the CPU; ValueError names the
     row that doesn't fit.
 
-    required: columns that every row must have; the lists of others may be empty, or hold an empty
-    tensor for "none".
+    Args:
+        required: columns that every row must have; the lists of others may be empty, or hold an
+            empty tensor for "none".
     """
     _check_rows(lists, offsets, required)
     rows, chunks = [], 0
@@ -245,8 +246,12 @@ def gradients_fit(gradients: Tensors, expected: Sequence[int]) -> bool:
     """Whether each gradient is contiguous, has memory, and is of the kind that a table expects in
     its place.
 
-    expected: one number for each, its elements * 16, plus 8 for one on the CPU, plus the place of
-    its dtype in DTYPES. ValueError for a view whose sign is still to be taken.
+    Args:
+        expected: one number for each, its elements * 16, plus 8 for one on the CPU, plus the place
+            of its dtype in DTYPES.
+
+    Raises:
+        ValueError: for a view whose sign is still to be taken.
     """
     return bool(torch.ops.pyops.gradients_fit.default(gradients, expected))
 

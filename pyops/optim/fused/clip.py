@@ -43,10 +43,12 @@ def gradient_factor(
 ) -> Factor:
     """The factor of this step.
 
-    squared_norms: float64 [2] tensors (sum of squares, count of non-finite elements) of disjoint
-    sets of gradients. grad_scale: what the loss was multiplied by. reduce: makes a local float64
-    [2] sum a global one, and is called whether or not there are gradients here, because other ranks
-    may be waiting.
+    Args:
+        squared_norms: float64 [2] tensors (sum of squares, count of non-finite elements) of
+            disjoint sets of gradients.
+        grad_scale: what the loss was multiplied by.
+        reduce: makes a local float64 [2] sum a global one, and is called whether or not there are
+            gradients here, because other ranks may be waiting.
     """
     inverse = (
         None if grad_scale is None else grad_scale.to(device).double().reciprocal().reshape(())

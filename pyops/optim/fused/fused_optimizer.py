@@ -135,8 +135,13 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         factor: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        """Step a table or a batch; lr: a tensor on the device that replaces group["lr"]; skip:
-        found_inf."""
+        """Step a table or lists of rows.
+
+        Args:
+            lr: a tensor on the device that replaces group["lr"].
+            factor: what gradients are multiplied by.
+            skip: the step is skipped where this number is not 0.
+        """
 
     def _scalars(self, group: ParamGroup, lr: Tensor | None) -> ParamGroup:
         """What every op takes beside its rule's own hyper-parameters."""
@@ -385,10 +390,15 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         """One step over every parameter that has a gradient; returns what `closure` returned,
         called with grad enabled.
 
-        Raises TypeError or ValueError, before anything is changed, for parameters or gradients that
-        can't be stepped. With max_grad_norm, or under a GradScaler, a step whose gradients hold an
-        inf or a nan changes nothing; otherwise it spreads them, as torch.optim does. Never waits
-        for an accelerator.
+        With max_grad_norm, or under a GradScaler, a step whose gradients hold an inf or a nan
+        changes nothing; otherwise it spreads them, as torch.optim does. Never waits for an
+        accelerator.
+
+        Raises:
+            TypeError: before anything is changed, for parameters or gradients that can't be
+                stepped.
+            ValueError: before anything is changed, for parameters or gradients that can't be
+                stepped.
         """
         loss = None
         if closure is not None:

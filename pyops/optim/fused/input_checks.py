@@ -224,7 +224,8 @@ def check_parameter(param: Tensor, *, name: str, who: str, dtensors: bool = True
     """Raise TypeError or ValueError for a parameter that can't be stepped: complex, integer,
     sparse, overlapping.
 
-    dtensors: whether this optimizer steps what a rank holds of a DTensor.
+    Args:
+        dtensors: whether this optimizer steps what a rank holds of a DTensor.
     """
     if dtensors and is_dtensor(param):
         check_placements(param, name=name, who=who)

@@ -44,8 +44,9 @@ def squared_norms(
     """Squared norms of the launches' gradients, those of DTensors summed over the ranks that hold
     the other parts.
 
-    unplanned: the parameters of groups without a plan, with or without a gradient here: the other
-    ranks may wait for a sum.
+    Args:
+        unplanned: the parameters of groups without a plan, with or without a gradient here: the
+            other ranks may wait for a sum.
     """
     found: list[Tensor] = []
     parts: dict[Spread, list[Tensor]] = {}

@@ -2,7 +2,7 @@
 parameter that holds them all.
 
     rows of a group    | w1 | b1 | flat parameter: w2, b2, pad, w3 | ...   gathered and saved so
-    layers of a launch | w1 | b1 | w2 | b2 | w3 | ...                      views; padding is in no layer
+    layers of a launch | w1 | b1 | w2 | b2 | w3 | ...                      views without padding
 
 A parameter is flat when it has an attribute `flat_layout` (pyops.flat.FlatBuffer.parameter does), a
 FlatLayout of its elements. Its layers share its one `step`. The table of layers follows from that

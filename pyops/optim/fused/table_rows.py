@@ -138,8 +138,11 @@ def table_rows_of(rows: Sequence[Row], *, zero_grads: bool) -> TableRows:
 
 def row_of(place: int, tensors: list[Tensor | None], offset: int | None) -> Row:
     """A row of these tensors; of a DTensor, what this rank holds of each. A gradient that lies
-    otherwise than its parameter is brought here first. offset: None where nobody asks for the
-    numbers of elements."""
+    otherwise than its parameter is brought here first.
+
+    Args:
+        offset: None where nobody asks for the numbers of elements.
+    """
     param, grad = tensors[PARAM], tensors[GRAD]
     if not is_dtensor(param):
         return Row(place, tensors, offset or 0)
