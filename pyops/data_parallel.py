@@ -187,7 +187,7 @@ class DataParallel(nn.Module):
             None if alone else Communicator.of(group),
             bucket_bytes=bucket_bytes,
             algorithm=algorithm,
-            op=op,
+            reduction=op,
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
             codec=codec,
         )

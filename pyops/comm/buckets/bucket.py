@@ -2,10 +2,10 @@
 
     flat buffer (backward order)  | head | block 3 | block 2 | block 1 | block 0 | embedding |
     buckets                       |------ 0 -------|------- 1 ---------|-- 2 ----|---- 3 ----|
-                                    ready first                                    ready last, and small:
-                                                                                   nothing is left to hide it behind
+                                    ready first                                    ready last
 
-A bucket is a slice, so nothing is copied in or out. Buckets are reduced in the order of the list on
+The last bucket is small, because no backward is left behind which its reduction could hide. A
+bucket is a slice, so nothing is copied in or out. Buckets are reduced in the order of the list on
 every rank, whichever becomes ready first, so that the ranks' collectives always match.
 """
 
@@ -23,21 +23,23 @@ LAST_BUCKET_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of buffer number `buffer`, which hold its parameters number
-    `parameters` (and padding)."""
+    """A slice of a flat buffer whose gradients are reduced together."""
 
     buffer: int
+    """The number of the buffer."""
     start: int
+    """Its first element in the buffer."""
     stop: int
+    """The element behind its last one, padding included."""
     parameters: tuple[int, ...]
+    """The numbers of its parameters within the buffer."""
 
 
 def cut(sizes: Sequence[int], *, limit: int, last_limit: int) -> list[list[int]]:
-    """Group consecutive items so that a group's sizes add up to at most `limit`, the last group's
-    to at most `last_limit`.
+    """Group consecutive items, so that the sizes in a group add up to at most `limit`.
 
-    A single item over the limit is a group of its own. The items of the last group are as many as
-    fit.
+    The sizes of the last group add up to at most `last_limit`, and it takes as many items as fit. A
+    single item over the limit is a group of its own.
     """
     first_of_last, total = len(sizes), 0
     while first_of_last > 0 and (
@@ -63,14 +65,21 @@ def plan_buckets(
     bucket_bytes: int,
     positions: Sequence[Sequence[int]] | None = None,
 ) -> list[Bucket]:
-    """Cut every buffer into buckets of at most `bucket_bytes`, sorted by when backward completes
-    them.
+    """Cut every buffer into buckets, sorted by when backward completes them.
 
-    item_sizes: bytes per element of each buffer. positions[b][i]: when the gradient of parameter i
-    of buffer b is expected, as a rank among all parameters; by default buffers come one after the
-    other. A parameter is never cut; one larger
-    than `bucket_bytes` is a bucket of its own. The buckets of a buffer cover it without gap,
-    padding included.
+    Args:
+        layouts: The layouts of the buffers.
+        item_sizes: The bytes per element of each buffer.
+        bucket_bytes: The most that a bucket holds. A parameter is never cut: one that is larger is
+            a bucket of its own.
+        positions: positions[b][i] is when the gradient of parameter i of buffer b is expected, as a
+            rank among all parameters; by default buffers come one after the other.
+
+    Returns:
+        The buckets; those of a buffer cover it without gap, padding included.
+
+    Raises:
+        ValueError: bucket_bytes is below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(

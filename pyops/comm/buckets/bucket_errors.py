@@ -1,9 +1,10 @@
-"""What compression left out of each bucket, kept between steps and known by parameter: buckets may
-be cut otherwise next time.
+"""Error-feedback residuals of gradient buckets, stored by parameter.
 
-bucket 0 | head.weight        |pad|     ErrorFeedback 0: worker [numel of the bucket], server [this rank's part of it]
-bucket 1 | block.0.bias |pad| block.0.weight |     ErrorFeedback 1
-state    {"codec": name, "worker": {"head.weight": Shard, "block.0.bias": Shard, ...}, "server": {...}}
+    bucket 0   | head.weight |pad|                      worker [numel], server [this rank's part]
+    bucket 1   | block.0.bias |pad| block.0.weight |    worker [numel], server [this rank's part]
+    state      {"codec": name, "worker": {"head.weight": Shard, ...}, "server": {...}}
+
+By parameter, they survive a change of the bucket layout.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def layout_of_bucket(bucket: Bucket, layout: FlatLayout) -> FlatLayout:
-    """Where the bucket's tensors lie within the bucket."""
+    """The layout of the bucket's tensors within the bucket."""
     members = bucket.parameters
     return FlatLayout(
         tuple(layout.names[m] for m in members),
@@ -43,8 +44,10 @@ def layout_of_bucket(bucket: Bucket, layout: FlatLayout) -> FlatLayout:
 
 
 def join_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state_dict of several memories, which hold different parameters: their mappings by name
-    become one."""
+    """Join the state_dicts of memories that hold different parameters.
+
+    Their mappings by name become one mapping.
+    """
     joined: dict[str, Any] = {}
     for state in states:
         for key, value in state.items():
@@ -56,7 +59,7 @@ def join_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def part_of_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What a joined state says of these parameters."""
+    """The part of a joined state that belongs to these parameters."""
     return {
         key: {n: value[n] for n in names if n in value} if isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -72,23 +75,27 @@ def new_memory(
 
 
 def fold(memory: Any) -> None:
-    """Move this rank's part of the shared errors to its own, where it adds as much to the mean over
-    the ranks."""
+    """Move this rank's part of the shared errors to its own.
+
+    There they add as much to the mean over the ranks.
+    """
     begin, end = memory.starts[memory.rank], memory.starts[memory.rank + 1]
     memory.worker[begin:end].add_(memory.server, alpha=memory.size)
     memory.server.zero_()
 
 
 def take(memory: Any, name: str, other: Any) -> None:
-    """Copy a parameter's own errors, and directions where there are such, from another memory.
-    `fold` that one first."""
+    """Copy a parameter's own errors, and directions if there are any, from another memory.
+
+    Call `fold` on the other memory before.
+    """
     memory.worker[memory.layout.slice(name)] = other.worker[other.layout.slice(name)]
     if hasattr(memory, "take_basis"):
         memory.take_basis(name, other)
 
 
 def _padding(layout: FlatLayout) -> Tensor:
-    """The places of a buffer that no tensor has."""
+    """The elements of a buffer that no tensor has."""
     free = torch.ones(layout.numel, dtype=torch.bool, device="cpu")
     for index in range(len(layout.names)):
         free[layout.slice_at(index)] = False
@@ -96,9 +103,15 @@ def _padding(layout: FlatLayout) -> Tensor:
 
 
 class BucketErrors:
-    """One error memory for each bucket of a Reducer. errors[i] is that of bucket i.
+    """One error memory for each bucket of a Reducer: errors[i] is that of bucket i.
 
-    layouts: of the flat buffers. rank, size: of the group. devices: of the buffers.
+    Args:
+        codec: What the buckets are compressed with.
+        buckets: The plan of buckets.
+        layouts: The layouts of the flat buffers.
+        rank: This rank's number in the group.
+        size: The number of ranks in the group.
+        devices: The devices of the flat buffers.
     """
 
     def __init__(
@@ -192,11 +205,15 @@ class BucketErrors:
             trial.load_state_dict(part_of_state(state, memory.layout.names))
 
     def load_state_dict(self, state: Mapping[str, Any], *, op: str = "mean") -> None:
-        """Take up the errors of another run, on any number of ranks and with any buckets.
-        ValueError as `check`.
+        """Load the errors of another run, on any number of ranks and with any buckets.
 
-        op: what is made of the ranks' gradients. On another number of ranks it is their mean, or
-        sum, of errors that stays.
+        Args:
+            state: What `state_dict` gave.
+            op: "mean" or "sum": what becomes of the ranks' gradients. On another number of ranks
+                the mean, or the sum, of the errors stays.
+
+        Raises:
+            ValueError: As `check`.
         """
         self.check(state)
         for memory in self._memories:

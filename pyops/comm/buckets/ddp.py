@@ -1,17 +1,16 @@
-"""Compressed gradients for torch's DistributedDataParallel, by one line: its hook for the reduction
-of a bucket.
+"""Compressed gradients for torch's DistributedDataParallel: a hook that reduces a bucket.
 
     state, hook = pyops.comm.ddp_hook(OneBit(), model=model)
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(state, hook)
 
-    iteration 0    bucket 0 [ head, block 1 ]   bucket 1 [ block 0, embedding ]      by the order of registration
-    iteration 1    bucket 0 [ head ]   bucket 1 [ block 1, embedding ]   bucket 2 [ block 0 ]     as gradients arrived
+    iteration 0    [ head, block 1 ]   [ block 0, embedding ]     by the order of registration
+    iteration 1    [ head ]   [ block 1, embedding ]   [ block 0 ]     as gradients arrived
 
 DDP lays its buckets out anew after the first iteration, so errors are kept by parameter. Where a
-bucket is new, each rank takes what it holds for the bucket's parameters along, without a message:
-its own errors, and its part of the shared ones, which it adds to its own so that the sum of all
-does not change.
+bucket is new, each rank takes the errors of the bucket's parameters along, without a message: its
+own errors, and its part of the shared ones, which it adds to its own so that the sum of all does
+not change.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Compressed gradients for torch's FSDP2, by one line: a reduce-scatter in place of its own.
+"""Compressed gradients for torch's FSDP2: a reduce-scatter in place of its own.
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(pyops.comm.fsdp_reduce_scatter(OneBit()))      # an object for each module
+        if isinstance(module, FSDPModule):  # each module gets an object of its own
+            module.set_custom_reduce_scatter(pyops.comm.fsdp_reduce_scatter(OneBit()))
 
-    gradients of a module's parameters, flat     | for rank 0 | for rank 1 |     + this rank's error
-                                                       |            |            encoded, sent, summed by the owner in fp32
-    output of rank 0, 1                          |   mean     |   mean     |
+    gradients of a module, flat     | for rank 0 | for rank 1 |    + this rank's error
+                                          |            |           encoded, sent, summed in fp32
+    output of rank 0, 1             |   mean     |   mean     |
 
-Each slice is written once and read once; what a rank could not say of its gradients it says the
-next time.
+Each slice is written once and read once. What the codec leaves out of a gradient is added to the
+next one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["FSDPReduceScatter", "fsdp_reduce_scatter"]
 
 
 class FSDPReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes: `allocate`, and the call.
-    `fsdp_reduce_scatter` makes it.
+    """The object that `FSDPModule.set_custom_reduce_scatter` takes; `fsdp_reduce_scatter` makes it.
 
-    Serves one module: the errors belong to its gradients. When some of its parameters get no
-    gradient, FSDP reduces the others alone, in a shorter tensor; each length has errors of its own.
+    It serves one module: the errors belong to that module's gradients. When some of its parameters
+    get no gradient, FSDP reduces the others alone, in a shorter tensor; each length has errors of
+    its own.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -58,11 +58,17 @@ class FSDPReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Work | None:
-        """output_tensor [n] = this rank's part of the sum, or mean, of the ranks' input_tensor
-        [ranks * n]; the input is kept.
+        """Reduce the ranks' inputs into this rank's output.
 
-        ValueError for an op other than SUM and AVG, or an output of another size, before anything
-        is sent.
+        Args:
+            output_tensor: [n], overwritten by this rank's part of the sum, or mean.
+            input_tensor: [ranks * n], left as it is.
+            group: The ranks.
+            op: torch's ReduceOp.SUM or AVG.
+            async_op: Whether to return a Work instead of waiting.
+
+        Raises:
+            ValueError: Another op, or an output of another size; before anything is sent.
         """
         communicator, label = Communicator.of(group), "FSDP's gradients"
         try:
@@ -158,10 +164,15 @@ def _name_of(op: Any) -> str:
 def fsdp_reduce_scatter(codec: Codec) -> FSDPReduceScatter:
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`; make one for each module.
 
-    codec: any that is an elementwise one, the same on every rank, or DisagreementError in backward.
-    reduce_dtype: float32, bfloat16 or float16. `state_dict()` and `load_state_dict()` carry the
-    errors. On CUDA not yet run. TypeError for what is no codec, ValueError for PowerSGD, which
-    needs whole matrices.
+    Its `state_dict()` and `load_state_dict()` carry the errors. It has not yet run on CUDA.
+
+    Args:
+        codec: Any elementwise codec, the same on every rank, or backward raises DisagreementError.
+            Gradients may be float32, bfloat16 or float16.
+
+    Raises:
+        TypeError: codec is no codec.
+        ValueError: codec needs whole matrices, as PowerSGD does.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; expected a codec such as pyops.comm.OneBit()")

@@ -1,13 +1,13 @@
-"""Gradients summed over ranks while backward is still running: each bucket leaves as soon as its
-last gradient arrives.
+"""Gradients summed over ranks while backward is still running.
 
-    autograd      [ head ][ block 3 ][ block 2 ][ block 1 ][ block 0 ][ embedding ]  backward() returns
-    buckets                        `- 0 -----.           `- 1 ----.     `- 2 -.  `- 3 -.   ^
-    collective                        [ all-reduce 0 ]   [ all-reduce 1 ][ 2 ][ 3 ]----'
+    autograd      [ head ][ block 3 ][ block 2 ][ block 1 ][ block 0 ][ embedding ]
+    buckets                        `- 0 -----.           `- 1 ----.     `- 2 -.  `- 3 -.
+    collective                        [ all-reduce 0 ]   [ all-reduce 1 ][ 2 ][ 3 ]
 
-autograd makes a fresh gradient where .grad is None (torch's default after zero_grad); a hook copies
-it into its view of the flat buffer while it is in the cache, so the buffer needs no zeroing and no
-addition. Where .grad is the view, autograd adds to it in place.
+A bucket leaves as soon as its last gradient has arrived. autograd makes a fresh gradient where
+.grad is None (torch's default after zero_grad); a hook copies it into its view of the flat buffer
+while it is in the cache, so the buffer needs no zeroing and no addition. Where .grad is the view,
+autograd adds to it in place.
 """
 
 from __future__ import annotations
@@ -28,30 +28,41 @@ from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.compressed import compressed_all_reduce
 from pyops.flat import FlatBuffer
+from pyops.renamed import refuse_renamed
 
 __all__ = ["Reducer"]
 
 
 class Reducer:
-    """Sums (or averages) the gradients of flat buffers over the ranks of a communicator, bucket by
-    bucket, during backward.
-
-    buffers: FlatBuffers whose parameters get hooks. communicator: None where one rank runs alone;
-    gradients then only find their way into the buffers. op: "mean" or "sum". algorithm: as for
-    `pyops.comm.all_reduce`.
-    bucket_bytes: the most that a bucket holds. positions: see `plan_buckets`. codec: buckets travel
-    compressed, and what that leaves out is kept in `errors` and added the next time; None: exactly.
-    One rank alone compresses nothing.
+    """Sums (or averages) the gradients of flat buffers over the ranks, by bucket, during backward.
 
     After backward() the gradients are final. A parameter that took part on no rank keeps .grad as
     it was (None, say); one that took part on some rank has the same gradient on every rank.
     `no_sync()` lets gradients add up locally; the next backward outside of it sums all that has
-    been added. With op="sum", clear the gradients between two backwards that communicate: what is
-    left of the first would be summed again.
+    been added. With reduction="sum", clear the gradients between two backwards that communicate:
+    what is left of the first would be summed again.
 
-    Raises RuntimeError during backward when a part of the graph runs a backward of its own, as
-    torch.utils.checkpoint does with use_reentrant=True, and it ends first, or brings a gradient
-    after its bucket has left.
+    Args:
+        buffers: FlatBuffers, whose parameters get hooks.
+        communicator: None where one rank runs alone; gradients are then only put into the buffers.
+        bucket_bytes: The most that a bucket holds.
+        algorithm: As for `pyops.comm.all_reduce`.
+        reduction: "mean" or "sum".
+        positions: See `plan_buckets`.
+        codec: Compresses the buckets; what that leaves out is kept in `errors` and added the next
+            time. None sends them exactly. One rank alone compresses nothing.
+
+    Attributes:
+        buckets: The plan, in the order in which buckets are reduced.
+        errors: The error feedback of each bucket; None without a codec, or for one rank alone.
+        look: Called before anything is reduced in a backward, unless forward has called it; returns
+            the error for which this rank leaves the group. None: nothing is looked for.
+
+    Raises:
+        ValueError: reduction is neither "mean" nor "sum", or bucket_bytes is below 1.
+        RuntimeError: During backward, where a part of the graph runs a backward of its own, as
+            torch.utils.checkpoint does with use_reentrant=True, and it ends first, or brings a
+            gradient after its bucket has left.
     """
 
     def __init__(
@@ -61,18 +72,16 @@ class Reducer:
         *,
         bucket_bytes: int = 25 << 20,
         algorithm: str = "auto",
-        op: str = "mean",
+        reduction: str = "mean",
         positions: Sequence[Sequence[int]] | None = None,
         codec: Codec | None = None,
+        **unknown: object,
     ) -> None:
-        if op not in ("mean", "sum"):
-            raise ValueError(f"op is {op!r}; choose 'mean' or 'sum'")
-        self.buffers, self.communicator, self.algorithm, self.op = (
-            list(buffers),
-            communicator,
-            algorithm,
-            op,
-        )
+        refuse_renamed("Reducer", unknown, {"op": "reduction"})
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; choose 'mean' or 'sum'")
+        self.buffers, self.communicator = list(buffers), communicator
+        self.algorithm, self.reduction = algorithm, reduction
         self.buckets = plan_buckets(
             [b.layout for b in self.buffers],
             item_sizes=[b.data.element_size() for b in self.buffers],
@@ -151,7 +160,7 @@ class Reducer:
         """Take up the errors that `communication_state` gave. One rank alone has no use for
         them."""
         if self.errors is not None:
-            self.errors.load_state_dict(state, op=self.op)
+            self.errors.load_state_dict(state, op=self.reduction)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within the block, backward only adds gradients up locally."""
@@ -184,7 +193,7 @@ class Reducer:
         label = f"bucket {bucket} of {len(self.buckets)}"
         if self.errors is None:
             self._works.append(
-                self._all_reduce(gradient, op=self.op, offset=found.start, label=label)
+                self._all_reduce(gradient, op=self.reduction, offset=found.start, label=label)
             )
             return
         self._works.append(
@@ -193,7 +202,7 @@ class Reducer:
                 codec=self.errors.codec,
                 error=self.errors[bucket],
                 communicator=self.communicator,
-                op=self.op,
+                op=self.reduction,
                 async_op=True,
                 label=label,
             )
