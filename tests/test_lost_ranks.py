@@ -25,9 +25,9 @@ from pyops.comm.agreement import gather
 from pyops.comm.broadcast import broadcast
 from pyops.data_parallel import DataParallel
 from pyops.elastic import message_group
-from pyops.elastic.frozen.caching import CacheOptions, Caching
-from pyops.elastic.layout.groups import Active
-from pyops.elastic.layout.layout import Layout
+from pyops.elastic.frozen.host_cache import CacheOptions, Caching
+from pyops.elastic.layout.process_groups import Active
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat.dtensor import Spread, placed_as
 from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW

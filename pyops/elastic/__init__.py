@@ -32,24 +32,23 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 """
 
 from pyops.elastic.config import ElasticCallbacks, ElasticConfig, ElasticData, ElasticRun
-from pyops.elastic.frozen.cache import ActivationCache, open_cache
-from pyops.elastic.frozen.caching import CacheOptions
-from pyops.elastic.frozen.prefix import Prefix
-from pyops.elastic.frozen.reading import Times, measure, reading_pays
-from pyops.elastic.layout.groups import Active, giving_up, message_group
-from pyops.elastic.layout.layout import Layout
-from pyops.elastic.layout.portion import PADDING, Portion, Step, indices_of
+from pyops.elastic.frozen.activation_cache import ActivationCache, open_cache
+from pyops.elastic.frozen.cache_timing import Times, measure, reading_pays
+from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.host_cache import CacheOptions
+from pyops.elastic.layout.layer_moves import Move, carry, moves, transition
+from pyops.elastic.layout.padded_batch import PADDING, Portion, Step, indices_of
+from pyops.elastic.layout.process_groups import Active, giving_up, message_group
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler, Share
-from pyops.elastic.layout.transition import Move, carry, moves, transition
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.picture import plot_elastic
-from pyops.elastic.planning.confirm import confirm
-from pyops.elastic.planning.forecast import Epoch, ForecastRun, forecast
+from pyops.elastic.planning.confirmation import confirm
+from pyops.elastic.planning.forecasting import Epoch, ForecastRun, forecast
 from pyops.elastic.planning.overhead import machine_of, rows_besides
 from pyops.elastic.planning.packing import Packing, frozen_share, pack
 from pyops.elastic.planning.packing_config import Machine, PackingConfig
-from pyops.elastic.policy.meter import Meter
-from pyops.elastic.policy.policy import (
+from pyops.elastic.policy.freeze_policies import (
     Bound,
     Callback,
     GradientNorm,
@@ -57,8 +56,9 @@ from pyops.elastic.policy.policy import (
     Policy,
     agree_on,
 )
-from pyops.elastic.runtime.change import Change
+from pyops.elastic.policy.gradient_meter import Meter
 from pyops.elastic.runtime.elastic import Elastic
+from pyops.elastic.runtime.layout_change import Change
 
 __all__ = [
     "PADDING",

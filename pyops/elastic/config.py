@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyops.elastic.frozen.caching import CacheOptions
-from pyops.elastic.layout.holding import Initialize
-from pyops.elastic.layout.portion import Portion
+from pyops.elastic.frozen.host_cache import CacheOptions
+from pyops.elastic.layout.layer_memory import Initialize
+from pyops.elastic.layout.padded_batch import Portion
 from pyops.elastic.planning.packing_config import PackingConfig
 from pyops.elastic.planning.trial import RowsOf
-from pyops.elastic.policy.policy import Bound, GradientNorm, PercentileOfChange, Policy
+from pyops.elastic.policy.freeze_policies import Bound, GradientNorm, PercentileOfChange, Policy
 from pyops.pipeline import Profile
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pyops.elastic.layout.groups import agree_within
-from pyops.elastic.layout.portion import Portion, portion_of
+from pyops.elastic.layout.padded_batch import Portion, portion_of
+from pyops.elastic.layout.process_groups import agree_within
 from pyops.pipeline import Pipeline
 
 __all__ = ["RowsOf", "Trial"]

@@ -35,23 +35,23 @@ from pyops.elastic.config import (
     ElasticRun,
     refuse_moved,
 )
-from pyops.elastic.frozen.caching import CacheOptions
-from pyops.elastic.layout.groups import Everyone, giving_up
-from pyops.elastic.layout.holding import let_go
-from pyops.elastic.layout.layout import Layout
-from pyops.elastic.layout.portion import Portion, Step, portion_of
+from pyops.elastic.frozen.host_cache import CacheOptions
+from pyops.elastic.layout.layer_memory import let_go
+from pyops.elastic.layout.layer_moves import State, carry
+from pyops.elastic.layout.padded_batch import Portion, Step, portion_of
+from pyops.elastic.layout.process_groups import Everyone, giving_up
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler
-from pyops.elastic.layout.transition import State, carry
 from pyops.elastic.planning.packing import Packing, pack
 from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.elastic.planning.trial import RowsOf
-from pyops.elastic.policy.policy import Policy, decide_together
-from pyops.elastic.runtime.arrangement import Arrangement, Options
-from pyops.elastic.runtime.change import Change
-from pyops.elastic.runtime.checks import check_agreed, check_run, plain
-from pyops.elastic.runtime.saving import run_of, saved, states_of
+from pyops.elastic.policy.freeze_policies import Policy, decide_together
+from pyops.elastic.runtime.layout_change import Change
+from pyops.elastic.runtime.rank_runtime import Arrangement, Options
+from pyops.elastic.runtime.replica_worker import MakeOptimizer
+from pyops.elastic.runtime.run_checks import check_agreed, check_run, plain
+from pyops.elastic.runtime.run_state import run_of, saved, states_of
 from pyops.elastic.runtime.scoring import scored
-from pyops.elastic.runtime.worker import MakeOptimizer
 from pyops.mesh import check_initialized
 from pyops.pipeline import Profile
 

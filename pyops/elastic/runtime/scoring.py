@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.elastic.layout.groups import agree_within, giving_up
-from pyops.elastic.layout.portion import PADDING, Portion
+from pyops.elastic.layout.padded_batch import PADDING, Portion
+from pyops.elastic.layout.process_groups import agree_within, giving_up
 from pyops.elastic.planning.trial import RowsOf
 from pyops.pipeline import Pipeline
 

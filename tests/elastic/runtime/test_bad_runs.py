@@ -13,8 +13,8 @@ from torch import nn
 
 from pyops.checkpoint import load, save
 from pyops.elastic import Bound, CacheOptions, Callback, Elastic, GradientNorm, Policy
-from pyops.elastic.policy.policy import decide_together
-from pyops.elastic.runtime.checks import check_agreed
+from pyops.elastic.policy.freeze_policies import decide_together
+from pyops.elastic.runtime.run_checks import check_agreed
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyops.elastic import Bound, GradientNorm, Policy
-from pyops.elastic.layout import holding
+from pyops.elastic.layout import layer_memory
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -199,14 +199,14 @@ def test_layers_let_go_of_their_own_memory_alone():
     table = nn.Module()
     table.register_buffer("angles", torch.arange(4.0), persistent=False)
     first, second = Turned(table), Turned(table)
-    values = {name: tensor.clone() for name, tensor in holding.values_of(first).items()}
+    values = {name: tensor.clone() for name, tensor in layer_memory.values_of(first).items()}
     assert sorted(values) == ["one.bias", "one.weight", "two.bias", "two.weight"]
-    holding.let_go(first)
-    assert not holding.is_held(first)
-    assert holding.is_held(second)
+    layer_memory.let_go(first)
+    assert not layer_memory.is_held(first)
+    assert layer_memory.is_held(second)
     assert torch.equal(second.table.angles, torch.arange(4.0))
-    holding.take(first, values, device=torch.device("cpu"))
-    assert holding.is_held(first)
+    layer_memory.take(first, values, device=torch.device("cpu"))
+    assert layer_memory.is_held(first)
     assert first.two.weight is first.one.weight
-    for name, tensor in holding.values_of(first).items():
+    for name, tensor in layer_memory.values_of(first).items():
         assert torch.equal(tensor, values[name])

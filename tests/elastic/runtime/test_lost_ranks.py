@@ -16,11 +16,11 @@ from pyops import failure
 from pyops.comm import CommunicationError
 from pyops.comm.collectives.transport import ProcessGroupTransport
 from pyops.elastic import Active, Bound, Layout, agree_on, carry, giving_up, message_group
-from pyops.elastic.layout import groups
+from pyops.elastic.layout import process_groups
 from pyops.pipeline import Pipeline, schedule
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
-from tests.elastic.layout.test_transition import states_of
+from tests.elastic.layout.test_layer_moves import states_of
 from tests.workers import spawn_ranks
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.slow]
@@ -120,7 +120,7 @@ def wait_until_all_heard(ranks: int) -> None:
 def lost_body(rank, group, place, victim, replicate):
     """What each rank hears of the victim, which dies or hangs at this place in a run of four
     stages, then of two."""
-    failure.PATIENCE, groups.GRACE = 1.0, 3.0
+    failure.PATIENCE, process_groups.GRACE = 1.0, 3.0
     made = []
 
     def optimizer(named):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.elastic import Bound, Elastic
-from pyops.elastic.layout.holding import is_held, take
+from pyops.elastic.layout.layer_memory import is_held, take
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 

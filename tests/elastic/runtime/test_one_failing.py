@@ -10,7 +10,7 @@ import torch
 
 from pyops.checkpoint import load, save
 from pyops.elastic import Bound, Elastic
-from pyops.elastic.layout.portion import Portion
+from pyops.elastic.layout.padded_batch import Portion
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 from tests.elastic.runtime.test_bad_runs import BATCH, BLOCKS, make

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pyops.elastic.planning.packing import Packing, pack
 from pyops.elastic.planning.packing_config import PackingConfig
-from pyops.elastic.policy.policy import Policy
+from pyops.elastic.policy.freeze_policies import Policy
 from pyops.pipeline import Profile
 
 __all__ = ["Epoch", "ForecastRun", "forecast"]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
-from pyops.elastic.frozen.disk import DiskTier, page_multiple
+from pyops.elastic.frozen.disk_tier import DiskTier, page_multiple
 from pyops.host_memory import free_memory
 
 __all__ = ["ActivationCache", "open_cache"]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.elastic.layout.holding import values_of
-from pyops.elastic.layout.transition import State
+from pyops.elastic.layout.layer_memory import values_of
+from pyops.elastic.layout.layer_moves import State
 from pyops.flat import Shard
 
 __all__ = ["run_of", "saved", "states_of"]

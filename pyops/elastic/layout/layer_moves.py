@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.transport import Pending, ProcessGroupTransport
 from pyops.comm.failure import PeerError, lost_peer
-from pyops.elastic.layout.layout import Layout
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.mesh import check_initialized
 from pyops.pipeline.transport.message import HEADER, Described, describe, moved, pack, unpack
 

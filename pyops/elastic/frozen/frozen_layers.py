@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pyops import random
-from pyops.elastic.frozen.cache import ActivationCache
-from pyops.elastic.layout.portion import PADDING, indices_of
+from pyops.elastic.frozen.activation_cache import ActivationCache
+from pyops.elastic.layout.padded_batch import PADDING, indices_of
 from pyops.pipeline.runtime.microbatch import rows_of
 from pyops.pipeline.runtime.stage import named_arguments
 

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import agree
 from pyops.comm.broadcast import broadcast
-from pyops.elastic.frozen.caching import CacheOptions, Caching
-from pyops.elastic.frozen.prefix import Prefix
-from pyops.elastic.layout.groups import Active, Everyone, giving_up
-from pyops.elastic.layout.holding import (
+from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.host_cache import CacheOptions, Caching
+from pyops.elastic.layout.layer_memory import (
     Initialize,
     freeze,
     is_held,
@@ -31,14 +30,15 @@ from pyops.elastic.layout.holding import (
     take,
     values_of,
 )
-from pyops.elastic.layout.layout import Layout
+from pyops.elastic.layout.layer_moves import State
+from pyops.elastic.layout.process_groups import Active, Everyone, giving_up
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler
-from pyops.elastic.layout.transition import State
-from pyops.elastic.planning.confirm import confirm
+from pyops.elastic.planning.confirmation import confirm
 from pyops.elastic.planning.packing import Packing
 from pyops.elastic.planning.trial import RowsOf, Trial
-from pyops.elastic.policy.meter import Meter
-from pyops.elastic.runtime.worker import MakeOptimizer, Worker, make_pipeline
+from pyops.elastic.policy.gradient_meter import Meter
+from pyops.elastic.runtime.replica_worker import MakeOptimizer, Worker, make_pipeline
 from pyops.pipeline import Pipeline
 
 __all__ = ["Arrangement", "Options"]

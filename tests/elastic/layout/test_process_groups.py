@@ -16,7 +16,7 @@ from pyops.checkpoint import load, save
 from pyops.comm import all_reduce
 from pyops.comm.collectives import probe
 from pyops.elastic import Bound, CacheOptions, Layout
-from pyops.elastic.layout.groups import Active, message_group
+from pyops.elastic.layout.process_groups import Active, message_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError
-from pyops.elastic.frozen.prefix import Prefix
-from pyops.elastic.layout.groups import Active, agree_within
-from pyops.elastic.layout.holding import values_of
-from pyops.elastic.layout.layout import Layout
-from pyops.elastic.layout.transition import State
+from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.layout.layer_memory import values_of
+from pyops.elastic.layout.layer_moves import State
+from pyops.elastic.layout.process_groups import Active, agree_within
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat import FlatBuffer, check_free, claim, release
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.runtime.stage import Stage

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from pyops.comm.agreement import gather
 from pyops.elastic import PADDING, ActivationCache, Prefix, open_cache
-from pyops.elastic.frozen.disk import DiskTier
-from tests.elastic.frozen.test_cache import memory_of_caches
+from pyops.elastic.frozen.disk_tier import DiskTier
+from tests.elastic.frozen.test_activation_cache import memory_of_caches
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only

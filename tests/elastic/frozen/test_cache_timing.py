@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pyops.elastic import PADDING, ActivationCache, Prefix, Times, measure, reading_pays
-from pyops.elastic.frozen import reading
+from pyops.elastic.frozen import cache_timing
 
 pytestmark = pytest.mark.cpu_only
 
@@ -70,7 +70,7 @@ class Slow(nn.Module):
 
 def test_what_is_measured(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(reading, "time", clock)
+    monkeypatch.setattr(cache_timing, "time", clock)
     cache = ActivationCache(20, shape=(6,), budget=4096 + 10 * (24 + 16))
     put, get, slow = cache.put, cache.get, iter([0, 100, 50, 70])
 

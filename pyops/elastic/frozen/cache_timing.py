@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
-from pyops.elastic.frozen.prefix import Prefix
-from pyops.elastic.layout.portion import PADDING
+from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.layout.padded_batch import PADDING
 from pyops.mesh import check_initialized
 
 __all__ = ["Times", "measure", "reading_pays"]

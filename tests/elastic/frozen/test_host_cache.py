@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pyops.checkpoint import load, save
 from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Sampler, Times
-from pyops.elastic.frozen import caching
-from pyops.elastic.frozen.caching import Caching
-from pyops.elastic.frozen.disk import DiskTier
+from pyops.elastic.frozen import host_cache
+from pyops.elastic.frozen.disk_tier import DiskTier
+from pyops.elastic.frozen.host_cache import Caching
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -183,10 +183,10 @@ def test_other_weights_are_not_met_by_what_was_kept_of_the_first(tmp_path):
 def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
     """With two ranks of which the first alone has frozen layers."""
     found = []
-    inner = caching.measure
+    inner = host_cache.measure
     try:
         for compute in (10.0, 8.0):
-            caching.measure = lambda *args, compute=compute, **named: (
+            host_cache.measure = lambda *args, compute=compute, **named: (
                 inner(*args, **named),
                 Times(compute, 5.0, 4.0),
             )[1]
@@ -197,7 +197,7 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
             found.append(keeper.attach(prefix, replica=0))
             assert prefix is None or (prefix.cache is not None) == found[-1]
             if found[-1]:  # deeper, it is not measured again
-                caching.measure = lambda *args, **named: Times(0.0, 5.0, 4.0)
+                host_cache.measure = lambda *args, **named: Times(0.0, 5.0, 4.0)
                 deeper = (
                     Prefix([*prefix.layers, torch.nn.Tanh()], chunk=1)
                     if prefix is not None
@@ -210,7 +210,7 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
         def fail(*args: Any, **named: Any) -> None:
             raise ValueError("rows of another shape")
 
-        caching.measure = fail
+        host_cache.measure = fail
         keeper = Caching(
             CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group
         )
@@ -220,7 +220,7 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
             )
         keeper.close()
     finally:
-        caching.measure = inner
+        host_cache.measure = inner
     return found
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
-from pyops.elastic.layout.layout import Layout
-from pyops.elastic.layout.watch import call_off, watched
+from pyops.elastic.layout.abort_watch import call_off, watched
+from pyops.elastic.layout.rank_layout import Layout
 from pyops.failure import PATIENCE, naming_lost_ranks
 from pyops.mesh import check_initialized
 from pyops.torch_private import set_group_timeout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyops.elastic.layout.layout import Layout
+from pyops.elastic.layout.rank_layout import Layout
 
 __all__ = ["Change"]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import release
 from pyops.comm.collectives.shared_memory import host
-from pyops.elastic.frozen.cache import ActivationCache, open_cache
-from pyops.elastic.frozen.prefix import Prefix
-from pyops.elastic.frozen.reading import MODES, measure, reading_pays
-from pyops.elastic.layout.groups import make_group
+from pyops.elastic.frozen.activation_cache import ActivationCache, open_cache
+from pyops.elastic.frozen.cache_timing import MODES, measure, reading_pays
+from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.layout.process_groups import make_group
 
 __all__ = ["CacheOptions", "Caching", "Example"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pyops.elastic import Machine
-from pyops.elastic.planning.confirm import confirm, fastest
+from pyops.elastic.planning.confirmation import confirm, fastest
 from tests.elastic.flat import pack
 
 pytestmark = pytest.mark.cpu_only
