@@ -1,7 +1,7 @@
 """What frozen layers say, read from the cache beside computed: a batch of 64 through blocks of a
 ViT of width 128, 17 tokens.
 
-    reading     the frozen layers as one, `Prefix`, whose samples are all in the cache: in memory, or on disk, not read ahead
+    reading     the frozen layers as one, `FrozenLayers`, whose samples are all in the cache: in memory, or on disk, not read ahead
     computing   the same without a cache
 
 A sample has 8.7 kB. `keep_us`: microseconds to keep one. The bits of both are the same, or the case
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.__main__ import Options
 from benchmarks.harness import Case, Row, run_cases
-from pyops.elastic import ActivationCache, Prefix
+from pyops.elastic import ActivationCache, FrozenLayers
 from pyops.models import ViT, ViTConfig
 
 __all__ = ["case", "cases", "run"]
@@ -31,7 +31,9 @@ CONFIG = ViTConfig(
 )
 
 
-def _keeping(cache: ActivationCache, samples: Tensor, values: Tensor, prefix: Prefix) -> float:
+def _keeping(
+    cache: ActivationCache, samples: Tensor, values: Tensor, prefix: FrozenLayers
+) -> float:
     """Microseconds for each sample, the shortest of five."""
     found = []
     for _ in range(5):
@@ -50,7 +52,10 @@ def case(blocks: int, folder: str | None) -> Case:
     memory = 4096 + 16 * BATCH + each + 16  # of one sample
     cache = ActivationCache(BATCH, shape=shape, disk=folder, budget=memory if folder else None)
     x = embedding(torch.randn(BATCH, 1, CONFIG.image_size, CONFIG.image_size))
-    computing, reading = Prefix(layers, chunk=BATCH), Prefix(layers, cache=cache, chunk=BATCH)
+    computing, reading = (
+        FrozenLayers(layers, chunk=BATCH),
+        FrozenLayers(layers, cache=cache, chunk=BATCH),
+    )
     values = reading(x, samples=samples, **given)
 
     def check() -> float:

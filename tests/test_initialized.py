@@ -106,7 +106,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         {}, *[elastic.Layout(ranks=1, stages=1, replicas=1, boundaries=(0, 3))] * 2
     ),
     "elastic.confirm": lambda: elastic.confirm(packing(), pytest.fail),
-    "elastic.message_group": elastic.message_group,
+    "elastic.make_control_group": elastic.make_control_group,
     "elastic.reading_pays": lambda: elastic.reading_pays(None),
     "elastic.rows_besides": lambda: elastic.rows_besides(
         pytest.fail, pytest.fail, loss=pytest.fail, rows=4

@@ -24,9 +24,9 @@ from pyops.comm import CommunicationError, all_reduce
 from pyops.comm.agreement import gather
 from pyops.comm.broadcast import broadcast
 from pyops.data_parallel import DataParallel
-from pyops.elastic import message_group
-from pyops.elastic.frozen.host_cache import CacheOptions, Caching
-from pyops.elastic.layout.process_groups import Active
+from pyops.elastic import make_control_group
+from pyops.elastic.frozen.host_cache import CacheOptions, HostCache
+from pyops.elastic.layout.process_groups import LayoutGroups
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat.dtensor import Spread, placed_as
 from pyops.models import GPT, GPTConfig
@@ -67,7 +67,7 @@ def _replicas(group: Group, folder: str) -> None:
 
 def _cache(group: Group, folder: str) -> None:
     options = CacheOptions("on", lambda samples: (torch.ones(len(samples), 2), {}))
-    Caching(options, samples=4, held_out=0, message=group)._open(((2,), torch.float32))
+    HostCache(options, samples=4, held_out=0, control_group=group)._open(((2,), torch.float32))
 
 
 def _placed(group: Group, folder: str) -> None:
@@ -97,7 +97,7 @@ def _exchange(group: Group, folder: str) -> None:
 
 
 def _layout(group: Group, folder: str) -> None:
-    Active(Layout(SIZE, 1, SIZE, (0, 4)), message=group)
+    LayoutGroups(Layout(SIZE, 1, SIZE, (0, 4)), control_group=group)
 
 
 # The collective that the victim does not come to, and who calls it.
@@ -123,7 +123,7 @@ PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
         "all_reduce",
         lambda group, _: all_reduce(torch.ones(2), group=group, algorithm="native"),
     ),
-    "message group": ("new_group", lambda group, _: message_group(patience=TIMEOUT)),
+    "message group": ("new_group", lambda group, _: make_control_group(patience=TIMEOUT)),
     "groups of a layout": ("new_group", _layout),
     "group of a host": ("new_group", _cache),
     "mesh": ("init_device_mesh", lambda group, _: mesh.Mesh(mesh.Axes(dp=2, tp=2))),

@@ -13,9 +13,9 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
     pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
     Layout(ranks, stages, replicas, ...)         which rank holds which layers
     carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
-    Active(layout, message=message)              this rank's groups in it; close() leaves nothing behind
+    LayoutGroups(layout, message=message)              this rank's groups in it; close() leaves nothing behind
     Sampler(samples, batch=..., ...).next()      this replica's share of the next batch, whatever their number
-    Prefix(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
+    FrozenLayers(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
     choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
     plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
     forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
@@ -33,14 +33,14 @@ After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can
 
 from pyops.elastic.config import ElasticCallbacks, ElasticConfig, ElasticData, ElasticRun
 from pyops.elastic.frozen.activation_cache import ActivationCache, open_cache
-from pyops.elastic.frozen.cache_timing import Times, measure, reading_pays
-from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.cache_timing import CacheTimes, measure, reading_pays
+from pyops.elastic.frozen.frozen_layers import FrozenLayers
 from pyops.elastic.frozen.host_cache import CacheOptions
-from pyops.elastic.layout.layer_moves import Move, carry, moves, transition
-from pyops.elastic.layout.padded_batch import PADDING, Portion, Step, indices_of
-from pyops.elastic.layout.process_groups import Active, giving_up, message_group
+from pyops.elastic.layout.layer_moves import LayerMove, carry, moves, transition
+from pyops.elastic.layout.padded_batch import PADDING, PaddedBatch, Step, indices_of
+from pyops.elastic.layout.process_groups import LayoutGroups, abort_on_failure, make_control_group
 from pyops.elastic.layout.rank_layout import Layout
-from pyops.elastic.layout.sampler import Sampler, Share
+from pyops.elastic.layout.sampler import ReplicaBatch, Sampler
 from pyops.elastic.membership import Choice, Grid, Limits, choose
 from pyops.elastic.picture import plot_elastic
 from pyops.elastic.planning.confirmation import confirm
@@ -58,16 +58,15 @@ from pyops.elastic.policy.freeze_policies import (
 )
 from pyops.elastic.policy.gradient_meter import Meter
 from pyops.elastic.runtime.elastic import Elastic
-from pyops.elastic.runtime.layout_change import Change
+from pyops.elastic.runtime.layout_change import LayoutChange
 
 __all__ = [
     "PADDING",
     "ActivationCache",
-    "Active",
     "Bound",
     "CacheOptions",
+    "CacheTimes",
     "Callback",
-    "Change",
     "Choice",
     "Elastic",
     "ElasticCallbacks",
@@ -76,34 +75,35 @@ __all__ = [
     "ElasticRun",
     "Epoch",
     "ForecastRun",
+    "FrozenLayers",
     "GradientNorm",
     "Grid",
+    "LayerMove",
     "Layout",
+    "LayoutChange",
+    "LayoutGroups",
     "Limits",
     "Machine",
     "Meter",
-    "Move",
     "Packing",
     "PackingConfig",
+    "PaddedBatch",
     "PercentileOfChange",
     "Policy",
-    "Portion",
-    "Prefix",
+    "ReplicaBatch",
     "Sampler",
-    "Share",
     "Step",
-    "Times",
+    "abort_on_failure",
     "agree_on",
     "carry",
     "choose",
     "confirm",
     "forecast",
     "frozen_share",
-    "giving_up",
     "indices_of",
     "machine_of",
+    "make_control_group",
     "measure",
-    "message_group",
     "moves",
     "open_cache",
     "pack",

@@ -17,7 +17,7 @@ from torch import nn
 
 from pyops.elastic.frozen.host_cache import CacheOptions
 from pyops.elastic.layout.layer_memory import Initialize
-from pyops.elastic.layout.padded_batch import Portion
+from pyops.elastic.layout.padded_batch import PaddedBatch
 from pyops.elastic.planning.packing_config import PackingConfig
 from pyops.elastic.planning.trial import RowsOf
 from pyops.elastic.policy.freeze_policies import Bound, GradientNorm, PercentileOfChange, Policy
@@ -42,7 +42,7 @@ CACHE_DTYPES = ("same", "bf16")
 BATCH_POLICIES = ("global", "replica")
 LR_RULES = ("linear", "sqrt", "constant")
 
-BeforeForward = Callable[[Sequence[str], Sequence[nn.Module], Portion, int], None]
+BeforeForward = Callable[[Sequence[str], Sequence[nn.Module], PaddedBatch, int], None]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class ElasticConfig:
         given = rows_of
 
         def example(samples: torch.Tensor) -> tuple[Any, Mapping[str, Any]]:
-            inputs, _, named = given(Portion(samples, 0, len(samples), 0, 0, len(samples)))
+            inputs, _, named = given(PaddedBatch(samples, 0, len(samples), 0, 0, len(samples)))
             return inputs, named
 
         return CacheOptions(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Stretch", "places", "plot_elastic", "stretches"]
+__all__ = ["LayoutSpan", "places", "plot_elastic", "stretches"]
 
 Row = Mapping[str, Any]
 IDLE, FROZEN, PLAIN, CACHED = "0.88", "#7aa6c2", "#4c4c4c", "#d95f02"
@@ -28,7 +28,7 @@ HUES = ("Blues", "Oranges", "Greens", "Purples", "Reds", "YlOrBr", "PuRd", "BuGn
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LayoutSpan:
     """Steps, one after the other, of one layout. begin, end: in epochs. seconds: that the change to
     it took, None where it isn't known or there was none."""
 
@@ -55,11 +55,11 @@ def places(rows: Sequence[Row]) -> list[float]:
     return found
 
 
-def stretches(rows: Sequence[Row]) -> list[Stretch]:
+def stretches(rows: Sequence[Row]) -> list[LayoutSpan]:
     """The layouts of a run, in their order. rows: with "epoch", "frozen", "stages" and "replicas";
     "transition_s" in a layout's first row, or the last before it, says how long the change to it
     took."""
-    ends, found, start = places(rows), list[Stretch](), 0
+    ends, found, start = places(rows), list[LayoutSpan](), 0
     for i, row in enumerate(rows):
         layout = row["frozen"], row["stages"], row["replicas"]
         if i + 1 < len(rows) and layout == tuple(
@@ -72,7 +72,7 @@ def stretches(rows: Sequence[Row]) -> list[Stretch]:
                 found[-1].end,
                 rows[start].get("transition_s", rows[start - 1].get("transition_s")),
             )
-        found.append(Stretch(begin, ends[i], *layout, seconds))
+        found.append(LayoutSpan(begin, ends[i], *layout, seconds))
         start = i + 1
     return found
 
@@ -127,7 +127,7 @@ def plot_elastic(
     return True
 
 
-def _draw_frozen(axes: Any, parts: Sequence[Stretch], most: int) -> None:
+def _draw_frozen(axes: Any, parts: Sequence[LayoutSpan], most: int) -> None:
     """How deep, and what the changes took."""
     most = max(most, 1)
     axes.stairs(
@@ -156,7 +156,7 @@ def _draw_frozen(axes: Any, parts: Sequence[Stretch], most: int) -> None:
     axes.yaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_ranks(axes: Any, parts: Sequence[Stretch], ranks: int, maps: Any) -> None:
+def _draw_ranks(axes: Any, parts: Sequence[LayoutSpan], ranks: int, maps: Any) -> None:
     """A line for each rank: its replica by colour, its stage by shade."""
     whole = parts[-1].end - parts[0].begin
     blocks = [

@@ -32,7 +32,7 @@ from pyops.elastic import (
     ElasticData,
     ElasticRun,
     PackingConfig,
-    Portion,
+    PaddedBatch,
     machine_of,
     plot_elastic,
     rows_besides,
@@ -154,7 +154,7 @@ class SampleTraining(Training):
 
         def rows_of(count: int) -> tuple[Any, Any, dict[str, Any]]:
             samples = torch.arange(count, device="cpu") % self.task.samples
-            return self._rows(Portion(samples, 0, count, 0, 0, count))
+            return self._rows(PaddedBatch(samples, 0, count, 0, 0, count))
 
         def layers() -> list[nn.Module]:  # a whole model, on the rank that measures
             model = self._model(device=self.device)
@@ -289,7 +289,7 @@ class SampleTraining(Training):
             "micro_batches": layout.micro_batches,
         }
 
-    def train_step(self, share: Portion, *, stop: bool = False) -> tuple[Row, bool]:
+    def train_step(self, share: PaddedBatch, *, stop: bool = False) -> tuple[Row, bool]:
         """Take one optimizer step.
 
         Args:
@@ -329,7 +329,7 @@ class SampleTraining(Training):
         trim_after(share.step)
         return row, found.flagged
 
-    def lr_at(self, share: Portion) -> float:
+    def lr_at(self, share: PaddedBatch) -> float:
         """Of the step of this share, the last that was taken: a function of the samples seen
         before, whatever the batches."""
         sampler = self.elastic.sampler
@@ -340,7 +340,7 @@ class SampleTraining(Training):
         return sampler.lr_factor * self.config.optimizer.lr_at(step, num_steps=self.num_steps)
 
     def _rows(
-        self, share: Portion, *, epoch: int = 0, held_out: bool = False
+        self, share: PaddedBatch, *, epoch: int = 0, held_out: bool = False
     ) -> tuple[Any, Any, dict[str, Any]]:
         inputs, target, named = self.task.batch(share.samples, epoch=epoch, held_out=held_out)
         named["shape"] = (share.micro_rows, self.task.tokens)
@@ -351,7 +351,7 @@ class SampleTraining(Training):
         return inputs.to(self.device), target.to(self.device), moved
 
     def _key_dropout(
-        self, names: Sequence[str], layers: Sequence[nn.Module], share: Portion, number: int
+        self, names: Sequence[str], layers: Sequence[nn.Module], share: PaddedBatch, number: int
     ) -> None:
         model = getattr(self.config, KINDS[self.config.task.kind])
         if model.dropout or model.attention_dropout:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pyops.elastic import plot_elastic
-from pyops.elastic.picture import Stretch, places, stretches
+from pyops.elastic.picture import LayoutSpan, places, stretches
 
 pytestmark = pytest.mark.cpu_only
 
@@ -55,11 +55,11 @@ def test_layouts_in_their_order():
     rows[1]["transition_s"] = 0.5  # at the end of the epoch before
     rows[6]["transition_s"] = 0.25  # or in the first step after
     assert stretches(rows) == [
-        Stretch(0.0, 1.0, 0, 4, 1),
-        Stretch(1.0, 3.0, 3, 4, 1, 0.5),
-        Stretch(3.0, 4.0, 5, 2, 2, 0.25),
+        LayoutSpan(0.0, 1.0, 0, 4, 1),
+        LayoutSpan(1.0, 3.0, 3, 4, 1, 0.5),
+        LayoutSpan(3.0, 4.0, 5, 2, 2, 0.25),
     ]
-    assert stretches(rows[2:3]) == [Stretch(1.0, 2.0, 3, 4, 1)]
+    assert stretches(rows[2:3]) == [LayoutSpan(1.0, 2.0, 3, 4, 1)]
     assert stretches([]) == []
 
 

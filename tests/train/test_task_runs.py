@@ -23,7 +23,7 @@ from pyops.config import (
     TrainConfig,
 )
 from pyops.config.task_config import TaskConfig
-from pyops.elastic import Portion
+from pyops.elastic import PaddedBatch
 from pyops.models import ViTConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
@@ -143,7 +143,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A SIGTERM arrives while this step is computed."""
     inner = SampleTraining.train_step
 
-    def stopping(self: SampleTraining, share: Portion, *, stop: bool = False) -> Any:
+    def stopping(self: SampleTraining, share: PaddedBatch, *, stop: bool = False) -> Any:
         if share.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(self, share, stop=stop)

@@ -146,7 +146,7 @@ class ActivationCache:
                 values.detach()[beyond.to(values.device)].to("cpu", self.stored),
             )
         except OSError as error:
-            self._give_up(error)
+            self._close_disk(error)
             return int(fits.sum())
         self._mark(mine[beyond], depth, seed)
         return int((fits | beyond).sum())
@@ -177,7 +177,7 @@ class ActivationCache:
                 mine[beyond] - self.capacity, [(depth, seed) for depth in depths[beyond].tolist()]
             )
         except OSError as error:
-            self._give_up(error)
+            self._close_disk(error)
 
     def depths(self, samples: Tensor, *, seed: int = 0) -> Tensor:
         """At which depth each sample [n] is there with that seed, -1 where it is not: from which to
@@ -200,7 +200,7 @@ class ActivationCache:
                 places[beyond] - self.capacity, [(depth, seed)] * int(beyond.sum())
             )
         except OSError as error:
-            self._give_up(error)
+            self._close_disk(error)
         return values
 
     def clear(self) -> None:
@@ -226,7 +226,7 @@ class ActivationCache:
         self._tags[places.numpy(), 1] = seed
         self._tags[places.numpy(), 0] = depth + 1
 
-    def _give_up(self, error: OSError) -> None:
+    def _close_disk(self, error: OSError) -> None:
         self.room, self._disk = self.capacity, None
         logger.warning(
             "the cache's file is not used any more, and training goes on without it: %s", error

@@ -27,17 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.comm.agreement import agree, gather
-from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.frozen_layers import FrozenLayers
 from pyops.elastic.layout.padded_batch import PADDING
 from pyops.mesh import check_initialized
 
-__all__ = ["Times", "measure", "reading_pays"]
+__all__ = ["CacheTimes", "measure", "reading_pays"]
 
 MODES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
-class Times:
+class CacheTimes:
     """Seconds for a sample: of all frozen layers, of keeping their output, and of reading it."""
 
     compute: float
@@ -51,8 +51,8 @@ class Times:
 
 
 def measure(
-    prefix: Prefix, *inputs: Any, samples: Tensor, rounds: int = 3, **named: Any
-) -> Times | None:
+    prefix: FrozenLayers, *inputs: Any, samples: Tensor, rounds: int = 3, **named: Any
+) -> CacheTimes | None:
     """The shortest of `rounds`, of a batch like those of training: inputs, samples and named
     arguments as in a forward.
 
@@ -81,13 +81,13 @@ def measure(
             for each in (lambda: prefix(*inputs, **named), put, get)
         )
     except (OSError, MemoryError) as error:
-        prefix.give_up(error)
+        prefix.detach_cache(error)
         return None
-    return Times(compute / len(samples), write / kept, read / kept) if kept else None
+    return CacheTimes(compute / len(samples), write / kept, read / kept) if kept else None
 
 
 def reading_pays(
-    times: Times | None, *, mode: str = "auto", group: dist.ProcessGroup | None = None
+    times: CacheTimes | None, *, mode: str = "auto", group: dist.ProcessGroup | None = None
 ) -> bool:
     """Whether to read, the same on all ranks of the group. All call it; None: of one that has
     nothing to read.

@@ -32,7 +32,7 @@ __all__ = ["DiskTier", "page_multiple"]
 AHEAD = 2  # batches that are read ahead: the one that is computed, and the next
 
 
-class Reading(NamedTuple):
+class PendingRead(NamedTuple):
     """A record on its way. version: what its tag said then."""
 
     version: Hashable
@@ -62,7 +62,7 @@ class DiskTier:
         self._size = page_multiple(self._used)
         self.nbytes = self._size * records
         self._file = _opened(folder, self.nbytes, group)
-        self._ahead: deque[dict[int, Reading]] = deque()
+        self._ahead: deque[dict[int, PendingRead]] = deque()
 
     def put(self, places: Tensor, values: Tensor) -> None:
         """Write values [n, *shape] to the records [n]; back when they are there. OSError when the
@@ -92,7 +92,7 @@ class DiskTier:
         typed = self._typed(buffer)
         self._ahead.append(
             {
-                place: Reading(
+                place: PendingRead(
                     version, typed[i], self._file.read(buffer[i], offset=self._size * place)
                 )
                 for i, (place, version) in enumerate(wanted)
@@ -101,13 +101,13 @@ class DiskTier:
 
     def get(self, places: Tensor, versions: Sequence[Hashable]) -> Tensor:
         """The records [n], [n, *shape]. OSError when the disk can't read one."""
-        readings: list[Reading] = []
+        readings: list[PendingRead] = []
         buffer = self._buffer(len(places))
         typed = self._typed(buffer)
         for i, (place, version) in enumerate(zip(places.tolist(), versions, strict=True)):
             reading = next((batch[place] for batch in self._ahead if place in batch), None)
             if reading is None or reading.version != version:
-                reading = Reading(
+                reading = PendingRead(
                     version, typed[i], self._file.read(buffer[i], offset=self._size * place)
                 )
             readings.append(reading)

@@ -1,4 +1,4 @@
-"""Prefix: the frozen layers as one layer of a pipeline, its first; computed alike whatever the
+"""FrozenLayers: the frozen layers as one layer of a pipeline, its first; computed alike whatever the
 batch, or read from the cache.
 
     samples     7  2  9  4  0           a micro-batch
@@ -29,12 +29,12 @@ from pyops.elastic.layout.padded_batch import PADDING, indices_of
 from pyops.pipeline.runtime.microbatch import rows_of
 from pyops.pipeline.runtime.stage import named_arguments
 
-__all__ = ["Prefix"]
+__all__ = ["FrozenLayers"]
 
 logger = logging.getLogger("pyops")
 
 
-class Prefix(nn.Module):
+class FrozenLayers(nn.Module):
     """`layers`, frozen: in evaluation, without gradients. The output is one tensor [n, ...], the
     same number of values for all samples.
 
@@ -90,7 +90,7 @@ class Prefix(nn.Module):
         """How many layers, which is the depth of what it keeps."""
         return len(self.layers)
 
-    def train(self, mode: bool = True) -> Prefix:
+    def train(self, mode: bool = True) -> FrozenLayers:
         """Stays in evaluation: a frozen layer drops nothing out."""
         return super().train(False)
 
@@ -120,7 +120,7 @@ class Prefix(nn.Module):
                 f"samples are {tuple(samples.shape)}, but the batch has {rows} rows; "
                 "give the number of each row"
             )
-        batch = Batch(inputs, named, rows)
+        batch = FrozenInputs(inputs, named, rows)
         self._verify(batch)
         out: Tensor | None = None
         for depth, places in self._found(samples, rows):
@@ -158,7 +158,9 @@ class Prefix(nn.Module):
             if depth >= 0
         ]
 
-    def _values(self, batch: Batch, samples: Tensor | None, places: Tensor, depth: int) -> Tensor:
+    def _values(
+        self, batch: FrozenInputs, samples: Tensor | None, places: Tensor, depth: int
+    ) -> Tensor:
         """Of those rows, which are there at that depth."""
         x = self._read(samples, places, depth) if depth else None
         if x is not None:
@@ -178,7 +180,7 @@ class Prefix(nn.Module):
                 samples.to("cpu", torch.int64)[places], depth=depth, seed=self.key
             )
         except (OSError, MemoryError) as error:
-            self.give_up(error)
+            self.detach_cache(error)
             return None
         return values if bool(found.all()) else None
 
@@ -190,9 +192,9 @@ class Prefix(nn.Module):
                 samples.to("cpu", torch.int64)[places], values, depth=self.depth, seed=self.key
             )
         except (OSError, MemoryError) as error:
-            self.give_up(error)
+            self.detach_cache(error)
 
-    def give_up(self, error: Exception) -> None:
+    def detach_cache(self, error: Exception) -> None:
         """Go on without the cache in this process, and say why."""
         if self.cache is not None:
             self.cache.close()  # no other prefix has to find out
@@ -202,7 +204,7 @@ class Prefix(nn.Module):
         )
 
     def _computed(
-        self, batch: Batch, places: Tensor, x: Tensor | None = None, depth: int = 0
+        self, batch: FrozenInputs, places: Tensor, x: Tensor | None = None, depth: int = 0
     ) -> Tensor:
         """layers[depth:] of those rows of the batch, or of x, which has a row for each: in chunks,
         the last one filled up."""
@@ -234,7 +236,7 @@ class Prefix(nn.Module):
             x.to(self.stored).to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         )
 
-    def _verify(self, batch: Batch) -> None:
+    def _verify(self, batch: FrozenInputs) -> None:
         """Smaller chunks, until one sample's bits are the same at every place, and every sample's
         whoever the others are."""
         while not self._verified:
@@ -250,7 +252,7 @@ class Prefix(nn.Module):
             self._verified = self.chunk == 1
 
 
-class Batch(NamedTuple):
+class FrozenInputs(NamedTuple):
     """What a forward was given."""
 
     inputs: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Caching: one cache of a host for all layouts of a run, and whether the frozen layers of this one
+"""HostCache: one cache of a host for all layouts of a run, and whether the frozen layers of this one
 are read from it.
 
 first freeze    first stages compute one example -> its shape goes to all ranks -> the cache, shared by the ranks of a host
@@ -21,10 +21,10 @@ from pyops.comm.collectives.communicator import release
 from pyops.comm.collectives.shared_memory import host
 from pyops.elastic.frozen.activation_cache import ActivationCache, open_cache
 from pyops.elastic.frozen.cache_timing import MODES, measure, reading_pays
-from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.frozen_layers import FrozenLayers
 from pyops.elastic.layout.process_groups import make_group
 
-__all__ = ["CacheOptions", "Caching", "Example"]
+__all__ = ["CacheOptions", "Example", "HostCache"]
 
 Example = Callable[
     [Tensor], tuple[Any, Mapping[str, Any]]
@@ -57,9 +57,9 @@ class CacheOptions:
             )
 
 
-class Caching:
+class HostCache:
     """options: the same on all ranks. samples: to train on; held-out ones are numbered behind them.
-    message: a group
+    control_group: a group
     of all ranks; None: one process alone."""
 
     def __init__(
@@ -68,19 +68,19 @@ class Caching:
         *,
         samples: int,
         held_out: int,
-        message: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None,
     ) -> None:
-        self.options, self._samples, self._held_out, self._message = (
+        self.options, self._samples, self._held_out, self._control_group = (
             options,
             samples,
             held_out,
-            message,
+            control_group,
         )
         self.cache: ActivationCache | None = None
         self._host: dist.ProcessGroup | None = None
         self._wanted, self._pays = options.mode != "off", options.mode == "on"
 
-    def attach(self, prefix: Prefix | None, *, replica: int) -> bool:
+    def attach(self, prefix: FrozenLayers | None, *, replica: int) -> bool:
         """Let these frozen layers be read and kept, if that pays; the same answer on all ranks,
         which all call it.
 
@@ -107,10 +107,10 @@ class Caching:
                     shape = (tuple(one.shape[1:]), one.dtype)
         except Exception as caught:
             error = caught
-        agree(error, group=self._message)
+        agree(error, group=self._control_group)
         if self.cache is None:
             self._open(
-                next(each for each in gather(shape, group=self._message) if each is not None)
+                next(each for each in gather(shape, group=self._control_group) if each is not None)
             )
         if not self.is_open():
             return False
@@ -132,21 +132,21 @@ class Caching:
                 )
         except Exception as caught:
             error = caught
-        agree(error, group=self._message)
-        self._pays = reading_pays(times, mode=self.options.mode, group=self._message)
+        agree(error, group=self._control_group)
+        self._pays = reading_pays(times, mode=self.options.mode, group=self._control_group)
         if prefix is not None and not self._pays:
             prefix.cache = None
         return self._pays
 
     def is_open(self) -> bool:
         """Whether every rank has the cache; when one has not, none uses it from then on."""
-        everywhere = all(gather(self.cache is not None, group=self._message))
+        everywhere = all(gather(self.cache is not None, group=self._control_group))
         self._wanted = self._wanted and everywhere
         return everywhere
 
     def _open(self, shape: tuple[tuple[int, ...], torch.dtype]) -> None:
-        if self._message is not None and self._host is None:
-            hosts = gather(host(), group=self._message)
+        if self._control_group is not None and self._host is None:
+            hosts = gather(host(), group=self._control_group)
             for name in dict.fromkeys(hosts):  # all ranks make all groups, in one order
                 made = make_group(
                     [rank for rank, each in enumerate(hosts) if each == name], backend="gloo"
@@ -163,7 +163,7 @@ class Caching:
             group=self._host,
         )
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Nothing that is kept is of the layers as they are from now on: they were given other
         values."""
         self._pays = self.options.mode == "on"
@@ -177,4 +177,4 @@ class Caching:
         if self._host is not None:
             release(self._host)
             dist.destroy_process_group(self._host)
-        self.cache = self._host = self._message = None
+        self.cache = self._host = self._control_group = None

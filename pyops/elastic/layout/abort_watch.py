@@ -18,13 +18,13 @@ import torch.distributed as dist
 from pyops.comm.failure import wake_neighbours
 from pyops.torch_private import group_store
 
-__all__ = ["call_off", "watched"]
+__all__ = ["abort_waits", "watched"]
 
 KEY = "called off"  # in the group's part of the store
 EVERY = 0.5  # seconds between two looks
 
 
-def call_off(group: dist.ProcessGroup) -> None:
+def abort_waits(group: dist.ProcessGroup) -> None:
     """End the waits of the other ranks within `watched`, now and from now on: the group is of no
     use any more."""
     with contextlib.suppress(
@@ -58,7 +58,7 @@ def _watch(group: dist.ProcessGroup, over: threading.Event, seconds: float | Non
     while not over.wait(EVERY):
         if seconds is not None and time.monotonic() - begin > seconds:
             wake_neighbours(group)  # before the store is asked, which may hang as well
-            call_off(group)  # for whom that did not wake
+            abort_waits(group)  # for whom that did not wake
             return
         try:
             off = store.check([KEY])

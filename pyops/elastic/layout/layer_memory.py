@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Initialize", "freeze", "is_held", "lacks_tables", "let_go", "take", "values_of"]
+__all__ = ["Initialize", "drop_memory", "freeze", "is_held", "lacks_tables", "take", "values_of"]
 
 Initialize = Callable[
     [str, nn.Module], None
@@ -64,7 +64,7 @@ def take(
             tensor.copy_(values[name])
 
 
-def let_go(layer: nn.Module) -> None:
+def drop_memory(layer: nn.Module) -> None:
     """Free a layer's memory."""
     _replace(
         layer, lambda tensor, lasting: tensor.to("meta") if lasting and not tensor.is_meta else None

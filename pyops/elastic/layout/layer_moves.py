@@ -33,14 +33,14 @@ from pyops.elastic.layout.rank_layout import Layout
 from pyops.mesh import check_initialized
 from pyops.pipeline.transport.message import HEADER, Described, describe, moved, pack, unpack
 
-__all__ = ["Move", "State", "carry", "moves", "transition"]
+__all__ = ["LayerMove", "LayerState", "carry", "moves", "transition"]
 
-State = Mapping[str, Any]
+LayerState = Mapping[str, Any]
 UNDER_WAY = 4  # messages that a rank sends at a time
 
 
 @dataclass(frozen=True)
-class Move:
+class LayerMove:
     """A layer goes from `source` to the first of `targets`, from there to the second, and so on."""
 
     layer: int
@@ -48,7 +48,7 @@ class Move:
     targets: tuple[int, ...]
 
 
-def moves(old: Layout, new: Layout) -> tuple[Move, ...]:
+def moves(old: Layout, new: Layout) -> tuple[LayerMove, ...]:
     """What has to go where, by layer: to each rank that holds a layer in `new` and did not in
     `old`, once.
 
@@ -68,7 +68,7 @@ def moves(old: Layout, new: Layout) -> tuple[Move, ...]:
             f"{old.frozen} layers are frozen, and the new layout has {new.frozen}; what "
             "is frozen stays so: its slots are gone"
         )
-    found: list[Move] = []
+    found: list[LayerMove] = []
     sent: Counter[int] = Counter()
     for layer in range(old.layer_count):
         holders = old.holders(layer)
@@ -76,14 +76,14 @@ def moves(old: Layout, new: Layout) -> tuple[Move, ...]:
         sources = sorted(holders, key=lambda rank: (sent[rank], rank))[: len(wanting)]
         for i, source in enumerate(sources):
             targets = tuple(wanting[i :: len(sources)])
-            found.append(Move(layer, source, targets))
+            found.append(LayerMove(layer, source, targets))
             sent.update((source, *targets[:-1]))
     return tuple(found)
 
 
 def transition(
-    states: Sequence[Mapping[int, State]], old: Layout, new: Layout
-) -> list[dict[int, State]]:
+    states: Sequence[Mapping[int, LayerState]], old: Layout, new: Layout
+) -> list[dict[int, LayerState]]:
     """states[rank] = {layer: state} of every rank in `old` -> the same in `new`; slots of frozen
     layers are dropped.
 
@@ -105,13 +105,13 @@ def transition(
 
 
 def carry(
-    state: Mapping[int, State],
+    state: Mapping[int, LayerState],
     old: Layout,
     new: Layout,
     *,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> dict[int, State]:
+) -> dict[int, LayerState]:
     """This rank's {layer: state} in `new`, with the bits of `transition`. A collective: every rank
     of the layouts calls it.
 
@@ -128,7 +128,7 @@ def carry(
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     described: dict[int, Described] = {}
-    plan: tuple[Move, ...] = ()
+    plan: tuple[LayerMove, ...] = ()
     error: Exception | None = None
     try:
         if size != old.ranks:
@@ -169,7 +169,7 @@ def carry(
 
 
 def _passed_on(
-    parcels: Sequence[tuple[Move, int]],
+    parcels: Sequence[tuple[LayerMove, int]],
     described: Mapping[int, Described],
     rank: int,
     group: dist.ProcessGroup | None,
@@ -205,7 +205,7 @@ def _passed_on(
     return came
 
 
-def _check(state: Mapping[int, State], rank: int, layout: Layout) -> None:
+def _check(state: Mapping[int, LayerState], rank: int, layout: Layout) -> None:
     expected = list(layout.layers(rank))
     if sorted(state) != expected:
         raise ValueError(
@@ -214,7 +214,7 @@ def _check(state: Mapping[int, State], rank: int, layout: Layout) -> None:
         )
 
 
-def _kept(state: Mapping[int, State], rank: int, new: Layout) -> dict[int, State]:
+def _kept(state: Mapping[int, LayerState], rank: int, new: Layout) -> dict[int, LayerState]:
     return {
         layer: _needed(each, layer, new)
         for layer, each in state.items()
@@ -222,7 +222,7 @@ def _kept(state: Mapping[int, State], rank: int, new: Layout) -> dict[int, State
     }
 
 
-def _needed(state: State, layer: int, new: Layout) -> State:
+def _needed(state: LayerState, layer: int, new: Layout) -> LayerState:
     """The state of a layer without what it does not need in `new`."""
     if layer >= new.frozen or not state.get("slots"):
         return state

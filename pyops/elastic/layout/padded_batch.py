@@ -1,4 +1,4 @@
-"""Portion: a replica's part of a batch, filled up so that each step has as many rows, in
+"""PaddedBatch: a replica's part of a batch, filled up so that each step has as many rows, in
 micro-batches of one size; and Step.
 
 share of 5 samples, 4 micro-batches      7 2 | 9 0 | 4 - | - -        -: sample PADDING, a row that counts nothing
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PADDING", "Portion", "Step", "indices_of", "portion_of"]
+__all__ = ["PADDING", "PaddedBatch", "Step", "indices_of", "padded_batch"]
 
 # Beyond the rows of any data set, and still so times the length of a sequence, or as int32.
 PADDING = 999_999_999_999
 
 
 @dataclass(frozen=True)
-class Portion:
+class PaddedBatch:
     """samples: int64 [n], PADDING where it is filled up: see `indices_of`. first_row: its first row
     in the batch. batch: rows of all replicas. step: how many batches there were before. micro_rows:
     rows of each micro-batch."""
@@ -45,7 +45,7 @@ class Step:
 
 
 def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, padding) of samples int64 [n], as a Portion has them: `rows[indices]` has a row for
+    """(indices, padding) of samples int64 [n], as a PaddedBatch has them: `rows[indices]` has a row for
     each, and padding bool [n] says which of them count nothing: there the index is 0, and the
     target has to be one that the loss leaves out, such as `labels[indices].masked_fill(padding,
     -100)`.
@@ -62,7 +62,7 @@ def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:
     return samples.masked_fill(padding, 0), padding
 
 
-def portion_of(
+def padded_batch(
     samples: Tensor,
     *,
     most: int,
@@ -71,9 +71,9 @@ def portion_of(
     batch: int,
     epoch: int,
     step: int,
-) -> Portion:
+) -> PaddedBatch:
     """The portion of these samples. most: how many a replica may have."""
     rows = -(-most // micro_batches)
     padded = torch.full((rows * micro_batches,), PADDING, dtype=torch.int64, device="cpu")
     padded[: len(samples)] = samples
-    return Portion(padded, first_row, batch, epoch, step, rows)
+    return PaddedBatch(padded, first_row, batch, epoch, step, rows)

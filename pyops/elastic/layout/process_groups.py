@@ -1,13 +1,13 @@
 """Groups: the process groups that train in a layout, made when it begins and destroyed when it
 ends.
 
-    meeting     0 1 2 3 4        all ranks: where idle ones wait for the others, asleep, for hours if need be
-    message     0 1 2 3 4        all ranks: whatever follows once they have met
+    waiting_group     0 1 2 3 4        all ranks: where idle ones wait for the others, asleep, for hours if need be
+    control_group     0 1 2 3 4        all ranks: whatever follows once they have met
     pipeline    0 1 | 2 3        the stages of a replica
     line        0 2 | 1 3        the ranks that hold the same stage
 
 The first two are made once, and outlive every layout. Who waits learns at once when a rank dies;
-that one only hangs, after the default group's timeout: in the meeting group, where an idle rank's
+that one only hangs, after the default group's timeout: in the waiting_group group, where an idle rank's
 own is longer, those that have work notice, and tell it.
 """
 
@@ -23,13 +23,20 @@ import torch.distributed as dist
 from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.failure import CommunicationError, ranks_without_note
-from pyops.elastic.layout.abort_watch import call_off, watched
+from pyops.elastic.layout.abort_watch import abort_waits, watched
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.failure import PATIENCE, naming_lost_ranks
 from pyops.mesh import check_initialized
 from pyops.torch_private import set_group_timeout
 
-__all__ = ["Active", "Everyone", "agree_within", "giving_up", "make_group", "message_group"]
+__all__ = [
+    "LayoutGroups",
+    "RunGroups",
+    "abort_on_failure",
+    "agree_in_group",
+    "make_control_group",
+    "make_group",
+]
 
 GRACE = (
     2 * PATIENCE + 1
@@ -38,7 +45,7 @@ GRACE = (
 )
 
 
-def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | None:
+def make_control_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | None:
     """A new Gloo group of all ranks, for carrying states and for waiting; None where
     torch.distributed is not running.
 
@@ -46,7 +53,7 @@ def message_group(*, patience: float | None = 86400.0) -> dist.ProcessGroup | No
     one decision to the next; None: as long as in the default group. A rank that dies is noticed at
     once. A collective; destroy it with torch.distributed.destroy_process_group.
     """
-    check_initialized("message_group")
+    check_initialized("make_control_group")
     if not dist.is_initialized():
         return None
     return make_group(None, patience=patience, backend="gloo")
@@ -74,38 +81,41 @@ def _limit(seconds: float | None) -> timedelta:
 
 
 @contextmanager
-def giving_up(meeting: dist.ProcessGroup | None) -> Iterator[None]:
+def abort_on_failure(waiting_group: dist.ProcessGroup | None) -> Iterator[None]:
     """Around what ranks do in their own groups: if one is lost, whoever waits in this group of all
     hears of it too."""
     try:
         yield
     except CommunicationError:
-        if meeting is not None:
-            call_off(meeting)
-            ranks_without_note(meeting, note="gave up in a group of its own", grace=0.0)
+        if waiting_group is not None:
+            abort_waits(waiting_group)
+            ranks_without_note(waiting_group, note="gave up in a group of its own", grace=0.0)
         raise
 
 
-def agree_within(error: Exception | None, *, group: dist.ProcessGroup | None) -> None:
-    """As `agree`, in a group of `Active`: None is this rank alone."""
+def agree_in_group(error: Exception | None, *, group: dist.ProcessGroup | None) -> None:
+    """As `agree`, in a group of `LayoutGroups`: None is this rank alone."""
     if group is not None:
         agree(error, group=group)
     elif error is not None:
         raise error
 
 
-class Everyone:
+class RunGroups:
     """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not
     running. A collective.
 
-    patience: seconds that a rank waits in `meeting`; in `message` it is as long as in the default
+    patience: seconds that a rank waits in `waiting_group`; in `message` it is as long as in the default
     group.
     """
 
     def __init__(self, *, patience: float) -> None:
-        self.meeting, self.message = message_group(patience=patience), message_group(patience=None)
+        self.waiting_group, self.control_group = (
+            make_control_group(patience=patience),
+            make_control_group(patience=None),
+        )
 
-    def meet(self, what: str, error: Exception | None = None, *, is_idle: bool = False) -> None:
+    def barrier(self, what: str, error: Exception | None = None, *, is_idle: bool = False) -> None:
         """Wait for all ranks, and raise on all what went wrong on one. A collective, for `what`:
         RuntimeError, on every rank, where that differs.
 
@@ -113,15 +123,15 @@ class Everyone:
         together, and wait only as long as in the default group. Whoever notices first that one is
         missing calls off the others' waits.
         """
-        if self.meeting is None:
+        if self.waiting_group is None:
             agree(error)
             return
         with (
-            giving_up(self.meeting),
-            watched(self.meeting, seconds=None if is_idle else _limit(None).total_seconds()),
+            abort_on_failure(self.waiting_group),
+            watched(self.waiting_group, seconds=None if is_idle else _limit(None).total_seconds()),
         ):
-            calls = gather(what, group=self.meeting, grace=GRACE)
-        agree(error, group=self.message)
+            calls = gather(what, group=self.waiting_group, grace=GRACE)
+        agree(error, group=self.control_group)
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise RuntimeError(
@@ -132,18 +142,18 @@ class Everyone:
 
     def close(self) -> None:
         """Destroy them. Not a collective; a second time it does nothing."""
-        for group in (self.meeting, self.message):
+        for group in (self.waiting_group, self.control_group):
             if group is not None:
                 release(group)
                 dist.destroy_process_group(group)
-        self.meeting = self.message = None
+        self.waiting_group = self.control_group = None
 
 
-class Active:
+class LayoutGroups:
     """This rank's groups in `layout`. A collective: every rank of `message`, those that are idle
     too.
 
-    message: of all ranks, in their order; None: one process alone. timeout: of the groups'
+    control_group: of all ranks, in their order; None: one process alone. timeout: of the groups'
     collectives in seconds, by default that of the default group.
 
     pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of
@@ -156,21 +166,25 @@ class Active:
     between ranks.
     """
 
-    pipeline: dist.ProcessGroup | None = None
-    line: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
 
     def __init__(
-        self, layout: Layout, *, message: dist.ProcessGroup | None, timeout: float | None = None
+        self,
+        layout: Layout,
+        *,
+        control_group: dist.ProcessGroup | None,
+        timeout: float | None = None,
     ) -> None:
-        size = 1 if message is None else dist.get_world_size(message)
-        if size != layout.ranks or (message is not None and size != dist.get_world_size()):
+        size = 1 if control_group is None else dist.get_world_size(control_group)
+        if size != layout.ranks or (control_group is not None and size != dist.get_world_size()):
             raise ValueError(
-                f"the layout is of {layout.ranks} ranks, but the message group has "
+                f"the layout is of {layout.ranks} ranks, but the control group has "
                 f"{size}; it must have all ranks"
             )
-        if message is None:
+        if control_group is None:
             return
-        layouts = gather(layout, group=message)
+        layouts = gather(layout, group=control_group)
         if (
             other := next((rank for rank, each in enumerate(layouts) if each != layouts[0]), None)
         ) is not None:
@@ -178,19 +192,19 @@ class Active:
                 f"rank 0 has {layouts[0]}, but rank {other} {layouts[other]}; give all "
                 "ranks the same"
             )
-        limit, rank = _limit(timeout), dist.get_rank(message)
+        limit, rank = _limit(timeout), dist.get_rank(control_group)
         error: Exception | None = None
         try:
             # Every rank makes all of them in one order: torch numbers them, and a group that only
             # its members make has a name that may have been another one's before, with addresses
             # that are out of date.
             for replica in range(layout.replicas if layout.stages > 1 else 0):
-                self.pipeline = self._made(layout.members(replica), rank, limit) or self.pipeline
+                self.pp_group = self._made(layout.pp_ranks(replica), rank, limit) or self.pp_group
             for stage in range(layout.stages if layout.replicas > 1 else 0):
-                self.line = self._made(layout.line(stage), rank, limit) or self.line
+                self.dp_group = self._made(layout.dp_ranks(stage), rank, limit) or self.dp_group
         except RuntimeError as caught:
             error = caught
-        agree(error, group=message)
+        agree(error, group=control_group)
 
     @staticmethod
     def _made(members: tuple[int, ...], rank: int, limit: timedelta) -> dist.ProcessGroup | None:
@@ -201,8 +215,8 @@ class Active:
         """Destroy the groups, and let go of the threads and the shared memory that collectives made
         for them. What else uses them (Pipeline, ZeroOptimizer) is to be closed before. Not a
         collective; a second time it does nothing."""
-        for group in (self.pipeline, self.line):
+        for group in (self.pp_group, self.dp_group):
             if group is not None:
                 release(group)
                 dist.destroy_process_group(group)
-        self.pipeline = self.line = None
+        self.pp_group = self.dp_group = None

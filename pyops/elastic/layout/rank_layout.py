@@ -104,7 +104,7 @@ class Layout:
         stage = self.stage(rank)
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
-    def members(self, replica: int) -> tuple[int, ...]:
+    def pp_ranks(self, replica: int) -> tuple[int, ...]:
         """The ranks of a replica's pipeline, by stage."""
         if not 0 <= replica < self.replicas:
             raise ValueError(
@@ -112,7 +112,7 @@ class Layout:
             )
         return tuple(range(replica * self.stages, (replica + 1) * self.stages))
 
-    def line(self, stage: int) -> tuple[int, ...]:
+    def dp_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold the same stage, by replica."""
         if not 0 <= stage < self.stages:
             raise ValueError(
@@ -126,7 +126,7 @@ class Layout:
             raise ValueError(
                 f"there is no layer {layer!r}; they are numbered from 0 to {self.layer_count - 1}"
             )
-        return self.line(next(s for s in range(self.stages) if layer < self.boundaries[s + 1]))
+        return self.dp_ranks(next(s for s in range(self.stages) if layer < self.boundaries[s + 1]))
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.ranks:

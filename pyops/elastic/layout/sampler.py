@@ -7,7 +7,7 @@ middle of one.
 
 The order is a function of (seed, epoch) and the cursor is how many samples are behind it, so both
 are the same on every replica and know nothing of the replicas. Nothing is left out and nothing
-comes twice to make numbers even: shares differ by a sample at most, and `Share.weight` is what
+comes twice to make numbers even: shares differ by a sample at most, and `ReplicaBatch.weight` is what
 makes the sum of the replicas' gradients that of the whole batch.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyops import random
 
-__all__ = ["Sampler", "Share"]
+__all__ = ["ReplicaBatch", "Sampler"]
 
 POLICIES = ("global", "replica")
 RULES: dict[str, Callable[[float], float]] = {
@@ -34,7 +34,7 @@ RULES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplicaBatch:
     """A replica's part of a batch. samples: int64 [n], which may be empty. batch: samples of all
     replicas together. weight: n / batch, the weight of the mean loss of this part in that of the
     batch. epoch: to which the batch belongs."""
@@ -127,7 +127,7 @@ class Sampler:
             else RULES[self.lr_rule](self.global_batch / self._start)
         )
 
-    def next(self) -> Share:
+    def next(self) -> ReplicaBatch:
         """This replica's share of the next batch. An epoch's last batch is what is left of it, so
         all have as many batches."""
         if self.position == self.samples:
@@ -135,7 +135,7 @@ class Sampler:
             self._order = self._permutation()
         batch, mine = min(self.global_batch, self.samples - self.position), self.peek()
         self.position += batch
-        return Share(mine, batch, self.epoch)
+        return ReplicaBatch(mine, batch, self.epoch)
 
     def peek(self) -> Tensor:
         """What `next` will give this replica, as things are now; nothing at the end of an epoch.
@@ -146,7 +146,7 @@ class Sampler:
         )
         return self._order[first:end]
 
-    def rest(self) -> Iterator[Share]:
+    def rest(self) -> Iterator[ReplicaBatch]:
         """The shares of what is left of this epoch; of a whole one, if that is nothing. The cursor
         moves with each that is taken: a loader that runs ahead of training has a cursor that is
         ahead."""

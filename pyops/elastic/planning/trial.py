@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from pyops.elastic.layout.padded_batch import Portion, portion_of
-from pyops.elastic.layout.process_groups import agree_within
+from pyops.elastic.layout.padded_batch import PaddedBatch, padded_batch
+from pyops.elastic.layout.process_groups import agree_in_group
 from pyops.pipeline import Pipeline
 
 __all__ = ["RowsOf", "Trial"]
 
 RowsOf = Callable[
-    [Portion], tuple[Any, Any, Mapping[str, Any]]
+    [PaddedBatch], tuple[Any, Any, Mapping[str, Any]]
 ]  # -> inputs, target, named arguments of a step
 
 
@@ -53,7 +53,7 @@ class Trial:
     def _run(self, count: int) -> float:
         """Seconds. What rows_of raises on one rank is raised on all of the pipeline."""
         pipeline = self._pipelines[count]
-        portion = portion_of(
+        portion = padded_batch(
             self._numbers,
             most=self._rows,
             micro_batches=count,
@@ -67,7 +67,7 @@ class Trial:
             inputs, target, given = self._rows_of(portion)
         except Exception as caught:
             error = caught
-        agree_within(error, group=pipeline.group)
+        agree_in_group(error, group=pipeline.group)
         named = {**given, "samples": portion.samples} if self._numbered else dict(given)
         begin = time.perf_counter()
         pipeline.step(inputs, target, **named)

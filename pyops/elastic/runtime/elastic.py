@@ -36,18 +36,18 @@ from pyops.elastic.config import (
     refuse_moved,
 )
 from pyops.elastic.frozen.host_cache import CacheOptions
-from pyops.elastic.layout.layer_memory import let_go
-from pyops.elastic.layout.layer_moves import State, carry
-from pyops.elastic.layout.padded_batch import Portion, Step, portion_of
-from pyops.elastic.layout.process_groups import Everyone, giving_up
+from pyops.elastic.layout.layer_memory import drop_memory
+from pyops.elastic.layout.layer_moves import LayerState, carry
+from pyops.elastic.layout.padded_batch import PaddedBatch, Step, padded_batch
+from pyops.elastic.layout.process_groups import RunGroups, abort_on_failure
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler
 from pyops.elastic.planning.packing import Packing, pack
 from pyops.elastic.planning.packing_config import Machine, PackingConfig
 from pyops.elastic.planning.trial import RowsOf
 from pyops.elastic.policy.freeze_policies import Policy, decide_together
-from pyops.elastic.runtime.layout_change import Change
-from pyops.elastic.runtime.rank_runtime import Arrangement, Options
+from pyops.elastic.runtime.layout_change import LayoutChange
+from pyops.elastic.runtime.rank_runtime import RankRuntime, RuntimeOptions
 from pyops.elastic.runtime.replica_worker import MakeOptimizer
 from pyops.elastic.runtime.run_checks import check_agreed, check_run, plain
 from pyops.elastic.runtime.run_state import run_of, saved, states_of
@@ -107,7 +107,7 @@ class Elastic:
         self.ranks, self.rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
         self._before_forward = callbacks.before_forward
         self.frozen, self.steps, self._since = 0, 0, 0  # frozen: blocks
-        self._portion: Portion | None = None
+        self._portion: PaddedBatch | None = None
         with ranks_agree():
             check_run(
                 self.layers,
@@ -131,9 +131,9 @@ class Elastic:
                 lr_rule=self.config.lr_rule,
             )
         check_agreed(self._agreed(first, cache, callbacks), layers=self.layers)
-        self._all = Everyone(patience=self.run.idle_timeout)
+        self._groups = RunGroups(patience=self.run.idle_timeout)
         chunk = self.run.chunk
-        options = Options(
+        options = RuntimeOptions(
             loss=loss,
             make_optimizer=optimizer,
             schedule=self.run.schedule,
@@ -143,15 +143,15 @@ class Elastic:
             initialize=callbacks.initialize,
             trial=callbacks.rows_of if self.config.trial else None,
         )
-        self._here = Arrangement(
+        self._runtime = RankRuntime(
             self.layers,
             options,
             sampler=self.sampler,
             cache=cache,
             held_out=data.held_out,
-            everyone=self._all,
+            everyone=self._groups,
         )
-        self._here.enter(first, self._layout(first), {}, first=True)
+        self._runtime.enter(first, self._layout(first), {}, first=True)
 
     def _layer_costs(self) -> Profile | Sequence[float]:
         if self.run.costs is not None:
@@ -217,19 +217,19 @@ class Elastic:
     @property
     def layout(self) -> Layout:
         """The present one."""
-        return self._here.layout
+        return self._runtime.layout
 
     @property
     def is_active(self) -> bool:
         """Whether this rank has work in the present layout."""
-        return self._here.is_active
+        return self._runtime.is_active
 
     @property
     def is_cached(self) -> bool:
         """Whether what the frozen layers say is read from the cache, unless that was lost on this
         rank."""
-        return self._here.is_cached and not (
-            self._here.worker is not None and self._here.worker.computes_frozen
+        return self._runtime.is_cached and not (
+            self._runtime.worker is not None and self._runtime.worker.computes_frozen
         )
 
     def _pack(self, layers: int) -> Packing:
@@ -254,7 +254,7 @@ class Elastic:
         )
 
     def _micro_rows(self, layout: Layout) -> int:
-        """Rows of a micro-batch, as `portion_of` fills it up."""
+        """Rows of a micro-batch, as `padded_batch` fills it up."""
         return -(-self.sampler.global_batch // layout.replicas // layout.micro_batches)
 
     def _key(self, names: Sequence[str], layers: Sequence[nn.Module], number: int) -> None:
@@ -264,7 +264,7 @@ class Elastic:
     # ------------------------------------------------------------------------------------------------
     # training
 
-    def shares(self, *, most: int | None = None) -> Iterator[Portion]:
+    def shares(self, *, most: int | None = None) -> Iterator[PaddedBatch]:
         """This replica's part of each batch until the next decision or the epoch's end, or of
         `most` batches, the same number on all ranks: `is_due` then says whether the decision comes
         next. An idle rank's are skipped: it is at the end at once, and where the others are after
@@ -274,7 +274,7 @@ class Elastic:
             share = self.sampler.next()
             portion = self._portion_of(share.samples, batch=share.batch, epoch=share.epoch)
             self.steps += 1
-            if (worker := self._here.worker) is not None:
+            if (worker := self._runtime.worker) is not None:
                 worker.prefetch(self.sampler.peek())
                 yield portion
             else:
@@ -299,10 +299,10 @@ class Elastic:
         batches = -(-left // sampler.global_batch)
         return min(batches, self.config.every - self._since) if self.config.every else batches
 
-    def _portion_of(self, samples: Tensor, *, batch: int, epoch: int) -> Portion:
-        layout, replica = self.layout, self._here.replica
+    def _portion_of(self, samples: Tensor, *, batch: int, epoch: int) -> PaddedBatch:
+        layout, replica = self.layout, self._runtime.replica
         most = -(-self.sampler.global_batch // layout.replicas)
-        return portion_of(
+        return padded_batch(
             samples,
             most=most,
             micro_batches=layout.micro_batches,
@@ -317,7 +317,7 @@ class Elastic:
         inputs: Any,
         target: Any,
         *,
-        share: Portion,
+        share: PaddedBatch,
         lr: float,
         flag: bool = False,
         augmentation: int = 0,
@@ -335,7 +335,7 @@ class Elastic:
         next step may come. What goes wrong in its optimizer, while others take the step, is raised
         on all at whatever they call next, and again at what comes then: go on from a checkpoint.
         """
-        worker = self._here.worker
+        worker = self._runtime.worker
         if worker is None:
             raise RuntimeError(
                 f"rank {self.rank} is idle, and has no step to take; call step() for "
@@ -346,11 +346,11 @@ class Elastic:
             named["samples"] = share.samples
             worker.augment(augmentation)
         count = share.batch * self.data.terms
-        with giving_up(self._all.meeting):
+        with abort_on_failure(self._groups.waiting_group):
             loss = worker.differentiate(inputs, target, scale=1.0 / count, flag=flag, **named)
             norm = worker.norm()
             if math.isfinite(norm):  # in all stages: a step that is not taken counts in none
-                self._here.meter.observe()
+                self._runtime.meter.observe()
             worker.update(norm, lr=lr, max_grad_norm=self.run.max_grad_norm)
         self._portion = None
         self._since += 1
@@ -359,7 +359,7 @@ class Elastic:
     def evaluate(
         self,
         count: int,
-        rows_of: Callable[[Portion], tuple[Any, Any, Mapping[str, Any]]],
+        rows_of: Callable[[PaddedBatch], tuple[Any, Any, Mapping[str, Any]]],
         *,
         score: Callable[[Any, Any], Tensor],
         cached: bool = False,
@@ -381,25 +381,25 @@ class Elastic:
         total = 0.0
         error: Exception | None = None
         try:
-            if self._here.worker is not None:
+            if self._runtime.worker is not None:
                 total = scored(
-                    self._here.worker.pipeline,
+                    self._runtime.worker.pipeline,
                     self._portions(count),
                     rows_of,
                     score,
-                    meeting=self._all.meeting,
-                    first=self.sampler.samples if cached and self._here.is_cached else None,
+                    waiting_group=self._groups.waiting_group,
+                    first=self.sampler.samples if cached and self._runtime.is_cached else None,
                 )
         except CommunicationError:
             raise
         except Exception as caught:
             error = caught
-        self._here.meet("evaluate", error or self._here.failure)
-        return sum(gather(total, group=self._all.message))
+        self._runtime.barrier("evaluate", error or self._runtime.failure)
+        return sum(gather(total, group=self._groups.control_group))
 
-    def _portions(self, count: int) -> list[Portion]:
+    def _portions(self, count: int) -> list[PaddedBatch]:
         """This replica's part of `count` held-out samples."""
-        replica, replicas = self._here.replica, self.layout.replicas
+        replica, replicas = self._runtime.replica, self.layout.replicas
         mine = torch.arange(
             count * replica // replicas, count * (replica + 1) // replicas, device="cpu"
         )
@@ -411,13 +411,13 @@ class Elastic:
 
     def any_of(self, flag: bool) -> bool:
         """Whether it is set on any rank, idle ones too; all call it."""
-        self._here.meet("any_of", self._here.failure)
-        return any(gather(flag, group=self._all.message))
+        self._runtime.barrier("any_of", self._runtime.failure)
+        return any(gather(flag, group=self._groups.control_group))
 
     # ------------------------------------------------------------------------------------------------
     # decisions
 
-    def decide(self) -> Change | None:
+    def decide(self) -> LayoutChange | None:
         """Ask the policy, and go over to the layout that follows. A collective of all ranks, idle
         ones too.
 
@@ -428,27 +428,27 @@ class Elastic:
         self._since = 0
         if self.policy is None or self.frozen == self.blocks or (norms := self._norms()) is None:
             return None
-        frozen = decide_together(self.policy, norms, self.frozen, group=self._all.message)
+        frozen = decide_together(self.policy, norms, self.frozen, group=self._groups.control_group)
         if frozen == self.frozen:
             return None
         started = time.perf_counter()
         before, packing = self.layout, self._pack(frozen + 1)
         self.frozen, after = frozen, self._layout(packing)
         states = self.states()
-        self._here.leave()
-        states = carry(states, before, after, group=self._all.message, device=self.device)
-        reason = self._here.enter(packing, after, states)
-        seconds = max(gather(time.perf_counter() - started, group=self._all.message))
-        return Change(frozen, before, self.layout, seconds, reason)
+        self._runtime.detach()
+        states = carry(states, before, after, group=self._groups.control_group, device=self.device)
+        reason = self._runtime.enter(packing, after, states)
+        seconds = max(gather(time.perf_counter() - started, group=self._groups.control_group))
+        return LayoutChange(frozen, before, self.layout, seconds, reason)
 
     def _catch_up(self, what: str) -> None:
         """Idle ranks come to where the others stopped, which may be short of the decision. A
         collective."""
-        self._here.meet(what, self._here.failure)
+        self._runtime.barrier(what, self._runtime.failure)
         if self.layout.active == self.ranks:
             return
         place = gather(
-            (self.steps, self._since, self.sampler.state_dict()), group=self._all.message
+            (self.steps, self._since, self.sampler.state_dict()), group=self._groups.control_group
         )[0]  # rank 0 is never idle
         if not self.is_active:
             self.steps, self._since, cursor = place
@@ -457,16 +457,18 @@ class Elastic:
     def _norms(self) -> list[float] | None:
         """Of each block's gradients since the last decision, on every rank, idle ones too; None
         where no step was taken."""
-        measured = None if self._here.worker is None else self._here.meter.steps
-        if 0 in gather(measured, group=self._all.message):
+        measured = None if self._runtime.worker is None else self._runtime.meter.steps
+        if 0 in gather(measured, group=self._groups.control_group):
             return None
-        norms = self._here.gradient_norms()
-        return next(each for each in gather(norms, group=self._all.message) if each is not None)
+        norms = self._runtime.gradient_norms()
+        return next(
+            each for each in gather(norms, group=self._groups.control_group) if each is not None
+        )
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, LayerState]:
         """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's
         layers: those in use. A frozen layer has no slots."""
-        return self._here.states()
+        return self._runtime.states()
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "elastic"}: this rank's part, for `pyops.checkpoint.save`; any
@@ -479,17 +481,17 @@ class Elastic:
             "since": self._since,
             "sampler": self.sampler.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
-            "meter": self._told(
-                self._here.meter.state_dict() if self._here.worker is not None else None
+            "meter": self._merged_meter(
+                self._runtime.meter.state_dict() if self._runtime.worker is not None else None
             ),
         }
         return {**saved(self.states(), writes=writes), "elastic": run}
 
-    def _told(self, meter: dict[str, Any] | None) -> dict[str, Any]:
+    def _merged_meter(self, meter: dict[str, Any] | None) -> dict[str, Any]:
         """Of all stages together."""
-        several = [each for each in gather(meter, group=self._all.message) if each is not None][
-            : self.layout.stages
-        ]
+        several = [
+            each for each in gather(meter, group=self._groups.control_group) if each is not None
+        ][: self.layout.stages]
         squares = [sum(some) for some in zip(*(each["squares"] for each in several), strict=True)]
         return {"squares": squares, "steps": several[0]["steps"]}
 
@@ -500,26 +502,26 @@ class Elastic:
         ValueError, on every rank alike and before anything is changed, for the state of another
         model, other data, another policy, or of a run that is not elastic.
         """
-        self._here.meet("load_state_dict")
-        with ranks_agree(self._all.message):
+        self._runtime.barrier("load_state_dict")
+        with ranks_agree(self._groups.control_group):
             packing, layout, states = self._read(state)
         run = state["elastic"]
-        with ranks_agree(self._all.message):
+        with ranks_agree(self._groups.control_group):
             if self.policy is not None:
                 self.policy.load_state_dict(run["policy"])
         self.sampler.load_state_dict(run["sampler"])
-        self._here.leave()
+        self._runtime.detach()
         self.frozen, self.steps, self._since = run["frozen"], run["steps"], run["since"]
         for layer in self.layers.values():
-            let_go(layer)
-        self._here.forget()
-        self._here.enter(packing, layout, states)
-        if self._here.worker is not None:
-            pairs = zip(run["meter"]["squares"], self._here.held, strict=True)
+            drop_memory(layer)
+        self._runtime.clear_cache()
+        self._runtime.enter(packing, layout, states)
+        if self._runtime.worker is not None:
+            pairs = zip(run["meter"]["squares"], self._runtime.held, strict=True)
             mine = [square if here else 0.0 for square, here in pairs]
-            self._here.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
+            self._runtime.meter.load_state_dict({"squares": mine, "steps": run["meter"]["steps"]})
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, State]]:
+    def _read(self, state: Mapping[str, Any]) -> tuple[Packing, Layout, dict[int, LayerState]]:
         """How the run of this state goes on, and the states of this rank's layers then. ValueError
         for that of another run."""
         run = run_of(state, blocks=self.blocks, has_policy=self.policy is not None)
@@ -531,5 +533,5 @@ class Elastic:
 
     def close(self) -> None:
         """Let go of groups and memory; every rank calls it at the end."""
-        self._here.close()
-        self._all.close()
+        self._runtime.close()
+        self._groups.close()

@@ -1,4 +1,4 @@
-"""Change: what a decision changed."""
+"""LayoutChange: what a decision changed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from pyops.elastic.layout.rank_layout import Layout
 
-__all__ = ["Change"]
+__all__ = ["LayoutChange"]
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """What a decision changed. seconds: from the decision until training can go on, the slowest
     rank's. reason: why not fewer stages."""
 

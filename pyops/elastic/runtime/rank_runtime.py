@@ -1,7 +1,7 @@
-"""Arrangement: what this rank holds and computes in the present layout, and how it goes over to the
+"""RankRuntime: what this rank holds and computes in the present layout, and how it goes over to the
 next one.
 
-enter(packing, states)    memory and values for its layers -> groups -> the frozen ones as one, read or not -> Worker
+enter(packing, states)    memory and values for its layers -> groups -> the frozen ones as one, read or not -> ReplicaWorker
 states()                  what has to last, by layer
 leave()                   worker and groups are let go of; the layers keep their values until the next enter
 """
@@ -19,33 +19,33 @@ from torch import Tensor, nn
 
 from pyops.comm.agreement import agree
 from pyops.comm.broadcast import broadcast
-from pyops.elastic.frozen.frozen_layers import Prefix
-from pyops.elastic.frozen.host_cache import CacheOptions, Caching
+from pyops.elastic.frozen.frozen_layers import FrozenLayers
+from pyops.elastic.frozen.host_cache import CacheOptions, HostCache
 from pyops.elastic.layout.layer_memory import (
     Initialize,
+    drop_memory,
     freeze,
     is_held,
     lacks_tables,
-    let_go,
     take,
     values_of,
 )
-from pyops.elastic.layout.layer_moves import State
-from pyops.elastic.layout.process_groups import Active, Everyone, giving_up
+from pyops.elastic.layout.layer_moves import LayerState
+from pyops.elastic.layout.process_groups import LayoutGroups, RunGroups, abort_on_failure
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.elastic.layout.sampler import Sampler
 from pyops.elastic.planning.confirmation import confirm
 from pyops.elastic.planning.packing import Packing
 from pyops.elastic.planning.trial import RowsOf, Trial
 from pyops.elastic.policy.gradient_meter import Meter
-from pyops.elastic.runtime.replica_worker import MakeOptimizer, Worker, make_pipeline
+from pyops.elastic.runtime.replica_worker import MakeOptimizer, ReplicaWorker, make_pipeline
 from pyops.pipeline import Pipeline
 
-__all__ = ["Arrangement", "Options"]
+__all__ = ["RankRuntime", "RuntimeOptions"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RuntimeOptions:
     """What is the same in all layouts; see `Elastic`. key: (names, layers, micro-batch) before each
     forward."""
 
@@ -59,26 +59,26 @@ class Options:
     trial: RowsOf | None = None
 
 
-class Arrangement:
+class RankRuntime:
     """layers: of the whole model, by name, in order. everyone: the groups of all ranks. sampler: is
     told which replica this rank is. worker is None on a rank that is idle; is_cached: what frozen
     layers say is read, as was decided."""
 
     layout: Layout
-    worker: Worker | None = None
+    worker: ReplicaWorker | None = None
     meter: Meter
     is_cached = False
-    _groups: Active
+    _groups: LayoutGroups
 
     def __init__(
         self,
         layers: Mapping[str, nn.Module],
-        options: Options,
+        options: RuntimeOptions,
         *,
         sampler: Sampler,
         cache: CacheOptions,
         held_out: int,
-        everyone: Everyone,
+        everyone: RunGroups,
     ) -> None:
         self.layers, self._options, self._sampler, self._everyone = (
             dict(layers),
@@ -86,25 +86,25 @@ class Arrangement:
             sampler,
             everyone,
         )
-        self.rank = 0 if everyone.message is None else dist.get_rank(everyone.message)
-        self.caching = Caching(
-            cache, samples=sampler.samples, held_out=held_out, message=everyone.message
+        self.rank = 0 if everyone.control_group is None else dist.get_rank(everyone.control_group)
+        self.host_cache = HostCache(
+            cache, samples=sampler.samples, held_out=held_out, control_group=everyone.control_group
         )
 
     @property
-    def message(self) -> dist.ProcessGroup | None:
+    def control_group(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None: one process alone."""
-        return self._everyone.message
+        return self._everyone.control_group
 
     @property
     def failure(self) -> Exception | None:
         """What this rank's optimizer raised in a step that others took."""
         return None if self.worker is None else self.worker.failure
 
-    def meet(self, what: str, error: Exception | None = None) -> None:
+    def barrier(self, what: str, error: Exception | None = None) -> None:
         """Wait for all ranks, idle ones too, to call `what`, and raise on all what went wrong on
         one."""
-        self._everyone.meet(what, error, is_idle=not self.is_active)
+        self._everyone.barrier(what, error, is_idle=not self.is_active)
 
     @property
     def is_active(self) -> bool:
@@ -122,7 +122,12 @@ class Arrangement:
         return [is_held(layer) for layer in list(self.layers.values())[1:-1]]
 
     def enter(
-        self, packing: Packing, layout: Layout, states: Mapping[int, State], *, first: bool = False
+        self,
+        packing: Packing,
+        layout: Layout,
+        states: Mapping[int, LayerState],
+        *,
+        first: bool = False,
     ) -> str:
         """Begin with `layout`, of a packing; the reason for it. states: of layers that come, or go
         on; none at the start, the first time."""
@@ -132,13 +137,13 @@ class Arrangement:
             self._hold(states)
         except Exception as caught:
             error = caught
-        agree(error, group=self.message)
-        self._groups = Active(layout, message=self.message)
+        agree(error, group=self.control_group)
+        self._groups = LayoutGroups(layout, control_group=self.control_group)
         if first:
             self._align()
         prefix = self._prefix()
         has_prefix = prefix is not None and self.is_active and layout.stage(self.rank) == 0
-        self.is_cached = bool(layout.frozen) and self.caching.attach(
+        self.is_cached = bool(layout.frozen) and self.host_cache.attach(
             prefix if has_prefix else None, replica=self.replica
         )
         self._sampler.resize(rank=self.replica, replicas=layout.replicas)
@@ -148,7 +153,7 @@ class Arrangement:
         options, worker = self._options, None
         try:
             if self.is_active:
-                worker = Worker(
+                worker = ReplicaWorker(
                     layout,
                     self.rank,
                     layers=self.layers,
@@ -160,9 +165,9 @@ class Arrangement:
                 )
         except Exception as caught:
             error = caught
-        agree(error, group=self.message)
+        agree(error, group=self.control_group)
         if worker is not None:
-            with giving_up(self._everyone.meeting):
+            with abort_on_failure(self._everyone.waiting_group):
                 worker.connect(loss=options.loss, schedule_name=options.schedule)
             self.worker = worker
             blocks = list(self.layers.values())[1:-1]
@@ -171,10 +176,10 @@ class Arrangement:
             )
         return packing.reason
 
-    def _tried(self, packing: Packing, prefix: Prefix | None, rows_of: RowsOf) -> Packing:
+    def _tried(self, packing: Packing, prefix: FrozenLayers | None, rows_of: RowsOf) -> Packing:
         """With the number of micro-batches that a trial finds fastest."""
         if not self.is_active:
-            return confirm(packing, lambda count: 0.0, group=self.message)
+            return confirm(packing, lambda count: 0.0, group=self.control_group)
         layout = self.layout
         for number in layout.layers(self.rank):
             self.layers[list(self.layers)[number]].requires_grad_(
@@ -201,16 +206,16 @@ class Arrangement:
             numbered=bool(layout.frozen),
         )
         try:
-            return confirm(packing, trial, group=self.message)
+            return confirm(packing, trial, group=self.control_group)
         finally:
             trial.close()
 
-    def _hold(self, states: Mapping[int, State]) -> None:
+    def _hold(self, states: Mapping[int, LayerState]) -> None:
         """Memory and values for the layers of this rank, and for no others."""
         own = self.layout.layers(self.rank) if self.is_active else range(0)
         for number, (name, layer) in enumerate(self.layers.items()):
             if number not in own:
-                let_go(layer)
+                drop_memory(layer)
             elif not is_held(layer) or lacks_tables(layer):
                 coming = states.get(number)
                 cut = len(name) + 1
@@ -230,7 +235,7 @@ class Arrangement:
 
     def _align(self) -> None:
         """Every replica begins with the values of the first, as with DistributedDataParallel."""
-        if (line := self._groups.line) is None:
+        if (dp_group := self._groups.dp_group) is None:
             return
         layers = list(self.layers.values())
         values = (
@@ -238,23 +243,25 @@ class Arrangement:
             for number in self.layout.layers(self.rank)
             for tensor in values_of(layers[number]).values()
         )
-        with giving_up(self._everyone.meeting):
-            broadcast(values, group=line)
+        with abort_on_failure(self._everyone.waiting_group):
+            broadcast(values, group=dp_group)
 
-    def _prefix(self) -> Prefix | None:
+    def _prefix(self) -> FrozenLayers | None:
         """The frozen layers as one; on ranks that have them not, to say which arguments they
         take."""
         if not self.layout.frozen:
             return None
         frozen = list(self.layers.values())[: self.layout.frozen]
-        return Prefix(frozen, chunk=self._options.chunk, stored=self.caching.options.stored)
+        return FrozenLayers(
+            frozen, chunk=self._options.chunk, stored=self.host_cache.options.stored
+        )
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, LayerState]:
         """{layer: {"parameters": {name: tensor}, "slots": {name: the optimizer's}}} of this rank's
         layers: those in use. A frozen layer has no slots."""
         if self.worker is None:
             return {}
-        found: dict[int, State] = {}
+        found: dict[int, LayerState] = {}
         own = self.layout.layers(self.rank)
         for number, (name, layer) in enumerate(self.layers.items()):
             if (
@@ -273,14 +280,14 @@ class Arrangement:
         if self.worker is None:
             return None
         return self.meter.take(
-            group=self._groups.pipeline, shared=self._groups.pipeline is not None
+            group=self._groups.pp_group, shared=self._groups.pp_group is not None
         )
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """What frozen layers said: other weights come."""
-        self.caching.forget()
+        self.host_cache.clear()
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let go of the layout."""
         if self.worker is not None:
             self.worker.close()
@@ -292,5 +299,5 @@ class Arrangement:
 
     def close(self) -> None:
         """Let go of everything but the layers."""
-        self.leave()
-        self.caching.close()
+        self.detach()
+        self.host_cache.close()

@@ -1,8 +1,8 @@
-"""Worker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over
+"""ReplicaWorker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over
 the replicas, its optimizer.
 
-    replica 0   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        pipeline: along the row
-    replica 1   Prefix(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        line: down the column
+    replica 0   FrozenLayers(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        pipeline: along the row
+    replica 1   FrozenLayers(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        line: down the column
 
 It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by
 layer and name.
@@ -21,23 +21,23 @@ from torch import Tensor, nn
 from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError
-from pyops.elastic.frozen.frozen_layers import Prefix
+from pyops.elastic.frozen.frozen_layers import FrozenLayers
 from pyops.elastic.layout.layer_memory import values_of
-from pyops.elastic.layout.layer_moves import State
-from pyops.elastic.layout.process_groups import Active, agree_within
+from pyops.elastic.layout.layer_moves import LayerState
+from pyops.elastic.layout.process_groups import LayoutGroups, agree_in_group
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.flat import FlatBuffer, check_free, claim, release
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.runtime.stage import Stage
 
-__all__ = ["MakeOptimizer", "Worker", "make_pipeline"]
+__all__ = ["MakeOptimizer", "ReplicaWorker", "make_pipeline"]
 
 logger = logging.getLogger("pyops")
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-class Worker:
+class ReplicaWorker:
     """This rank's part in `layout`.
 
     layers: all of the model, by name, in order; those of this rank have memory and values. prefix:
@@ -54,9 +54,9 @@ class Worker:
         rank: int,
         *,
         layers: Mapping[str, nn.Module],
-        prefix: Prefix | None,
-        groups: Active,
-        states: Mapping[int, State],
+        prefix: FrozenLayers | None,
+        groups: LayoutGroups,
+        states: Mapping[int, LayerState],
         make_optimizer: MakeOptimizer,
         before: Callable[[Sequence[str], Sequence[nn.Module], int], None],
     ) -> None:
@@ -156,16 +156,16 @@ class Worker:
         told = torch.tensor(
             [loss, float(flag), float(error is not None)], dtype=torch.float64, device="cpu"
         )
-        if self.groups.line is not None:
-            all_reduce(told, group=self.groups.line, label="the loss over the replicas")
+        if self.groups.dp_group is not None:
+            all_reduce(told, group=self.groups.dp_group, label="the loss over the replicas")
         loss, flags, errors = told.tolist()
         if errors:
-            agree_within(error, group=self.groups.line)
-        if self.groups.line is not None:
+            agree_in_group(error, group=self.groups.dp_group)
+        if self.groups.dp_group is not None:
             for buffer in self.buffers:
                 all_reduce(
                     buffer.grad,
-                    group=self.groups.line,
+                    group=self.groups.dp_group,
                     label="gradients of a stage over the replicas",
                 )
         self.flagged = bool(flags)
@@ -176,8 +176,8 @@ class Worker:
         told = torch.tensor([0.0, float(self.flagged)], dtype=torch.float64, device="cpu")
         for buffer in self.buffers:
             told[0] += sum_of_squares([buffer.grad], device="cpu")[0]
-        if self.groups.pipeline is not None:
-            all_reduce(told, group=self.groups.pipeline, label="the squared norm over the stages")
+        if self.groups.pp_group is not None:
+            all_reduce(told, group=self.groups.pp_group, label="the squared norm over the stages")
         squares, flags = told.tolist()
         self.flagged = bool(flags)
         return math.sqrt(squares) if math.isfinite(squares) else math.nan
@@ -212,11 +212,11 @@ class Worker:
     # ------------------------------------------------------------------------------------------------
     # states
 
-    def states(self) -> dict[int, State]:
+    def states(self) -> dict[int, LayerState]:
         """{layer: {"parameters", "slots"}} of this rank's active layers, by names in the model: the
         tensors in use."""
         slots = self._slots()
-        found: dict[int, State] = {}
+        found: dict[int, LayerState] = {}
         for number in self.own:
             prefix = self._names[number]
             parameters = {
@@ -236,7 +236,7 @@ class Worker:
         names = self._names_by_index()
         return {names[index]: dict(slots) for index, slots in saved["state"].items()}
 
-    def _load_slots(self, states: Mapping[int, State]) -> None:
+    def _load_slots(self, states: Mapping[int, LayerState]) -> None:
         slots = {
             name: each
             for number in self.own
@@ -280,8 +280,8 @@ def make_pipeline(
     layout: Layout,
     *,
     layers: Sequence[nn.Module],
-    prefix: Prefix | None,
-    groups: Active,
+    prefix: FrozenLayers | None,
+    groups: LayoutGroups,
     loss: Callable[[Any, Any], Tensor],
     schedule_name: str,
     before: Callable[[Stage, int], None] | None = None,
@@ -294,7 +294,7 @@ def make_pipeline(
         schedule=schedule(
             schedule_name, num_stages=layout.stages, num_microbatches=layout.micro_batches
         ),
-        group=groups.pipeline,
+        group=groups.pp_group,
         loss=loss,
         reduction="sum",
         tied=None,

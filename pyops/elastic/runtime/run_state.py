@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from pyops.elastic.layout.layer_memory import values_of
-from pyops.elastic.layout.layer_moves import State
+from pyops.elastic.layout.layer_moves import LayerState
 from pyops.flat import Shard
 
 __all__ = ["run_of", "saved", "states_of"]
 
 
-def saved(states: Mapping[int, State], *, writes: bool) -> dict[str, Any]:
+def saved(states: Mapping[int, LayerState], *, writes: bool) -> dict[str, Any]:
     """{"model": {name: Shard}, "optimizer": {name: {key: Shard}}} of a rank's layers. writes: False
     where another rank writes the same ones."""
     model = {
@@ -70,14 +70,14 @@ def run_of(state: Mapping[str, Any], *, blocks: int, has_policy: bool) -> Mappin
 
 def states_of(
     state: Mapping[str, Any], *, layers: Mapping[str, nn.Module], numbers: Sequence[int]
-) -> dict[int, State]:
+) -> dict[int, LayerState]:
     """The states of these layers, read from what `saved` gave all together. layers: all of them, by
     name.
 
     ValueError, before anything is read, for a tensor of these layers that is not there or is
     another one, and for one that no layer has.
     """
-    found: dict[int, State] = {}
+    found: dict[int, LayerState] = {}
     names = list(layers)
     _check(state["model"], layers, [names[number] for number in numbers])
     for number in numbers:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.elastic.layout.padded_batch import PADDING, Portion
-from pyops.elastic.layout.process_groups import agree_within, giving_up
+from pyops.elastic.layout.padded_batch import PADDING, PaddedBatch
+from pyops.elastic.layout.process_groups import abort_on_failure, agree_in_group
 from pyops.elastic.planning.trial import RowsOf
 from pyops.pipeline import Pipeline
 
@@ -19,19 +19,19 @@ __all__ = ["scored"]
 
 def scored(
     pipeline: Pipeline,
-    portions: Sequence[Portion],
+    portions: Sequence[PaddedBatch],
     rows_of: RowsOf,
     score: Callable[[Any, Any], Tensor],
     *,
     first: int | None,
-    meeting: dist.ProcessGroup | None,
+    waiting_group: dist.ProcessGroup | None,
 ) -> float:
     """The sum of score(what the last layer returns, target) over these portions, on the rank of the
     last stage; 0 on others.
 
     first: the number of the first held-out sample in the cache; None: nothing is read there. What
     goes wrong on one rank is raised there, and on all of its pipeline before the next portion.
-    meeting: where idle ranks wait, and hear of one that is lost.
+    waiting_group: where idle ranks wait, and hear of one that is lost.
     """
     total = 0.0
     error: Exception | None = None
@@ -42,15 +42,15 @@ def scored(
                 inputs, target, named = rows_of(portion)
             except Exception as caught:
                 error = error or caught
-            with giving_up(meeting):
-                agree_within(error, group=pipeline.group)
+            with abort_on_failure(waiting_group):
+                agree_in_group(error, group=pipeline.group)
             if first is not None:
                 numbers = portion.samples
                 named = {
                     **named,
                     "samples": torch.where(numbers == PADDING, numbers, numbers + first),
                 }
-            with giving_up(meeting):
+            with abort_on_failure(waiting_group):
                 output = pipeline(inputs, **named)
             if pipeline.has_last:
                 try:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pyops.elastic import PADDING, ActivationCache, Prefix, Times, measure, reading_pays
+from pyops.elastic import PADDING, ActivationCache, CacheTimes, FrozenLayers, measure, reading_pays
 from pyops.elastic.frozen import cache_timing
 
 pytestmark = pytest.mark.cpu_only
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("times", "pays"),
     [
-        (Times(compute=10, put=4, get=5), True),
-        (Times(compute=10, put=4, get=6), False),
-        (Times(compute=10, put=8, get=1), True),
-        (Times(compute=10, put=1, get=10), False),
+        (CacheTimes(compute=10, put=4, get=5), True),
+        (CacheTimes(compute=10, put=4, get=6), False),
+        (CacheTimes(compute=10, put=8, get=1), True),
+        (CacheTimes(compute=10, put=1, get=10), False),
         (None, False),
     ],
 )
@@ -32,7 +32,7 @@ def test_the_rule(times, pays):
 def test_epochs_by_the_rule_take_no_longer_than_without_a_cache():
     """Seconds of epochs with so many layers frozen, each put at the depth of its epoch: the first
     one computes all of it."""
-    layer, times = 1.0, Times(compute=3.0, put=1.9, get=1.0)  # of 3 layers
+    layer, times = 1.0, CacheTimes(compute=3.0, put=1.9, get=1.0)  # of 3 layers
     for depths in ([3, 4], [3, 3, 3], [3, 5, 6, 6]):
         plain = sum(layer * depth for depth in depths)
         read = 0.0
@@ -84,9 +84,9 @@ def test_what_is_measured(monkeypatch):
 
     monkeypatch.setattr(cache, "put", slow_put)
     monkeypatch.setattr(cache, "get", slow_get)
-    prefix, x = Prefix([Slow(clock)], cache=cache, chunk=4), torch.randn(8, 6)
+    prefix, x = FrozenLayers([Slow(clock)], cache=cache, chunk=4), torch.randn(8, 6)
     samples = torch.tensor([1, 3, 5, 8, 9, 15, 19, PADDING])
-    assert measure(prefix, x, samples=samples) == Times(
+    assert measure(prefix, x, samples=samples) == CacheTimes(
         compute=1.0, put=10.0, get=4.0
     )  # five are kept
     assert torch.equal(cache.get(samples[:5], depth=1, seed=prefix.key)[0], x[:5] + 1)
@@ -96,7 +96,7 @@ def test_what_is_measured(monkeypatch):
 
 def test_nothing_kept_and_a_lost_cache_are_nothing_to_read(monkeypatch):
     cache, x = ActivationCache(20, shape=(6,), budget=4096 + 10 * (24 + 16)), torch.randn(4, 6)
-    prefix = Prefix([nn.Identity()], cache=cache, chunk=4)
+    prefix = FrozenLayers([nn.Identity()], cache=cache, chunk=4)
     assert measure(prefix, x, samples=torch.arange(16, 20)) is None
     assert measure(prefix, x, samples=torch.full((4,), PADDING)) is None
 
@@ -111,7 +111,7 @@ def test_nothing_kept_and_a_lost_cache_are_nothing_to_read(monkeypatch):
 def _decide(rank: int, group: dist.ProcessGroup) -> list[bool]:
     def of(*saved: float | None) -> bool:
         return reading_pays(
-            None if saved[rank] is None else Times(10 + saved[rank], 6, 4), group=group
+            None if saved[rank] is None else CacheTimes(10 + saved[rank], 6, 4), group=group
         )
 
     found = [of(3, -1), of(1, -3), of(None, 1), of(-1, None), of(None, None)]

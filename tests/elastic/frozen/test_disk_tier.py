@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pyops.comm.agreement import gather
-from pyops.elastic import PADDING, ActivationCache, Prefix, open_cache
+from pyops.elastic import PADDING, ActivationCache, FrozenLayers, open_cache
 from pyops.elastic.frozen.disk_tier import DiskTier
 from tests.elastic.frozen.test_activation_cache import memory_of_caches
 from tests.workers import spawn_ranks
@@ -114,7 +114,7 @@ def test_what_another_process_put_meanwhile_is_not_mixed_up(tmp_path):
 
 def test_a_prefix_reads_ahead(tmp_path):
     cache = cache_of(tmp_path, memory=3)
-    prefix = Prefix([torch.nn.LayerNorm(700)], chunk=4, cache=cache)
+    prefix = FrozenLayers([torch.nn.LayerNorm(700)], chunk=4, cache=cache)
     x, samples = torch.randn(40, *SHAPE), torch.randperm(40)
     wanted = prefix(x)
     prefix(x[samples], samples=samples)
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_memory_and_full_memory_nothing_each_said_once(
 @pytest.mark.parametrize("when", ["put", "get", "prefetch"])
 def test_a_disk_that_fails_later_is_given_up_and_memory_goes_on(tmp_path, caplog, when):
     cache = cache_of(tmp_path)
-    prefix = Prefix([torch.nn.LayerNorm(700)], chunk=4, cache=cache)
+    prefix = FrozenLayers([torch.nn.LayerNorm(700)], chunk=4, cache=cache)
     x, samples = torch.randn(40, *SHAPE), torch.arange(40)
     wanted = prefix(x)
     if when != "put":

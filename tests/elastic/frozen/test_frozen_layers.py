@@ -1,4 +1,4 @@
-"""Prefix: what frozen layers say has the same bits computed or read, in whatever micro-batches, on
+"""FrozenLayers: what frozen layers say has the same bits computed or read, in whatever micro-batches, on
 any rank."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.elastic import PADDING, ActivationCache, Prefix, Sampler
+from pyops.elastic import PADDING, ActivationCache, FrozenLayers, Sampler
 from pyops.models import BERT, GPT, BERTConfig, GPTConfig, ViT, ViTConfig
 from pyops.pipeline import Pipeline, schedule
 from pyops.pipeline.runtime.stage import named_arguments
@@ -68,7 +68,7 @@ def batch_of(kind: str, samples: Tensor) -> tuple[Any, dict[str, Any]]:
     return (tokens, types), {"mask_BT": mask}
 
 
-def called(prefix: Prefix, kind: str, samples: Tensor, *, micro_batches: int = 1) -> Tensor:
+def called(prefix: FrozenLayers, kind: str, samples: Tensor, *, micro_batches: int = 1) -> Tensor:
     found = []
     for part in samples.tensor_split(micro_batches):
         inputs, named = batch_of(kind, part)
@@ -103,7 +103,7 @@ def test_read_computed_and_in_other_micro_batches_are_the_same_bits(kind: str):
     sampler, before = Sampler(SAMPLES, batch=9, seed=3), 0
     for epoch, depth in enumerate(FROZEN):
         reading, plain, other = (
-            Prefix(layers[:depth], cache=c, chunk=4) for c in (cache, None, None)
+            FrozenLayers(layers[:depth], cache=c, chunk=4) for c in (cache, None, None)
         )
         for share in sampler.rest():
             wanted = called(plain, kind, share.samples)
@@ -128,7 +128,7 @@ def test_what_is_there_is_not_computed_and_what_is_there_less_deep_is_gone_on_fr
     cache = ActivationCache(SAMPLES, shape=(TOKENS, DIM))
     rows = []
     for depth in FROZEN:
-        prefix = Prefix(layers[:depth], cache=cache, chunk=1)
+        prefix = FrozenLayers(layers[:depth], cache=cache, chunk=1)
         for layer in layers:
             layer.rows = 0
         called(prefix, "vit", torch.arange(12))
@@ -138,7 +138,7 @@ def test_what_is_there_is_not_computed_and_what_is_there_less_deep_is_gone_on_fr
         layer.rows = 0
     mixed = torch.tensor([3, 15, 4, 16, 17])  # two are there, three are not
     assert torch.equal(
-        called(prefix, "vit", mixed), called(Prefix(layers[:4], chunk=1), "vit", mixed)
+        called(prefix, "vit", mixed), called(FrozenLayers(layers[:4], chunk=1), "vit", mixed)
     )
     assert layers[0].rows == 3 + 5
 
@@ -173,7 +173,7 @@ def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
     x, samples = torch.randn(30, 6), torch.randperm(30)
     x[0, 0] = -1
     cache = ActivationCache(30, shape=(6,))
-    whole, parts = Prefix([layer], chunk=8), Prefix([layer], chunk=8, cache=cache)
+    whole, parts = FrozenLayers([layer], chunk=8), FrozenLayers([layer], chunk=8, cache=cache)
     wanted = whole(x)
     assert whole.chunk == chunk
     for part in samples.split(7):
@@ -186,9 +186,10 @@ def test_chunks_are_as_small_as_they_must_be(layer: nn.Module, chunk: int):
 
 def test_what_was_computed_in_other_chunks_is_not_used():
     cache, x, samples = ActivationCache(4, shape=(6,)), torch.randn(4, 6), torch.arange(4)
-    Prefix([Fickle()], chunk=4, cache=cache)(x, samples=samples)
+    FrozenLayers([Fickle()], chunk=4, cache=cache)(x, samples=samples)
     assert torch.equal(
-        Prefix([Fickle()], chunk=2, cache=cache)(x, samples=samples), Prefix([Fickle()], chunk=2)(x)
+        FrozenLayers([Fickle()], chunk=2, cache=cache)(x, samples=samples),
+        FrozenLayers([Fickle()], chunk=2)(x),
     )
 
 
@@ -203,7 +204,7 @@ class Nosy(nn.Module):
 
 
 def test_named_arguments_go_to_the_layers_that_name_them_by_rows():
-    prefix = Prefix([nn.Identity(), Nosy()], chunk=4)
+    prefix = FrozenLayers([nn.Identity(), Nosy()], chunk=4)
     x, mask, factor = torch.randn(7, 6), torch.rand(7, 6) > 0.5, torch.randn(6)
     found = prefix(x, shape=(7, 9), mask=mask, factor=factor)
     torch.testing.assert_close(found, torch.where(mask, x, 0) * factor)
@@ -212,7 +213,7 @@ def test_named_arguments_go_to_the_layers_that_name_them_by_rows():
 
 def test_the_augmentation_is_part_of_the_key():
     cache, samples = ActivationCache(4, shape=(6,)), torch.arange(4)
-    prefix = Prefix([nn.Linear(6, 6)], chunk=4, cache=cache)
+    prefix = FrozenLayers([nn.Linear(6, 6)], chunk=4, cache=cache)
     for epoch in range(3):
         prefix.seed = epoch
         x = torch.randn(4, 6)
@@ -221,7 +222,7 @@ def test_the_augmentation_is_part_of_the_key():
 
 def test_padding_is_neither_read_nor_kept():
     cache = ActivationCache(4, shape=(6,))
-    prefix = Prefix([nn.Linear(6, 6)], chunk=2, cache=cache)
+    prefix = FrozenLayers([nn.Linear(6, 6)], chunk=2, cache=cache)
     x = torch.randn(3, 6)
     for _ in range(2):
         y = prefix(x, samples=torch.tensor([PADDING, 2, PADDING]))
@@ -232,7 +233,7 @@ def test_padding_is_neither_read_nor_kept():
 
 
 def test_it_stays_in_evaluation_and_wants_no_gradients():
-    prefix = Prefix([nn.Linear(6, 6), nn.Dropout(0.5)], chunk=2)
+    prefix = FrozenLayers([nn.Linear(6, 6), nn.Dropout(0.5)], chunk=2)
     prefix.train()
     assert not any(module.training for module in prefix.modules())
     assert not any(p.requires_grad for p in prefix.parameters())
@@ -252,11 +253,11 @@ def test_16_bits_are_a_run_with_rounded_features():
     )
     for epoch, depth in enumerate(FROZEN):
         reading, rounding = (
-            Prefix(layers[:depth], cache=cache),
-            Prefix(layers[:depth], stored=torch.bfloat16),
+            FrozenLayers(layers[:depth], cache=cache),
+            FrozenLayers(layers[:depth], stored=torch.bfloat16),
         )
         samples = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
-        exact = called(Prefix(layers[:depth]), "vit", samples)
+        exact = called(FrozenLayers(layers[:depth]), "vit", samples)
         found = called(reading, "vit", samples, micro_batches=3)
         assert torch.equal(found, called(rounding, "vit", samples))
         assert not torch.equal(found, exact)
@@ -272,7 +273,7 @@ def test_16_bits_are_a_run_with_rounded_features():
 @pytest.mark.parametrize("what", ["put", "get"])
 def test_without_memory_training_goes_on_and_says_so_once(what: str, monkeypatch, caplog):
     cache, x, samples = ActivationCache(4, shape=(6,)), torch.randn(4, 6), torch.arange(4)
-    prefix = Prefix([nn.Linear(6, 6)], chunk=2, cache=cache)
+    prefix = FrozenLayers([nn.Linear(6, 6)], chunk=2, cache=cache)
 
     def fail(*args: Any, **named: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -302,7 +303,7 @@ def trained(
     for layer in layers:
         layer.eval()  # dropout is no part of this
     for depth in FROZEN:
-        prefix = Prefix(layers[:depth], cache=cache, chunk=4)
+        prefix = FrozenLayers(layers[:depth], cache=cache, chunk=4)
         plan = schedule("1f1b", num_stages=stages, num_microbatches=micro_batches)
         parts = [prefix, *layers[depth:]]
         boundaries = [0, len(parts)] if stages == 1 else [0, 1, len(parts)]
@@ -365,8 +366,8 @@ def _replicas(rank: int, group: dist.ProcessGroup) -> list[int]:
     sampler, computed = Sampler(SAMPLES, batch=8, seed=5, rank=rank, replicas=2), []
     for depth in FROZEN:
         prefix, plain = (
-            Prefix(layers[:depth], cache=cache, chunk=1),
-            Prefix(layers[:depth], chunk=1),
+            FrozenLayers(layers[:depth], cache=cache, chunk=1),
+            FrozenLayers(layers[:depth], chunk=1),
         )
         computed.append(0)
         for share in sampler.rest():
@@ -385,27 +386,31 @@ def test_replicas_read_what_others_kept(world):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Prefix([]), ValueError, "a prefix of no layers"),
+        (lambda: FrozenLayers([]), ValueError, "a prefix of no layers"),
         (
-            lambda: Prefix([nn.Identity()], chunk=0),
+            lambda: FrozenLayers([nn.Identity()], chunk=0),
             ValueError,
             "chunk is 0; it must be a whole number, 1 or more",
         ),
         (
-            lambda: Prefix(
+            lambda: FrozenLayers(
                 [nn.Identity()], cache=ActivationCache(2, shape=(2,)), stored=torch.half
             ),
             ValueError,
             "one of them",
         ),
-        (lambda: Prefix([nn.Identity()])(torch.zeros(0, 2)), ValueError, "were given no rows"),
         (
-            lambda: Prefix([nn.Identity()])(torch.zeros(3, 2), samples=torch.arange(2)),
+            lambda: FrozenLayers([nn.Identity()])(torch.zeros(0, 2)),
+            ValueError,
+            "were given no rows",
+        ),
+        (
+            lambda: FrozenLayers([nn.Identity()])(torch.zeros(3, 2), samples=torch.arange(2)),
             ValueError,
             "the batch has 3 rows",
         ),
         (
-            lambda: Prefix([nn.LSTM(2, 2)])(torch.zeros(3, 2)),
+            lambda: FrozenLayers([nn.LSTM(2, 2)])(torch.zeros(3, 2)),
             TypeError,
             "last frozen layer returned a tuple",
         ),

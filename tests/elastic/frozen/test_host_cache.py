@@ -12,10 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.checkpoint import load, save
-from pyops.elastic import ActivationCache, Bound, CacheOptions, Elastic, Prefix, Sampler, Times
+from pyops.elastic import (
+    ActivationCache,
+    Bound,
+    CacheOptions,
+    CacheTimes,
+    Elastic,
+    FrozenLayers,
+    Sampler,
+)
 from pyops.elastic.frozen import host_cache
 from pyops.elastic.frozen.disk_tier import DiskTier
-from pyops.elastic.frozen.host_cache import Caching
+from pyops.elastic.frozen.host_cache import HostCache
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -75,9 +83,9 @@ def trained(elastic: Elastic, epochs: int = EPOCHS, *, factor: float = 1.0) -> l
 
 def kept(elastic: Elastic) -> int:
     """How many samples, held-out ones too, are there at some depth."""
-    if elastic._here.caching.cache is None:
+    if elastic._runtime.host_cache.cache is None:
         return 0
-    cache = elastic._here.caching.cache
+    cache = elastic._runtime.host_cache.cache
     return int((torch.from_numpy(cache._tags.copy())[:, 0] > 0).sum()) if cache.room else 0
 
 
@@ -142,7 +150,7 @@ def read_where(rank: int, group: Any) -> list[tuple[int, bool]]:
     for epoch in range(3):
         for share in elastic.shares():
             if epoch == 2 and rank == 0:
-                elastic._here.worker._prefix.give_up(OSError("the memory is gone"))
+                elastic._runtime.worker._prefix.give_up(OSError("the memory is gone"))
             x, y = networks.rows(share.samples)
             elastic.step(x, y, share=share, lr=0.01)
         found.append((elastic.layout.stages, elastic.is_cached))
@@ -188,18 +196,23 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
         for compute in (10.0, 8.0):
             host_cache.measure = lambda *args, compute=compute, **named: (
                 inner(*args, **named),
-                Times(compute, 5.0, 4.0),
+                CacheTimes(compute, 5.0, 4.0),
             )[1]
-            keeper = Caching(
-                CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group
+            keeper = HostCache(
+                CacheOptions("auto", example),
+                samples=networks.SAMPLES,
+                held_out=0,
+                control_group=group,
             )
-            prefix = Prefix([torch.nn.Linear(7, networks.WIDTH)], chunk=1) if rank == 0 else None
+            prefix = (
+                FrozenLayers([torch.nn.Linear(7, networks.WIDTH)], chunk=1) if rank == 0 else None
+            )
             found.append(keeper.attach(prefix, replica=0))
             assert prefix is None or (prefix.cache is not None) == found[-1]
             if found[-1]:  # deeper, it is not measured again
-                host_cache.measure = lambda *args, **named: Times(0.0, 5.0, 4.0)
+                host_cache.measure = lambda *args, **named: CacheTimes(0.0, 5.0, 4.0)
                 deeper = (
-                    Prefix([*prefix.layers, torch.nn.Tanh()], chunk=1)
+                    FrozenLayers([*prefix.layers, torch.nn.Tanh()], chunk=1)
                     if prefix is not None
                     else None
                 )
@@ -211,12 +224,12 @@ def _auto(rank: int, group: dist.ProcessGroup) -> list[bool]:
             raise ValueError("rows of another shape")
 
         host_cache.measure = fail
-        keeper = Caching(
-            CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, message=group
+        keeper = HostCache(
+            CacheOptions("auto", example), samples=networks.SAMPLES, held_out=0, control_group=group
         )
         with pytest.raises(ValueError, match="rows of another shape"):
             keeper.attach(
-                Prefix([torch.nn.Linear(7, networks.WIDTH)]) if rank == 0 else None, replica=0
+                FrozenLayers([torch.nn.Linear(7, networks.WIDTH)]) if rank == 0 else None, replica=0
             )
         keeper.close()
     finally:

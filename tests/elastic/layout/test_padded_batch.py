@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyops.elastic as room
-from pyops.elastic import ActivationCache, Prefix, measure
+from pyops.elastic import ActivationCache, FrozenLayers, measure
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -69,12 +69,12 @@ def test_indices_of_says_which_rows_count():
 
 def test_the_number_that_padding_once_had_is_refused():
     old = torch.tensor([2, -1])
-    cache, prefix = ActivationCache(5, shape=(4,)), Prefix([torch.nn.Linear(3, 4)])
+    cache, prefix = ActivationCache(5, shape=(4,)), FrozenLayers([torch.nn.Linear(3, 4)])
     for call in (
         lambda: room.indices_of(old),
         lambda: prefix(torch.zeros(2, 3), samples=old),
         lambda: measure(
-            Prefix([torch.nn.Linear(3, 4)], cache=cache), torch.zeros(2, 3), samples=old
+            FrozenLayers([torch.nn.Linear(3, 4)], cache=cache), torch.zeros(2, 3), samples=old
         ),
     ):
         with pytest.raises(ValueError, match=r"numbered -1; .* pyops.elastic.PADDING"):

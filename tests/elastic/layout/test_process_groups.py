@@ -16,7 +16,7 @@ from pyops.checkpoint import load, save
 from pyops.comm import all_reduce
 from pyops.comm.collectives import probe
 from pyops.elastic import Bound, CacheOptions, Layout
-from pyops.elastic.layout.process_groups import Active, message_group
+from pyops.elastic.layout.process_groups import LayoutGroups, make_control_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.zero import ZeroOptimizer
@@ -28,17 +28,17 @@ pytestmark = pytest.mark.cpu_only
 
 def members_body(rank, group, layouts):
     """Of each layout what the groups say and sum; and that closing twice is no harm."""
-    message = message_group()
+    message = make_control_group()
     found = []
     for layout in layouts:
-        active = Active(layout, message=message)
-        for each in (active.pipeline, active.line):
+        active = LayoutGroups(layout, control_group=message)
+        for each in (active.pp_group, active.dp_group):
             found.append(None if each is None else dist.get_process_group_ranks(each))
             if each is not None:
                 found.append(int(all_reduce(torch.tensor([10**rank]), group=each)))
         active.close()
         active.close()
-        found.append((active.pipeline, active.line))
+        found.append((active.pp_group, active.dp_group))
     dist.destroy_process_group(message)
     return found
 
@@ -108,7 +108,7 @@ def test_members(world):
 
 def refused_body(rank, group, layouts):
     with pytest.raises(ValueError, match="rank") as caught:
-        Active(layouts[rank], message=group)
+        LayoutGroups(layouts[rank], control_group=group)
     return str(caught.value)
 
 
@@ -118,12 +118,12 @@ def test_ranks_that_differ_and_layouts_of_other_ranks(world):
     assert first == second
     assert f"rank 0 has {Layout(2, 2, 1, (0, 2, 4))}, but rank 1 {other}" in first
     (message, _) = world(2).run(refused_body, [Layout(3, 2, 1, (0, 2, 4))] * 2)
-    assert "the layout is of 3 ranks, but the message group has 2" in message
+    assert "the layout is of 3 ranks, but the control group has 2" in message
 
 
 def test_one_process_alone():
-    active = Active(Layout(1, 1, 1, (0, 2)), message=message_group())
-    assert (active.pipeline, active.line) == (None, None)
+    active = LayoutGroups(Layout(1, 1, 1, (0, 2)), control_group=make_control_group())
+    assert (active.pp_group, active.dp_group) == (None, None)
     active.close()
 
 
@@ -147,7 +147,9 @@ def elastic_body(rank, group):
     for share in elastic.shares():
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
     assert elastic.decide() is not None
-    groups = [weakref.ref(each) for each in (elastic._all.meeting, elastic._all.message)]
+    groups = [
+        weakref.ref(each) for each in (elastic._groups.waiting_group, elastic._groups.control_group)
+    ]
     elastic.close()
     elastic.close()
     return all(group() is None for group in groups)
@@ -177,11 +179,11 @@ def held() -> tuple[int, int, int, int]:
 def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakref.ref]:
     """A step in a layout, from its groups to their end; what must be gone afterwards. alone: a
     group of this rank."""
-    active = Active(layout, message=message)
+    active = LayoutGroups(layout, control_group=message)
     pipeline = Pipeline(
         layers,
         schedule=schedule("1f1b", num_stages=layout.stages, num_microbatches=layout.micro_batches),
-        group=active.pipeline,
+        group=active.pp_group,
         boundaries=layout.boundaries,
         loss=nn.functional.mse_loss,
         tied=None,
@@ -190,8 +192,8 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
         pipeline,
         AdamW,
         stage=0,
-        group=active.line or alone,
-        pp_group=active.pipeline,
+        group=active.dp_group or alone,
+        pp_group=active.pp_group,
         op="sum",
         lr=1e-3,
     )
@@ -201,7 +203,7 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
     before = next(pipeline.parameters()).clone()
     zero.step()
     assert not torch.equal(before, next(pipeline.parameters()))
-    groups = [weakref.ref(each) for each in (active.pipeline, active.line) if each is not None]
+    groups = [weakref.ref(each) for each in (active.pp_group, active.dp_group) if each is not None]
     pipeline.close()
     zero.close()
     active.close()
@@ -214,7 +216,7 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
 
 
 def transitions_body(rank, group, count):
-    message = message_group()
+    message = make_control_group()
     alone = [dist.new_group([each]) for each in range(4)][rank]
     layers = [nn.Linear(256, 256) for _ in range(6)]
     AdamW(

@@ -17,8 +17,8 @@ def test_who_holds_what():
     assert [layout.replica(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [layout.stage(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [list(layout.layers(rank)) for rank in (0, 5, 7, 8)] == [[0, 1, 2], [3, 4], [6, 7], []]
-    assert layout.members(1) == (4, 5, 6, 7)
-    assert layout.line(2) == (2, 6)
+    assert layout.pp_ranks(1) == (4, 5, 6, 7)
+    assert layout.dp_ranks(2) == (2, 6)
     assert [layout.holders(layer) for layer in (0, 2, 3, 5, 7)] == [
         (0, 4),
         (0, 4),
@@ -68,8 +68,8 @@ def test_a_rank_that_is_idle_or_is_none():
         (lambda: layout.stage(2), "rank 2 is idle"),
         (lambda: layout.replica(2), "rank 2 is idle"),
         (lambda: layout.layers(3), "there is no rank 3"),
-        (lambda: layout.members(1), "there is no replica 1"),
-        (lambda: layout.line(2), "there is no stage 2"),
+        (lambda: layout.pp_ranks(1), "there is no replica 1"),
+        (lambda: layout.dp_ranks(2), "there is no stage 2"),
         (lambda: layout.holders(2), "there is no layer 2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -104,7 +104,7 @@ def test_what_a_layout_had_is_gone_with_it():
     gc.disable()
     try:
         for _ in range(2):
-            worker = elastic._here.worker
+            worker = elastic._runtime.worker
             old = [weakref.ref(each) for each in (worker, *worker.buffers, worker.optimizer)]
             assert len(old) > 2
             del worker

@@ -15,7 +15,15 @@ from torch import nn
 from pyops import failure
 from pyops.comm import CommunicationError
 from pyops.comm.collectives.transport import ProcessGroupTransport
-from pyops.elastic import Active, Bound, Layout, agree_on, carry, giving_up, message_group
+from pyops.elastic import (
+    Bound,
+    Layout,
+    LayoutGroups,
+    abort_on_failure,
+    agree_on,
+    carry,
+    make_control_group,
+)
 from pyops.elastic.layout import process_groups
 from pyops.pipeline import Pipeline, schedule
 from tests.elastic import networks
@@ -38,14 +46,14 @@ def caught(call) -> tuple[str, tuple[int, ...]]:
 
 def idle_body(rank, group):
     """Ranks 0 and 1 train, 2 and 3 wait for a decision; rank 1 dies in its second step."""
-    message = message_group()
+    message = make_control_group()
     layout = Layout(4, 2, 1, (0, 1, 2), 0, 2)
-    active = Active(layout, message=message)
+    active = LayoutGroups(layout, control_group=message)
     if layout.is_active(rank):
         layers = [nn.Linear(8, 8) for _ in range(2)]
         plan = schedule("1f1b", num_stages=2, num_microbatches=2)
         pipeline = Pipeline(
-            layers, schedule=plan, group=active.pipeline, loss=nn.functional.mse_loss
+            layers, schedule=plan, group=active.pp_group, loss=nn.functional.mse_loss
         )
         x = torch.randn(4, 8)
         pipeline.step(x, x)
@@ -54,7 +62,7 @@ def idle_body(rank, group):
             os._exit(7)
 
         def step():
-            with giving_up(message):
+            with abort_on_failure(message):
                 pipeline.step(x, x)
 
         return 0.0, *caught(step)

@@ -10,7 +10,7 @@ import torch
 
 from pyops.checkpoint import load, save
 from pyops.elastic import Bound, Elastic
-from pyops.elastic.layout.padded_batch import Portion
+from pyops.elastic.layout.padded_batch import PaddedBatch
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 from tests.elastic.runtime.test_bad_runs import BATCH, BLOCKS, make
@@ -25,7 +25,7 @@ def told(call: Any) -> str:
 
 
 def rows_failing_on(where: int | None, rank: int) -> Any:
-    def rows(share: Portion) -> Any:
+    def rows(share: PaddedBatch) -> Any:
         if rank == where:
             raise LookupError("no such row")
         return *networks.rows(share.samples), {}
@@ -101,7 +101,7 @@ def in_an_evaluation(rank: int, group: Any) -> tuple[list[str], float, bool]:
         told(lambda: elastic.evaluate(13, rows_failing_on(None, rank), score=score)),
     ]
     found = elastic.evaluate(13, rows_failing_on(None, rank), score=networks.right)
-    training = elastic._here.worker is not None and elastic._here.worker.pipeline.training
+    training = elastic._runtime.worker is not None and elastic._runtime.worker.pipeline.training
     elastic.close()
     return texts, found, training
 
@@ -146,7 +146,7 @@ def in_an_optimizer(rank: int, group: Any, folder: str) -> list[Any]:
         saved = f"{folder}/{number}"
         save(saved, elastic.state_dict())
         if rank == 1:
-            failing(elastic._here.worker.optimizer)
+            failing(elastic._runtime.worker.optimizer)
         shares = elastic.shares()
         share = next(shares)
         elastic.step(
@@ -199,7 +199,7 @@ def with_idle_ranks(rank: int, group: Any, stages: int, then: str) -> list[str]:
     for share in shares[:-1]:
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
     if rank == stages - 1:
-        failing(elastic._here.worker.optimizer)
+        failing(elastic._runtime.worker.optimizer)
     for share in shares[-1:]:
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
     found = told(
@@ -226,7 +226,7 @@ def test_ranks_that_call_one_thing_while_idle_ones_wait_for_another(world):
 
 def test_one_process_alone_is_told_at_once():
     elastic = make()
-    failing(elastic._here.worker.optimizer)
+    failing(elastic._runtime.worker.optimizer)
     share = next(elastic.shares())
     with pytest.raises(ArithmeticError, match="no such root"):
         elastic.step(*networks.rows(share.samples), share=share, lr=0.1)
