@@ -34,6 +34,17 @@ MODULES = {
 
 # Module -> {old name: new name}; the module's __getattr__ calls `missing_attribute`.
 ATTRIBUTES = {
+    "pyops.elastic": {
+        "Active": "LayoutGroups",
+        "Change": "LayoutChange",
+        "Move": "LayerMove",
+        "Portion": "PaddedBatch",
+        "Prefix": "FrozenLayers",
+        "Share": "ReplicaBatch",
+        "Times": "CacheTimes",
+        "giving_up": "abort_on_failure",
+        "message_group": "make_control_group",
+    },
     "pyops.tensor_parallel": {
         "finish_gradients": "sync_partial_grads",
         "initialise_": "initialize_",

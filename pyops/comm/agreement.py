@@ -8,7 +8,7 @@ rank 2: fine                --'                      '--  CorpusError("...")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from pyops.mesh import Alone, ProcessGroupLike, resolve
 
 __all__ = [
     "agree",
+    "check_same",
     "gather",
     "naming_lost_ranks",
     "on_all_ranks",
@@ -98,6 +99,31 @@ def ranks_agree(group: ProcessGroupLike = None) -> Iterator[None]:
     except Exception as caught:
         error = caught
     agree(error, group=group)
+
+
+def check_same(
+    options: Mapping[str, str], *, group: ProcessGroupLike = None, who: str = ""
+) -> None:
+    """Checks that all ranks were given the same. Collective.
+
+    Args:
+        options: name -> value, as text.
+        group: the ranks; see `pyops.mesh.resolve`.
+        who: the class or function that was given them, for the error.
+
+    Raises:
+        ValueError: on every rank, for an option that differs between ranks: its name, and its value
+            on rank 0 and on another rank.
+    """
+    everyone = gather(dict(options), group=group)
+    for rank, others in enumerate(everyone):
+        for name in {**everyone[0], **others}:
+            first, other = everyone[0].get(name, "not there"), others.get(name, "not there")
+            if first != other:
+                raise ValueError(
+                    f"{who}{': ' if who else ''}{name} is {first} on rank 0, but {other} on rank "
+                    f"{rank}; give all ranks the same"
+                )
 
 
 def on_all_ranks(function: Callable[[], T], *, group: ProcessGroupLike = None) -> T:

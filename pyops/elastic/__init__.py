@@ -59,6 +59,7 @@ from pyops.elastic.policy.freeze_policies import (
 from pyops.elastic.policy.gradient_meter import Meter
 from pyops.elastic.runtime.elastic import Elastic
 from pyops.elastic.runtime.layout_change import LayoutChange
+from pyops.renamed import missing_attribute
 
 __all__ = [
     "PADDING",
@@ -112,3 +113,7 @@ __all__ = [
     "rows_besides",
     "transition",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing_attribute(__name__, name)

@@ -28,12 +28,12 @@ __all__ = [
     "CACHES",
     "FREEZES",
     "LR_RULES",
+    "RENAMED",
     "BeforeForward",
     "ElasticCallbacks",
     "ElasticConfig",
     "ElasticData",
     "ElasticRun",
-    "refuse_moved",
 ]
 
 FREEZES = ("none", "gradient_norm", "bound", "percentile")
@@ -235,27 +235,17 @@ class ElasticCallbacks:
     cache, and by ElasticConfig.trial."""
 
 
-MOVED = {"initialise": "initialize", "before": "before_forward", "trial": "rows_of"}
+def _fields_of(argument: str, kind: type[Any]) -> dict[str, str]:
+    return {each.name: f"{argument}={kind.__name__}({each.name}=...)" for each in fields(kind)}
 
 
-def refuse_moved(given: Mapping[str, object]) -> None:
-    """Raises TypeError for a keyword of Elastic that is now a field, and names its dataclass."""
-    parts = {
-        "config": ElasticConfig,
-        "data": ElasticData,
-        "run": ElasticRun,
-        "callbacks": ElasticCallbacks,
-    }
-    for name, value in given.items():
-        new = MOVED.get(name, name)
-        for argument, kind in parts.items():
-            wanted = "callbacks" if name in MOVED else argument
-            if argument == wanted and new in {each.name for each in fields(kind)}:
-                raise TypeError(
-                    f"Elastic: {name}={value!r} is a field of {kind.__name__} now; give "
-                    f"{argument}={kind.__name__}({new}=...)"
-                )
-        raise TypeError(
-            f"Elastic: there is no argument {name!r}; it has layers, optimizer, loss, data, "
-            "policy, config, run and callbacks"
-        )
+RENAMED = {
+    **_fields_of("config", ElasticConfig),
+    **_fields_of("data", ElasticData),
+    **_fields_of("run", ElasticRun),
+    **_fields_of("callbacks", ElasticCallbacks),
+    "initialise": "callbacks=ElasticCallbacks(initialize=...)",
+    "before": "callbacks=ElasticCallbacks(before_forward=...)",
+    "trial": "config=ElasticConfig(trial=True), callbacks=ElasticCallbacks(rows_of=...)",
+}
+"""Keywords that Elastic had, and what to write instead."""

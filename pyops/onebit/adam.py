@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyops.onebit.communicating import on_all_ranks
-from pyops.onebit.config import LocalOptions, OneBitConfig, check_arguments, with_limit
+from pyops.onebit.config import LocalOptions, OneBitConfig, checked_config, with_limit
 from pyops.onebit.sharded import Phases, phases_of
 from pyops.onebit.steps.deepspeed_step import step_uncorrected
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen
@@ -63,11 +62,11 @@ class OneBitAdam(TwoPhases, AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        config: OneBitConfig,
+        config: OneBitConfig | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
-        with on_all_ranks(getattr(config, "group", None)):
-            check_arguments(type(self).__name__, config, OneBitConfig, options)
+        with self._ranks_agree(config):
+            config = checked_config(type(self).__name__, config, OneBitConfig, options)
             AdamW.__init__(self, params, lr, betas, eps, weight_decay, **with_limit(options))
             self._begin(config, beta2=float(betas[1]))
         self._agree_on_options(config)

@@ -14,20 +14,19 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import check_same, ranks_agree
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather, all_reduce
 from pyops.comm.compression.codec import Codec
 from pyops.comm.failure import DisagreementError
-from pyops.mesh import check_initialized
+from pyops.mesh import ProcessGroupLike, resolve
 from pyops.onebit.config import (
     CommunicatingConfig,
     OneBitConfig,
@@ -42,7 +41,7 @@ from pyops.optim.one_bit import gradient_factor
 from pyops.protocols import ParamGroup
 from pyops.torch_private import disable_dynamo
 
-__all__ = ["Communicating", "Verdict", "on_all_ranks"]
+__all__ = ["Communicating", "Verdict"]
 
 
 class Verdict(NamedTuple):
@@ -52,20 +51,6 @@ class Verdict(NamedTuple):
     norm: float
     finite: bool
     extra: float
-
-
-@contextmanager
-def on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A ValueError or TypeError of the block on any rank is raised on every rank."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch process group or None (all ranks), got {group!r}")
-    check_initialized("an optimizer of pyops.onebit", group)
-    error: Exception | None = None
-    try:
-        yield
-    except (TypeError, ValueError) as caught:
-        error = caught
-    agree(error, group=group)
 
 
 def _plain(value: Any) -> Any:
@@ -91,12 +76,18 @@ class Communicating(FusedOptimizer):
     phase: str = ""
     steps: int = 0
     codec: Codec
-    group: dist.ProcessGroup | None
+    group: ProcessGroupLike
     model: nn.Module | None
     reduction: str
     compat: str | None
     # their shards are other elements on every rank, and momenta are averaged element by element
     _steps_dtensors = False
+
+    def _ranks_agree(self, config: object) -> AbstractContextManager[None]:
+        """`ranks_agree` in the group of a config, which may be no config yet."""
+        group = getattr(config, "group", None)
+        resolve(group, type(self).__name__)
+        return ranks_agree(group)
 
     def _configure(self, config: OneBitConfig) -> None:
         """Keep and check what the optimizer is told about communication."""
@@ -115,14 +106,7 @@ class Communicating(FusedOptimizer):
             "parameters": str(shapes),
             "param_groups": str(self._options()),
         }
-        everyone = gather(own, group=self.group)
-        for rank, theirs in enumerate(everyone):
-            for name, first in everyone[0].items():
-                if first != theirs.get(name):
-                    raise ValueError(
-                        f"{type(self).__name__}: {name} of rank 0 is {first}, of rank {rank} "
-                        f"{theirs.get(name)}; build the same optimizer on every rank"
-                    )
+        check_same(own, group=self.group, who=type(self).__name__)
 
     def _options(self) -> list[dict[str, Any]]:
         """What decides how far a step goes, group by group, and must be the same on every rank."""
@@ -139,10 +123,9 @@ class Communicating(FusedOptimizer):
 
     @property
     def communicator(self) -> Communicator | None:
-        """Of the group; None where torch.distributed is not running."""
-        return (
-            Communicator.of(self.group) if dist.is_available() and dist.is_initialized() else None
-        )
+        """Of the group; None for one process."""
+        group = resolve(self.group, type(self).__name__)
+        return None if group is None else Communicator.of(group)
 
     def _leave(self, error: Exception) -> None:
         comm = self.communicator
@@ -297,7 +280,8 @@ class Communicating(FusedOptimizer):
                 present[i] = 1.0
         # Each rank's own scale, so that ranks whose scalers differ still add up the same thing.
         gradients.mul_(self._inverse_scale())
-        all_reduce(flat, op=self.reduction, group=self.group, label="gradients")
+        group = resolve(self.group, type(self).__name__)
+        all_reduce(flat, op=self.reduction, group=group, label="gradients")
         gradients.div_(self._inverse_scale())
         for slot, anywhere in zip(slots, present.tolist(), strict=True):
             if anywhere:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from pyops.comm.agreement import ranks_agree
 from pyops.flat import Shard
-from pyops.onebit.communicating import Communicating, on_all_ranks
+from pyops.onebit.communicating import Communicating
 from pyops.torch_private import disable_dynamo
 
 __all__ = ["CommunicationState"]
@@ -65,11 +66,11 @@ class CommunicationState(Communicating):
         compressed, for another optimizer, other groups or shapes, and for ranks that bring
         different phases.
         """
-        with on_all_ranks(self.group):
+        with ranks_agree(self.group):
             self._check_communication(state_dict)
         before = self.state_dict()
         try:
-            with on_all_ranks(self.group):
+            with ranks_agree(self.group):
                 super().load_state_dict(state_dict)
                 self._continue(state_dict)
             self._exchange(None, (0.0, 0.0))

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
+from pyops.mesh import ProcessGroupLike
 from pyops.optim.fused.input_checks import check_number, check_switch
+from pyops.renamed import refuse_renamed
 
 __all__ = [
     "CommunicatingConfig",
@@ -25,13 +26,15 @@ __all__ = [
     "OneBitConfig",
     "OneBitLAMBConfig",
     "ZeroOneConfig",
-    "check_arguments",
     "check_communication",
+    "checked_config",
     "frozen_beta2_of",
     "plain_options",
     "with_limit",
 ]
 
+C = TypeVar("C", bound="CommunicatingConfig")
+LOCAL = ("max_grad_norm", "zero_grad", "master_weights")  # the keys of LocalOptions
 COMPAT = (None, "deepspeed")
 REDUCTIONS = ("mean", "sum")
 
@@ -56,9 +59,8 @@ class CommunicatingConfig:
     """Exact steps before the switch to compressed messages, at least 1, or "auto": until the second
     moment is stable (see pyops.optim.one_bit.Warmup)."""
 
-    group: dist.ProcessGroup | None = None
-    """The ranks, which all step alike; None: the default group, or one process alone where
-    torch.distributed is not initialized."""
+    group: ProcessGroupLike = None
+    """The ranks, which all step alike: see `pyops.mesh.resolve`."""
 
     model: nn.Module | None = None
     """The DistributedDataParallel or DataParallel that reduces gradients during backward in the
@@ -164,30 +166,24 @@ class ZeroOneConfig(CommunicatingConfig):
     many bytes."""
 
 
-def check_arguments(
-    who: str, config: object, config_class: type[CommunicatingConfig], options: Mapping[str, Any]
-) -> None:
-    """Raises TypeError for a keyword that the optimizer does not have, and names the field of its
-    config where it is now one."""
-    known = {each.name for each in fields(config_class)}
-    for name, value in options.items():
-        if name in LocalOptions.__annotations__:
-            continue
-        new = "reduction" if name == "op" else name
-        if new in known:
-            raise TypeError(
-                f"{who}: {name}={value!r} is an option of its config; give "
-                f"config={config_class.__name__}({new}=...)"
-            )
-        raise TypeError(
-            f"{who}: there is no argument {name!r}; it has params, lr, betas, eps, weight_decay, "
-            f"config, {', '.join(LocalOptions.__annotations__)}"
-        )
+def checked_config(
+    who: str, config: object, config_class: type[C], options: Mapping[str, Any]
+) -> C:
+    """The config, which is one of that class.
+
+    Raises:
+        TypeError: for anything else, and for a keyword in `options` that the optimizer does not
+            have; the error names the field of the config where it is now one.
+    """
+    names = {each.name: each.name for each in fields(config_class)} | {"op": "reduction"}
+    instead = {old: f"config={config_class.__name__}({new}=...)" for old, new in names.items()}
+    refuse_renamed(who, {key: options[key] for key in options if key not in LOCAL}, instead)
     if not isinstance(config, config_class):
         raise TypeError(
-            f"{who}: config={config!r} must be a {config_class.__name__}, such as "
+            f"{who}: config is {config!r}; it must be a {config_class.__name__}, such as "
             f"{config_class.__name__}(warmup_steps=400)"
         )
+    return config
 
 
 def with_limit(options: LocalOptions) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from pyops.comm.buckets.grad_norm import squares_of_each
-from pyops.onebit.communicating import on_all_ranks
-from pyops.onebit.config import LocalOptions, OneBitLAMBConfig, check_arguments, with_limit
+from pyops.onebit.config import LocalOptions, OneBitLAMBConfig, checked_config, with_limit
 from pyops.onebit.steps.deepspeed_step import Rows, step_uncorrected
 from pyops.onebit.steps.frozen_variance_step import step_frozen
 from pyops.onebit.steps.layer_ratios import (
@@ -75,12 +74,12 @@ class OneBitLAMB(TwoPhases, LAMB):
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
         *,
-        config: OneBitLAMBConfig,
+        config: OneBitLAMBConfig | None = None,
         **options: Unpack[LocalOptions],
     ) -> None:
         who = type(self).__name__
-        with on_all_ranks(getattr(config, "group", None)):
-            check_arguments(who, config, OneBitLAMBConfig, options)
+        with self._ranks_agree(config):
+            config = checked_config(who, config, OneBitLAMBConfig, options)
             config.check_coefficients(who)
             LAMB.__init__(
                 self,

@@ -13,7 +13,7 @@ from typing import Any
 
 from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.one_bit import OneBit
-from pyops.onebit.config import OneBitConfig, check_arguments, frozen_beta2_of
+from pyops.onebit.config import OneBitConfig, checked_config, frozen_beta2_of
 from pyops.optim.adam import AdamW
 from pyops.optim.one_bit import KeptVariance, Warmup
 
@@ -57,7 +57,7 @@ def phases_of(who: str, arguments: Mapping[str, Any]) -> Phases:
     given = dict(arguments)
     config = given.pop("config", None)
     options = {key: given.pop(key) for key in list(given) if key not in AS_ADAMW}
-    check_arguments(who, config, OneBitConfig, options)
+    config = checked_config(who, config, OneBitConfig, options)
     for key in NOT_HERE:
         if (options if key == "max_grad_norm" else vars(config)).get(key) is not None:
             raise ValueError(f"{who}: leave {key} to ZeroOptimizer, which has its own")

@@ -35,13 +35,13 @@ from pyops.comm.compression.codec import Codec
 from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit.adam import OneBitAdam
-from pyops.onebit.communicating import Verdict, on_all_ranks
+from pyops.onebit.communicating import Verdict
 from pyops.onebit.config import (
     CommunicatingConfig,
     LocalOptions,
     OneBitConfig,
     ZeroOneConfig,
-    check_arguments,
+    checked_config,
 )
 from pyops.onebit.steps.frozen_variance_step import inverse_roots, step_frozen, take_gradients
 from pyops.onebit.steps.local_steps import LocalSteps, load_rows, rows_of
@@ -90,8 +90,8 @@ class ZeroOneAdam(OneBitAdam):
         **options: Unpack[LocalOptions],
     ) -> None:
         config = ZeroOneConfig() if config is None else config
-        with on_all_ranks(getattr(config, "group", None)):
-            check_arguments(type(self).__name__, config, ZeroOneConfig, options)
+        with self._ranks_agree(config):
+            config = checked_config(type(self).__name__, config, ZeroOneConfig, options)
             steps = config.warmup_steps
             if steps == "auto":
                 steps = max(1, config.total_steps // 5) if config.total_steps else 400

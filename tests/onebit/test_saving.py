@@ -123,7 +123,7 @@ def refused(rank, group, params, what):
 @pytest.mark.parametrize(
     ("what", "kinds", "text"),
     [
-        ("options", [ValueError] * 2, "warmup_steps of rank 0 is 3, of rank 1 4"),
+        ("options", [ValueError] * 2, "warmup_steps is 3 on rank 0, but 4 on rank 1"),
         ("one rank's mistake", [ValueError] * 2, "warmup_steps=0"),
         ("phases", [DisagreementError] * 2, "rank 1 after step 1"),
         ("gradient", [RuntimeError, TypeError], "rank"),
@@ -254,7 +254,7 @@ def test_the_state_of_another_optimizer_is_refused():
 
 
 def with_other_options(rank, group, kind, params, gradients, options):
-    with pytest.raises(ValueError, match=r"param_groups of rank 0 is .* of rank 1"):
+    with pytest.raises(ValueError, match=r"param_groups is .* on rank 0, but .* on rank 1"):
         optimizer_of(
             kind,
             params,

@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyops.elastic.planning.packing_config import Machine, PackingConfig
+from pyops.elastic.planning.packing_config import RENAMED, Machine, PackingConfig
 from pyops.pipeline import Costs, LayerCosts, Profile, balance, schedule, simulate
 from pyops.pipeline.partition.balance import places
+from pyops.renamed import refuse_renamed
 
 __all__ = ["Machine", "Packing", "frozen_share", "pack"]
 
@@ -210,6 +211,7 @@ def pack(
     cached: bool = False,
     min_stages: int = 1,
     config: PackingConfig | None = None,
+    **renamed: Any,
 ) -> Packing:
     """Halve the number of stages as often as the fullest stage then holds no more than the fullest
     did at the start.
@@ -235,6 +237,7 @@ def pack(
         ValueError: for all layers frozen, fewer layers than stages at the start, devices that the
             stages do not divide, or a ceiling that no number of stages fits.
     """
+    refuse_renamed("pack", renamed, RENAMED)
     config = config or PackingConfig()
     batch = 8 * stages if batch is None else batch
     profile = costs if isinstance(costs, Profile) else _as_profile(costs)

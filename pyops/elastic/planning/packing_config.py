@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-__all__ = ["Machine", "PackingConfig"]
+__all__ = ["RENAMED", "Machine", "PackingConfig"]
 
 POLICIES = ("global", "replica")
 MEASURES = ("parameters", "memory")
@@ -118,3 +118,10 @@ class PackingConfig:
                 "more, the others more than 0"
             )
         return machine
+
+
+RENAMED = {
+    **{each.name: f"config=PackingConfig({each.name}=...)" for each in fields(PackingConfig)},
+    "fewest": "min_stages",
+}
+"""Keywords that `pack` had, and what to write instead."""

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.failure import CommunicationError
 from pyops.elastic.config import (
+    RENAMED,
     ElasticCallbacks,
     ElasticConfig,
     ElasticData,
     ElasticRun,
-    refuse_moved,
 )
 from pyops.elastic.frozen.host_cache import CacheOptions
 from pyops.elastic.layout.layer_memory import drop_memory
@@ -54,6 +54,7 @@ from pyops.elastic.runtime.run_state import run_of, saved, states_of
 from pyops.elastic.runtime.scoring import scored
 from pyops.mesh import check_initialized
 from pyops.pipeline import Profile
+from pyops.renamed import refuse_renamed
 
 __all__ = ["Elastic"]
 
@@ -91,10 +92,10 @@ class Elastic:
         config: ElasticConfig | None = None,
         run: ElasticRun | None = None,
         callbacks: ElasticCallbacks | None = None,
-        **moved: Any,
+        **renamed: Any,
     ) -> None:
         check_initialized("Elastic")
-        refuse_moved(moved)
+        refuse_renamed("Elastic", renamed, RENAMED)
         if data is None:
             raise TypeError(
                 "Elastic: data is missing; give data=ElasticData(samples=, batch=, seed=)"

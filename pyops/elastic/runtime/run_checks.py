@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from pyops.comm.agreement import gather
+from pyops.comm.agreement import check_same
 from pyops.elastic.config import ElasticConfig, ElasticData, ElasticRun
 
 __all__ = ["check_agreed", "check_run", "plain"]
@@ -160,22 +160,14 @@ def check_agreed(
     options: plain values. Of layers the names, and the names, shapes and dtypes of their parameters
     count.
     """
-    card = {name: repr(value) for name, value in options.items()}
+    described = {name: repr(value) for name, value in options.items()}
     for name, layer in layers.items():
         several = [
             f"{own} {[*p.shape]} {str(p.dtype).removeprefix('torch.')}"
             for own, p in layer.named_parameters()
         ]
-        card[f"layer {name}"] = ", ".join(several) or "no parameters"
-    cards = gather(card, group=group)
-    for rank, other in enumerate(cards):
-        for name in {**cards[0], **other}:
-            first, second = cards[0].get(name, "not there"), other.get(name, "not there")
-            if first != second:
-                raise ValueError(
-                    f"{name} is {first} on rank 0, but {second} on rank {rank}; give all "
-                    "ranks the same"
-                )
+        described[f"layer {name}"] = ", ".join(several) or "no parameters"
+    check_same(described, group=group)
 
 
 def plain(made: object) -> dict[str, Any]:
