@@ -162,6 +162,8 @@ OTHERWISE = {
     "failure.naming_lost_ranks": "is around a collective",
     "failure.ranks_without_note": "comes after a collective that failed",
     "failure.wake_neighbours": "comes after a collective that failed",
+    "elastic.LayoutGroups": "the group of all ranks, or None for one process, is always given",
+    "elastic.abort_on_failure": "is around what ranks do in groups that they have",
     "elastic.ActivationCache": "memory of this process alone",
     "elastic.open_cache": "memory of this process alone",
     "onebit.OneBitConfig": "options of an optimizer that is tried",
