@@ -79,6 +79,7 @@ class Checkpoints:
         self._saver = BackgroundSaver(group=group) if background else None
 
     def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08}"
 
     def steps(self) -> list[int]:

@@ -38,12 +38,15 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: bytes) -> np.ndarray:
+        """Token ids, an integer array [n]."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
     def token_bytes(self, tokens: np.ndarray) -> int:
+        """How many bytes of text the tokens stand for."""
         return int(tokens.size)
 
 
@@ -86,20 +89,25 @@ class PairTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> PairTokenizer:
+        """The tokenizer of a file that `save` wrote."""
         return cls(_import_tokenizers().Tokenizer.from_file(str(path)))
 
     def save(self, path: Path) -> None:
+        """Write the merges as a `tokenizer.json` of the tokenizers library."""
         path.write_text(self._inner.to_str())
 
     def encode(self, text: bytes) -> np.ndarray:
+        """Token ids, an integer array [n]."""
         return np.asarray(
             self._inner.encode(text.decode("utf-8", errors="replace")).ids, dtype=np.int64
         )
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """The text; bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([t for t in tokens if t < self.vocab_size])
 
     def token_bytes(self, tokens: np.ndarray) -> int:
+        """How many bytes of text the tokens stand for."""
         return int(self._lengths[tokens].sum())
 
 

@@ -56,6 +56,7 @@ class Shard:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the part."""
         return self.tensor.dtype
 
     @property
@@ -84,10 +85,14 @@ class TensorElsewhere(Protocol):
     """A tensor that is read when it is needed: an optimizer's state in a file, say."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """The size of each dimension."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype that `read` gives."""
+        ...
 
     def read(self) -> Tensor:
         """The tensor as it is now, in new CPU memory."""
@@ -122,10 +127,12 @@ class ShardElsewhere(Shard):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the part."""
         return self.there.dtype
 
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]
+        """The part, read anew at each access."""
         return self.there.read()
 
 

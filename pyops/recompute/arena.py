@@ -82,14 +82,17 @@ class Arena:
 
     @property
     def used(self) -> int:
+        """Bytes that tensors of the arena take now."""
         return int(self._arena.used)
 
     @property
     def peak(self) -> int:
+        """The most bytes that were taken at a time."""
         return int(self._arena.peak)
 
     @property
     def room(self) -> int:
+        """The largest number of bytes that a tensor can take now."""
         return int(self._arena.room)
 
 

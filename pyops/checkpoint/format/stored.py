@@ -78,6 +78,7 @@ class Stored:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     def read(self) -> Tensor:

@@ -114,6 +114,7 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """The process group; RuntimeError once it has been destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -145,6 +146,7 @@ class Communicator:
         self._uncounted += round(nbytes)
 
     def stop(self) -> None:
+        """End the thread and let go of the shared memory."""
         self.worker.stop()
         self._shared = None
 

@@ -48,6 +48,7 @@ class Codec(ABC):
 
     @property
     def multiple(self) -> int:
+        """Chunks and segments are cut at multiples of this number of elements."""
         return LINE
 
     @abstractmethod

@@ -35,6 +35,7 @@ class _EightBits(Codec):
 
     @property
     def multiple(self) -> int:
+        """One block: each has a scale of its own."""
         return self.block
 
     @property

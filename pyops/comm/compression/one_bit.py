@@ -53,6 +53,7 @@ class OneBit(Codec):
 
     @property
     def multiple(self) -> int:
+        """One block, or one cache line of bits where the tensor has one scale."""
         return self.block or LINE
 
     @property

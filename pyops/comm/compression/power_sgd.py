@@ -71,6 +71,7 @@ class PowerSGD(Codec):
 
     @property
     def memory(self) -> type[PowerSGDMemory]:
+        """The class that keeps the factors and what was left out of each matrix."""
         return PowerSGDMemory
 
     def all_reduce(self, flat: Tensor, *, error: Any, transport: Transport, scale: float) -> None:

@@ -45,6 +45,7 @@ class ReplicaBatch:
 
     @property
     def weight(self) -> float:
+        """The part of the global batch that these samples are."""
         return len(self.samples) / self.batch
 
 
