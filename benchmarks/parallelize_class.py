@@ -15,10 +15,10 @@ from torch import nn
 
 from benchmarks.guessed_plans import guessed
 from pyops.tensor_parallel import parallelize, sync_partial_grads
-from pyops.tensor_parallel.convert.check.example import examples
-from pyops.tensor_parallel.convert.check.trial import placed
+from pyops.tensor_parallel.convert.check.example_inputs import examples
+from pyops.tensor_parallel.convert.check.plan_trial import placed
+from pyops.tensor_parallel.convert.module_swap import laid_out
 from pyops.tensor_parallel.convert.plans import plan_of
-from pyops.tensor_parallel.convert.swap import laid_out
 
 __all__ = ["DEFECTS", "Row", "limit_memory", "row_of", "told"]
 

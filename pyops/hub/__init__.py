@@ -8,9 +8,9 @@ Known: GPT-2, Llama, BERT, RoFormer, T5 (1.0 and 1.1), ViT. What is called how, 
 stands in a table each: gpt2.py, llama.py, bert.py, t5.py, vit.py.
 """
 
-from pyops.hub.convert import from_checkpoint, to_checkpoint
-from pyops.hub.files import HubError, is_hub_folder
-from pyops.hub.loading import load
-from pyops.hub.saving import save
+from pyops.hub.checkpoint_conversion import from_checkpoint, to_checkpoint
+from pyops.hub.folder_files import HubError, is_hub_folder
+from pyops.hub.folder_loading import load
+from pyops.hub.folder_saving import save
 
 __all__ = ["HubError", "from_checkpoint", "is_hub_folder", "load", "save", "to_checkpoint"]

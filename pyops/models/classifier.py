@@ -17,7 +17,7 @@ from pyops.mesh import ALONE
 from pyops.models.bert import BERTConfig, Embedding, make_blocks
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary import IGNORED
+from pyops.models.vocabulary_head import IGNORED
 from pyops.tensor_parallel import Ranks, RanksLike, initialize_model_, set_dropout
 
 __all__ = ["BERTClassifier"]

@@ -26,7 +26,7 @@ from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
 from pyops.models.model_layout import ModelLayout, Shape, Table
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary import Vocabulary
+from pyops.models.vocabulary_head import Vocabulary
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,

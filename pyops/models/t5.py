@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.model_layout import ModelLayout, Shape
-from pyops.models.vocabulary import IGNORED, Vocabulary
+from pyops.models.vocabulary_head import IGNORED, Vocabulary
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.model_layout import ModelLayout, Shape
-from pyops.models.vocabulary import IGNORED
+from pyops.models.vocabulary_head import IGNORED
 from pyops.tensor_parallel import (
     AttentionConfig,
     MLPConfig,

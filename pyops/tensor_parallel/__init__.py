@@ -40,7 +40,7 @@ from pyops.tensor_parallel.functional.linear_cross_entropy import (
 )
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 from pyops.tensor_parallel.functional.scores import rotary_tables
-from pyops.tensor_parallel.functional.vocabulary import CrossEntropyConfig
+from pyops.tensor_parallel.functional.vocabulary_part import CrossEntropyConfig
 from pyops.tensor_parallel.layers.attention import ParallelAttention
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
 from pyops.tensor_parallel.layers.layer_config import (

@@ -35,7 +35,7 @@ from pyops.data.images import copies
 from pyops.data.passages import FAMILIES, mask_rows
 from pyops.elastic import PADDING
 from pyops.models import BERT, GPT, BERTClassifier, BERTConfig, GPTConfig, ViT, ViTConfig
-from pyops.models.vocabulary import IGNORED
+from pyops.models.vocabulary_head import IGNORED
 from pyops.precision import PRECISIONS
 
 __all__ = ["Batch", "Task", "make_task"]

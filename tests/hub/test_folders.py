@@ -19,8 +19,8 @@ from pyops.checkpoint import load as load_checkpoint
 from pyops.checkpoint.convert import import_weights
 from pyops.data import CorpusError, DataConfig
 from pyops.data.corpus import find_documents
-from pyops.hub.files import open_weights, read_config
-from pyops.hub.loading import load_from
+from pyops.hub.folder_files import open_weights, read_config
+from pyops.hub.folder_loading import load_from
 from pyops.models import BERT, GPT, T5, BERTConfig, GPTConfig, T5Config, ViT, ViTConfig
 from pyops.tensor_parallel import Ranks
 
@@ -414,7 +414,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, folder):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pyops.hub.saving.write_tensors", fail)
+    monkeypatch.setattr("pyops.hub.folder_saving.write_tensors", fail)
     with pytest.raises(
         hub.HubError, match=r"m can't be written: No space left on device; make room"
     ):

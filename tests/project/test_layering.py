@@ -58,11 +58,11 @@ FLOORS = {
         ["runtime"],
     ],
     "hub": [
-        ["files", "packing"],
-        ["fields"],
+        ["folder_files", "weight_packing"],
+        ["config_fields"],
         ["architectures"],
-        ["loading", "saving"],
-        ["convert"],
+        ["folder_loading", "folder_saving"],
+        ["checkpoint_conversion"],
     ],
     "onebit": [
         ["config", "steps"],

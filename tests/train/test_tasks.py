@@ -18,7 +18,7 @@ from pyops.data.images import Images, split
 from pyops.data.passages import prepare_passages
 from pyops.elastic import PADDING
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
-from pyops.models.vocabulary import IGNORED
+from pyops.models.vocabulary_head import IGNORED
 from pyops.pipeline import Pipeline, schedule
 from pyops.train.initial_weights import FirstValues
 from pyops.train.tasks import Task, make_task

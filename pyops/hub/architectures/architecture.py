@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.hub.fields import Fields
-from pyops.hub.packing import Heads, Packing, Source
+from pyops.hub.config_fields import Fields
+from pyops.hub.weight_packing import Heads, Packing, Source
 
 __all__ = ["Architecture", "Entry"]
 

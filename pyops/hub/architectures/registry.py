@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.architectures.bert import BERT_MODEL, ROFORMER
-from pyops.hub.architectures.gpt2 import GPT2
-from pyops.hub.architectures.llama import LLAMA
-from pyops.hub.architectures.t5 import T5_MODEL
-from pyops.hub.architectures.vit import VIT
-from pyops.hub.fields import Fields
-from pyops.hub.files import HubError
+from pyops.hub.architectures.bert_mapping import BERT_MODEL, ROFORMER
+from pyops.hub.architectures.gpt2_mapping import GPT2
+from pyops.hub.architectures.llama_mapping import LLAMA
+from pyops.hub.architectures.t5_mapping import T5_MODEL
+from pyops.hub.architectures.vit_mapping import VIT
+from pyops.hub.config_fields import Fields
+from pyops.hub.folder_files import HubError
 
 __all__ = ["ARCHITECTURES", "architecture_of", "find_architecture"]
 

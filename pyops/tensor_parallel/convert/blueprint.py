@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from pyops.tensor_parallel.convert.edges import Tokens
-from pyops.tensor_parallel.convert.heads import Heads, heads_of
+from pyops.tensor_parallel.convert.head_counts import Heads, heads_of
+from pyops.tensor_parallel.convert.module_swap import Cut, Tied, check_kind
 from pyops.tensor_parallel.convert.multihead import check_multihead
 from pyops.tensor_parallel.convert.plans import ATTENTION, CUT, REGIONS, assign, plan_of
-from pyops.tensor_parallel.convert.swap import Cut, Tied, check_kind
+from pyops.tensor_parallel.convert.region_hooks import Tokens
 from pyops.tensor_parallel.functional.ranks import Ranks
 
 __all__ = ["Blueprint", "above"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.convert.heads import Heads
-from pyops.tensor_parallel.convert.swap import filled
+from pyops.tensor_parallel.convert.head_counts import Heads
+from pyops.tensor_parallel.convert.module_swap import filled
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.layer_config import RowConfig
 from pyops.tensor_parallel.layers.linear import RowParallelLinear

@@ -25,8 +25,8 @@ from torch import nn
 
 from pyops.comm.agreement import gather, on_first_rank, ranks_agree
 from pyops.tensor_parallel.convert.blueprint import Blueprint
-from pyops.tensor_parallel.convert.check.restore import Snapshot
-from pyops.tensor_parallel.convert.check.trial import try_plan
+from pyops.tensor_parallel.convert.check.module_snapshot import Snapshot
+from pyops.tensor_parallel.convert.check.plan_trial import try_plan
 from pyops.tensor_parallel.convert.perform import Report, perform
 from pyops.tensor_parallel.convert.plans import plan_of
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
@@ -111,7 +111,7 @@ def parallelize(
 def _try(
     model: nn.Module, blueprint: Blueprint, plan: Mapping[str, str] | None, example_inputs: Any
 ) -> str:
-    """What the trial of the plan on virtual ranks found equal, see trial.py."""
+    """What the trial of the plan on virtual ranks found equal, see plan_trial.py."""
     whole_plan = plan_of(model) if plan is None else plan
 
     def cut(part: nn.Module, ranks: Ranks) -> None:

@@ -11,10 +11,10 @@ from torch import nn
 
 from pyops.flat import Placement
 from pyops.tensor_parallel.convert.blueprint import Blueprint
-from pyops.tensor_parallel.convert.edges import Enter, JoinTokens, SplitTokens
-from pyops.tensor_parallel.convert.heads import set_heads
+from pyops.tensor_parallel.convert.head_counts import set_heads
+from pyops.tensor_parallel.convert.module_swap import swapped
 from pyops.tensor_parallel.convert.multihead import MultiheadAttention
-from pyops.tensor_parallel.convert.swap import swapped
+from pyops.tensor_parallel.convert.region_hooks import Enter, JoinTokens, SplitTokens
 
 __all__ = ["Report", "perform"]
 
@@ -67,7 +67,7 @@ class Report:
 @torch.no_grad()
 def perform(model: nn.Module, blueprint: Blueprint) -> Report:
     """Swap modules, set heads, put hooks at the edges. What fails leaves the model half done: see
-    restore.py."""
+    module_snapshot.py."""
     report = Report(cut={name: cut.kind for name, cut in blueprint.cuts.items()})
     elements = sum(p.numel() for p in model.parameters())
     whole = {name: blueprint.whole(name) for name in blueprint.modules}

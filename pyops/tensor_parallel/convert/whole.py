@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.convert.packed import GroupedColumns
+from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
 
 __all__ = ["whole_state_dict"]

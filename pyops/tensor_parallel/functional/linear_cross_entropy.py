@@ -6,7 +6,7 @@ and so does their gradient.
                     ...                           over them --> d weight, d bias, added up in fp32
 
 Where C is a part of the vocabulary, one small gather completes each chunk's losses, see
-vocabulary.py.
+vocabulary_part.py.
 
 For a sum or a mean the gradients are computed in the forward pass, as if the loss's own gradient
 were 1, and backward multiplies them by what it is: 6 N H V operations, no logits kept and none
@@ -38,7 +38,7 @@ from pyops.ops.layers.cross_entropy import (
 from pyops.tensor_parallel.functional.cross_entropy import refuse_together
 from pyops.tensor_parallel.functional.keywords import refuse_keywords
 from pyops.tensor_parallel.functional.ranks import Ranks, RanksLike
-from pyops.tensor_parallel.functional.vocabulary import (
+from pyops.tensor_parallel.functional.vocabulary_part import (
     CrossEntropyConfig,
     RowOptions,
     VocabularyPart,

@@ -20,7 +20,7 @@ from pyops.comm.agreement import naming_lost_ranks
 from pyops.config import Config
 from pyops.mesh import Mesh
 from pyops.models import GPT, GPTConfig
-from pyops.models.vocabulary import IGNORED
+from pyops.models.vocabulary_head import IGNORED
 from pyops.pipeline import Action, Pipeline, Schedule, balance, custom
 from pyops.pipeline.runtime.stage import Stage
 from pyops.tensor_parallel import set_dropout

@@ -24,9 +24,9 @@ from pyops.comm.agreement import ranks_agree
 from pyops.flat import Box, meeting
 from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import find_architecture
-from pyops.hub.fields import Fields
-from pyops.hub.files import FLOATING, HubError, Weights, floating, open_weights, read_config
-from pyops.hub.packing import Piece, Source
+from pyops.hub.config_fields import Fields
+from pyops.hub.folder_files import FLOATING, HubError, Weights, floating, open_weights, read_config
+from pyops.hub.weight_packing import Piece, Source
 from pyops.mesh import ALONE
 from pyops.tensor_parallel import Ranks, RanksLike
 

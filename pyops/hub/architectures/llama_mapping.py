@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields, shown
-from pyops.hub.files import HubError
-from pyops.hub.packing import Grouped, Heads, Same, Stacked
+from pyops.hub.config_fields import Fields, shown
+from pyops.hub.folder_files import HubError
+from pyops.hub.weight_packing import Grouped, Heads, Same, Stacked
 from pyops.models import GPT, GPTConfig
 
 __all__ = ["LLAMA"]

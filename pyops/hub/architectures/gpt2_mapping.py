@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields
-from pyops.hub.files import HubError
-from pyops.hub.packing import Grouped, Heads, Same, Transposed
+from pyops.hub.config_fields import Fields
+from pyops.hub.folder_files import HubError
+from pyops.hub.weight_packing import Grouped, Heads, Same, Transposed
 from pyops.models import GPT, GPTConfig
 
 __all__ = ["GPT2"]

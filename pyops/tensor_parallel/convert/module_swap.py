@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pyops.flat import Placement
 from pyops.mesh import ALONE
-from pyops.tensor_parallel.convert.heads import Heads
-from pyops.tensor_parallel.convert.packed import GroupedColumns
+from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
+from pyops.tensor_parallel.convert.head_counts import Heads
 from pyops.tensor_parallel.functional.products import ProductPlan
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding

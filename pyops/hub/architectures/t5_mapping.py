@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields
-from pyops.hub.packing import Grouped, Heads, Packing, Same, Stacked
+from pyops.hub.config_fields import Fields
+from pyops.hub.weight_packing import Grouped, Heads, Packing, Same, Stacked
 from pyops.models import T5, T5Config
 
 __all__ = ["T5_MODEL"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields
-from pyops.hub.files import HubError
-from pyops.hub.packing import Grouped, Heads, Same
+from pyops.hub.config_fields import Fields
+from pyops.hub.folder_files import HubError
+from pyops.hub.weight_packing import Grouped, Heads, Same
 from pyops.models import ViT, ViTConfig
 
 __all__ = ["VIT"]

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from pyops.flat import Placement
 from pyops.host_memory import free_memory
-from pyops.tensor_parallel.convert.check.example import Inputs, examples
-from pyops.tensor_parallel.convert.check.virtual import VirtualGroup, run_virtual
-from pyops.tensor_parallel.convert.swap import laid_out
+from pyops.tensor_parallel.convert.check.example_inputs import Inputs, examples
+from pyops.tensor_parallel.convert.check.virtual_ranks import VirtualGroup, run_virtual
+from pyops.tensor_parallel.convert.module_swap import laid_out
 from pyops.tensor_parallel.functional.gradients import sync_partial_grads
 from pyops.tensor_parallel.functional.ranks import Ranks
 

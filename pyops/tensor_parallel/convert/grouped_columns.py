@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyops.tensor_parallel.convert.heads import Heads
+from pyops.tensor_parallel.convert.head_counts import Heads
 from pyops.tensor_parallel.layers.layer_config import ColumnConfig
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear
 

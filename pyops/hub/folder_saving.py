@@ -29,8 +29,8 @@ from pyops.comm.agreement import agree, gather, naming_lost_ranks, ranks_agree
 from pyops.failure import CommunicationError
 from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import architecture_of
-from pyops.hub.files import CONFIG, HubError, read_config
-from pyops.hub.packing import Source
+from pyops.hub.folder_files import CONFIG, HubError, read_config
+from pyops.hub.weight_packing import Source
 from pyops.mesh import ALONE
 from pyops.ops.memory import require_memory, resolved_view
 from pyops.tensor_parallel import Ranks, RanksLike

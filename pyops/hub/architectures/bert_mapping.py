@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.fields import Fields
-from pyops.hub.packing import Grouped, Heads, Packing, Same
+from pyops.hub.config_fields import Fields
+from pyops.hub.weight_packing import Grouped, Heads, Packing, Same
 from pyops.models import BERT, BERTConfig
 from pyops.models.rotary import Rotary
 

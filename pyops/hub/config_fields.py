@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pyops.hub.files import HubError
+from pyops.hub.folder_files import HubError
 
 __all__ = ["Fields"]
 

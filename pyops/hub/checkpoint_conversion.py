@@ -18,9 +18,9 @@ import torch
 
 from pyops.checkpoint import CheckpointError, Reader, Stored, save
 from pyops.hub.architectures.registry import ARCHITECTURES
-from pyops.hub.files import HubError
-from pyops.hub.loading import load
-from pyops.hub.saving import save as save_folder
+from pyops.hub.folder_files import HubError
+from pyops.hub.folder_loading import load
+from pyops.hub.folder_saving import save as save_folder
 
 __all__ = ["from_checkpoint", "to_checkpoint"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.tensor_parallel.convert.heads import Heads
+from pyops.tensor_parallel.convert.head_counts import Heads
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.functional.regions import copy, gather_tokens, scatter_tokens
 
