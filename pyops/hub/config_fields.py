@@ -1,7 +1,7 @@
 """The fields of a config.json, each of the type that is asked for: the file may be of another
 version, or be damaged.
 
-    fields.whole("n_layer", of="tensors")
+    fields.integer("n_layer", of="tensors")
         config.json has n_layer = '2'; it must be a whole number
     fields.fixed(scale_attn_weights=True)
         config.json has scale_attn_weights = False, pyops computes True only
@@ -17,7 +17,7 @@ from typing import Any
 
 from pyops.hub.folder_files import HubError
 
-__all__ = ["Fields"]
+__all__ = ["ConfigFields"]
 
 REQUIRED: Any = object()
 MOST_POSITIONS = 1 << 24  # of a table of angles, which is computed: 8 GiB for heads of 128
@@ -28,7 +28,7 @@ def shown(value: Any) -> str:
     return repr(value)[:80]
 
 
-class Fields:
+class ConfigFields:
     """What config.json says, read by key and type. HubError names the key, its value and what was
     expected.
 
@@ -37,31 +37,33 @@ class Fields:
     """
 
     def __init__(
-        self, told: Mapping[str, Any], *, numbers: int | None = None, tensors: int | None = None
+        self, values: Mapping[str, Any], *, numbers: int | None = None, tensors: int | None = None
     ) -> None:
-        self._told = told
+        self._values = values
         self._most = {"numbers": numbers, "tensors": tensors}
 
     def __contains__(self, key: str) -> bool:
-        return key in self._told
+        return key in self._values
 
     def _refuse(self, key: str, expected: str) -> HubError:
-        if key not in self._told:
+        if key not in self._values:
             return HubError(
                 f"config.json lacks {key}, {expected}; it is of another model, or "
                 "damaged: fetch it again"
             )
-        return HubError(f"config.json has {key} = {shown(self._told[key])}; it must be {expected}")
+        return HubError(
+            f"config.json has {key} = {shown(self._values[key])}; it must be {expected}"
+        )
 
     def _value(self, key: str, default: Any, optional: bool, expected: str) -> Any:
         """The value; the default for a key that is not there, or, where it is optional, null."""
-        if key not in self._told or (optional and self._told[key] is None):
+        if key not in self._values or (optional and self._values[key] is None):
             if default is REQUIRED:
                 raise self._refuse(key, expected)
             return default
-        return self._told[key]
+        return self._values[key]
 
-    def whole(
+    def integer(
         self,
         key: str,
         default: Any = REQUIRED,
@@ -93,7 +95,7 @@ class Fields:
 
     def positions(self, key: str) -> int:
         """How many positions a table of angles has, which no tensor of the files shows."""
-        found: int = self.whole(key, most=MOST_POSITIONS)
+        found: int = self.integer(key, most=MOST_POSITIONS)
         return found
 
     def number(
@@ -124,7 +126,7 @@ class Fields:
 
     def probability(self, key: str, default: float) -> float:
         """Of dropout; null is none of it."""
-        if key in self._told and self._told[key] is None:
+        if key in self._values and self._values[key] is None:
             return 0.0
         found: float = self.number(key, default, equal=True, below=1.0)
         return found
@@ -138,34 +140,34 @@ class Fields:
 
     def choice(self, key: str, known: Mapping[str, str], default: str) -> str:
         """What `known` says of the field's text."""
-        found = self._told.get(key, default)
+        found = self._values.get(key, default)
         if not isinstance(found, str) or found not in known:
             raise HubError(f"config.json has {key} = {shown(found)}; pyops has {', '.join(known)}")
         return known[found]
 
     def section(self, key: str) -> Mapping[str, Any] | None:
         """An object, or None where it is null or not there."""
-        found = self._told.get(key)
+        found = self._values.get(key)
         if found is not None and not isinstance(found, Mapping):
             raise self._refuse(key, "an object")
         return found
 
     def raw(self, key: str, default: Any = None) -> Any:
         """As it stands there."""
-        return self._told.get(key, default)
+        return self._values.get(key, default)
 
-    def within(self, section: Mapping[str, Any]) -> Fields:
+    def within(self, section: Mapping[str, Any]) -> ConfigFields:
         """The fields of an object that stands in this one."""
-        return Fields(section, **self._most)
+        return ConfigFields(section, **self._most)
 
     def fixed(self, **wanted: Any) -> None:
         """HubError when a field is set to something else than the one value that we compute."""
         for key, value in wanted.items():
-            if key in self._told and (
-                self._told[key] != value or type(self._told[key]) is not type(value)
+            if key in self._values and (
+                self._values[key] != value or type(self._values[key]) is not type(value)
             ):
                 raise HubError(
-                    f"config.json has {key} = {shown(self._told[key])}, pyops computes "
+                    f"config.json has {key} = {shown(self._values[key])}, pyops computes "
                     f"{value!r} only; choose another "
                     "checkpoint"
                 )

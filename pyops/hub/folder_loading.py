@@ -24,7 +24,7 @@ from pyops.comm.agreement import ranks_agree
 from pyops.flat import Box, meeting
 from pyops.hub.architectures.architecture import Architecture, Entry
 from pyops.hub.architectures.registry import find_architecture
-from pyops.hub.config_fields import Fields
+from pyops.hub.config_fields import ConfigFields
 from pyops.hub.folder_files import FLOATING, HubError, Weights, floating, open_weights, read_config
 from pyops.hub.weight_packing import Piece, Source
 from pyops.mesh import ALONE
@@ -145,7 +145,7 @@ def _configuration(
             f"{str(values['quantization_config'])[:80]}; pyops reads weights that are not "
             "quantized: choose another checkpoint"
         )
-    config_fields = Fields(
+    config_fields = ConfigFields(
         values, numbers=sum(map(prod, weights.shapes.values())), tensors=len(weights.shapes)
     )
     try:

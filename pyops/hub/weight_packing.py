@@ -20,13 +20,22 @@ from dataclasses import dataclass
 
 from pyops.flat import Box
 
-__all__ = ["Grouped", "Heads", "Packing", "Piece", "Same", "Source", "Stacked", "Transposed"]
+__all__ = [
+    "AttentionShape",
+    "Grouped",
+    "Packing",
+    "Piece",
+    "Same",
+    "Source",
+    "Stacked",
+    "Transposed",
+]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionShape:
     """Of an attention: num_heads H queries and num_kv_heads G keys and values, each `width` K
     wide."""
 
@@ -68,7 +77,7 @@ class Packing(ABC):
     """Of one parameter. `sources` says what a parameter of `shape` is made of."""
 
     @abstractmethod
-    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+    def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         """The file's tensors that a whole parameter of this shape is made of; heads: for
         `Grouped`."""
 
@@ -80,7 +89,7 @@ class Same(Packing):
     name: str
     leading: int = 0
 
-    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+    def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         zeros = (0,) * len(shape)
         return [Source(self.name, (1,) * self.leading + shape, (Piece((zeros, shape), zeros),))]
 
@@ -91,7 +100,7 @@ class Transposed(Packing):
 
     name: str
 
-    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+    def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         return [Source(self.name, shape[::-1], (Piece(((0, 0), shape), (0, 0)),), transposed=True)]
 
 
@@ -101,7 +110,7 @@ class Stacked(Packing):
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+    def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         each, zeros = shape[1:], (0,) * len(shape)
         return [
             Source(name, each, (Piece(((i, *zeros[1:]), (1, *each)), zeros),))
@@ -120,7 +129,7 @@ class Grouped(Packing):
     def __init__(self, *names: str, joined: bool = False, transposed: bool = False) -> None:
         self.names, self.joined, self.transposed = names, joined, transposed
 
-    def sources(self, shape: Shape, heads: Heads | None = None) -> list[Source]:
+    def sources(self, shape: Shape, heads: AttentionShape | None = None) -> list[Source]:
         assert heads is not None
         rows = heads.rows if self.joined else heads.rows[-len(self.names) :]
         lengths = [heads.num_kv_heads * n for n in rows]

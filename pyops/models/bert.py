@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
-from pyops.models.model_layout import ModelLayout, Shape, Table
+from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary_head import IGNORED, Vocabulary
+from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
@@ -93,7 +93,7 @@ class BERTConfig:
         return replace(self, hidden=self.mlp_width)
 
 
-class Embedding(nn.Module):
+class BERTEmbedding(nn.Module):
     """tokens_BT, types_BT -> x_BTD, or a rank's rows of it."""
 
     def __init__(self, config: BERTConfig, *, layout: ModelLayout) -> None:
@@ -104,9 +104,9 @@ class Embedding(nn.Module):
         )
         learned = config.positions == "learned"
         self.position = (
-            Table(config.sequence_length, config.dim, layout=layout) if learned else None
+            AddedEmbedding(config.sequence_length, config.dim, layout=layout) if learned else None
         )
-        self.kind = Table(config.num_types, config.dim, layout=layout)
+        self.kind = AddedEmbedding(config.num_types, config.dim, layout=layout)
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
         self.dropout = layout.dropout(config.dropout, config.dim)
 
@@ -122,7 +122,7 @@ class Embedding(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class BERTBlock(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
     def __init__(
@@ -177,11 +177,11 @@ def make_blocks(config: BERTConfig, *, layout: ModelLayout) -> nn.ModuleList:
             config.sequence_length, width, theta=config.rotary_theta, device=layout.device
         )
     return nn.ModuleList(
-        Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
+        BERTBlock(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
     )
 
 
-class Head(nn.Module):
+class BERTHead(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
     def __init__(self, config: BERTConfig, *, layout: ModelLayout) -> None:
@@ -189,7 +189,7 @@ class Head(nn.Module):
         self.activation = config.activation
         self.dense = layout.linear(config.dim, config.dim)
         self.norm = layout.norm("layernorm", config.dim, eps=config.norm_eps)
-        self.output = Vocabulary(config.vocab_size, config.dim, bias=True, layout=layout)
+        self.output = VocabularyHead(config.vocab_size, config.dim, bias=True, layout=layout)
 
     def forward(
         self,
@@ -235,9 +235,9 @@ class BERT(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
-        self.embedding = Embedding(config, layout=layout)
+        self.embedding = BERTEmbedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
-        self.head = Head(config, layout=layout)
+        self.head = BERTHead(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
         self.pooler = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.mesh import ALONE
-from pyops.models.bert import BERTConfig, Embedding, make_blocks
+from pyops.models.bert import BERTConfig, BERTEmbedding, make_blocks
 from pyops.models.model_layout import ModelLayout, Shape
 from pyops.models.rotary import Rotary
 from pyops.models.vocabulary_head import IGNORED
@@ -23,7 +23,7 @@ from pyops.tensor_parallel import Ranks, RanksLike, initialize_model_, set_dropo
 __all__ = ["BERTClassifier"]
 
 
-class Head(nn.Module):
+class ClassifierHead(nn.Module):
     """x_BTD -> logits_BN of the first token, on every rank."""
 
     def __init__(self, config: BERTConfig, num_labels: int, *, layout: ModelLayout) -> None:
@@ -63,9 +63,9 @@ class BERTClassifier(nn.Module):
             raise ValueError(f"num_labels is {num_labels}; there must be 2 or more to choose from")
         self.config = config
         layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
-        self.embedding = Embedding(config, layout=layout)
+        self.embedding = BERTEmbedding(config, layout=layout)
         self.blocks = make_blocks(config, layout=layout)
-        self.head = Head(config, num_labels, layout=layout)
+        self.head = ClassifierHead(config, num_labels, layout=layout)
         if seed is not None:
             self.initialize(seed)
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["ACTIVATIONS", "POSITIONS", "check_config", "check_size", "largest_field", "numbers_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "POSITIONS",
+    "check_config",
+    "check_size",
+    "estimated_elements",
+    "largest_field",
+]
 
 POSITIONS = ("learned", "rotary")
 MOST_NUMBERS = 1 << 48  # of a model: a PiB in fp32
@@ -95,7 +102,7 @@ def _check_rotary(config: Any) -> None:
         )
 
 
-def numbers_of(config: Any) -> int:
+def estimated_elements(config: Any) -> int:
     """About how many numbers a model has, and what else grows with its fields; never less than its
     weights in fp32."""
     known = {field: getattr(config, field, 0) for field in SIZES}
@@ -134,7 +141,7 @@ def check_size(config: Any) -> None:
             raise ValueError(
                 f"{field} is {str(getattr(config, field))[:40]}; sizes are less than 2^63"
             )
-    if config.num_heads < 1 or (numbers := numbers_of(config)) <= MOST_NUMBERS:
+    if config.num_heads < 1 or (numbers := estimated_elements(config)) <= MOST_NUMBERS:
         return
     field = largest_field(config)
     raise ValueError(

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, POSITIONS, check_config
-from pyops.models.model_layout import ModelLayout, Shape, Table
+from pyops.models.model_layout import AddedEmbedding, ModelLayout, Shape
 from pyops.models.rotary import Rotary
-from pyops.models.vocabulary_head import Vocabulary
+from pyops.models.vocabulary_head import VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
@@ -41,7 +41,7 @@ from pyops.tensor_parallel import (
     set_dropout,
 )
 
-__all__ = ["GPT", "Block", "Embedding", "GPTConfig", "Head"]
+__all__ = ["GPT", "GPTBlock", "GPTConfig", "GPTEmbedding", "GPTHead"]
 
 CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
@@ -136,7 +136,7 @@ class GPTConfig:
         )
 
 
-class Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
     """tokens_BT -> x_BTD, or a rank's rows of it."""
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
@@ -147,7 +147,7 @@ class Embedding(nn.Module):
         )
         learned = config.positions == "learned"
         self.position = (
-            Table(config.sequence_length, config.dim, layout=layout) if learned else None
+            AddedEmbedding(config.sequence_length, config.dim, layout=layout) if learned else None
         )
         self.dropout = layout.dropout(config.dropout, config.dim)
 
@@ -162,7 +162,7 @@ class Embedding(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout, rotary: Rotary | None) -> None:
@@ -213,13 +213,13 @@ class Block(nn.Module):
         return result
 
 
-class Head(nn.Module):
+class GPTHead(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
     def __init__(self, config: GPTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.norm = layout.norm(config.norm, config.dim, eps=config.norm_eps, bias=config.bias)
-        self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
+        self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
 
     def forward(
         self,
@@ -264,7 +264,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
-        self.embedding = Embedding(config, layout=layout)
+        self.embedding = GPTEmbedding(config, layout=layout)
         rotary = None
         if config.positions == "rotary":
             rotary = Rotary(
@@ -278,9 +278,9 @@ class GPT(nn.Module):
                 device=device,
             )
         self.blocks = nn.ModuleList(
-            Block(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
+            GPTBlock(config, layout=layout, rotary=rotary) for _ in range(config.num_layers)
         )
-        self.head = Head(config, layout=layout)
+        self.head = GPTHead(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
         if seed is not None:

@@ -19,7 +19,7 @@ from pyops.flat import Placement
 from pyops.tensor_parallel import Dropout, LayerNorm, Ranks, RMSNorm
 from pyops.tensor_parallel.functional.regions import gather_tokens, scatter_tokens
 
-__all__ = ["ModelLayout", "Shape", "Table"]
+__all__ = ["AddedEmbedding", "ModelLayout", "Shape"]
 
 Shape = tuple[int, int]
 
@@ -118,7 +118,7 @@ class ModelLayout:
         return result
 
 
-class Table(nn.Module):
+class AddedEmbedding(nn.Module):
     """Rows that are added to tokens: learned positions, token types. forward(index of tokens as a
     rank holds them) -> rows."""
 

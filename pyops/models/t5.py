@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyops.mesh import ALONE
 from pyops.models.config_checks import ACTIVATIONS, check_config
 from pyops.models.model_layout import ModelLayout, Shape
-from pyops.models.vocabulary_head import IGNORED, Vocabulary
+from pyops.models.vocabulary_head import IGNORED, VocabularyHead
 from pyops.tensor_parallel import (
     AttentionConfig,
     EmbeddingConfig,
@@ -114,7 +114,7 @@ class T5Config:
         )
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """x_BTD -> x_BTD; with memory_BSD in a decoder; of a rank's rows, with the shapes of all
     tokens, likewise."""
 
@@ -193,7 +193,7 @@ class Block(nn.Module):
         return result
 
 
-class Stack(nn.Module):
+class T5Stack(nn.Module):
     """The encoder or the decoder: embedded tokens -> x, as a rank holds them. One bias by distance
     serves all its blocks."""
 
@@ -213,7 +213,7 @@ class Stack(nn.Module):
         )
         count = config.resolved().num_decoder_layers if decoder else config.num_layers
         self.blocks = nn.ModuleList(
-            Block(config, layout=layout, decoder=decoder) for _ in range(count)
+            T5Block(config, layout=layout, decoder=decoder) for _ in range(count)
         )
         self.norm = layout.norm("rmsnorm", config.dim, eps=config.norm_eps)
         self.dropout1, self.dropout2 = (
@@ -229,7 +229,7 @@ class Stack(nn.Module):
         return result
 
 
-class Embedding(nn.Module):
+class T5Embedding(nn.Module):
     """tokens_BT -> x_BTD, or a rank's rows of it; for encoder and decoder."""
 
     def __init__(self, config: T5Config, *, layout: ModelLayout) -> None:
@@ -243,13 +243,13 @@ class Embedding(nn.Module):
         return result
 
 
-class Head(nn.Module):
+class T5Head(nn.Module):
     """x_BTD -> logits_BTV; with targets_BT, the loss."""
 
     def __init__(self, config: T5Config, *, layout: ModelLayout) -> None:
         super().__init__()
         self.scale = config.dim**-0.5 if config.scaled_head else 1.0
-        self.output = Vocabulary(config.vocab_size, config.dim, layout=layout)
+        self.output = VocabularyHead(config.vocab_size, config.dim, layout=layout)
 
     def forward(
         self,
@@ -290,10 +290,10 @@ class T5(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
-        self.embedding = Embedding(config, layout=layout)
-        self.encoder = Stack(config, layout=layout, decoder=False)
-        self.decoder = Stack(config, layout=layout, decoder=True)
-        self.head = Head(config, layout=layout)
+        self.embedding = T5Embedding(config, layout=layout)
+        self.encoder = T5Stack(config, layout=layout, decoder=False)
+        self.decoder = T5Stack(config, layout=layout, decoder=True)
+        self.head = T5Head(config, layout=layout)
         if config.tied_head:
             self.head.output.tie(self.embedding.token)
         if seed is not None:
@@ -316,7 +316,7 @@ class T5(nn.Module):
         """Draw all parameters anew."""
         initialize_model_(self, seed=seed, std=self._deviation)
         for module in self.modules():
-            if isinstance(module, Block):  # scores are not scaled, so queries begin small
+            if isinstance(module, T5Block):  # scores are not scaled, so queries begin small
                 width = self.config.head_width
                 module.attention.qkv.weight.unflatten(0, (-1, 3, width))[:, 0].mul_(width**-0.5)
 

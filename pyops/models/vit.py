@@ -93,7 +93,7 @@ class ViTConfig:
         return replace(self, hidden=self.mlp_width)
 
 
-class Patch(nn.Module):
+class ViTPatch(nn.Module):
     """images_BCSS -> patches [B, T - 1, D], row by row: a linear map of each patch."""
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
@@ -111,14 +111,14 @@ class Patch(nn.Module):
         )
 
 
-class Embedding(nn.Module):
+class ViTEmbedding(nn.Module):
     """images_BCSS -> x_BTD, computed on every rank; a rank's rows of it where tokens are shared
     out."""
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
         super().__init__()
         self.layout = layout
-        self.patch = Patch(config, layout=layout)
+        self.patch = ViTPatch(config, layout=layout)
         self.first = layout.parameter(1, config.dim)
         self.position = layout.parameter(config.num_tokens, config.dim)
         self.dropout = layout.dropout(config.dropout, config.dim)
@@ -132,7 +132,7 @@ class Embedding(nn.Module):
         return result
 
 
-class Block(nn.Module):
+class ViTBlock(nn.Module):
     """x_BTD -> x_BTD; of a rank's rows, with the (B, T) of all tokens, likewise."""
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
@@ -168,7 +168,7 @@ class Block(nn.Module):
         return result
 
 
-class Head(nn.Module):
+class ViTHead(nn.Module):
     """x_BTD -> logits_BN of the class token, on every rank."""
 
     def __init__(self, config: ViTConfig, *, layout: ModelLayout) -> None:
@@ -204,9 +204,11 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         layout = ModelLayout(Ranks.of(group), sequence_parallel, device, dtype)
-        self.embedding = Embedding(config, layout=layout)
-        self.blocks = nn.ModuleList(Block(config, layout=layout) for _ in range(config.num_layers))
-        self.head = Head(config, layout=layout)
+        self.embedding = ViTEmbedding(config, layout=layout)
+        self.blocks = nn.ModuleList(
+            ViTBlock(config, layout=layout) for _ in range(config.num_layers)
+        )
+        self.head = ViTHead(config, layout=layout)
         if seed is not None:
             self.initialize(seed)
 

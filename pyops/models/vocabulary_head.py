@@ -15,12 +15,12 @@ from pyops.tensor_parallel import (
 )
 from pyops.tensor_parallel.functional.regions import copy, gather
 
-__all__ = ["IGNORED", "Vocabulary"]
+__all__ = ["IGNORED", "VocabularyHead"]
 
 IGNORED = -100  # a target that does not count
 
 
-class Vocabulary(ColumnParallelLinear):
+class VocabularyHead(ColumnParallelLinear):
     """x, as a rank holds tokens -> logits [B, T, V] on every rank; gather=False: this rank's
     columns [B, T, ceil(V / ranks)].
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyops.flat import Placement
-from pyops.hub.config_fields import Fields
-from pyops.hub.weight_packing import Heads, Packing, Source
+from pyops.hub.config_fields import ConfigFields
+from pyops.hub.weight_packing import AttentionShape, Packing, Source
 
 __all__ = ["Architecture", "Entry"]
 
@@ -43,9 +43,9 @@ class Architecture:
     model: Callable[..., nn.Module]
     config: type
     names: Callable[[Any], Mapping[str, Packing]]
-    read: Callable[[Fields, frozenset[str]], Any]
+    read: Callable[[ConfigFields, frozenset[str]], Any]
     write: Callable[[Any], dict[str, Any]]
-    heads: Callable[[Any], Heads]
+    heads: Callable[[Any], AttentionShape]
     prefix: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()

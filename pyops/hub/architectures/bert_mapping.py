@@ -15,48 +15,37 @@ import torch
 from torch import Tensor
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.config_fields import Fields
-from pyops.hub.weight_packing import Grouped, Heads, Packing, Same
+from pyops.hub.architectures.encoder_mapping import (
+    attention_shape,
+    layer_names,
+    read_sizes,
+    write_sizes,
+)
+from pyops.hub.config_fields import ConfigFields
+from pyops.hub.weight_packing import Packing, Same
 from pyops.models import BERT, BERTConfig
 from pyops.models.rotary import Rotary
 
 __all__ = ["BERT_MODEL", "ROFORMER"]
 
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 PRETRAINING, MASKED = "BertForPreTraining", "BertForMaskedLM"
 
 
 def names_under(base: str) -> dict[str, Packing]:
     """base: of the names of all but the heads."""
-    layer = base + ".encoder.layer.{i}."
-    self_ = layer + "attention.self."
+    layer = layer_names(
+        base + ".encoder.layer.{i}.",
+        attention="attention.self.",
+        norm1="attention.output.LayerNorm",
+        norm2="output.LayerNorm",
+    )
     return {
         "embedding.token.weight": Same(base + ".embeddings.word_embeddings.weight"),
         "embedding.position.weight": Same(base + ".embeddings.position_embeddings.weight"),
         "embedding.kind.weight": Same(base + ".embeddings.token_type_embeddings.weight"),
         "embedding.norm.weight": Same(base + ".embeddings.LayerNorm.weight"),
         "embedding.norm.bias": Same(base + ".embeddings.LayerNorm.bias"),
-        "blocks.{i}.attention.qkv.weight": Grouped(
-            self_ + "query.weight", self_ + "key.weight", self_ + "value.weight"
-        ),
-        "blocks.{i}.attention.qkv.bias": Grouped(
-            self_ + "query.bias", self_ + "key.bias", self_ + "value.bias"
-        ),
-        "blocks.{i}.attention.output.weight": Same(layer + "attention.output.dense.weight"),
-        "blocks.{i}.attention.output.bias": Same(layer + "attention.output.dense.bias"),
-        "blocks.{i}.norm1.weight": Same(layer + "attention.output.LayerNorm.weight"),
-        "blocks.{i}.norm1.bias": Same(layer + "attention.output.LayerNorm.bias"),
-        "blocks.{i}.mlp.up.weight": Same(layer + "intermediate.dense.weight"),
-        "blocks.{i}.mlp.up.bias": Same(layer + "intermediate.dense.bias"),
-        "blocks.{i}.mlp.down.weight": Same(layer + "output.dense.weight"),
-        "blocks.{i}.mlp.down.bias": Same(layer + "output.dense.bias"),
-        "blocks.{i}.norm2.weight": Same(layer + "output.LayerNorm.weight"),
-        "blocks.{i}.norm2.bias": Same(layer + "output.LayerNorm.bias"),
+        **layer,
         "pooler.weight": Same(base + ".pooler.dense.weight"),
         "pooler.bias": Same(base + ".pooler.dense.bias"),
         "next_sentence.weight": Same("cls.seq_relationship.weight"),
@@ -86,26 +75,23 @@ def names_of(base: str) -> Callable[[BERTConfig], Mapping[str, Packing]]:
 
 
 def read(
-    told: Fields, names: frozenset[str], *, pooled_head: bool | None = None, rotary: bool = False
+    fields: ConfigFields,
+    names: frozenset[str],
+    *,
+    pooled_head: bool | None = None,
+    rotary: bool = False,
 ) -> BERTConfig:
-    told.fixed(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
-    length = told.positions if rotary else told.whole
-    classes = told.raw("architectures") or [PRETRAINING]
+    fields.fixed(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    length = fields.positions if rotary else fields.integer
+    classes = fields.raw("architectures") or [PRETRAINING]
     return BERTConfig(
-        vocab_size=told.whole("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         sequence_length=length("max_position_embeddings"),
-        num_layers=told.whole("num_hidden_layers", of="tensors"),
-        num_heads=told.whole("num_attention_heads"),
-        dim=told.whole("hidden_size"),
-        hidden=told.whole("intermediate_size"),
-        activation=told.choice("hidden_act", ACTIVATIONS, "gelu"),
-        num_types=told.whole("type_vocab_size", 2),
-        norm_eps=told.number("layer_norm_eps", 1e-12),
-        tied_head=told.flag("tie_word_embeddings", True),
+        num_types=fields.integer("type_vocab_size", 2),
+        tied_head=fields.flag("tie_word_embeddings", True),
         positions="rotary" if rotary else "learned",
         pooled_head=classes[0] == PRETRAINING if pooled_head is None else pooled_head,
-        dropout=told.probability("hidden_dropout_prob", 0.1),
-        attention_dropout=told.probability("attention_probs_dropout_prob", 0.1),
+        **read_sizes(fields, dropout=0.1),
     )
 
 
@@ -114,16 +100,9 @@ def write(config: BERTConfig) -> dict[str, Any]:
         "architectures": [PRETRAINING if config.pooled_head else MASKED],
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.sequence_length,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
         "type_vocab_size": config.num_types,
-        "layer_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_head,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
+        **write_sizes(config),
     }
 
 
@@ -135,7 +114,7 @@ BERT_MODEL = Architecture(
     names=names_of("bert"),
     read=read,
     write=write,
-    heads=lambda config: Heads(config.num_heads, config.num_heads, config.dim // config.num_heads),
+    heads=attention_shape,
     prefix="bert.",
     copies=copies_under("bert"),
     ignored=(r"embeddings\.(position_ids|token_type_ids)$",),
@@ -150,11 +129,11 @@ BERT_MODEL = Architecture(
 ROFORMER_MASKED = "RoFormerForMaskedLM"
 
 
-def read_roformer(told: Fields, names: frozenset[str]) -> BERTConfig:
-    told.fixed(rotary_value=False)
-    if told.raw("embedding_size") is not None:
-        told.fixed(embedding_size=told.whole("hidden_size"))
-    return read(told, names, pooled_head=False, rotary=True)
+def read_roformer(fields: ConfigFields, names: frozenset[str]) -> BERTConfig:
+    fields.fixed(rotary_value=False)
+    if fields.raw("embedding_size") is not None:
+        fields.fixed(embedding_size=fields.integer("hidden_size"))
+    return read(fields, names, pooled_head=False, rotary=True)
 
 
 def angles(config: BERTConfig) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.config_fields import Fields
+from pyops.hub.config_fields import ConfigFields
 from pyops.hub.folder_files import HubError
-from pyops.hub.weight_packing import Grouped, Heads, Same, Transposed
+from pyops.hub.weight_packing import AttentionShape, Grouped, Same, Transposed
 from pyops.models import GPT, GPTConfig
 
 __all__ = ["GPT2"]
@@ -37,29 +37,29 @@ NAMES = {
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
-def read(told: Fields, names: frozenset[str]) -> GPTConfig:
-    told.fixed(
+def read(fields: ConfigFields, names: frozenset[str]) -> GPTConfig:
+    fields.fixed(
         scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
     )
-    if told.probability("embd_pdrop", 0.1) != told.probability("resid_pdrop", 0.1):
+    if fields.probability("embd_pdrop", 0.1) != fields.probability("resid_pdrop", 0.1):
         raise HubError(
-            f"config.json has embd_pdrop = {told.raw('embd_pdrop', 0.1)} and resid_pdrop "
-            f"= {told.raw('resid_pdrop', 0.1)}, "
+            f"config.json has embd_pdrop = {fields.raw('embd_pdrop', 0.1)} and resid_pdrop "
+            f"= {fields.raw('resid_pdrop', 0.1)}, "
             "pyops has one number for both; make them equal there"
         )
-    width = told.whole("n_embd")
+    width = fields.integer("n_embd")
     return GPTConfig(
-        vocab_size=told.whole("vocab_size"),
-        sequence_length=told.whole("n_positions"),
-        num_layers=told.whole("n_layer", of="tensors"),
-        num_heads=told.whole("n_head"),
+        vocab_size=fields.integer("vocab_size"),
+        sequence_length=fields.integer("n_positions"),
+        num_layers=fields.integer("n_layer", of="tensors"),
+        num_heads=fields.integer("n_head"),
         dim=width,
-        hidden=told.whole("n_inner", 4 * width, optional=True),
-        norm_eps=told.number("layer_norm_epsilon", 1e-5),
-        activation=told.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        tied_head=told.flag("tie_word_embeddings", True),
-        dropout=told.probability("resid_pdrop", 0.1),
-        attention_dropout=told.probability("attn_pdrop", 0.1),
+        hidden=fields.integer("n_inner", 4 * width, optional=True),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        activation=fields.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        tied_head=fields.flag("tie_word_embeddings", True),
+        dropout=fields.probability("resid_pdrop", 0.1),
+        attention_dropout=fields.probability("attn_pdrop", 0.1),
     )
 
 
@@ -88,7 +88,7 @@ GPT2 = Architecture(
     names=lambda config: NAMES,
     read=read,
     write=write,
-    heads=lambda config: Heads(config.num_heads, config.num_heads, config.head_width),
+    heads=lambda config: AttentionShape(config.num_heads, config.num_heads, config.head_width),
     prefix="transformer.",
     copies={"lm_head.weight": "transformer.wte.weight"},
     ignored=(r"h\.\d+\.attn\.(bias|masked_bias)$",),  # the causal mask

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.config_fields import Fields, shown
+from pyops.hub.config_fields import ConfigFields, shown
 from pyops.hub.folder_files import HubError
-from pyops.hub.weight_packing import Grouped, Heads, Same, Stacked
+from pyops.hub.weight_packing import AttentionShape, Grouped, Same, Stacked
 from pyops.models import GPT, GPTConfig
 
 __all__ = ["LLAMA"]
@@ -34,47 +34,47 @@ NAMES = {
 }
 
 
-def read(told: Fields, names: frozenset[str]) -> GPTConfig:
-    told.fixed(hidden_act="silu")
-    bias = told.flag("attention_bias", False)
-    if told.flag("mlp_bias", False) != bias:
+def read(fields: ConfigFields, names: frozenset[str]) -> GPTConfig:
+    fields.fixed(hidden_act="silu")
+    bias = fields.flag("attention_bias", False)
+    if fields.flag("mlp_bias", False) != bias:
         raise HubError(
             f"config.json has attention_bias = {bias} and mlp_bias = {not bias}; pyops "
             "has both or none"
         )
-    heads, width = told.whole("num_attention_heads"), told.whole("hidden_size")
+    heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     return GPTConfig(
-        vocab_size=told.whole("vocab_size"),
-        sequence_length=told.positions("max_position_embeddings"),
-        num_layers=told.whole("num_hidden_layers", of="tensors"),
+        vocab_size=fields.integer("vocab_size"),
+        sequence_length=fields.positions("max_position_embeddings"),
+        num_layers=fields.integer("num_hidden_layers", of="tensors"),
         num_heads=heads,
-        num_kv_heads=told.whole("num_key_value_heads", heads, optional=True),
-        head_dim=told.whole("head_dim", width // heads, optional=True),
+        num_kv_heads=fields.integer("num_key_value_heads", heads, optional=True),
+        head_dim=fields.integer("head_dim", width // heads, optional=True),
         dim=width,
-        hidden=told.whole("intermediate_size"),
+        hidden=fields.integer("intermediate_size"),
         norm="rmsnorm",
-        norm_eps=told.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation="swiglu",
         positions="rotary",
-        tied_head=told.flag("tie_word_embeddings", False),
+        tied_head=fields.flag("tie_word_embeddings", False),
         bias=bias,
-        attention_dropout=told.probability("attention_dropout", 0.0),
-        **_rotary(told),
+        attention_dropout=fields.probability("attention_dropout", 0.0),
+        **_rotary(fields),
     )
 
 
-def _rotary(told: Fields) -> dict[str, Any]:
+def _rotary(fields: ConfigFields) -> dict[str, Any]:
     """Angles of positions. Since transformers 5 they stand in rope_parameters, before at the top
     and in rope_scaling, which transformers still takes first where a file has both."""
-    where = "rope_scaling" if told.section("rope_scaling") else "rope_parameters"
-    rope = told.within(told.section(where) or {})
+    where = "rope_scaling" if fields.section("rope_scaling") else "rope_parameters"
+    rope = fields.within(fields.section(where) or {})
     kind = rope.raw("rope_type", rope.raw("type", "default"))
     if kind not in ("default", "llama3"):
         raise HubError(
             f"config.json has {where} of rope_type {str(kind)[:80]!r}; pyops has "
             "'default' and 'llama3'"
         )
-    share = (rope if "partial_rotary_factor" in rope else told).raw("partial_rotary_factor")
+    share = (rope if "partial_rotary_factor" in rope else fields).raw("partial_rotary_factor")
     if kind == "llama3" and share not in (
         None,
         1.0,
@@ -84,7 +84,7 @@ def _rotary(told: Fields) -> dict[str, Any]:
             "heads, which is 1.0"
         )
     found: dict[str, Any] = {
-        "rotary_theta": (rope if "rope_theta" in rope else told).number("rope_theta", 1e4)
+        "rotary_theta": (rope if "rope_theta" in rope else fields).number("rope_theta", 1e4)
     }
     if (
         kind == "llama3" and rope.number("factor") != 1.0
@@ -141,7 +141,7 @@ LLAMA = Architecture(
     names=lambda config: NAMES,
     read=read,
     write=write,
-    heads=lambda config: Heads(config.num_heads, config.kv_heads, config.head_width),
+    heads=lambda config: AttentionShape(config.num_heads, config.kv_heads, config.head_width),
     prefix="model.",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=(r"rotary_emb\.inv_freq$",),

@@ -14,7 +14,7 @@ from pyops.hub.architectures.gpt2_mapping import GPT2
 from pyops.hub.architectures.llama_mapping import LLAMA
 from pyops.hub.architectures.t5_mapping import T5_MODEL
 from pyops.hub.architectures.vit_mapping import VIT
-from pyops.hub.config_fields import Fields
+from pyops.hub.config_fields import ConfigFields
 from pyops.hub.folder_files import HubError
 
 __all__ = ["ARCHITECTURES", "architecture_of", "find_architecture"]
@@ -22,9 +22,9 @@ __all__ = ["ARCHITECTURES", "architecture_of", "find_architecture"]
 ARCHITECTURES = (GPT2, LLAMA, BERT_MODEL, ROFORMER, T5_MODEL, VIT)
 
 
-def find_architecture(told: Mapping[str, Any]) -> Architecture:
+def find_architecture(values: Mapping[str, Any]) -> Architecture:
     """The one that a config.json is of. HubError, naming those that are known, for another."""
-    classes, kind = told.get("architectures") or [None], told.get("model_type")
+    classes, kind = values.get("architectures") or [None], values.get("model_type")
     if not isinstance(classes, list) or not all(
         each is None or isinstance(each, str) for each in classes
     ):
@@ -52,7 +52,7 @@ def architecture_of(model: nn.Module) -> Architecture:
         own_head = (
             frozenset() if getattr(config, "tied_head", True) else frozenset(["lm_head.weight"])
         )
-        written = architecture.read(Fields(architecture.write(config)), own_head).resolved()
+        written = architecture.read(ConfigFields(architecture.write(config)), own_head).resolved()
         differing = {
             f.name: getattr(config, f.name)
             for f in fields(config)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from pyops.hub.architectures.architecture import Architecture
-from pyops.hub.config_fields import Fields
-from pyops.hub.weight_packing import Grouped, Heads, Packing, Same, Stacked
+from pyops.hub.config_fields import ConfigFields
+from pyops.hub.weight_packing import AttentionShape, Grouped, Packing, Same, Stacked
 from pyops.models import T5, T5Config
 
 __all__ = ["T5_MODEL"]
@@ -65,33 +65,35 @@ COMPUTED = {
 }
 
 
-def read(told: Fields, names: frozenset[str]) -> T5Config:
-    tied = told.flag("tie_word_embeddings", True)
-    activation = told.choice("feed_forward_proj", ACTIVATIONS, "relu")
+def read(fields: ConfigFields, names: frozenset[str]) -> T5Config:
+    tied = fields.flag("tie_word_embeddings", True)
+    activation = fields.choice("feed_forward_proj", ACTIVATIONS, "relu")
     # Both follow from feed_forward_proj, unless a file says otherwise: then it is they that
     # transformers computes.
     function, gated = COMPUTED[activation]
-    told.fixed(dense_act_fn=function, is_gated_act=gated, is_encoder_decoder=True)
-    layers = told.whole("num_layers", of="tensors")
-    padding = told.whole("pad_token_id", 0, least=0, optional=True)
+    fields.fixed(dense_act_fn=function, is_gated_act=gated, is_encoder_decoder=True)
+    layers = fields.integer("num_layers", of="tensors")
+    padding = fields.integer("pad_token_id", 0, least=0, optional=True)
     return T5Config(
-        vocab_size=told.whole("vocab_size"),
+        vocab_size=fields.integer("vocab_size"),
         num_layers=layers,
-        num_heads=told.whole("num_heads"),
-        num_decoder_layers=told.whole("num_decoder_layers", layers, optional=True, of="tensors"),
-        dim=told.whole("d_model"),
-        head_dim=told.whole("d_kv"),
-        hidden=told.whole("d_ff"),
+        num_heads=fields.integer("num_heads"),
+        num_decoder_layers=fields.integer(
+            "num_decoder_layers", layers, optional=True, of="tensors"
+        ),
+        dim=fields.integer("d_model"),
+        head_dim=fields.integer("d_kv"),
+        hidden=fields.integer("d_ff"),
         activation=activation,
-        num_buckets=told.whole("relative_attention_num_buckets", 32),
-        max_distance=told.whole("relative_attention_max_distance", 128, most=1 << 31),
-        norm_eps=told.number("layer_norm_epsilon", 1e-6),
+        num_buckets=fields.integer("relative_attention_num_buckets", 32),
+        max_distance=fields.integer("relative_attention_max_distance", 128, most=1 << 31),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-6),
         # 1.1 says that nothing is tied, which also means that the head's input is not scaled.
         tied_head=tied or "lm_head.weight" not in names,
-        scaled_head=told.flag("scale_decoder_outputs", tied),
-        dropout=told.probability("dropout_rate", 0.1),
-        attention_dropout=told.probability("dropout_rate", 0.1),
-        start_token=told.whole("decoder_start_token_id", padding, least=0, optional=True),
+        scaled_head=fields.flag("scale_decoder_outputs", tied),
+        dropout=fields.probability("dropout_rate", 0.1),
+        attention_dropout=fields.probability("dropout_rate", 0.1),
+        start_token=fields.integer("decoder_start_token_id", padding, least=0, optional=True),
     )
 
 
@@ -126,7 +128,7 @@ T5_MODEL = Architecture(
     names=lambda config: GATED_NAMES if config.gated else NAMES,
     read=read,
     write=write,
-    heads=lambda config: Heads(config.num_heads, config.num_heads, config.head_width),
+    heads=lambda config: AttentionShape(config.num_heads, config.num_heads, config.head_width),
     copies={
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from pyops.tensor_parallel.convert.head_counts import Heads, heads_of
-from pyops.tensor_parallel.convert.module_swap import Cut, Tied, check_kind
+from pyops.tensor_parallel.convert.head_counts import HeadCounts, heads_of
+from pyops.tensor_parallel.convert.module_swap import ModuleCut, SharedParameters, check_kind
 from pyops.tensor_parallel.convert.multihead import check_multihead
 from pyops.tensor_parallel.convert.plans import ATTENTION, CUT, REGIONS, assign, plan_of
 from pyops.tensor_parallel.convert.region_hooks import Tokens
@@ -106,12 +106,12 @@ class Blueprint:
             {name: Tokens(self.ranks) for name in names} if wanted and self.ranks.size > 1 else {}
         )
 
-    def _cut(self, name: str, kind: str, gather_logits: bool) -> Cut:
+    def _cut(self, name: str, kind: str, gather_logits: bool) -> ModuleCut:
         region = above(name, self.regions)
         heads = self._nearest_heads(name) if kind == "head rows" else self.heads.get(region or "")
         rows = kind in ("rows", "head rows")
         alone = kind in ("columns", "gate and up") and region is None
-        return Cut(
+        return ModuleCut(
             name,
             kind,
             self.ranks,
@@ -121,7 +121,7 @@ class Blueprint:
             sequence_parallel=self.shared_out(name) is not None and (rows or alone),
         )
 
-    def _nearest_heads(self, name: str) -> Heads | None:
+    def _nearest_heads(self, name: str) -> HeadCounts | None:
         """Those of the attention module with which it has most of its name in common."""
         parts = name.split(".")
         for n in range(len(parts) - 1, -1, -1):
@@ -152,13 +152,13 @@ class Blueprint:
                     "the ranks' gradients are then summed"
                 )
 
-    def _tied(self) -> Tied:
+    def _tied(self) -> SharedParameters:
         owners: dict[int, dict[int, str]] = {}
         for name, module in self.modules.items():
             for p in module._parameters.values():
                 if p is not None:
                     owners.setdefault(id(p), {}).setdefault(id(module), name)
-        found: Tied = {}
+        found: SharedParameters = {}
         for each, modules in owners.items():
             names = list(modules.values())
             kinds = {self.cuts[name].kind for name in names if name in self.cuts}

@@ -21,7 +21,7 @@ from torch import nn
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.attention import check_heads
 
-__all__ = ["Heads", "heads_of", "set_heads"]
+__all__ = ["HeadCounts", "heads_of", "set_heads"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -31,36 +31,48 @@ _WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim")
 
 
 @dataclass(frozen=True)
-class Heads:
-    """H heads of width K in G groups that share keys and values, over so many ranks."""
+class HeadCounts:
+    """The heads of an attention module, and how the ranks share them."""
 
-    H: int
-    G: int
-    K: int
-    ranks: int
+    num_heads: int
+    """Number of heads of queries."""
+    num_kv_heads: int
+    """Number of heads of keys and values, each shared by a group of heads of queries."""
+    head_dim: int
+    """Width of a head."""
+    num_ranks: int
+    """Number of ranks that share the heads."""
 
     @property
     def copies(self) -> int:
-        """On how many ranks the key and value of a group are."""
-        return max(1, self.ranks // self.G)
+        """Number of ranks that hold the key and value of a group."""
+        return max(1, self.num_ranks // self.num_kv_heads)
 
     @property
     def unit(self) -> int:
-        """Of a query's columns, those that stay together."""
-        return self.K if self.copies > 1 else self.H // self.G * self.K
+        """Number of a query's columns that stay together on one rank."""
+        return (
+            self.head_dim
+            if self.copies > 1
+            else self.num_heads // self.num_kv_heads * self.head_dim
+        )
 
     @property
     def local(self) -> int:
-        """Heads on each rank, padding included."""
-        return -(-self.H * self.K // self.unit // self.ranks) * self.unit // self.K
+        """HeadCounts on each rank, padding included."""
+        return (
+            -(-self.num_heads * self.head_dim // self.unit // self.num_ranks)
+            * self.unit
+            // self.head_dim
+        )
 
     @property
     def local_groups(self) -> int:
-        """Groups on each rank, padding included."""
-        return -(-self.G * self.copies // self.ranks)
+        """Number of heads of keys and values on each rank, padding included."""
+        return -(-self.num_kv_heads * self.copies // self.num_ranks)
 
 
-def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
+def heads_of(module: nn.Module, name: str, ranks: Ranks) -> HeadCounts:
     """The heads of an attention module. ValueError where they can't be told, or not split over the
     ranks."""
     H = _number(module, _HEADS)
@@ -85,11 +97,11 @@ def heads_of(module: nn.Module, name: str, ranks: Ranks) -> Heads:
         check_heads(H, G, ranks.size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return Heads(H, G, K, ranks.size)
+    return HeadCounts(H, G, K, ranks.size)
 
 
 def set_heads(
-    module: nn.Module, heads: Heads, *, configured: bool = False
+    module: nn.Module, heads: HeadCounts, *, configured: bool = False
 ) -> dict[str, tuple[int, int]]:
     """Set the module's own numbers of heads to this rank's; {attribute: (before, after)}.
 
@@ -104,13 +116,13 @@ def set_heads(
     return changed
 
 
-def _set(holder: Any, heads: Heads) -> dict[str, tuple[int, int]]:
+def _set(holder: Any, heads: HeadCounts) -> dict[str, tuple[int, int]]:
     changed = {}
     for names, whole, local in (
-        (_HEADS, heads.H, heads.local),
-        (_GROUPS, heads.G, heads.local_groups),
-        (_PER_GROUP, heads.H // heads.G, heads.local // heads.local_groups),
-        (_WIDTHS, heads.H * heads.K, heads.local * heads.K),
+        (_HEADS, heads.num_heads, heads.local),
+        (_GROUPS, heads.num_kv_heads, heads.local_groups),
+        (_PER_GROUP, heads.num_heads // heads.num_kv_heads, heads.local // heads.local_groups),
+        (_WIDTHS, heads.num_heads * heads.head_dim, heads.local * heads.head_dim),
     ):
         for name in names:
             if holder.__dict__.get(name) == whole and whole != local:

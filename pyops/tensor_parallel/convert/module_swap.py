@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pyops.flat import Placement
 from pyops.mesh import ALONE
 from pyops.tensor_parallel.convert.grouped_columns import GroupedColumns
-from pyops.tensor_parallel.convert.head_counts import Heads
+from pyops.tensor_parallel.convert.head_counts import HeadCounts
 from pyops.tensor_parallel.functional.products import ProductPlan
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.embedding import VocabParallelEmbedding
@@ -19,26 +19,26 @@ from pyops.tensor_parallel.layers.layer_config import ColumnConfig, EmbeddingCon
 from pyops.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from pyops.torch_private import has_hooks
 
-__all__ = ["Cut", "Tied", "check_kind", "filled", "laid_out", "swapped"]
+__all__ = ["ModuleCut", "SharedParameters", "check_kind", "filled", "laid_out", "swapped"]
 
-Tied = dict[int, nn.Parameter | None]  # by the id of the parameter as it was
+SharedParameters = dict[int, nn.Parameter | None]  # by the id of the parameter as it was
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModuleCut:
     """How one module is cut. heads: of the attention module that it is of. inside: its input comes
     through an `Enter`."""
 
     name: str
     kind: str
     ranks: Ranks
-    heads: Heads | None = None
+    heads: HeadCounts | None = None
     inside: bool = False
     sequence_parallel: bool = False
     gather_logits: bool = True
 
 
-def check_kind(module: nn.Module, cut: Cut) -> None:
+def check_kind(module: nn.Module, cut: ModuleCut) -> None:
     """ValueError unless the module is of a kind that can be cut so, and of a size that fits the
     heads."""
     what = f"{cut.name} ({type(module).__name__})"
@@ -71,8 +71,12 @@ def check_kind(module: nn.Module, cut: Cut) -> None:
         assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"{what} can't be cut with max_norm, scale_grad_by_freq or sparse")
-    if cut.kind == "bias by head" and (cut.heads is None or module.embedding_dim != cut.heads.H):
-        heads = "no attention module around it" if cut.heads is None else f"{cut.heads.H} heads"
+    if cut.kind == "bias by head" and (
+        cut.heads is None or module.embedding_dim != cut.heads.num_heads
+    ):
+        heads = (
+            "no attention module around it" if cut.heads is None else f"{cut.heads.num_heads} heads"
+        )
         raise ValueError(
             f"{what} can't be cut by heads: it is {module.embedding_dim} wide, and there "
             f"are {heads}"
@@ -91,7 +95,7 @@ def check_kind(module: nn.Module, cut: Cut) -> None:
         _head_columns(module, cut)
 
 
-def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
+def swapped(module: nn.Module, cut: ModuleCut, tied: SharedParameters) -> nn.Module:
     """The module to put in the place of this one; an embedding that is cut by heads is changed
     itself.
 
@@ -120,7 +124,11 @@ def swapped(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
         )
         return filled(row, module, tied)
     # Within a region the sum over ranks is in the hook at its edge: the layer itself does none.
-    if cut.kind == "packed columns" and cut.heads is not None and cut.heads.G < cut.heads.H:
+    if (
+        cut.kind == "packed columns"
+        and cut.heads is not None
+        and cut.heads.num_kv_heads < cut.heads.num_heads
+    ):
         layer: ColumnParallelLinear = GroupedColumns(size, cut.heads, **where)
         layer.plan = ProductPlan(Ranks.of(ALONE))
         return filled(layer, module, tied)
@@ -176,7 +184,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     return (shape[1], shape[0]) if _is_conv1d(module) else (shape[0], shape[1])
 
 
-def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
+def _head_columns(module: nn.Module, cut: ModuleCut) -> tuple[int, int, int]:
     """(columns or rows that stay together, matrices in one, ranks that hold the same). ValueError
     where sizes don't fit."""
     heads, (out, size) = cut.heads, _sizes(module)
@@ -185,26 +193,28 @@ def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
     if heads is None:
         return 1, 1, 1
     what = f"{cut.name} ({type(module).__name__}, {size} -> {out})"
-    says = f"{heads.H} heads of width {heads.K}" + (
-        f" in {heads.G} groups" if heads.G < heads.H else ""
+    says = f"{heads.num_heads} heads of width {heads.head_dim}" + (
+        f" in {heads.num_kv_heads} groups" if heads.num_kv_heads < heads.num_heads else ""
     )
-    width = heads.H * heads.K
+    width = heads.num_heads * heads.head_dim
     if cut.kind in ("rows", "head rows"):
         if size != width:
             raise ValueError(
                 f"{what} can't be cut by heads: the attention module has {says}, {width} inputs"
             )
         return heads.unit, 1, 1
-    if cut.kind == "head columns" or (cut.kind == "packed columns" and heads.G < heads.H):
-        all_ = (heads.H + 2 * heads.G) * heads.K
+    if cut.kind == "head columns" or (
+        cut.kind == "packed columns" and heads.num_kv_heads < heads.num_heads
+    ):
+        all_ = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         if out != all_ or heads.copies > 1:
             why = (
                 f"that takes {all_} columns"
                 if out != all_
-                else f"{heads.ranks} ranks are more than its groups"
+                else f"{heads.num_ranks} ranks are more than its groups"
             )
             raise ValueError(f"{what} can't be cut as {cut.kind!r}: {why}, for {says}")
-        return (heads.H // heads.G + 2) * heads.K, 1, 1
+        return (heads.num_heads // heads.num_kv_heads + 2) * heads.head_dim, 1, 1
     if cut.kind == "packed columns":
         if out % width:
             raise ValueError(
@@ -214,15 +224,15 @@ def _head_columns(module: nn.Module, cut: Cut) -> tuple[int, int, int]:
         return heads.unit, out // width, 1
     if out == width:
         return heads.unit, 1, 1
-    if out == heads.G * heads.K:
-        return heads.K, 1, heads.copies
+    if out == heads.num_kv_heads * heads.head_dim:
+        return heads.head_dim, 1, heads.copies
     raise ValueError(
         f"{what} can't be cut by heads: the attention module has {says}, {width} or "
-        f"{heads.G * heads.K} columns"
+        f"{heads.num_kv_heads * heads.head_dim} columns"
     )
 
 
-def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
+def _embedding(module: nn.Module, cut: ModuleCut, tied: SharedParameters) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     layer = VocabParallelEmbedding(
         module.num_embeddings,
@@ -243,11 +253,11 @@ def _embedding(module: nn.Module, cut: Cut, tied: Tied) -> nn.Module:
     return filled(layer, module, tied)
 
 
-def _bias_by_head(module: nn.Module, cut: Cut) -> nn.Module:
+def _bias_by_head(module: nn.Module, cut: ModuleCut) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     assert cut.heads is not None
     ranks = cut.ranks
-    unit = cut.heads.unit // cut.heads.K
+    unit = cut.heads.unit // cut.heads.head_dim
     place = Placement.cut(module.weight.shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=unit)
     module.placements = {"weight": place}  # type: ignore[assignment]
     module.weight = nn.Parameter(
@@ -267,7 +277,7 @@ def laid_out(layer: nn.Module | None, whole: Tensor, place: Placement) -> Tensor
     return whole.reshape(place.global_shape)
 
 
-def filled(layer: nn.Module, module: nn.Module, tied: Tied) -> nn.Module:
+def filled(layer: nn.Module, module: nn.Module, tied: SharedParameters) -> nn.Module:
     """The layer, made without values, with this rank's part of the module's."""
     placements: dict[str, Placement] = layer.placements  # type: ignore[assignment]
     layer.transposed = _is_conv1d(module)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyops.flat import Placement
-from pyops.tensor_parallel.convert.head_counts import Heads
+from pyops.tensor_parallel.convert.head_counts import HeadCounts
 from pyops.tensor_parallel.convert.module_swap import filled
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.layers.layer_config import RowConfig
@@ -44,15 +44,19 @@ class MultiheadAttention(nn.Module):
     def __init__(
         self,
         whole: nn.MultiheadAttention,
-        heads: Heads,
+        heads: HeadCounts,
         *,
         ranks: Ranks,
         sequence_parallel: bool,
     ) -> None:
         super().__init__()
         D = whole.embed_dim
-        self.embed_dim, self.num_heads, self.head_dim = D, heads.local, heads.K
-        self.whole_heads, self.batch_first, self.dropout = heads.H, whole.batch_first, whole.dropout
+        self.embed_dim, self.num_heads, self.head_dim = D, heads.local, heads.head_dim
+        self.whole_heads, self.batch_first, self.dropout = (
+            heads.num_heads,
+            whole.batch_first,
+            whole.dropout,
+        )
         self.stacked = 3
         self._qkv_same_embed_dim = (
             False  # torch.nn.TransformerEncoderLayer then computes in no way of its own
@@ -62,7 +66,7 @@ class MultiheadAttention(nn.Module):
             **({} if whole.in_proj_bias is None else {"in_proj_bias": (3, D)}),
         }
         self.placements = {
-            key: Placement.cut(shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=heads.K)
+            key: Placement.cut(shape, dim=1, rank=ranks.rank, ranks=ranks.size, unit=heads.head_dim)
             for key, shape in shapes.items()
         }
         for key, place in self.placements.items():
@@ -73,12 +77,12 @@ class MultiheadAttention(nn.Module):
             )
         if whole.in_proj_bias is None:
             self.register_parameter("in_proj_bias", None)
-        self.first_head = self.placements["in_proj_weight"].start // heads.K
+        self.first_head = self.placements["in_proj_weight"].start // heads.head_dim
         out = RowParallelLinear(
             D,
             D,
             bias=whole.out_proj.bias is not None,
-            config=RowConfig(unit=heads.K, seed=None),
+            config=RowConfig(unit=heads.head_dim, seed=None),
             group=ranks,
             sequence_parallel=sequence_parallel,
             device="meta",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyops.tensor_parallel.convert.head_counts import Heads
+from pyops.tensor_parallel.convert.head_counts import HeadCounts
 from pyops.tensor_parallel.functional.ranks import Ranks
 from pyops.tensor_parallel.functional.regions import copy, gather_tokens, scatter_tokens
 
@@ -81,7 +81,7 @@ class Enter:
         tokens: Tokens | None = None,
         *,
         flat: bool = False,
-        heads: Heads | None = None,
+        heads: HeadCounts | None = None,
     ) -> None:
         self.ranks, self.tokens, self.flat, self.heads = ranks, tokens, flat, heads
 
@@ -110,22 +110,25 @@ class Enter:
         )
 
     def _by_head(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: Heads
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: HeadCounts
     ) -> Any:
         for where in _named(module, args, kwargs, _BY_HEAD):
             value = args[where] if isinstance(where, int) else kwargs[where]
-            if isinstance(value, Tensor) and (dim := _dim_of_heads(value, heads.H)) is not None:
+            if (
+                isinstance(value, Tensor)
+                and (dim := _dim_of_heads(value, heads.num_heads)) is not None
+            ):
                 args, kwargs = _replaced(args, kwargs, where, self._own_heads(value, dim, heads))
         return args, kwargs
 
-    def _own_heads(self, value: Tensor, dim: int, heads: Heads) -> Tensor:
+    def _own_heads(self, value: Tensor, dim: int, heads: HeadCounts) -> Tensor:
         """Those of this rank, with zeros for heads that are padding."""
         value = copy(value, group=self.ranks)
-        packed = dim == 0 and value.shape[0] != heads.H
+        packed = dim == 0 and value.shape[0] != heads.num_heads
         if packed:
-            value, dim = value.unflatten(0, (-1, heads.H)), 1
-        first = min(self.ranks.rank * heads.local, heads.H)
-        own = value.narrow(dim, first, min(heads.local, heads.H - first))
+            value, dim = value.unflatten(0, (-1, heads.num_heads)), 1
+        first = min(self.ranks.rank * heads.local, heads.num_heads)
+        own = value.narrow(dim, first, min(heads.local, heads.num_heads - first))
         if missing := heads.local - own.shape[dim]:
             own = torch.cat(
                 [own, own.new_zeros(*own.shape[:dim], missing, *own.shape[dim + 1 :])], dim

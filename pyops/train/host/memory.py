@@ -12,7 +12,7 @@ import torch
 from pyops.config import Config, ConfigError
 from pyops.config.task_config import KINDS
 from pyops.host_memory import total_memory
-from pyops.models.config_checks import largest_field, numbers_of
+from pyops.models.config_checks import estimated_elements, largest_field
 from pyops.precision import PRECISIONS
 
 __all__ = ["check_memory"]
@@ -24,7 +24,11 @@ def check_memory(config: Config, *, ranks: int) -> None:
     section = KINDS[config.task.kind]
     model = getattr(config, section)
     shared = ranks if config.zero.stage == 3 else config.parallel.tp * config.parallel.pp
-    taken = numbers_of(model) * PRECISIONS[config.precision.dtype].dtype.itemsize // max(1, shared)
+    taken = (
+        estimated_elements(model)
+        * PRECISIONS[config.precision.dtype].dtype.itemsize
+        // max(1, shared)
+    )
     on_cuda = config.train.device == "cuda" or (
         config.train.device == "auto" and torch.cuda.is_available()
     )

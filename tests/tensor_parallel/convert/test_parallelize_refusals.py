@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pyops.mesh import ALONE
 from pyops.tensor_parallel import parallelize
 from tests.tensor_parallel.convert.existing_models import PLAN, Mixed, Torch
 
@@ -49,7 +50,7 @@ def other_size(rank: int) -> nn.Module:
 
 def parallel(rank: int) -> nn.Module:
     model = mixed(rank)
-    parallelize(model, plan=PLAN, check=False)
+    parallelize(model, group=ALONE, plan=PLAN, check=False)
     return model
 
 
