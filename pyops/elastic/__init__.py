@@ -1,24 +1,29 @@
 """Elastic training: freeze what has converged, pack the rest on fewer ranks, give the ranks set
 free to new replicas.
 
-    elastic = Elastic({"embedding": ..., "blocks.0": ..., "head": ...}, optimizer=..., policy=GradientNorm(1 / 5), ...)
-    for share in elastic.shares(): elastic.step(*rows_of(*indices_of(share.samples)), share=share, lr=...)
-    change = elastic.decide()                    freezes, packs, moves layers and their states, begins in the new layout
+    elastic = Elastic(
+        {"embedding": ..., "blocks.0": ..., "head": ...},
+        optimizer=..., loss=..., data=ElasticData(samples=256, batch=32, seed=0),
+        policy=GradientNorm(1 / 5), run=ElasticRun(stages=2),
+    )
+    for share in elastic.shares():
+        elastic.step(*rows_of(*indices_of(share.samples)), share=share, lr=...)
+    change = elastic.decide()                  freezes, packs, moves layers and their states
 
 After PipeTransformer (He et al., 2021). `Elastic` puts these together; each can be used alone:
 
-    norms = meter.take()                         Meter(blocks): gradient norms since the last decision
-    frozen = policy.decide(norms, frozen)        GradientNorm(1 / 5), Bound, PercentileOfChange, Callback
-    agree_on(frozen, group)                      or an error on every rank
-    pack(costs, frozen=..., stages=8)            -> Packing: stages, boundaries, micro-batches, replicas
-    Layout(ranks, stages, replicas, ...)         which rank holds which layers
-    carry(state, old, new, group=...)            from one layout to the next: each layer's state to the ranks that need it
-    LayoutGroups(layout, message=message)              this rank's groups in it; close() leaves nothing behind
-    Sampler(samples, batch=..., ...).next()      this replica's share of the next batch, whatever their number
-    FrozenLayers(frozen_layers, cache=cache)           the frozen layers as one, first layer of a pipeline: computed, or read
-    choose(ranks, wanted=Grid(tp=2), ...)        tp, pp and dp for the ranks at hand, when some are gone or have come back
-    plot_elastic(path, rows, ranks=4, ...)       a run as a picture: what was frozen, who did what, how fast
-    forecast(costs, policy=..., epochs=10, ...)  -> what each epoch would take, simulated
+    norms = meter.take()                       Meter(blocks): gradient norms since a decision
+    frozen = policy.decide(norms, frozen)      GradientNorm(1 / 5), Bound, PercentileOfChange
+    agree_on(frozen, group)                    or an error on every rank
+    pack(costs, frozen=..., stages=8)          -> Packing: stages, boundaries, micro-batches
+    Layout(ranks, stages, replicas, ...)       which rank holds which layers
+    carry(state, old, new, group=...)          each layer's state to the ranks that need it
+    LayoutGroups(layout, control_group=...)    this rank's process groups in it
+    Sampler(samples, batch=..., ...).next()    this replica's share of the next batch
+    FrozenLayers(layers, cache=cache)          the frozen layers as one: computed, or read
+    choose(ranks, wanted=Grid(tp=2), ...)      tp, pp and dp for the ranks at hand
+    plot_elastic(path, rows, ranks=4, ...)     a run as a picture
+    forecast(costs, policy=..., run=...)       -> what each epoch would take, simulated
 
 | folder or file | what it does |
 |---|---|

@@ -199,7 +199,8 @@ class ElasticRun:
     """The 2-norm to which gradients are clipped; None: they are not."""
 
     chunk: int | None = None
-    """Rows that the frozen layers compute at a time, of a size that does not change with the layout,
+    """Rows that the frozen layers compute at a time, of a size that does not change with the
+    layout,
     so that a sample's bits don't: see `FrozenLayers`. None: rows of a micro-batch at the start."""
 
     idle_timeout: float = 86400.0
@@ -227,7 +228,8 @@ class ElasticCallbacks:
     buffers that no state_dict has."""
 
     before_forward: BeforeForward | None = None
-    """(names, layers, portion, micro-batch) before each forward of a stage's active layers: sets the
+    """(names, layers, portion, micro-batch) before each forward of a stage's active layers: sets
+    the
     keys of their dropout."""
 
     rows_of: RowsOf | None = None

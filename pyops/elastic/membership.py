@@ -52,14 +52,16 @@ class Limits:
 
     heads, kv_heads (0: heads): of attention, which the ranks of tp share. costs: of each layer of
     the pipeline, embedding and
-        head included, by which it is cut. stages: of each rank of the pipeline; folded: their second half comes back.
+        head included, by which it is cut. stages: of each rank of the pipeline; folded: their
+        second half comes back.
     batch: sequences in a step, of all models together. micro_batch, micro_batches: as asked for, 0:
     not; the latter of
         pipelines alone.
     most: the largest tp, pp, dp; 0: any.
     memory: bytes that weights, gradients and states may take on a rank; 0: not known. parameters:
     numbers in each layer of
-        the pipeline; each: bytes of a parameter's weight, gradient and states; zero: which of them the dp models share out:
+        the pipeline; each: bytes of a parameter's weight, gradient and states; zero: which of them
+        the dp models share out:
         1 states, 2 gradients, 3 weights.
     """
 

@@ -101,7 +101,7 @@ class OneBitLAMB(TwoPhases, LAMB):
         self._frozen: LayerTrustRatios | None = None
         self._start()
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # warm-up
 
     def _layer_step(
@@ -206,7 +206,7 @@ class OneBitLAMB(TwoPhases, LAMB):
                 table[:, : WEIGHT + 1] = part
         self._seen.clear()
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # compressed
 
     def _weigh(self, slots: StateSlots) -> Tensor | None:
@@ -239,7 +239,7 @@ class OneBitLAMB(TwoPhases, LAMB):
             self._flat, before, self.state, betas=betas, decays=decays, bounds=self.factor_bounds
         )
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # saving
 
     def _tabled(self) -> StateSlots:

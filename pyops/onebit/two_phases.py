@@ -1,9 +1,10 @@
 """Two phases of an optimizer: its plain rule on exact gradients, then momenta that travel
 compressed beside a kept variance.
 
-    warm-up        gradients --exact mean--> the plain rule                              phase "warmup"
-    the switch     v <- v / (1 - beta2^T), m <- units m / (1 - beta1^T)                  m is flat from here on
-    compressed     m = beta1 m + (1 - beta1) units g --error feedback--> m on all ranks  phase "compressed"; v stays
+    warm-up        gradients --exact mean--> the plain rule               phase "warmup"
+    the switch     v <- v / (1 - beta2^T), m <- units m / (1 - beta1^T)   m is flat from here on
+    compressed     m = beta1 m + (1 - beta1) units g                      phase "compressed"
+                   m --error feedback--> m on all ranks                   v stays
 
 OneBitAdam and OneBitLAMB say what the plain rule is, in which units the momentum travels, and how
 it moves parameters.
@@ -70,7 +71,7 @@ class TwoPhases(CommunicationState):
                     f"{type(self).__name__}: {key}=True has no compressed phase; leave it out"
                 )
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # warm-up
 
     def _observe(self) -> float:
@@ -144,7 +145,7 @@ class TwoPhases(CommunicationState):
                 self.codec.name,
             )
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # compressed
 
     def _enter(self, *, errors: dict[str, Any] | None) -> None:
@@ -212,7 +213,7 @@ class TwoPhases(CommunicationState):
             corrected_beta(beta, int(count) + 1) for beta, count in zip(betas, counts, strict=True)
         ]
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # saving
 
     def _communication_state(self) -> dict[str, Any]:

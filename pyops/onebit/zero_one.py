@@ -143,7 +143,7 @@ class ZeroOneAdam(OneBitAdam):
     def _synchronise_backward(self, wanted: bool) -> None:
         super()._synchronise_backward(False)  # each rank's own gradient is always needed
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # a step
 
     def _take(self, verdict: Verdict) -> bool:
@@ -283,7 +283,7 @@ class ZeroOneAdam(OneBitAdam):
             ]
             step_frozen(self.param_groups[g], rows, eps=0.0, lr=lr, weight_decay=weight_decay)
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # phases and saving
 
     def _enter(self, *, errors: dict[str, Any] | None) -> None:

@@ -1,7 +1,8 @@
 """All ranks of a 1-bit optimizer in one process, in plain torch of any dtype, written from the
 papers' formulas.
 
-    OneBitAdamRanks(params, ranks=3, dtype=torch.float64).step([gradients of rank 0, of rank 1, of rank 2])
+    OneBitAdamRanks(params, ranks=3, dtype=torch.float64).step([gradients of rank 0, of rank 1, of
+    rank 2])
 
 In float64 it is the reference; in float32 it is what plain torch would make of the same formulas.
 """

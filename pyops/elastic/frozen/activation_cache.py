@@ -46,8 +46,10 @@ class ActivationCache:
 
     stored: the dtype in memory (default: dtype), such as torch.bfloat16: half the bytes, rounded.
     budget: bytes at most; the
-        samples beyond go to the disk, or are never kept. disk: a folder, for a file that takes them; disk_budget: its bytes at
-        most. group: the processes of one host that share it; each of them makes it. None: this process alone.
+        samples beyond go to the disk, or are never kept. disk: a folder, for a file that takes
+        them; disk_budget: its bytes at
+        most. group: the processes of one host that share it; each of them makes it. None: this
+        process alone.
 
     What a process puts others may get after the next collective of theirs; two must not put the
     same sample at one time, which a sampler that gives each sample to one replica takes care of. A

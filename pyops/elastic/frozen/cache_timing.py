@@ -58,7 +58,8 @@ def measure(
 
     samples: the true numbers of these rows, as their values are put; spread over all samples, so
     that each tier has its part.
-        Those that the budget leaves out count for nothing. None where the prefix has no cache, or loses it now, and where
+        Those that the budget leaves out count for nothing. None where the prefix has no cache, or
+        loses it now, and where
         nothing of these was kept.
     """
     values = prefix(*inputs, samples=samples, **named)  # and the check of its chunks

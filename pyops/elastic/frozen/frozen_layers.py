@@ -1,4 +1,5 @@
-"""FrozenLayers: the frozen layers as one layer of a pipeline, its first; computed alike whatever the
+"""FrozenLayers: the frozen layers as one layer of a pipeline, its first; computed alike whatever
+the
 batch, or read from the cache.
 
     samples     7  2  9  4  0           a micro-batch
@@ -43,13 +44,15 @@ class FrozenLayers(nn.Module):
         embedding). What one returns the next takes, a tuple as several arguments.
     cache: what they say to samples that are numbered is read from there, and kept there;
     `prefix.cache = None` ends that. When
-        reading or keeping fails for want of memory or disk, or of a disk, it ends by itself, said once.
+        reading or keeping fails for want of memory or disk, or of a disk, it ends by itself, said
+        once.
     chunk: rows that are computed at a time. At the first forward it is halved until a sample's bits
     are found to depend neither
         on its place nor on the others, at the latest at 1.
     stored: a dtype to which the output of each layer is rounded, and back; that of the cache by
     default. A cache of 16 bits is
-        then of a run whose frozen layers are rounded: the bits are no longer those without it, but still the same whether they
+        then of a run whose frozen layers are rounded: the bits are no longer those without it, but
+        still the same whether they
         are read, gone on from or computed, now or after a restart.
 
     seed: of the augmentation that made the inputs, to be set before each epoch that changes it; 0

@@ -1,9 +1,11 @@
-"""HostCache: one cache of a host for all layouts of a run, and whether the frozen layers of this one
+"""HostCache: one cache of a host for all layouts of a run, and whether the frozen layers of this
+one
 are read from it.
 
-first freeze    first stages compute one example -> its shape goes to all ranks -> the cache, shared by the ranks of a host
-every freeze    first stages measure computing, keeping and reading -> all ranks decide alike; what pays once does so later on,
-                since computing more takes longer
+first freeze    first stages compute one example -> its shape goes to all ranks -> the cache, which
+                the ranks of a host share
+every freeze    first stages measure computing, keeping and reading -> all ranks decide alike; what
+                pays once does so later on, since computing more takes longer
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Step:
 
 
 def indices_of(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """(indices, padding) of samples int64 [n], as a PaddedBatch has them: `rows[indices]` has a row for
+    """(indices, padding) of samples int64 [n], as a PaddedBatch has them: `rows[indices]` has a row
+    for
     each, and padding bool [n] says which of them count nothing: there the index is 0, and the
     target has to be one that the loss leaves out, such as `labels[indices].masked_fill(padding,
     -100)`.

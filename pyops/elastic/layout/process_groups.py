@@ -1,13 +1,13 @@
 """Groups: the process groups that train in a layout, made when it begins and destroyed when it
 ends.
 
-    waiting_group     0 1 2 3 4        all ranks: where idle ones wait for the others, asleep, for hours if need be
+    waiting_group     0 1 2 3 4        all ranks: where idle ones wait, asleep, for hours if need be
     control_group     0 1 2 3 4        all ranks: whatever follows once they have met
-    pipeline    0 1 | 2 3        the stages of a replica
-    line        0 2 | 1 3        the ranks that hold the same stage
+    pp_group          0 1 | 2 3        the stages of a replica
+    dp_group          0 2 | 1 3        the ranks that hold the same stage
 
 The first two are made once, and outlive every layout. Who waits learns at once when a rank dies;
-that one only hangs, after the default group's timeout: in the waiting_group group, where an idle rank's
+that one only hangs, after the default group's timeout: in the waiting group, where an idle rank's
 own is longer, those that have work notice, and tell it.
 """
 
@@ -105,7 +105,8 @@ class RunGroups:
     """The groups of all ranks, as long as a run lasts; None in both where torch.distributed is not
     running. A collective.
 
-    patience: seconds that a rank waits in `waiting_group`; in `message` it is as long as in the default
+    patience: seconds that a rank waits in `waiting_group`; in `control_group` it is as long as in the
+    default
     group.
     """
 
@@ -150,14 +151,15 @@ class RunGroups:
 
 
 class LayoutGroups:
-    """This rank's groups in `layout`. A collective: every rank of `message`, those that are idle
-    too.
+    """This rank's groups in `layout`. A collective: every rank of `control_group` calls it,
+    those that are idle too.
 
     control_group: of all ranks, in their order; None: one process alone. timeout: of the groups'
     collectives in seconds, by default that of the default group.
 
-    pipeline: of this rank's replica, by stage; None with one stage, and on an idle rank. line: of
-    the ranks that hold this rank's stage, by replica; None with one replica, and on an idle rank.
+    pp_group: of this rank's replica, by stage; None with one stage, and on an idle rank.
+    dp_group: of the ranks that hold this rank's stage, by replica; None with one replica, and on an
+    idle rank.
 
     Of each group an address for each member stays in the store by which they found one another, for
     as long as that lives.

@@ -7,7 +7,8 @@ middle of one.
 
 The order is a function of (seed, epoch) and the cursor is how many samples are behind it, so both
 are the same on every replica and know nothing of the replicas. Nothing is left out and nothing
-comes twice to make numbers even: shares differ by a sample at most, and `ReplicaBatch.weight` is what
+comes twice to make numbers even: shares differ by a sample at most, and `ReplicaBatch.weight` is
+what
 makes the sum of the replicas' gradients that of the whole batch.
 """
 
@@ -54,10 +55,12 @@ class Sampler:
 
     samples: how many there are, numbered from 0. batch: with batch_policy="global" of all replicas
     together, which a change of
-        their number leaves as it is, and with it the losses; with "replica" of each, so that the global batch changes.
+        their number leaves as it is, and with it the losses; with "replica" of each, so that the
+        global batch changes.
     lr_rule: with batch_policy="replica", how the learning rate follows the global batch, r times
     that of the start:
-        "linear" (r; Goyal et al., 2017), "sqrt", or "constant". `lr_factor` says by how much; nobody multiplies by it here.
+        "linear" (r; Goyal et al., 2017), "sqrt", or "constant". `lr_factor` says by how much;
+        nobody multiplies by it here.
     shuffle: False: 0, 1, 2, ... in every epoch.
 
     ValueError for numbers that make no sense. Fewer samples than replicas are no error: some have

@@ -39,8 +39,10 @@ def confirm(
 
     measure: measure(count) -> seconds of a step of the batch in so many micro-batches, such as its
     forward and backward, whose
-        gradients are then dropped. Every rank calls it as often, in the same order: `rounds` times for each of the best `most`
-        numbers in packing.simulated, in turn, so that the machine's slow moments hit all alike. The median counts.
+        gradients are then dropped. Every rank calls it as often, in the same order: `rounds` times
+        for each of the best `most`
+        numbers in packing.simulated, in turn, so that the machine's slow moments hit all alike. The
+        median counts.
 
     What measure raises on one rank is raised on all. ValueError for no rounds, nothing to try, or
     seconds that are none.

@@ -1,12 +1,14 @@
 """Elastic: training on all ranks, in a layout that follows what is frozen.
 
-    for share in elastic.shares():                              this rank's part of each batch; nothing on idle ranks
-        inputs, targets = rows_of(*indices_of(share.samples))   (indices, padding): rows of padding must count nothing
+    for share in elastic.shares():          this rank's part of each batch; nothing on idle ranks
+        inputs, targets = rows_of(*indices_of(share.samples))
         elastic.step(inputs, targets, share=share, lr=...)
-    change = elastic.decide()                                   freezes, packs, moves, and says so; None where nothing changed
+    change = elastic.decide()               freezes, packs, moves; None where nothing changed
+
+Rows of padding, of which indices_of says which they are, must be left out of the loss.
 
     blocks frozen    0               5                     9
-    4 ranks          | 0 | 1 | 2 | 3 |  0 1 | 0 1 |        0 | 0 | 0 | 0       stages of a rank; replicas begin with 0
+    4 ranks          | 0 | 1 | 2 | 3 |  0 1 | 0 1 |        0 | 0 | 0 | 0    stage of each rank
 
 After PipeTransformer (He et al., 2021). Nothing is lost in a change: weights, the optimizer's
 states of active layers, the place in the data and all counters are those of a run whose layout does
@@ -207,7 +209,7 @@ class Elastic:
     def _is_global(self) -> bool:
         return self.config.batch_policy == "global"
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # layouts
 
     @property
@@ -262,7 +264,7 @@ class Elastic:
         if self._before_forward is not None and self._portion is not None:
             self._before_forward(names, layers, self._portion, number)
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # training
 
     def shares(self, *, most: int | None = None) -> Iterator[PaddedBatch]:
@@ -415,7 +417,7 @@ class Elastic:
         self._runtime.barrier("any_of", self._runtime.failure)
         return any(gather(flag, group=self._groups.control_group))
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # decisions
 
     def decide(self) -> LayoutChange | None:

@@ -1,8 +1,11 @@
-"""ReplicaWorker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients over
+"""ReplicaWorker: what one rank does in one layout: a stage of a pipeline, the sum of its gradients
+over
 the replicas, its optimizer.
 
-    replica 0   FrozenLayers(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        pipeline: along the row
-    replica 1   FrozenLayers(embedding .. block 5) block 6 block 7 | block 8 .. block 11 head        line: down the column
+    replica 0   FrozenLayers(embedding .. block 5) block 6 | block 7 .. block 11 head
+    replica 1   FrozenLayers(embedding .. block 5) block 6 | block 7 .. block 11 head
+
+pp_group: the ranks of a row; dp_group: the ranks of a column.
 
 It is made when a layout begins and closed when it ends; what has to last is `states()`: tensors by
 layer and name.
@@ -42,7 +45,8 @@ class ReplicaWorker:
 
     layers: all of the model, by name, in order; those of this rank have memory and values. prefix:
     the frozen ones as one
-        module, None where none is frozen. states: what `states` of an earlier worker gave, or empty.
+        module, None where none is frozen. states: what `states` of an earlier worker gave, or
+        empty.
     before: (names of a stage's layers, layers, micro-batch) before each forward of active layers.
     loss, of `connect`: (what the
         last layer returns, target) -> the sum over rows.
@@ -131,7 +135,7 @@ class ReplicaWorker:
         if self._prefix is not None:
             self._prefix.prefetch(samples)
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # a step
 
     def differentiate(
@@ -209,7 +213,7 @@ class ReplicaWorker:
             )
             self.failure = error.with_traceback(None)  # which would keep the optimizer
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # states
 
     def states(self) -> dict[int, LayerState]:

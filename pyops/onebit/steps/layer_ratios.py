@@ -1,12 +1,16 @@
 """The compressed step of 1-bit LAMB: every layer by its kept trust ratio, and by how its variance
 has changed since.
 
-    g      = (m_t - beta1 m_(t-1)) / (1 - beta1)                 m: as it came back from the ranks, in its own units
+    g      = (m_t - beta1 m_(t-1)) / (1 - beta1)
     fresh  = beta2 fresh + (1 - beta2) g^2                       fresh = v at the switch
     factor = max over the layer of (sqrt(v) + eps) / (sqrt(fresh) + eps)
-    factor = rho factor + 1 - rho,   rho = min(1, ||m / (sqrt(v) + eps)|| / ||u||),   u = m / (sqrt(v) + eps) + wd p
+    u      = m / (sqrt(v) + eps) + wd p
+    rho    = min(1, ||m / (sqrt(v) + eps)|| / ||u||)
+    factor = rho factor + 1 - rho
     factor = within [factor_min, factor_max], and within factor_threshold of what it was a step ago
-    p      = p - lr ratio factor u                               ratio: kept at the switch, per layer
+    p      = p - lr ratio factor u
+
+m: as it came back from the ranks, in its own units. ratio: kept at the switch, per layer.
 
 Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1. Every number comes from what all ranks have in
 common, by sums of a fixed order and operations that round once, so ranks agree in every bit;

@@ -1,7 +1,8 @@
 """One compressed all-reduce of a flat tensor, with its error buffers, and nothing where nothing
 moves.
 
-    flat [n] -> dead elements to 0 -> compressed_all_reduce, error feedback -> dead elements to 0 -> flat, same bits everywhere
+    flat [n] -> dead elements to 0 -> compressed_all_reduce, error feedback -> dead elements to 0 ->
+    flat, same bits everywhere
 
 Dead: padding, and elements whose variance is 0. A bit can't say 0, so they come back as +-scale,
 and what was added to them waits in the error buffers; both are set to 0 again, so that they stay

@@ -144,7 +144,7 @@ class SharedVariance:
         layers = [min(SKETCH, prod(shape)) for shape in self.layout.shapes]
         return sum(layers) + len(layers) + len(self.slots)
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # saving
 
     def state_dict(self, *, rank: int, size: int) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """1-bit Adam over stage 1: after the warm-up a bit per parameter travels each way, and each rank
 keeps the states it owns.
 
-    warm-up      gradients --reduce-scatter--> AdamW on what this rank owns --all-gather--> parameters
-    the switch   r = 1 / (sqrt(v) + eps), gathered and kept by all;  w = m r;  v, w and float32 parameters p stay with the owner
-    compressed   r g + e  --1 bit-->  owner: h, the ranks' mean;  w = beta1 w + (1 - beta1) h;  p = p (1 - lr wd) - lr w
-                 p - q    --1 bit-->  all ranks: q += what arrived               q: the parameters of the model
-                 e: what the first message left out, on the rank that sent it; what the second left out is in p - q by itself
+    warm-up      gradients --reduce-scatter--> AdamW on this rank's shard --all-gather--> parameters
+    the switch   r = 1 / (sqrt(v) + eps), gathered and kept by all;  w = m r
+                 v, w and float32 parameters p stay with the owner
+    compressed   r g + e  --1 bit-->  owner: h, the ranks' mean
+                 w = beta1 w + (1 - beta1) h;  p = p (1 - lr wd) - lr w
+                 p - q    --1 bit-->  all ranks: q += what arrived
+
+q: the parameters of the model. e: what the first message left out, on the rank that sent it; what
+the second left out is in p - q by itself. When the warm-up ends, and what the switch does to the
+moments, is in pyops/optim/one_bit.py, which OneBitAdam uses too.
 
 Tang et al., arXiv:2102.02888, with the server's chunk being the owner's partition, and the momentum
 beside it: beta1 w + (1 - beta1) r g has the mean over ranks that w has with the mean of r g, so
@@ -173,7 +178,7 @@ class OneBit:
             (g, each, states[each.parameter]) for g, each in found if states.get(each.parameter)
         ]
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # warm-up
 
     def _after_exact_step(self) -> None:
@@ -235,7 +240,7 @@ class OneBit:
                 else all_gather(own, communicator=self.communicator, label="1 / v")
             )
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # compressed
 
     def _squares(self, device: torch.device) -> Tensor:
@@ -320,7 +325,7 @@ class OneBit:
             p.mul_(1 - lr * float(group["weight_decay"])).sub_(w, alpha=lr)
             torch.where(shared.own_roots[place] == 0, before, p, out=p)
 
-    # ------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
     # saving
 
     def kept(self) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""FrozenLayers: what frozen layers say has the same bits computed or read, in whatever micro-batches, on
+"""FrozenLayers: what frozen layers say has the same bits computed or read, in whatever
+micro-batches, on
 any rank."""
 
 from __future__ import annotations
