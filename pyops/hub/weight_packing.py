@@ -152,9 +152,9 @@ class Grouped(Packing):
             for name, length, pieces in zip(self.names, lengths, dealt, strict=True)
         ]
 
-    def _piece(self, shape: Shape, rows: int, ours: int, theirs: int) -> Piece:
+    def _piece(self, shape: Shape, rows: int, start: int, start_in_file: int) -> Piece:
         rest = (0,) * (len(shape) - 1)
-        return Piece(((ours, *rest), (rows, *shape[1:])), (theirs, *rest))
+        return Piece(((start, *rest), (rows, *shape[1:])), (start_in_file, *rest))
 
     def _source(self, name: str, shape: Shape, pieces: Sequence[Piece]) -> Source:
         transposed = self.transposed and len(shape) == 2

@@ -44,30 +44,38 @@ __all__ = ["BERT", "BERTConfig"]
 
 @dataclass(frozen=True)
 class BERTConfig:
-    """The shape of a BERT. Checked when made: ValueError names the field, its value and what would
-    do.
-
-    hidden: width inside the MLP; 0: 4 dim. num_types: kinds of tokens, of the first and of the
-    second sentence. pooled_head: there is a head for pairs of sentences. rotary_theta: as of
-    `Rotary`. dropout: of the embedding and of what blocks add; attention_dropout: of the attention
-    probabilities.
-    """
+    """The shape of a BERT. ValueError where a field has no sense, naming it and its value."""
 
     vocab_size: int = 30522
+    """Number of words."""
     sequence_length: int = 512
+    """Number of tokens that a sequence has at most."""
     num_layers: int = 12
+    """Number of blocks."""
     num_heads: int = 12
+    """Number of heads of attention."""
     dim: int = 768
+    """Width of the model."""
     hidden: int = 0
+    """Width inside the MLP; 0: 4 dim."""
     num_types: int = 2
+    """Number of kinds of tokens: of the first and of the second sentence."""
     norm_eps: float = 1e-12
+    """Added to the variance in norms."""
     activation: str = "gelu"
+    """ "gelu" (with erf), "gelu_tanh" or "relu"."""
     positions: str = "learned"
+    """ "learned", or "rotary" (Su et al., 2021)."""
     rotary_theta: float = 10000.0
+    """Base of the frequencies of rotary positions."""
     tied_head: bool = True
+    """The head's matrix is the table of the embedding."""
     pooled_head: bool = True
+    """There is a head for pairs of sentences."""
     dropout: float = 0.0
+    """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
+    """Probability with which attention weights are dropped."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -216,10 +224,22 @@ class BERT(nn.Module):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V], and with pooled_head also
     next-sentence logits [B, 2].
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
-    changes the result. seed: weights are normal with deviation 0.02, drawn by (seed, parameter
-    name); biases 0, norms 1. None: they are left as they are. ValueError for heads that the ranks
-    can't share.
+    Args:
+        config: the shape of the model.
+        group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
+            this process alone: the model is whole. Tokens and results are the same on every rank,
+            and on any number of them.
+        sequence_parallel: between blocks a rank holds its part of the tokens only.
+        seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
+            order of construction, nor the device, nor the number of ranks changes them. Weights are
+            normal with deviation 0.02, biases 0, norms 1.
+            None: they are left as they are in memory, to be loaded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that the ranks can't share.
+        TypeError: `group` is no group that this rank is in.
     """
 
     def __init__(

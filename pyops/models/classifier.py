@@ -42,9 +42,25 @@ class BERTClassifier(nn.Module):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, num_labels] in the dtype of the
     parameters.
 
-    `embedding` and `blocks` are named as BERT's, whose weights it takes. tied_head and pooled_head
-    of the config mean nothing here. group, sequence_parallel, seed: as of BERT. ValueError for
-    fewer than two labels, or heads that ranks can't share.
+    `embedding` and `blocks` are named as BERT's, whose weights it takes.
+
+    Args:
+        config: the shape of the model; its tied_head and pooled_head are not used.
+        num_labels: number of labels, 2 or more.
+        group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
+            this process alone: the model is whole. Tokens and results are the same on every rank,
+            and on any number of them.
+        sequence_parallel: between blocks a rank holds its part of the tokens only.
+        seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
+            order of construction, nor the device, nor the number of ranks changes them. Weights are
+            normal with deviation 0.02, biases 0, norms 1.
+            None: they are left as they are in memory, to be loaded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that the ranks can't share; fewer than two labels.
+        TypeError: `group` is no group that this rank is in.
     """
 
     def __init__(

@@ -52,40 +52,53 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. Checked when made: ValueError names the field, its value and what would
-    do.
-
-    hidden: width inside the MLP; 0 means 4 dim, and for swiglu 8/3 dim rounded up to a multiple of
-    64, which
-    has about as many weights (Shazeer, 2020, section 3). num_kv_heads: heads of keys and values,
-    each shared by as many of queries (Ainslie et al., 2023); 0: num_heads. head_dim: 0: dim /
-    num_heads. rotary_stretch: as in Llama 3.1, for a model that was trained on rotary_length
-    tokens: pairs that turn less than rotary_low times over them turn that much slower, those that
-    turn more than rotary_high times do not change. dropout: of the embedding and of what blocks
-    add; attention_dropout: of the attention probabilities.
-    """
+    """The shape of a GPT. ValueError where a field has no sense, naming it and its value."""
 
     vocab_size: int = 256
+    """Number of words."""
     sequence_length: int = 256
+    """Number of tokens that a sequence has at most."""
     num_layers: int = 4
+    """Number of blocks."""
     num_heads: int = 4
+    """Number of heads of attention."""
     num_kv_heads: int = 0
+    """Number of heads of keys and values, each shared by as many of queries (Ainslie et al.,
+    2023); 0: num_heads."""
     dim: int = 256
+    """Width of the model."""
     head_dim: int = 0
+    """Width of a head; 0: dim / num_heads."""
     hidden: int = 0
+    """Width inside the MLP; 0: 4 dim, and for swiglu 8/3 dim rounded up to a multiple of 64,
+    which has about as many weights (Shazeer, 2020, section 3)."""
     norm: str = "layernorm"
+    """ "layernorm" or "rmsnorm"."""
     norm_eps: float = 1e-5
+    """Added to the variance in norms."""
     activation: str = "gelu"
+    """ "gelu" (with erf), "gelu_tanh", "relu" or "swiglu"."""
     positions: str = "learned"
+    """ "learned", or "rotary" (Su et al., 2021)."""
     rotary_theta: float = 10000.0
+    """Base of the frequencies of rotary positions."""
     rotary_stretch: float = 1.0
+    """As in Llama 3.1, for a model that was trained on rotary_length tokens: how much slower
+    the pairs turn that turn less than rotary_low times over them."""
     rotary_low: float = 1.0
+    """See rotary_stretch."""
     rotary_high: float = 4.0
+    """Pairs that turn more often over rotary_length tokens are not slowed down."""
     rotary_length: int = 8192
+    """Number of tokens of the training before the stretch."""
     tied_head: bool = True
+    """The head's matrix is the table of the embedding."""
     bias: bool = True
+    """Linear layers and layer norms have biases."""
     dropout: float = 0.0
+    """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
+    """Probability with which attention weights are dropped."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -240,15 +253,23 @@ class GPTHead(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64, T <= sequence_length -> logits [B, T, V] in the dtype of the parameters.
 
-    group: ranks that share the layers (tensor parallelism); tokens and results are the same on
-    each. None: one rank alone. sequence_parallel: between blocks a rank holds its share of the
-    tokens only. Neither changes the result.
-    seed: the initial parameters are drawn by (seed, parameter name), so neither the order of
-    construction, nor the device, nor who else holds a part of the model changes them. Weights are
-    normal with deviation 0.02, the projections that write into the residual stream 0.02 / sqrt(2 L)
-    (Radford et al., 2019, section 2.3); biases 0, norms 1. None: they are left as they are in
-    memory, to be loaded.
-    ValueError for heads that the ranks can't share.
+    Args:
+        config: the shape of the model.
+        group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
+            this process alone: the model is whole. Tokens and results are the same on every rank,
+            and on any number of them.
+        sequence_parallel: between blocks a rank holds its part of the tokens only.
+        seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
+            order of construction, nor the device, nor the number of ranks changes them. Weights are
+            normal with deviation 0.02, the projections that write into the residual stream
+            0.02 / sqrt(2 L) (Radford et al., 2019, section 2.3); biases 0, norms 1.
+            None: they are left as they are in memory, to be loaded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that the ranks can't share.
+        TypeError: `group` is no group that this rank is in.
     """
 
     def __init__(

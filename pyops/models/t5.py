@@ -46,32 +46,41 @@ __all__ = ["T5", "T5Config"]
 
 @dataclass(frozen=True)
 class T5Config:
-    """The shape of a T5. Checked when made: ValueError names the field, its value and what would
-    do.
-
-    num_decoder_layers: 0: as many as the encoder's num_layers. head_dim: 0: dim / num_heads.
-    hidden: width inside the MLP; 0: 4 dim. num_buckets, max_distance: of relative positions.
-    scaled_head: the head's input is scaled by dim^-1/2. start_token: what the decoder sees before
-    its first target. dropout: of embeddings, inside the MLP, of what blocks add, and of what leaves
-    a stack; attention_dropout: of the attention probabilities.
-    """
+    """The shape of a T5. ValueError where a field has no sense, naming it and its value."""
 
     vocab_size: int = 32128
+    """Number of words."""
     num_layers: int = 6
+    """Number of blocks of the encoder."""
     num_decoder_layers: int = 0
+    """Number of blocks of the decoder; 0: num_layers."""
     num_heads: int = 8
+    """Number of heads of attention."""
     dim: int = 512
+    """Width of the model."""
     head_dim: int = 0
+    """Width of a head; 0: dim / num_heads."""
     hidden: int = 0
+    """Width inside the MLP; 0: 4 dim."""
     num_buckets: int = 32
+    """Number of buckets of relative positions, even, 4 or more."""
     max_distance: int = 128
+    """Relative positions from here on share a bucket."""
     norm_eps: float = 1e-6
+    """Added to the variance in norms."""
     activation: str = "relu"
+    """ "relu", "gelu", "gated_gelu" or "swiglu"."""
     tied_head: bool = True
+    """The head's matrix is the table of the embedding."""
     scaled_head: bool = True
+    """The input of the head is scaled by dim^-1/2."""
     start_token: int = 0
+    """The token that the decoder sees before its first target."""
     dropout: float = 0.0
+    """Probability with which elements are dropped: of embeddings, inside the MLP, of what
+    blocks add, and of the results of encoder and decoder."""
     attention_dropout: float = 0.0
+    """Probability with which attention weights are dropped."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -270,11 +279,23 @@ class T5(nn.Module):
     """tokens [B, S], decoder's tokens [B, T], int64 -> logits [B, T, V] in the dtype of the
     parameters.
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
-    changes the result. seed: weights are drawn by (seed, parameter name): embedding with deviation
-    1, queries (D K)^-1/2, others
-    the inverse root of their input's width; norms 1. None: they are left as they are. ValueError
-    for heads that the ranks can't share.
+    Args:
+        config: the shape of the model.
+        group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
+            this process alone: the model is whole. Tokens and results are the same on every rank,
+            and on any number of them.
+        sequence_parallel: between blocks a rank holds its part of the tokens only.
+        seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
+            order of construction, nor the device, nor the number of ranks changes them. The
+            embedding has deviation 1, queries (D K)^-1/2, other weights the inverse root of their
+            input's width; norms are 1.
+            None: they are left as they are in memory, to be loaded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that the ranks can't share.
+        TypeError: `group` is no group that this rank is in.
     """
 
     def __init__(

@@ -38,25 +38,32 @@ __all__ = ["ViT", "ViTConfig"]
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a ViT. Checked when made: ValueError names the field, its value and what would
-    do.
-
-    image_size, patch_size: sides in pixels. hidden: width inside the MLP; 0: 4 dim. dropout: of the
-    embedding and of what blocks add; attention_dropout: of the attention probabilities.
-    """
+    """The shape of a ViT. ValueError where a field has no sense, naming it and its value."""
 
     num_labels: int = 1000
+    """Number of labels."""
     image_size: int = 224
+    """Side of an image in pixels."""
     patch_size: int = 16
+    """Side of a patch in pixels; it divides image_size."""
     num_channels: int = 3
+    """Number of channels of an image."""
     num_layers: int = 12
+    """Number of blocks."""
     num_heads: int = 12
+    """Number of heads of attention."""
     dim: int = 768
+    """Width of the model."""
     hidden: int = 0
+    """Width inside the MLP; 0: 4 dim."""
     norm_eps: float = 1e-12
+    """Added to the variance in norms."""
     activation: str = "gelu"
+    """ "gelu" (with erf), "gelu_tanh" or "relu"."""
     dropout: float = 0.0
+    """Probability with which elements of the embedding and of what blocks add are dropped."""
     attention_dropout: float = 0.0
+    """Probability with which attention weights are dropped."""
 
     def __post_init__(self) -> None:
         check_config(
@@ -185,10 +192,22 @@ class ViTHead(nn.Module):
 class ViT(nn.Module):
     """images [B, C, S, S] -> logits [B, num_labels] in the dtype of the parameters.
 
-    group, sequence_parallel: ranks that share the layers, and the tokens between them; neither
-    changes the result. seed: weights are normal with deviation 0.02, drawn by (seed, parameter
-    name); biases 0, norms 1. None: they are left as they are. ValueError for heads that the ranks
-    can't share.
+    Args:
+        config: the shape of the model.
+        group: the ranks that share the layers, see `pyops.tensor_parallel.RanksLike`; by default
+            this process alone: the model is whole. Tokens and results are the same on every rank,
+            and on any number of them.
+        sequence_parallel: between blocks a rank holds its part of the tokens only.
+        seed: of the initial parameters, each drawn by (seed, parameter name), so that neither the
+            order of construction, nor the device, nor the number of ranks changes them. Weights are
+            normal with deviation 0.02, biases 0, norms 1.
+            None: they are left as they are in memory, to be loaded.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: heads that the ranks can't share.
+        TypeError: `group` is no group that this rank is in.
     """
 
     def __init__(

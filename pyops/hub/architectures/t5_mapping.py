@@ -14,7 +14,7 @@ __all__ = ["T5_MODEL"]
 
 
 def _stack(part: str, *, mlp: int) -> dict[str, Packing]:
-    """Names of the encoder's or decoder's layers; the MLP is part `mlp` of a layer of theirs."""
+    """Names of the encoder's or decoder's layers; the MLP is part `mlp` of a layer in the file."""
     ours, layer = f"{part}.blocks.{{i}}.", f"{part}.block.{{i}}.layer."
     own = f"{layer}0.SelfAttention."
     return {
@@ -98,7 +98,7 @@ def read(fields: ConfigFields, names: frozenset[str]) -> T5Config:
 
 
 def write(config: T5Config) -> dict[str, Any]:
-    known, config = {ours: theirs for theirs, ours in ACTIVATIONS.items()}, config.resolved()
+    known, config = {own: name for name, own in ACTIVATIONS.items()}, config.resolved()
     return {
         "vocab_size": config.vocab_size,
         "num_layers": config.num_layers,

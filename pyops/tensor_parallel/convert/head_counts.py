@@ -73,8 +73,8 @@ class HeadCounts:
 
 
 def heads_of(module: nn.Module, name: str, ranks: Ranks) -> HeadCounts:
-    """The heads of an attention module. ValueError where they can't be told, or not split over the
-    ranks."""
+    """The heads of an attention module. ValueError where its attributes do not say them, or the
+    ranks can't share them."""
     H = _number(module, _HEADS)
     if H is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a blueprint says is done to a model, in place, and told in a report. Communicates
+"""What a blueprint says is done to a model, in place, and listed in a report. Communicates
 nothing."""
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ __all__ = ["Report", "perform"]
 
 @dataclass
 class Report:
-    """What `parallelize` did. cut: {module: kind}; changed: {module: {attribute: (before, after)}};
-    replicated: parameters that are whole on every rank; elements: of the model's parameters before,
-    and on this rank; checked: what was found equal."""
+    """What `parallelize` did; as text, with the modules of all layers in one line."""
 
     cut: dict[str, str] = field(default_factory=dict)
+    """{module: kind} of the modules that were replaced."""
     changed: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """{module: {attribute: (before, after)}} of numbers of heads that were set."""
     replicated: list[str] = field(default_factory=list)
+    """Names of the parameters that are whole on every rank."""
     elements: tuple[int, int] = (0, 0)
+    """Number of elements of the model's parameters before, and on this rank afterwards."""
     checked: str = ""
+    """What the check found equal, or why nothing was checked."""
 
     def __str__(self) -> str:
         lines = [

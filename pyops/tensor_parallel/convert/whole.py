@@ -20,12 +20,18 @@ __all__ = ["whole_state_dict"]
 @torch.no_grad()
 def whole_state_dict(model: nn.Module, *, group: RanksLike = None) -> dict[str, Tensor]:
     """The state_dict of the model as it was before `parallelize(model, group=group)`, with today's
-    values, on every rank.
+    values. Collective: every rank of the group must call it.
 
-    Names, shapes and order are those of the unparallelized model, which can load it, and save it in
-    its own format. Parameters that several modules share are one tensor. A collective: all ranks of
-    the group call it, one all_gather for each parameter that is cut. Parameters must be there: at
-    stage 3 of ZeRO call it within `optimizer.whole_parameters()`.
+    One all_gather for each parameter that is cut. Parameters must have memory: at stage 3 of ZeRO
+    call it within `optimizer.whole_parameters()`.
+
+    Args:
+        model: as `parallelize` left it.
+        group: the group that was given to `parallelize`.
+
+    Returns:
+        On every rank, tensors with the names, shapes and order of the uncut model, which can load
+        them, and save them in its own format. Parameters that several modules share are one tensor.
     """
     ranks = Ranks.of(group)
     holders: dict[int, tuple[nn.Module, Placement]] = {}

@@ -27,8 +27,14 @@ class Dropout(nn.Module):
     this rank's rows [n, width] of the flattened tokens under sequence parallelism.
 
     state: int64 [2], (key, index of the first element), set before each forward by `set_dropout`; a
-    fresh tensor each time, so that a recomputed forward with the old one drops the same. In eval
-    mode, or with p 0, nothing falls and no state is needed.
+    fresh tensor each time, so that a recomputed forward with the old one drops the same elements.
+    In eval mode, or with p 0, nothing is dropped and no state is needed.
+
+    Args:
+        p: probability with which an element is dropped.
+        width: of x.
+        group: see `RanksLike`; None: the default process group.
+        sequence_parallel: whether x is this rank's tokens only.
     """
 
     state: Tensor | None
@@ -55,7 +61,8 @@ class Dropout(nn.Module):
         shape: tuple[int, int],
         device: torch.device | None = None,
     ) -> None:
-        """The state for sequences [first_row, first_row + shape[0]) of shape[1] tokens each."""
+        """Sets the dropout of the next forward, over sequences [first_row, first_row + shape[0]) of
+        shape[1] tokens each; see `set_dropout`."""
         first = first_row * shape[1] + (
             self.ranks.start(shape[0] * shape[1]) if self.sequence_parallel else 0
         )
@@ -87,12 +94,20 @@ def set_dropout(
     prefix: str = "",
     device: torch.device | str | None = None,
 ) -> None:
-    """Give every dropout of `model` its state for one forward over tokens of `shape` (B, T).
+    """Sets the state of every dropout of `model` for one forward over tokens of `shape` (B, T).
 
-    The B sequences are rows [first_row, first_row + B) of the step's global batch. Streams are
-    keyed by (seed, name@step), where the name is that of the module in the model, after `prefix`.
-    An encoder and a decoder with sequences of different lengths are set apart, each with its own
-    prefix.
+    Streams are keyed by (seed, name@step), where the name is that of the module in the model, after
+    `prefix`. An encoder and a decoder with sequences of different lengths are set one by one, each
+    with its own prefix.
+
+    Args:
+        model: every module in it that has `take_state` is set.
+        seed: of all streams.
+        step: of the training; another step drops other elements.
+        shape: (B, T) of the forward's tokens.
+        first_row: the B sequences are rows [first_row, first_row + B) of the step's global batch.
+        prefix: put before the modules' names.
+        device: of the states; None: that of the model's first parameter.
     """
     where = (
         torch.device(device)

@@ -17,14 +17,17 @@ __all__ = ["clip_grad_norm_", "grad_norm", "sync_partial_grads"]
 
 @torch.no_grad()
 def sync_partial_grads(model: nn.Module, *, group: RanksLike = None) -> None:
-    """Sum over the ranks the gradients that are parts: of norms and row biases under sequence
-    parallelism, of copied heads.
+    """Sums over the ranks the gradients that are parts: of norms and row biases under sequence
+    parallelism, of copied heads. Collective: every rank of the group must call it.
 
-    Which ones is told by the placements of the model's modules. One collective for all of them, in
-    fp32 (fp64 if one is), so each is rounded once. A gradient that a rank does not have counts as
-    zero there. Call it once after backward, before the norm, clipping or the step; a sum or a mean
-    over data-parallel ranks may come before or after. A parameter with a tensor `main_grad` has
-    that one summed.
+    Call it once after backward, before the norm, clipping or the step; a sum or a mean over
+    data-parallel ranks may come before or after. One all-reduce for all of them, in fp32 (fp64 if
+    one is), so each is rounded once. A gradient that a rank does not have counts as zero there. A
+    parameter with a tensor `main_grad` has that one summed.
+
+    Args:
+        model: the placements of its modules say which gradients are parts.
+        group: see `RanksLike`; the group that the layers were made with.
     """
     ranks = Ranks.of(group)
     if ranks.size == 1:
@@ -59,11 +62,18 @@ def sync_partial_grads(model: nn.Module, *, group: RanksLike = None) -> None:
 
 @torch.no_grad()
 def grad_norm(model: nn.Module, *, group: RanksLike = None) -> Tensor:
-    """The 2-norm of all gradients of the whole model, an fp64 scalar, the same on every rank; each
-    element counts once.
+    """The 2-norm of all gradients of the whole model, of which each element counts once.
+    Collective: every rank of the group must call it.
 
-    A parameter that several ranks hold alike counts on the first of them. Call `sync_partial_grads`
-    before.
+    Call `sync_partial_grads` before. A parameter that several ranks hold alike counts on the first
+    of them.
+
+    Args:
+        model: with the gradients, in `grad` or `main_grad`.
+        group: see `RanksLike`; the group that the layers were made with.
+
+    Returns:
+        An fp64 scalar, the same on every rank.
     """
     ranks, placements = Ranks.of(group), Placement.of(model)
     counted = []
@@ -78,8 +88,17 @@ def grad_norm(model: nn.Module, *, group: RanksLike = None) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, group: RanksLike = None) -> Tensor:
-    """Scale all gradients by max_norm / (norm + 1e-6), at most 1, as torch.nn.utils.clip_grad_norm_
-    does; returns the norm."""
+    """Scales all gradients by max_norm / (norm + 1e-6), at most 1, as
+    torch.nn.utils.clip_grad_norm_ does. Collective: every rank of the group must call it.
+
+    Args:
+        model: see `grad_norm`.
+        max_norm: the 2-norm that the gradients have at most afterwards.
+        group: see `grad_norm`.
+
+    Returns:
+        The norm before, see `grad_norm`.
+    """
     norm = grad_norm(model, group=group)
     factor = clip_factor(norm, max_norm)
     for p in model.parameters():

@@ -28,11 +28,19 @@ def initialize_(
     mean: float = 0.0,
     placement: Placement | None = None,
 ) -> Tensor:
-    """Fill `parameter` in place with normal numbers of the stream (seed, name); std 0 fills it with
-    the mean.
+    """Fills `parameter` in place with normal numbers of the stream (seed, name). They are drawn in
+    fp32 and cast, so that every dtype starts from the same ones.
 
-    placement: where it stands in the whole; None: it is whole. Numbers are drawn in fp32 and cast,
-    so that every dtype starts from the same ones.
+    Args:
+        parameter: this rank's part; its padding becomes zero.
+        seed: of the stream.
+        name: of the stream.
+        std: standard deviation; 0 fills it with the mean.
+        mean: of the numbers.
+        placement: where the part lies in the whole parameter; None: it is the whole.
+
+    Returns:
+        The parameter.
     """
     where = placement or Placement.whole(parameter.shape, rank=0, ranks=1)
     part = where.part(parameter)
@@ -64,12 +72,15 @@ def initialize_model_(
     prefix: str = "",
     only: nn.Module | None = None,
 ) -> None:
-    """Fill every parameter under its qualified name: biases 0, one-dimensional weights (norms) 1,
-    the others normal.
+    """Fills every parameter by its qualified name: biases with 0, one-dimensional weights (of
+    norms) with 1, the others with normal numbers. A parameter of two names is drawn by its first.
 
-    std: a deviation, or a function of the name that gives one. prefix: put before the names, for a
-    part of a larger model. A parameter of two names is drawn under its first. only: a module of the
-    model, whose own parameters alone are drawn.
+    Args:
+        model: its modules' placements say which part of a parameter this rank has.
+        seed: of all streams.
+        std: standard deviation, or a function of the name that gives one.
+        prefix: put before the names, for a part of a larger model.
+        only: a module of the model; only its own parameters are drawn, not its children's.
     """
     wanted = None if only is None else {id(p) for p in only.parameters(recurse=False)}
     if wanted == set():
