@@ -33,8 +33,8 @@ from pyops.models import GPT, GPTConfig
 from pyops.optim import AdamW
 from pyops.precision import overflowed
 from pyops.tensor_parallel.functional.regions import all_to_all
-from pyops.train import Run
 from pyops.train.setup.pipelined import _Whole
+from pyops.train.text_training import _sum_over_ranks
 from pyops.zero import ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
@@ -117,7 +117,7 @@ PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
         lambda group, _: ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1, group=group, lr=0.1),
     ),
     "broadcast": ("broadcast", lambda group, _: broadcast([torch.ones(2)], group=group)),
-    "losses": ("all_reduce", lambda group, _: Run._sum(SimpleNamespace(), torch.ones(2))),  # type: ignore[arg-type]
+    "losses": ("all_reduce", lambda group, _: _sum_over_ranks(torch.ones(2))),
     "logits": ("broadcast", _logits),
     "native all_reduce": (
         "all_reduce",

@@ -201,7 +201,7 @@ def test_layers_let_go_of_their_own_memory_alone():
     first, second = Turned(table), Turned(table)
     values = {name: tensor.clone() for name, tensor in layer_memory.values_of(first).items()}
     assert sorted(values) == ["one.bias", "one.weight", "two.bias", "two.weight"]
-    layer_memory.let_go(first)
+    layer_memory.drop_memory(first)
     assert not layer_memory.is_held(first)
     assert layer_memory.is_held(second)
     assert torch.equal(second.table.angles, torch.arange(4.0))
