@@ -11,8 +11,8 @@ TITLES = {
     "refused": "Refused, and unchanged",
     "changed": "Refused, but changed",
     "raised": "An error that is no refusal, or a crash",
-    "WRONG": "ModuleCut, and wrong",
-    "not compared": "ModuleCut, and not compared",
+    "WRONG": "Cut, and wrong",
+    "not compared": "Cut, and not compared",
     "bench": "The measurement itself failed",
     "not made": "Not made small, so not tried",
 }

@@ -5,7 +5,7 @@ save(model, folder, group=...)         config.json and safetensors files that tr
 to_checkpoint, from_checkpoint         between such folders and checkpoints; `pyops convert`
 
 Known: GPT-2, Llama, BERT, RoFormer, T5 (1.0 and 1.1), ViT. What is called how, and packed how,
-stands in a table each: gpt2.py, llama.py, bert.py, t5.py, vit.py.
+stands in a table each, in `pyops.hub.architectures`.
 """
 
 from pyops.hub.checkpoint_conversion import from_checkpoint, to_checkpoint

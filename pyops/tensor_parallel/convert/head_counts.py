@@ -59,7 +59,7 @@ class HeadCounts:
 
     @property
     def local(self) -> int:
-        """HeadCounts on each rank, padding included."""
+        """Number of heads of queries on each rank, padding included."""
         return (
             -(-self.num_heads * self.head_dim // self.unit // self.num_ranks)
             * self.unit

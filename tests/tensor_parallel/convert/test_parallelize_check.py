@@ -343,7 +343,7 @@ def test_families_have_plans_that_hold(name: str):
     ],
 )
 def test_heads_of_other_numbers(name: str, changed: dict[str, Any]):
-    """HeadCounts that the ranks do not divide, key-value heads fewer than the ranks, bias by distance,
+    """Heads that the ranks do not divide, key-value heads fewer than the ranks, bias by distance,
     untied heads."""
     model = tiny(name, **changed)
     told = try_plan(model, cut_by(plan_of(model)), 2, blocks=[])
