@@ -58,7 +58,8 @@ void first_pass(LayerArguments<typename First::Options> a, const CudaRows& rows)
     constexpr auto kernel = first_kernel<First, SR>;
     kernel<<<resident_ctas<kernel>(rows.on.device, THREADS), THREADS, 0, rows.on.stream>>>(a);
     check_launch("norms of layers");
-    add_up_kernel < <<a.rows<1024 ? a.rows : 1024, THREADS, 0, rows.on.stream>>>(a);
+    const int blocks = a.rows < 1024 ? a.rows : 1024;
+    add_up_kernel<<<blocks, THREADS, 0, rows.on.stream>>>(a);
     check_launch("norms of layers");
 }
 

@@ -265,7 +265,8 @@ class LRRangeTest(_ClosedForm):
             ) / (self.stairs - 1)
         if self.kind == "linear":
             return self.min_lr + (self.max_lr - self.min_lr) * way
-        return self.min_lr * (self.max_lr / self.min_lr) ** way
+        result: float = self.min_lr * (self.max_lr / self.min_lr) ** way
+        return result
 
 
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> int | None:

@@ -92,7 +92,8 @@ def onebit_norm(x: Tensor, error: Tensor | None = None) -> Tensor:
     The first of two passes to one scale for a whole tensor: sums of shards add up, then
     `onebit_encode_scaled_`.
     """
-    return torch.ops.pyops.onebit_norm.default(x, error)
+    result: Tensor = torch.ops.pyops.onebit_norm.default(x, error)
+    return result
 
 
 def onebit_encode_scaled_(payload: Tensor, x: Tensor, error: Tensor | None, scale: Tensor) -> None:

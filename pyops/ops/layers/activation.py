@@ -61,7 +61,8 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_activation", x, bias, activation)
-    return torch.ops.pyops.bias_activation.default(x, bias, activation=activation)
+    result: Tensor = torch.ops.pyops.bias_activation.default(x, bias, activation=activation)
+    return result
 
 
 def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -74,7 +75,8 @@ def bias_gated(x: Tensor, bias: Tensor | None = None, *, activation: str = "silu
     """
     bias = _under_autocast(x, bias)
     check_layer("bias_gated", x, bias, activation)
-    return torch.ops.pyops.bias_gated.default(x, bias, activation=activation)
+    result: Tensor = torch.ops.pyops.bias_gated.default(x, bias, activation=activation)
+    return result
 
 
 def _under_autocast(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -135,10 +137,11 @@ def _act(z: Tensor, activation: str) -> Tensor:
 def _slope(z: Tensor, activation: str) -> Tensor:
     """act'(z)."""
     if activation == "gelu":
-        return (
+        result: Tensor = (
             0.5 * torch.erfc(-z * math.sqrt(0.5))
             + z * torch.exp(-0.5 * z * z) * (0.5 / math.pi) ** 0.5
         )
+        return result
     if activation == "gelu_tanh":
         s = torch.sigmoid(math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z))
         return s + z * s * (1 - s) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)

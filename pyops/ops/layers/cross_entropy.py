@@ -91,7 +91,9 @@ def cross_entropy(
         )
     rows, words = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
     in_place = in_place and not torch.compiler.is_compiling()
-    losses = _RowLosses.apply(rows, words, ignore_index, label_smoothing, z_loss, in_place)
+    losses = _RowLosses.apply(  # type: ignore[no-untyped-call]
+        rows, words, ignore_index, label_smoothing, z_loss, in_place
+    )
     return reduce_losses(losses, targets, ignore_index=ignore_index, reduction=reduction)
 
 

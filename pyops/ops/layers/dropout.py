@@ -69,9 +69,10 @@ def bias_dropout_add(
     drops = p > 0 and state is not None
     if not drops and bias is None and residual is None:
         return x
-    return torch.ops.pyops.bias_dropout_add.default(
+    result: Tensor = torch.ops.pyops.bias_dropout_add.default(
         x, bias, residual, state if drops else None, p=p if drops else 0.0
     )
+    return result
 
 
 def dropout(
@@ -95,7 +96,8 @@ def dropout(
     row = max(x.numel(), 1) if row is None else row
     row_stride = row if row_stride is None else row_stride
     check_dropout(x, state, p, row, row_stride)
-    return torch.ops.pyops.dropout.default(x, state, p=p, row=row, row_stride=row_stride)
+    result: Tensor = torch.ops.pyops.dropout.default(x, state, p=p, row=row, row_stride=row_stride)
+    return result
 
 
 def dropout_state(key: int, first: int, *, device: torch.device | None = None) -> Tensor:

@@ -58,7 +58,8 @@ def layer_norm(
         TypeError: for other dtypes.
     """
     check_forward([x], weight, bias)
-    return torch.ops.pyops.layer_norm.default(x, weight, bias, eps=eps)[0]
+    result: Tensor = torch.ops.pyops.layer_norm.default(x, weight, bias, eps=eps)[0]
+    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
@@ -68,7 +69,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.
     Zhang and Sennrich, "Root mean square layer normalization", arXiv:1910.07467.
     """
     check_forward([x], weight, None)
-    return torch.ops.pyops.rms_norm.default(x, weight, eps=eps, offset=offset)[0]
+    result: Tensor = torch.ops.pyops.rms_norm.default(x, weight, eps=eps, offset=offset)[0]
+    return result
 
 
 def add_layer_norm(
@@ -81,7 +83,10 @@ def add_layer_norm(
     outputs; they are added in the backward pass itself.
     """
     check_forward([x, residual], weight, bias)
-    return torch.ops.pyops.add_layer_norm.default(x, residual, weight, bias, eps=eps)[:2]
+    result: tuple[Tensor, Tensor] = torch.ops.pyops.add_layer_norm.default(
+        x, residual, weight, bias, eps=eps
+    )[:2]
+    return result
 
 
 def add_rms_norm(
@@ -89,7 +94,10 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(s), s) with s = x + residual, in one pass; as add_layer_norm."""
     check_forward([x, residual], weight, None)
-    return torch.ops.pyops.add_rms_norm.default(x, residual, weight, eps=eps, offset=offset)[:2]
+    result: tuple[Tensor, Tensor] = torch.ops.pyops.add_rms_norm.default(
+        x, residual, weight, eps=eps, offset=offset
+    )[:2]
+    return result
 
 
 def check_forward(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> None:

@@ -36,7 +36,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         ValueError: when the shapes don't fit.
     """
     check(x, cos, sin)
-    return torch.ops.pyops.rotary.default(x, cos, sin, interleaved=interleaved, inverse=False)
+    result: Tensor = torch.ops.pyops.rotary.default(
+        x, cos, sin, interleaved=interleaved, inverse=False
+    )
+    return result
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -36,13 +36,15 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         raise ValueError("squared_norm needs at least one tensor, got an empty list")
-    return torch.ops.pyops.squared_norm.default(list(tensors))
+    result: Tensor = torch.ops.pyops.squared_norm.default(list(tensors))
+    return result
 
 
 def squared_norm_from_table(table: Tensor) -> Tensor:
     """`squared_norm` of the gradients in a table made by `optimizer_table`, for one call per step
     whatever their number."""
-    return torch.ops.pyops.squared_norm_from_table.default(table)
+    result: Tensor = torch.ops.pyops.squared_norm_from_table.default(table)
+    return result
 
 
 def squared_norm_reference(tensors: Sequence[Tensor]) -> Tensor:

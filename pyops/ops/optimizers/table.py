@@ -203,9 +203,10 @@ def optimizer_table(
     this parameter". The caller keeps the tensors alive, and makes a new table when one of them is
     another tensor than before.
     """
-    return torch.ops.pyops.optimizer_table.default(
+    result: Tensor = torch.ops.pyops.optimizer_table.default(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, copies, steps, offsets
     )
+    return result
 
 
 def optimizer_table_reference(

@@ -386,7 +386,7 @@ class FusedOptimizer(Loading, torch.optim.Optimizer):
         return self._measured["grad_norm"]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over every parameter that has a gradient; returns what `closure` returned,
         called with grad enabled.
 

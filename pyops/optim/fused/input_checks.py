@@ -96,25 +96,44 @@ def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
 
     Checks those of the hyper-parameters it knows that the group has.
     """
-    lr, nonnegative = group["lr"], [key for key in NONNEGATIVE if key in group]
-    for key in ("lr", *nonnegative, *(["dampening"] if "dampening" in group else [])):
-        if not isinstance(group[key], Tensor) and not _is_number(group[key]):
-            raise TypeError(
-                f"{who}: {key}={group[key]!r} must be a number, got a {type(group[key]).__name__}"
-            )
-    if isinstance(lr, Tensor):
-        check_tensor_number(lr, name="lr", who=who)
-    if (rate := number(lr)) is not None and not (rate >= 0.0 and math.isfinite(rate)):
-        raise ValueError(
-            f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it"
-        )
+    _check_numbers(group, who=who)
     for key in SWITCHES:
         check_switch(group.get(key, False), name=key, who=who)
     if type(seed := group.get("seed", 0)) is not int:
         raise TypeError(f"{who}: seed={seed!r} must be a whole number, got a {type(seed).__name__}")
     if "betas" in group:
         _check_betas(group["betas"], who=who)
-    for key in nonnegative:
+    _check_ranges(group, who=who)
+    if group["differentiable"]:
+        raise ValueError(
+            f"{who}: differentiable=True has no fused kernel; {instead_of(who)} to "
+            "differentiate a step"
+        )
+    if group["fused"] and group["foreach"]:
+        raise ValueError(
+            f"{who}: fused and foreach can't both be True; leave both out, the step is always fused"
+        )
+
+
+def _check_numbers(group: Mapping[str, Any], *, who: str) -> None:
+    """TypeError for hyper-parameters that are no numbers; ValueError for a learning rate that is
+    negative or not finite."""
+    for key in ("lr", *NONNEGATIVE, "dampening"):
+        if key in group and not isinstance(group[key], Tensor) and not _is_number(group[key]):
+            raise TypeError(
+                f"{who}: {key}={group[key]!r} must be a number, got a {type(group[key]).__name__}"
+            )
+    if isinstance(group["lr"], Tensor):
+        check_tensor_number(group["lr"], name="lr", who=who)
+    if (rate := number(group["lr"])) is not None and not (rate >= 0.0 and math.isfinite(rate)):
+        raise ValueError(
+            f"{who}: lr={rate} must be a finite number >= 0; check the schedule that computes it"
+        )
+
+
+def _check_ranges(group: Mapping[str, Any], *, who: str) -> None:
+    """ValueError for a hyper-parameter out of its range."""
+    for key in (key for key in NONNEGATIVE if key in group):
         if isinstance(group[key], Tensor):
             check_tensor_number(group[key], name=key, who=who)
         if not (group[key] >= 0.0 and math.isfinite(group[key])):
@@ -126,15 +145,6 @@ def check_hyperparameters(group: Mapping[str, Any], *, who: str) -> None:
         )
     if not math.isfinite(group.get("dampening", 0.0)):
         raise ValueError(f"{who}: dampening={group['dampening']} must be a finite number")
-    if group["differentiable"]:
-        raise ValueError(
-            f"{who}: differentiable=True has no fused kernel; {instead_of(who)} to "
-            "differentiate a step"
-        )
-    if group["fused"] and group["foreach"]:
-        raise ValueError(
-            f"{who}: fused and foreach can't both be True; leave both out, the step is always fused"
-        )
 
 
 def check_switch(value: object, *, name: str, who: str) -> None:

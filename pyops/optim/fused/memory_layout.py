@@ -50,7 +50,8 @@ def has_overlap(t: Tensor) -> bool:
         return False
     extent = 1 + sum(stride * (size - 1) for stride, size in _dimensions(t))
     places = torch.arange(extent, device="cpu").as_strided(tuple(t.shape), t.stride())
-    return places.unique().numel() != t.numel()
+    result: bool = places.unique().numel() != t.numel()
+    return result
 
 
 def lies_like(t: Tensor, strides: Sequence[int]) -> bool:
