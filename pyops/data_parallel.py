@@ -2,7 +2,7 @@
 while backward runs.
 
 rank 0   batch 0 -> module -> backward --buckets--.
-                                                  all-reduce -> the same gradients -> the same optimizer step
+                                                  all-reduce -> the same gradients -> the same step
 rank 1   batch 1 -> module -> backward --buckets--'
 """
 
@@ -13,16 +13,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import gather, ranks_agree
 from pyops.comm.broadcast import broadcast
 from pyops.comm.buckets.reducer import Reducer
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.compression.codec import Codec
 from pyops.flat import FlatBuffer, InPlace, check_free, claim, release
-from pyops.mesh import check_initialized
+from pyops.mesh import ALONE, Mesh, ProcessGroupLike, resolve
+from pyops.renamed import refuse_renamed
 
 __all__ = ["DataParallel"]
 
@@ -34,7 +34,7 @@ COMPRESSIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of what is trained; a shared parameter once, under its first name."""
+    """(name, parameter) of every trained parameter; a shared one once, under its first name."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -46,8 +46,8 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(
-                f"{name} is on the meta device; materialise the module (module.to_empty, "
-                "then initialise) first"
+                f"{name} is on the meta device; materialize the module (module.to_empty, "
+                "then initialize) first"
             )
     return named
 
@@ -68,57 +68,77 @@ def _check_codec(codec: Codec | None, named: list[tuple[str, nn.Parameter]]) -> 
             )
 
 
-def _signature(module: nn.Module) -> list[tuple[Any, ...]]:
-    """What the ranks must agree on, in order."""
-    return [
+def _check_same_modules(module: nn.Module, *, group: ProcessGroupLike) -> None:
+    """ValueError, on every rank, naming the first parameter or buffer in which a rank's module
+    differs from rank 0's."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    signature = [
         (
             name,
             tuple(t.shape),
             str(t.dtype).removeprefix("torch."),
             "trained" if t.requires_grad else "fixed",
         )
-        for name, t in [*module.named_parameters(), *module.named_buffers()]
+        for name, t in tensors
     ]
-
-
-def _difference(signatures: list[list[tuple[Any, ...]]]) -> str | None:
-    """The first thing in which a rank differs from rank 0, in words."""
-    for rank, other in enumerate(signatures):
-        if other == signatures[0]:
+    first, *others = gather(signature, group=group)
+    for rank, other in enumerate(others, start=1):
+        if other == first:
             continue
-        for mine, theirs in zip(signatures[0], other, strict=False):
-            if mine != theirs:
-                return f"rank 0 has {mine} where rank {rank} has {theirs}"
-        return (
-            f"rank 0 has {len(signatures[0])} parameters and buffers, rank {rank} has {len(other)}"
+        pairs = zip(first, other, strict=False)
+        difference = next(
+            (f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b),
+            f"rank 0 has {len(first)} parameters and buffers, rank {rank} has {len(other)}",
         )
-    return None
+        raise ValueError(
+            f"the ranks' modules differ: {difference}; build the same module on every rank"
+        )
+
+
+def _group_of(group: ProcessGroupLike, mesh: Mesh | None) -> ProcessGroupLike:
+    """The ranks that hold replicas; ValueError where both arguments name some."""
+    if mesh is None:
+        return group
+    if group is not None:
+        raise ValueError("DataParallel: group and mesh are both given; give one of them")
+    return mesh.group("dp") or ALONE
 
 
 class DataParallel(nn.Module):
     """Wraps `module` so that after backward() every rank holds the mean (or sum) of all ranks'
     gradients.
 
-    module: on this rank's device, the same on every rank up to the values: rank 0's are broadcast
-    once.
-    group: the ranks that hold replicas; None: all. bucket_bytes: how much is reduced at a time.
-    algorithm: as for `pyops.comm.all_reduce`. op: "mean", or "sum" for a loss that is already
-    divided by the global number of samples. group_by: (name, parameter) -> key; parameters with
-    different keys lie in different buffers, so that an optimizer can treat them differently:
-    `AdamW([{"params": [b.parameter], ...} for b in model.flat])`.
-    codec: gradients travel compressed, a bucket at a time (`pyops.comm.compressed_all_reduce`);
-    what is left out of one step is added to the next one's gradient, and belongs into checkpoints:
-    `communication_state()`. None: exactly. `algorithm` then has no meaning, and one rank alone
-    compresses nothing.
+    Args:
+        module: on this rank's device, the same on every rank up to the values: rank 0's are
+            broadcast once. A parameter that is not contiguous becomes contiguous.
+        group: the ranks that hold replicas; None for the default group (one process where
+            torch.distributed is not initialized), pyops.mesh.ALONE for this process alone.
+        mesh: in place of `group`: the ranks of its axis "dp".
+        bucket_bytes: how many bytes of gradients are reduced at a time.
+        algorithm: as for `pyops.comm.all_reduce`; of no meaning with a codec.
+        reduction: "mean", or "sum" for a loss that is already divided by the global number of
+            samples.
+        group_by: (name, parameter) -> key; parameters with different keys lie in different buffers,
+            so that an optimizer can treat them differently:
+            `AdamW([{"params": [b.parameter], ...} for b in model.flat])`.
+        codec: gradients travel compressed, a bucket at a time
+            (`pyops.comm.compressed_all_reduce`). What is left out of one step is added to the next
+            one's gradient, and belongs into checkpoints: `communication_state()`. One rank alone
+            compresses nothing. None: gradients travel as they are.
 
-    flat: the FlatBuffers, one per dtype, device and key. keys: their keys, in the same order.
-    module: the wrapped module; take state_dict() from it. Parameters that take part on no rank keep
-    the gradient they had, None say. Frozen parameters and buffers are broadcast once and left alone
-    afterwards. A non-contiguous parameter becomes contiguous.
+    Attributes:
+        module: the wrapped module; take state_dict() from it.
+        flat: the FlatBuffers, one per dtype, device and key of group_by.
+        keys: their keys, in the same order.
 
-    Raises, on every rank alike: ValueError when the ranks' modules differ in names, shapes, dtypes
-    or order, or their options above; when nothing is trainable; for parameters on the meta device.
-    In backward, pyops.comm's errors name the rank and the bucket.
+    Parameters that take part on no rank keep the gradient they had, None for example. Frozen
+    parameters and buffers are broadcast once and left alone afterwards.
+
+    Raises:
+        ValueError: on every rank alike: the ranks' modules differ in names, shapes, dtypes or
+            order, or the options above differ; nothing is trainable; a parameter is on the meta
+            device. In backward, the errors of pyops.comm name the rank and the bucket.
+        TypeError: on every rank alike: no module, no codec, a dtype that the codec can't compress.
 
     Li et al., PyTorch Distributed, VLDB 2020, section 3.2 (buckets, overlap, no_sync).
     """
@@ -127,32 +147,26 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: ProcessGroupLike = None,
+        mesh: Mesh | None = None,
         bucket_bytes: int = 25 << 20,
         algorithm: str = "auto",
-        op: str = "mean",
+        reduction: str = "mean",
         group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
         codec: Codec | None = None,
+        **unknown: object,
     ) -> None:
-        check_initialized("DataParallel", group)
+        refuse_renamed("DataParallel", unknown, {"op": "reduction"})
+        group = _group_of(group, mesh)
+        ranks = resolve(group, "DataParallel")
         super().__init__()
-        named: list[tuple[str, nn.Parameter]] = []
-        error: Exception | None = None
-        try:
+        with ranks_agree(group):
             named = _trainable(module)
             _check_codec(codec, named)
             check_free(named, who="DataParallel")
-        except (TypeError, ValueError) as caught:
-            error = caught
-        agree(error, group=group)
-        difference = _difference(gather(_signature(module), group=group))
-        if difference:
-            raise ValueError(
-                f"the ranks' modules differ: {difference}; build the same module on every rank"
-            )
-        order = {
-            id(p): i for i, (_, p) in enumerate(reversed(named))
-        }  # backward reaches the last parameter first
+        _check_same_modules(module, group=group)
+        # Backward reaches the last parameter first.
+        order = {id(p): i for i, (_, p) in enumerate(reversed(named))}
         sorted_into: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, p in named:
             key = group_by(name, p) if group_by else None
@@ -163,7 +177,7 @@ class DataParallel(nn.Module):
                 str(dtype),
                 bucket_bytes,
                 algorithm,
-                op,
+                reduction,
                 codec and codec.name,
             )
             for (_, dtype, _), members in sorted_into.items()
@@ -173,21 +187,20 @@ class DataParallel(nn.Module):
         if different is not None:
             raise ValueError(
                 f"rank 0 and rank {different} reduce gradients in different ways; pass "
-                "the same group_by, bucket_bytes, "
-                "algorithm, op and codec on every rank"
+                "the same group_by, bucket_bytes, algorithm, reduction and codec on every rank"
             )
         self.module, self._group = module, group
         self.keys = [key for key, _, _ in sorted_into]
         self.flat = [FlatBuffer(members) for members in sorted_into.values()]
         fixed = [p for p in module.parameters() if not p.requires_grad]
         broadcast([*(buffer.data for buffer in self.flat), *fixed, *module.buffers()], group=group)
-        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        alone = ranks is None or ranks.size() == 1
         self.reducer = Reducer(
             self.flat,
             None if alone else Communicator.of(group),
             bucket_bytes=bucket_bytes,
             algorithm=algorithm,
-            reduction=op,
+            reduction=reduction,
             positions=[[order[id(p)] for p in buffer.parameters] for buffer in self.flat],
             codec=codec,
         )
@@ -274,10 +287,6 @@ class DataParallel(nn.Module):
         on every rank and before anything is changed, for the state of another codec (naming both)
         or of another model.
         """
-        error: Exception | None = None
-        try:
+        with ranks_agree(self._group):
             self.reducer.check_communication_state(state)
-        except ValueError as caught:
-            error = caught
-        agree(error, group=self._group)
         self.reducer.load_communication_state(state)

@@ -2,12 +2,14 @@
 whole.
 
     whole = normal(seed, "wte", (8, 6))                                     o o o o o o
-    shard = normal(seed, "wte", (4, 3), offset=(4, 3), global_shape=(8, 6))  o o o . . .     torch.equal(shard, whole[4:, 3:])
-                                                                             . . . x x x
-Initialisation and dropout are therefore the same on any layout of ranks, and the same bits on CPU
+    shard = normal(seed, "wte", (4, 3),                                     o o o o o o
+                   offset=(4, 3), global_shape=(8, 6))                      o o o x x x
+    torch.equal(shard, whole[4:, 3:])                                       o o o x x x
+
+Initialization and dropout are therefore the same on any layout of ranks, and the same bits on CPU
 and CUDA. The generator is Philox4x32-10 (Salmon et al., SC 2011) with a 64-bit key hashed from seed
-and name, and the global index as its counter. Nothing here has state: the same call gives the same
-numbers.
+and name, and the global index as its counter. No function here has state: the same call gives the
+same numbers. `RandomStates` is for layers that draw from torch's own generators.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,15 @@ from torch import Tensor, nn
 
 from pyops.ops import random as kernels
 
-__all__ = ["dropout_mask", "key_of", "normal", "states_of", "uniform", "with_states"]
+__all__ = [
+    "RandomStates",
+    "dropout_mask",
+    "key_of",
+    "normal",
+    "states_of",
+    "uniform",
+    "with_states",
+]
 
 Offset = int | Sequence[int]
 
@@ -116,6 +126,35 @@ def dropout_mask(
         lambda part, place: kernels.philox_dropout_mask_(part, p=p, key=key, **place),
     )
     return out
+
+
+class RandomStates:
+    """The states of torch's global generators when this object was made: of the CPU, and of CUDA
+    devices.
+
+    Args:
+        cuda_devices: the indices of the CUDA devices; None: all there are.
+    """
+
+    def __init__(self, cuda_devices: Iterable[int] | None = None) -> None:
+        if cuda_devices is None:
+            cuda_devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        self.devices = sorted(set(cuda_devices))
+        self.cpu = torch.get_rng_state()
+        self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
+
+    def restore(self) -> None:
+        """Set the generators to these states again."""
+        torch.set_rng_state(self.cpu)
+        for device, state in zip(self.devices, self.cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, the generators have these states; afterwards those that they had before."""
+        with torch.random.fork_rng(self.devices):
+            self.restore()
+            yield
 
 
 def states_of(module: nn.Module) -> list[tuple[nn.Module, Any]]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyops.comm.buckets import reducer
 from pyops.data_parallel import DataParallel
+from pyops.mesh import ALONE, Axes, Mesh
 
 pytestmark = pytest.mark.on_device
 
@@ -223,7 +224,7 @@ def test_a_parameter_used_on_one_rank_has_its_gradient_on_all(world):
 
 
 def _unused_after_it_was_used(rank: int, group: Any, op: str) -> tuple[Tensor, Tensor]:
-    model = DataParallel(Net(), group=group, op=op)
+    model = DataParallel(Net(), group=group, reduction=op)
     x, y = part(rank, 3)
     nn.functional.mse_loss(model(x), y).backward()
     before = model.module.sometimes.weight.grad.clone()
@@ -310,7 +311,7 @@ def _disagree_on_options(rank: int, group: Any) -> list[str]:
         [{}, {"group_by": lambda name, p: name}],
         [{"bucket_bytes": 64}, {}],
         [{"algorithm": "ring"}, {"algorithm": "two_shot"}],
-        [{"op": "sum"}, {"op": "mean"}],
+        [{"reduction": "sum"}, {"reduction": "mean"}],
     ):
         with pytest.raises(ValueError) as caught:
             DataParallel(Net(), group=group, **options[rank])
@@ -381,3 +382,30 @@ def test_compiled_module_trains():
 def test_refuses(module: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         DataParallel(module)
+
+
+def _over_a_mesh(rank: int, group: Any) -> list[float]:
+    model = DataParallel(nn.Linear(1, 1, bias=False), mesh=Mesh(Axes(dp=2)))
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    return [float(model.module.weight.grad)]
+
+
+def test_over_the_axis_dp_of_a_mesh(world):
+    assert world(2).run(_over_a_mesh) == [[0.5], [0.5]]
+
+
+def _alone_among_others(rank: int, group: Any) -> float:
+    model = DataParallel(nn.Linear(1, 1, bias=False), group=ALONE)
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    return float(model.module.weight.grad)
+
+
+def test_a_rank_alone_reduces_nothing(world):
+    assert world(2).run(_alone_among_others) == [0.0, 1.0]
+
+
+def test_arguments_that_contradict_or_are_of_old():
+    with pytest.raises(ValueError, match="group and mesh"):
+        DataParallel(nn.Linear(1, 1), group=ALONE, mesh=Mesh(Axes()))
+    with pytest.raises(TypeError, match=r"op has a new name: reduction"):
+        DataParallel(nn.Linear(1, 1), op="sum")

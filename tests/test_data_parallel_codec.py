@@ -99,7 +99,7 @@ def gradients(model: DataParallel) -> dict[str, Tensor]:
 def _steps(
     rank: int, group: Any, op: str, bucket_bytes: int, accumulate: bool, steps: int
 ) -> tuple[Any, ...]:
-    model = DataParallel(Net(), group=group, codec=CODEC, op=op, bucket_bytes=bucket_bytes)
+    model = DataParallel(Net(), group=group, codec=CODEC, reduction=op, bucket_bytes=bucket_bytes)
     total: dict[str, Tensor] = {
         name: torch.zeros_like(p).double() for name, p in model.module.named_parameters()
     }
@@ -230,7 +230,7 @@ def test_resumes_where_it_was(world, tmp_path):
 
 def _save_or_load(rank: int, group: Any, path: str, op: str, saves: bool) -> dict[str, Tensor]:
     model = DataParallel(
-        Net(), group=group, codec=CODEC, bucket_bytes=600 if saves else 2000, op=op
+        Net(), group=group, codec=CODEC, bucket_bytes=600 if saves else 2000, reduction=op
     )
     if saves:
         for step in range(3):
@@ -282,7 +282,7 @@ def _regression(rank: int, group: Any, forget: bool) -> float:
     a = torch.randn(32, 12, generator=generator) * torch.logspace(0, -0.5, 12)
     truth = torch.randn(12, generator=generator)
     b = a @ truth
-    model = DataParallel(nn.Linear(12, 1, bias=False), group=group, codec=CODEC, op="mean")
+    model = DataParallel(nn.Linear(12, 1, bias=False), group=group, codec=CODEC, reduction="mean")
     nn.init.zeros_(model.module.weight)
     rows = slice(rank * 32 // size, (rank + 1) * 32 // size)
     for step in range(800):

@@ -11,6 +11,7 @@ import torch
 
 from pyops import random
 from pyops.ops import random as ops
+from pyops.random import RandomStates
 from tests.ops.conftest import isa  # noqa: F401 - a fixture, found by name
 
 WHOLE = (5, 4, 6, 3)
@@ -166,3 +167,14 @@ def test_refusals(device: torch.device):
         random.uniform(0, "x", (3, 2), global_shape=(3, 6), device=device)
     with pytest.raises((RuntimeError, ValueError), match="row >= 1"):
         ops.philox_uniform_(torch.zeros(3, device=device), key=0, offset=0, row=0, row_stride=3)
+
+
+def test_random_states_begin_again():
+    states = RandomStates()
+    first = torch.rand(3)
+    with states.restored():
+        assert torch.equal(torch.rand(3), first)
+    second = torch.rand(3)
+    states.restore()
+    assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.rand(3), second)

@@ -9,23 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.failure import naming_lost_ranks
+from pyops.mesh import ProcessGroupLike, resolve
 
 __all__ = ["broadcast"]
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> None:
-    """Give each of the tensors, in place, the values that it has on rank 0 of the group; nothing
-    where a rank is alone.
+def broadcast(tensors: Iterable[Tensor], *, group: ProcessGroupLike = None) -> None:
+    """Give each of the tensors, in place, the values that it has on rank 0 of the group.
+    Collective: every rank must call it.
 
-    A collective: every rank gives tensors of the same shapes and dtypes in the same order.
-    CommunicationError, which names it, for a rank that is lost.
+    Args:
+        tensors: of the same shapes and dtypes, in the same order, on every rank.
+        group: the ranks; see `pyops.mesh.resolve`. One process keeps its own values.
+
+    Raises:
+        CommunicationError: a rank is lost; the error names it.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    ranks = resolve(group, "broadcast")
+    if ranks is None or ranks.size() == 1:
         return
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        with naming_lost_ranks("the broadcast of rank 0's values", group=group):
-            dist.broadcast(whole, group=group, group_src=0)
+        with naming_lost_ranks("the broadcast of rank 0's values", group=ranks):
+            dist.broadcast(whole, group=ranks, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)

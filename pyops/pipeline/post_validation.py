@@ -24,6 +24,7 @@ from pyops.comm.buckets.grad_norm import sum_of_squares
 from pyops.comm.collectives.functional import all_reduce
 from pyops.pipeline.runtime.pipeline import Pipeline
 from pyops.pipeline.schedules.action import Action
+from pyops.random import RandomStates
 
 __all__ = ["PostValidation"]
 
@@ -92,7 +93,7 @@ class PostValidation:
         gradients are dropped."""
         if self._last_forward is None:
             self.finish()
-        seeds = _RandomStates() if self._pending else None
+        seeds = RandomStates() if self._pending else None
         given = {"batch": batch, "target": target, "scale": scale, **named}
         try:
             loss = self.pipeline.step(**given)
@@ -249,16 +250,3 @@ def _copied(value: Any, memory: Any) -> Any:
     ):
         return memory.copy_(value)
     return value.clone()
-
-
-class _RandomStates:
-    """torch's random states as they are now, to begin again with."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)

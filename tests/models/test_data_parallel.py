@@ -34,7 +34,7 @@ def curve(
     model = make(name, num_layers=1, group=shared_by, sequence_parallel=sequence_parallel)
     through: Any = model
     if stage is None:
-        through = DataParallel(model, group=group, op="sum") if dp > 1 else model
+        through = DataParallel(model, group=group, reduction="sum") if dp > 1 else model
         optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIONS)
     else:
         optimizer = ZeroOptimizer(

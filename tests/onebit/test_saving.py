@@ -186,7 +186,7 @@ def test_auto_ends_when_the_variance_is_stable(caplog, loud, last):
 
 def train_flat(rank, group, accumulate):
     torch.manual_seed(0)
-    model = DataParallel(torch.nn.Linear(20, 10), group=group, op="mean")
+    model = DataParallel(torch.nn.Linear(20, 10), group=group, reduction="mean")
     assert model.require_backward_grad_sync
     optimizer = built(
         OneBitAdam,

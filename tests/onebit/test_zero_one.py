@@ -385,7 +385,7 @@ def test_parameters_that_come_later_move_from_the_next_exact_round_on(world):
 
 def silent(rank, group):
     torch.manual_seed(0)
-    model = DataParallel(nn.Linear(20, 10), group=group, op="mean")
+    model = DataParallel(nn.Linear(20, 10), group=group, reduction="mean")
     optimizer = built(
         ZeroOneAdam, [b.parameter for b in model.flat], lr=1e-2, group=group, model=model, **ROUNDS
     )

@@ -12,9 +12,8 @@ to what is in `.grad`.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from pyops import random
 from pyops.deferred import Deferred, linears
 from pyops.pipeline.runtime.skips import Edges, Passed, Skips, skips_of
+from pyops.random import RandomStates
 
 __all__ = ["Stage", "detached", "named_arguments", "tensors_of"]
 
@@ -116,7 +116,9 @@ class Stage:
         wants = any(t.requires_grad for t in tensors_of(x))
         trained = wants or any(p.requires_grad for layer in self.layers for p in layer.parameters())
         dropout = [each for layer in self.layers for each in random.states_of(layer)]
-        self._again[number] = Again(x, named, target, dropout, RandomStates(x), trained)
+        self._again[number] = Again(
+            x, named, target, dropout, RandomStates(cuda_devices_of(x)), trained
+        )
         with torch.no_grad():
             y = self.call(x, named, target)
         return tree_map(_wanting_gradient, y) if trained else y
@@ -220,22 +222,9 @@ class Stage:
         self._graphs[number] = Graph(leaves, roots)
 
 
-class RandomStates:
-    """torch's random states as they are now, of the CPU and of the CUDA devices that x is on."""
-
-    def __init__(self, x: Any) -> None:
-        self.devices = sorted({t.device.index for t in tensors_of(x) if t.is_cuda})
-        self.cpu = torch.get_rng_state()
-        self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, the random states are those again; afterwards as before."""
-        with torch.random.fork_rng(self.devices):
-            torch.set_rng_state(self.cpu)
-            for device, state in zip(self.devices, self.cuda, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            yield
+def cuda_devices_of(value: Any) -> set[int]:
+    """The indices of the CUDA devices that the tensors of a value are on."""
+    return {t.device.index for t in tensors_of(value) if t.is_cuda}
 
 
 def detached(value: Any) -> Any:

@@ -132,7 +132,7 @@ def make_data_parallel(
     return DataParallel(
         model,
         group=group,
-        op="sum",
+        reduction="sum",
         algorithm=options.algorithm,
         bucket_bytes=options.bucket_bytes,
         group_by=_weight_decay_group,
