@@ -29,7 +29,7 @@ from benchmarks import machine
 from benchmarks.harness import Row
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 __all__ = ["FORMULA", "SENT", "bytes_of_tensors", "run"]
 
@@ -59,7 +59,7 @@ def measure_rank(stage: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
     numel = sum(p.numel() for p in model.parameters())
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, bucket_bytes=BUCKET, lr=1e-3)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=stage, bucket_bytes=BUCKET), lr=1e-3)
 
     def backward() -> None:
         model(x).float().square().mean().backward()
@@ -88,7 +88,9 @@ def wire(*, stages: list[int]) -> dict[str, float]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
         numel = sum(p.numel() for p in model.parameters())
-        optimizer = ZeroOptimizer(model, AdamW, stage=stage, bucket_bytes=BUCKET, lr=1e-3)
+        optimizer = ZeroOptimizer(
+            model, AdamW, ZeroConfig(stage=stage, bucket_bytes=BUCKET), lr=1e-3
+        )
         x = torch.randn(4, WIDTH).bfloat16()
         for step in range(6):
             if step == 1:

@@ -218,7 +218,7 @@ lr = 1e-4
 dtype = "bf16"
 [zero]
 stage = 2
-tile_mib = 8
+tile_bytes = 8388608
 [recompute]
 modules = ["blocks.*"]
 [train]

@@ -21,7 +21,7 @@ from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 __all__ = ["run"]
 
@@ -67,7 +67,9 @@ def _facts(ours: Trainer, stage: int) -> dict[str, Any]:
 
 def _case(stage: int, batch: int, *, device: torch.device) -> Case:
     ours = _trainer(
-        lambda model: ZeroOptimizer(model, AdamW, stage=stage, lr=RATE, weight_decay=0.01),
+        lambda model: ZeroOptimizer(
+            model, AdamW, ZeroConfig(stage=stage), lr=RATE, weight_decay=0.01
+        ),
         batch,
         device,
     )

@@ -18,10 +18,10 @@ from pyops.data_parallel import DataParallel
 from pyops.deferred import Deferred
 from pyops.models import GPT, GPTConfig
 from pyops.tensor_parallel import ParallelAttention
-from pyops.zero import ZeroOptimizer
 from tests.deferred_models import Shared, Twice, assert_same_bits, batches, found, split, whole
 from tests.tensor_parallel.shared_layers import configured
 from tests.tolerance import assert_close_to_reference
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
@@ -129,8 +129,8 @@ def trained(rank: int, group: dist.ProcessGroup, strategy: str, *, apart: bool) 
         no_sync = wrapped.no_sync
     else:
         stage = int(strategy[-1])
-        optimizer = ZeroOptimizer(
-            model, torch.optim.SGD, stage=stage, group=group, bucket_bytes=200, **options
+        optimizer = zero_optimizer(
+            model, torch.optim.SGD, stage=stage, bucket_bytes=200, group=group, **options
         )
         no_sync = optimizer.no_sync
     queue = Deferred(model.parameters())

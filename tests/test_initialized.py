@@ -35,7 +35,7 @@ from pyops.models import (
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
 from pyops.precision import LossScaler, overflowed
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 
 pytestmark = pytest.mark.cpu_only
@@ -150,8 +150,8 @@ CALLS: dict[str, Callable[[], Any]] = {
         torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     ),
     "tensor_parallel.whole_state_dict": lambda: whole(linear()),
-    "zero.ZeroOptimizer": lambda: ZeroOptimizer(linear(), AdamW, stage=1, lr=1e-3),
-}
+    "zero.ZeroOptimizer": lambda: ZeroOptimizer(linear(), AdamW, ZeroConfig(stage=1), lr=1e-3),
+}  # fmt: skip
 
 # Public callables with such an argument for which None is not "all ranks".
 OTHERWISE = {
@@ -166,6 +166,8 @@ OTHERWISE = {
     "elastic.abort_on_failure": "is around what ranks do in groups that they have",
     "elastic.ActivationCache": "memory of this process alone",
     "elastic.open_cache": "memory of this process alone",
+    "config.ZeroConfig": "options of ZeroOptimizer",
+    "zero.ZeroConfig": "options of ZeroOptimizer",
     "onebit.OneBitConfig": "options of an optimizer that is tried",
     "onebit.OneBitLAMBConfig": "options of an optimizer that is tried",
     "onebit.ZeroOneConfig": "options of an optimizer that is tried",

@@ -35,7 +35,7 @@ from pyops.precision import overflowed
 from pyops.tensor_parallel.functional.regions import all_to_all
 from pyops.train.setup.pipelined import _Whole
 from pyops.train.text_training import _sum_over_ranks
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 from tests.workers import spawn_ranks
@@ -114,7 +114,9 @@ PLACES: dict[str, tuple[str, Callable[[Group, str], Any]]] = {
     "DataParallel": ("broadcast", lambda group, _: DataParallel(nn.Linear(2, 2), group=group)),
     "ZeroOptimizer": (
         "broadcast",
-        lambda group, _: ZeroOptimizer(nn.Linear(2, 2), AdamW, stage=1, group=group, lr=0.1),
+        lambda group, _: ZeroOptimizer(
+            nn.Linear(2, 2), AdamW, ZeroConfig(stage=1), group=group, lr=0.1
+        ),
     ),
     "broadcast": ("broadcast", lambda group, _: broadcast([torch.ones(2)], group=group)),
     "losses": ("all_reduce", lambda group, _: _sum_over_ranks(torch.ones(2))),

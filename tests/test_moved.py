@@ -22,7 +22,7 @@ from pyops.flat import FlatBuffer
 from pyops.onebit import OneBitAdam, OneBitConfig
 from pyops.optim import SGD, AdamW
 from pyops.pipeline import Pipeline, schedule
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 pytestmark = pytest.mark.cpu_only
 
@@ -90,7 +90,7 @@ class Trained:
         else:
             self.forward = self.model
             self.optimizer = ZeroOptimizer(
-                self.model, AdamW, stage=int(strategy[-1]), group=group, lr=0.01
+                self.model, AdamW, ZeroConfig(stage=int(strategy[-1])), group=group, lr=0.01
             )
 
     def step(self, between: Callable[[nn.Module], Any] | None = None) -> float:
@@ -256,7 +256,7 @@ def test_all_ranks_of_a_pipeline_hear_of_a_replaced_parameter(world):
 def wrap(strategy: str, model: nn.Module) -> Any:
     if strategy == "DataParallel":
         return DataParallel(model)
-    return ZeroOptimizer(model, AdamW, stage=int(strategy[-1]), lr=0.01)
+    return ZeroOptimizer(model, AdamW, ZeroConfig(stage=int(strategy[-1])), lr=0.01)
 
 
 @pytest.mark.parametrize("second", ["DataParallel", "ZeRO 1", "ZeRO 3"])
@@ -276,8 +276,12 @@ def test_a_second_owner_is_refused_and_the_first_stays_usable(first, second):
 
 def test_two_optimizers_of_different_parameters_of_a_model_are_two_owners_of_nothing_together():
     model = network()
-    first = ZeroOptimizer(model, AdamW, stage=1, params=list(model[0].parameters()), lr=0.01)
-    second = ZeroOptimizer(model, AdamW, stage=1, params=list(model[4].parameters()), lr=0.01)
+    first = ZeroOptimizer(
+        model, AdamW, ZeroConfig(stage=1), params=list(model[0].parameters()), lr=0.01
+    )
+    second = ZeroOptimizer(
+        model, AdamW, ZeroConfig(stage=1), params=list(model[4].parameters()), lr=0.01
+    )
     model(x_of(model)).square().mean().backward()
     before = [p.detach().clone() for p in model.parameters()]
     first.step(), second.step()

@@ -31,9 +31,9 @@ from pyops.config.training_sections import (
     PrecisionConfig,
     RecomputeConfig,
     TrainConfig,
-    ZeroConfig,
 )
 from pyops.elastic.config import ElasticConfig
+from pyops.zero import ZeroConfig
 
 __all__ = [
     "COMMUNICATING",

@@ -33,6 +33,8 @@ RENAMED = {
     "train.sample_tokens": "train.num_sample_tokens",
     "train.steps": "train.num_steps",
     "train.validation_sequences": "train.num_validation_sequences",
+    "zero.overlap": "zero.overlap_grad_reduce",
+    "zero.tile_mib": "zero.tile_bytes, in bytes: 1048576 for each MiB",
 }
 
 
@@ -78,7 +80,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def _build(kind: type, tree: Mapping[str, Any], *, prefix: str) -> Any:
     """The dataclass `kind` from a TOML table; `prefix` leads the names of its keys in messages."""
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
+    names = [f.name for f in dataclasses.fields(kind) if f.metadata.get("toml", True)]
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if prefix + key in RENAMED:

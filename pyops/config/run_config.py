@@ -15,11 +15,11 @@ from pyops.config.training_sections import (
     PrecisionConfig,
     RecomputeConfig,
     TrainConfig,
-    ZeroConfig,
 )
 from pyops.data import DataConfig
 from pyops.elastic.config import ElasticConfig
 from pyops.models import BERTConfig, GPTConfig, ViTConfig
+from pyops.zero import ZeroConfig
 
 __all__ = ["Config"]
 
@@ -52,6 +52,12 @@ class Config:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size}; data.tokenizer 'bytes' "
                 "has 256 tokens: set 256"
+            )
+        self.zero.validate("zero.")
+        if self.zero.offload != "none" and not self.zero.stage:
+            raise ValueError(
+                f"zero.offload is {self.zero.offload!r}, but zero.stage is 0, which keeps states "
+                "on the device: set zero.stage to 1"
             )
         check_task(self.task, data=self.data, vit=self.vit, bert=self.bert)
         if self.elastic.on:

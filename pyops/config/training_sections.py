@@ -18,7 +18,6 @@ __all__ = [
     "PrecisionConfig",
     "RecomputeConfig",
     "TrainConfig",
-    "ZeroConfig",
 ]
 
 COMMUNICATING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
@@ -141,37 +140,6 @@ class PrecisionConfig:
             lambda v: v >= self.minimum_scale,
         )
         require(self, "1 or more", ("scale_window", "hysteresis"), lambda v: v >= 1)
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """What the ranks share out, each keeping 1 / N of it (Rajbhandari et al., ZeRO, SC 2020).
-
-    stage: 0 nothing, 1 optimizer states and fp32 masters, 2 gradients too, 3 parameters too.
-    overlap: communicate while forward and backward compute. offload: where states lie: "none" (on
-    the device), "cpu", or a folder on a fast disk. tile_mib: how much of offloaded states is
-    stepped at a time; a folder takes three times as much memory.
-    """
-
-    stage: int = 0
-    overlap: bool = True
-    offload: str = "none"
-    tile_mib: float = 32.0
-
-    def __post_init__(self) -> None:
-        require(self, "0, 1, 2 or 3", ("stage",), lambda v: v in (0, 1, 2, 3))
-        require(self, "0.0625 (64 KiB) or more, such as 32", ("tile_mib",), lambda v: v >= 0.0625)
-        require(
-            self,
-            "none, cpu or a folder such as /fast/disk",
-            ("offload",),
-            lambda v: v in ("none", "cpu") or "/" in v,
-        )
-        if self.offload != "none" and not self.stage:
-            raise ValueError(
-                f"offload is {self.offload!r}, but stage is 0, which keeps states on the "
-                "device: set stage to 1"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Training loops of Hugging Face over pyops: Accelerate's and the Trainer's.
 
     prepare(accelerator, model, optimizer)     a ZeroOptimizer in a loop of Accelerate
-    ZeroTrainer(..., zero={"stage": 3})        transformers.Trainer over ZeroOptimizer
+    ZeroTrainer(..., zero=ZeroConfig(stage=3))  transformers.Trainer over ZeroOptimizer
     class Mine(ZeroTraining, SFTTrainer)       the same for a Trainer of your own
 
 transformers and accelerate are imported when they are used.

@@ -1,9 +1,9 @@
 """A ZeroOptimizer and its model in a loop of Accelerate, which then neither wraps the model nor
 moves it.
 
-    model.to(accelerator.device)                  before the ZeroOptimizer is made
-    zero = ZeroOptimizer(model, AdamW, stage=2)   reduces gradients itself
-    prepare(accelerator, model, zero)             autocast, loss scale and accumulation are Accelerate's; there is no wrapper
+    model.to(accelerator.device)          before the ZeroOptimizer is made
+    zero = ZeroOptimizer(model, AdamW, ZeroConfig(stage=2))     reduces gradients itself
+    prepare(accelerator, model, zero)     autocast, loss scale and accumulation are Accelerate's
 
 Moves come first: in torch one from `cpu` to `cpu:0`, as Accelerate calls it, is a copy, after which
 parameters lie elsewhere.
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
 
+from pyops.mesh import resolve
 from pyops.zero import ZeroOptimizer
 
 __all__ = ["check_accelerator", "prepare"]
@@ -35,7 +35,7 @@ class NoSync:
 
     def __call__(self) -> AbstractContextManager[None]:
         optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None or "gradients" not in vars(optimizer):  # gone, or closed
+        if optimizer is None or optimizer.closed:  # gone, or closed
             return nullcontext()
         return optimizer.no_sync()
 
@@ -98,16 +98,17 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
             f"{type(optimizer.model).__name__} that the ZeroOptimizer is of; "
             "give the model itself: nothing wraps it, before or afterwards"
         )
-    ranks = dist.get_world_size(optimizer.group) if dist.is_initialized() else 1
+    group = resolve(optimizer.group, "prepare")
+    ranks = 1 if group is None else group.size()
     if ranks != accelerator.num_processes:
         raise ValueError(
             f"the ZeroOptimizer is of {ranks} ranks, and Accelerate shares the data out "
             f"among {accelerator.num_processes}; "
             "leave group= out, and start all processes with torchrun"
         )
-    if optimizer.op != "mean":
+    if optimizer.config.reduction != "mean":
         raise ValueError(
-            "ZeroOptimizer: op='sum', and loops of Accelerate expect the mean of "
+            "ZeroOptimizer: reduction='sum', and loops of Accelerate expect the mean of "
             "gradients over ranks; leave it out"
         )
     if optimizer.loss_scale is not None:
@@ -131,7 +132,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: ZeroOptimizer) -> tup
 
     Raises ValueError or TypeError, before anything is changed, for an Accelerator of DeepSpeed,
     FSDP, Megatron or one that compiles, another model than the optimizer's, a group that is not of
-    all of Accelerate's processes, op="sum" and a scaled precision. Its state_dict() raises
+    all of Accelerate's processes, reduction="sum" and a scaled precision. Its state_dict() raises
     RuntimeError, since `accelerator.save_state()` would write rank 0's part alone.
     """
     _check(accelerator, model, optimizer)

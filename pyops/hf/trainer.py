@@ -11,7 +11,6 @@ Any number of ranks, and any stage, goes on from such a checkpoint.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -23,20 +22,16 @@ import torch.distributed as dist
 from pyops import checkpoint
 from pyops.hf.accelerate import check_accelerator, prepare
 from pyops.optim import OneBitAdam
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 __all__ = ["ZeroTraining", "zero_trainer"]
 
 FOLDER = "zero"  # within a checkpoint of the Trainer
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
-# Options of ZeroOptimizer that something of the Trainer's stands for.
+# Options of ZeroConfig that something of the Trainer's stands for.
 INSTEAD = {
     "max_grad_norm": "TrainingArguments(max_grad_norm=...) clips",
-    "params": "the Trainer makes the param groups",
-    "group": "the Trainer shares the data out among all ranks",
-    "tp_group": "the Trainer's model is whole; see pyops.tensor_parallel",
-    "pp_group": "the Trainer's model is whole; see pyops.pipeline",
-    "op": "the Trainer expects the mean over ranks",
+    "reduction": "the Trainer expects the mean over ranks",
     "delayed_update": "the Trainer looks at the model between steps",
     "loss_scale": "the Trainer's loop does not scale by it: TrainingArguments(fp16=True)",
 }
@@ -56,7 +51,7 @@ class ZeroTraining:
     """The part of a Trainer that trains over ZeroOptimizer, named before the Trainer: class
     Mine(ZeroTraining, SFTTrainer).
 
-    zero: options of ZeroOptimizer: {"stage": 2}, say. The optimizer's class, its options, param
+    zero: ZeroConfig(stage=2), say. The optimizer's class, its options, param
     groups and clipping
     are those of TrainingArguments, or optimizer_cls_and_kwargs=(pyops.optim.AdamW, {"lr": 1e-4}).
     Everything else is the Trainer's. `zero_optimizer` is the ZeroOptimizer, once train() has begun.
@@ -67,8 +62,8 @@ class ZeroTraining:
 
     zero_optimizer: ZeroOptimizer | None = None
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any], **kwargs: Any) -> None:
-        self._zero_options = _checked_options(zero)
+    def __init__(self, *args: Any, zero: ZeroConfig, **kwargs: Any) -> None:
+        self._zero_config = _checked_config(zero)
         if any(each is not None for each in kwargs.get("optimizers") or ()):
             raise ValueError(
                 "ZeroTrainer makes its ZeroOptimizer when the model is on its device; "
@@ -93,7 +88,7 @@ class ZeroTraining:
             self.zero_optimizer = None
         model, given = this.model if model is None else model, this.optimizer_cls_and_kwargs
         found, arguments = _optimizer_class(this, model)
-        this.optimizer_cls_and_kwargs = _over_ranks(model, found, self._zero_options), arguments
+        this.optimizer_cls_and_kwargs = _over_ranks(model, found, self._zero_config), arguments
         try:
             zero = super().create_optimizer(model)  # type: ignore[misc]
         finally:
@@ -181,28 +176,27 @@ def _optimizer_class(
 
 
 def _over_ranks(
-    model: Any, optimizer_class: type[torch.optim.Optimizer], zero: Mapping[str, Any]
+    model: Any, optimizer_class: type[torch.optim.Optimizer], config: ZeroConfig
 ) -> type[torch.optim.Optimizer]:
     """What the Trainer takes for an optimizer's class, and makes a ZeroOptimizer over
     `optimizer_class` when it is called."""
 
     class OverRanks(torch.optim.Optimizer):
         def __new__(cls, groups: Any, **options: Any) -> Any:
-            return ZeroOptimizer(model, optimizer_class, params=groups, **zero, **options)
+            return ZeroOptimizer(model, optimizer_class, config, params=groups, **options)
 
     return OverRanks
 
 
-def _checked_options(zero: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(zero, Mapping) or "stage" not in zero:
+def _checked_config(zero: Any) -> ZeroConfig:
+    if not isinstance(zero, ZeroConfig):
         raise ValueError(
-            f'zero is {zero!r}; give the options of pyops.zero.ZeroOptimizer, {{"stage": '
-            f"2}} for one"
+            f"zero is {zero!r}; give a pyops.zero.ZeroConfig, ZeroConfig(stage=2) for one"
         )
     for name, why in INSTEAD.items():
-        if zero.get(name) not in (None, False):
-            raise ValueError(f"zero has {name}: {zero[name]!r}; leave it out: {why}")
-    return dict(zero)
+        if getattr(zero, name) != getattr(ZeroConfig, name):
+            raise ValueError(f"zero has {name}={getattr(zero, name)!r}; leave it out: {why}")
+    return zero
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -221,7 +215,7 @@ def _check_trainer(trainer: Any) -> None:
                 f"TrainingArguments({name}={getattr(args, name)!r}) does not go with "
                 f"ZeroOptimizer; {why}"
             )
-    if trainer._zero_options["stage"] == 3 and getattr(args, "predict_with_generate", False):
+    if trainer._zero_config.stage == 3 and getattr(args, "predict_with_generate", False):
         raise ValueError(
             "predict_with_generate=True: ranks generate different numbers of tokens, and "
             "at stage 3 each needs all the others; "

@@ -1,6 +1,6 @@
 """1-bit Adam for ZeroOptimizer, which shards the states and communicates: its phases, as data.
 
-    ZeroOptimizer(model, OneBitAdam, stage=1, lr=3e-4, config=OneBitConfig(warmup_steps=400))
+    ZeroOptimizer(model, OneBitAdam, ZeroConfig(stage=1), config=OneBitConfig(warmup_steps=400))
 
 asks OneBitAdam.over_shards(arguments).
 """

@@ -2,7 +2,7 @@
 
     Adafactor(model.parameters(), lr=1e-2)         a matrix [r, c] has a state of r + c numbers
     Adafactor([FlatBuffer(model.named_parameters()).parameter])     each tensor of it for itself
-    pyops.zero.ZeroOptimizer(model, Adafactor, stage=2)    parts of tensors: adafactor_parts.py
+    ZeroOptimizer(model, Adafactor, ZeroConfig(stage=2))   parts of tensors: adafactor_parts.py
 
 The formula is that of pyops/ops/optimizers/adafactor.py. Shazeer and Stern, arXiv:1804.04235,
 algorithms 4 and 5.

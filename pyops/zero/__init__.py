@@ -1,6 +1,6 @@
 """ZeRO: states, gradients and parameters spread over the ranks of data-parallel training.
 
-    optimizer = pyops.zero.ZeroOptimizer(model, pyops.optim.AdamW, stage=2, lr=3e-4, max_grad_norm=1.0)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, max_grad_norm=1.0), lr=3e-4)
     for batch in my_part_of_the_batches:
         loss(model(batch)).backward()            # gradients are reduce-scattered while it runs
         optimizer.step()                         # each rank steps what it owns; then parameters are gathered
@@ -18,6 +18,7 @@ shards |
 
 from __future__ import annotations
 
+from pyops.zero.config import ZeroConfig
 from pyops.zero.optimizer import ZeroOptimizer
 
-__all__ = ["ZeroOptimizer"]
+__all__ = ["ZeroConfig", "ZeroOptimizer"]

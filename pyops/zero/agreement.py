@@ -3,80 +3,103 @@ options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.comm.agreement import agree, gather
+from pyops.comm.agreement import gather, ranks_agree
+from pyops.mesh import ProcessGroupLike
 
-__all__ = ["agreed", "check_same_model", "check_same_options"]
+__all__ = ["RankSetup", "agreed", "check_same_setup"]
 
 T = TypeVar("T")
 
 
-def agreed(make: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
-    """What `make` gives on this rank. A collective: what it raises on any rank, reading a
+def agreed(make: Callable[[], T], *, group: ProcessGroupLike) -> T:
+    """What `make` returns on this rank. Collective: what it raises on any rank, reading a
     checkpoint, say, is raised on all."""
-    error: Exception | None = None
-    found: list[T] = []
-    try:
-        found.append(make())
-    except Exception as caught:
-        error = caught
-    agree(error, group=group)
-    return found[0]
+    with ranks_agree(group):
+        return make()
 
 
-def check_same_model(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
-    """ValueError, on every rank, unless names, shapes, dtypes and requires_grad are those of rank
-    0's model."""
-    mine = [
-        (
-            name,
-            tuple(t.shape),
-            str(t.dtype).removeprefix("torch."),
-            "trained" if t.requires_grad else "fixed",
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank tells the others before a ZeroOptimizer changes anything."""
+
+    model: list[tuple[object, ...]]
+    """(name, shape, dtype, whether it is trained) of each parameter and buffer."""
+
+    options: dict[str, str]
+    """The options by name, as text: a tensor is its values."""
+
+    secondary_ranks: list[int] | None
+    """The ranks of the secondary group; None without one."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, options: Mapping[str, Any], *, secondary_ranks: list[int] | None
+    ) -> RankSetup:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        described: list[tuple[object, ...]] = [
+            (
+                name,
+                tuple(t.shape),
+                str(t.dtype).removeprefix("torch."),
+                "trained" if t.requires_grad else "fixed",
+            )
+            for name, t in tensors
+        ]
+        return cls(
+            described,
+            {key: repr(_plain(value)) for key, value in options.items()},
+            secondary_ranks,
         )
-        for name, t in [*model.named_parameters(), *model.named_buffers()]
-    ]
-    everyone = gather(mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
+
+
+def check_same_setup(setup: RankSetup, *, group: ProcessGroupLike) -> list[RankSetup]:
+    """Every rank's setup. Collective.
+
+    Raises:
+        ValueError: on every rank, naming the first difference from rank 0 in model or options.
+    """
+    everyone = gather(setup, group=group)
+    _check_same_model([each.model for each in everyone])
+    _check_same_options([each.options for each in everyone])
+    return everyone
+
+
+def _check_same_model(models: Sequence[list[tuple[object, ...]]]) -> None:
+    first = models[0]
+    for rank, model in enumerate(models):
+        if model == first:
             continue
-        pairs = zip(everyone[0], theirs, strict=False)
+        pairs = zip(first, model, strict=False)
         found = next(
-            (f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b), None
-        )
-        found = (
-            found
-            or f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has "
-            f"{len(theirs)}"
+            (f"rank 0 has {a} where rank {rank} has {b}" for a, b in pairs if a != b),
+            f"rank 0 has {len(first)} parameters and buffers, rank {rank} has {len(model)}",
         )
         raise ValueError(
             f"ZeroOptimizer: the ranks' models differ: {found}; build the same model on every rank"
         )
 
 
+def _check_same_options(options: Sequence[dict[str, str]]) -> None:
+    first = options[0]
+    for rank, found in enumerate(options):
+        for key in sorted(set(first) | set(found)):
+            if first.get(key) != found.get(key):
+                raise ValueError(
+                    f"ZeroOptimizer: {key} is {first.get(key)} on rank 0, {found.get(key)} on "
+                    f"rank {rank}; pass the same on every rank"
+                )
+
+
 def _plain(value: Any) -> Any:
-    """An option as ranks compare it: a tensor is what it holds, wherever it lies."""
+    """An option as ranks compare it: a tensor is its values, on whichever device it is."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def check_same_options(options: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
-    """ValueError, on every rank, naming the first option in which a rank differs from rank 0."""
-    mine = {key: repr(_plain(value)) for key, value in options.items()}
-    everyone = gather(mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        for key in sorted(set(everyone[0]) | set(theirs)):
-            if everyone[0].get(key) != theirs.get(key):
-                raise ValueError(
-                    f"ZeroOptimizer: {key} is {everyone[0].get(key)} on rank 0, "
-                    f"{theirs.get(key)} on rank {rank}; pass the "
-                    "same on every rank"
-                )

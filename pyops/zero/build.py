@@ -1,4 +1,4 @@
-"""Every parameter gets its place: in buffers that are whole on every rank, or in units of which
+"""Every parameter gets its memory: in buffers that are whole on every rank, or in units of which
 each rank keeps a chunk.
 
     stage 0, 1, 2    one buffer for each dtype and device
@@ -10,20 +10,20 @@ a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.broadcast import broadcast
+from pyops.mesh import ProcessGroupLike, resolve
 from pyops.zero.hooks.unshard_hooks import ShardedUnit
-from pyops.zero.layout.materialise import (
-    Initialise,
+from pyops.zero.layout.materialize import (
+    Initialize,
     adopt,
-    initialise_modules,
-    materialise_buffers,
+    initialize_modules,
+    materialize_buffers,
     on_meta,
 )
 from pyops.zero.layout.parameters import FlatParameters
@@ -54,28 +54,62 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and among whom a layout is made. folder: where stage 3's parameters are between their
-    uses; None: in memory. apart: ids of parameters that lie in buffers of their own, in which the
-    ranks of another model own the same parts of them."""
+class ShardSpec:
+    """How a model's parameters are laid out over the ranks."""
 
     rank: int
+    """Of this process among those that share states; 0 at stage 0."""
+
     ranks: int
+    """How many share states; 1 at stage 0."""
+
     device: torch.device
-    group: dist.ProcessGroup | None
-    initialise: Initialise | None
+    """Where parameters on the meta device get their memory."""
+
+    group: ProcessGroupLike
+    """All data-parallel ranks, which begin with the values of the first."""
+
+    initialize: Initialize | None
+    """See ZeroConfig.initialize."""
+
+    bucket_bytes: int
+    """See ZeroConfig.bucket_bytes."""
+
+    trained: frozenset[int]
+    """Ids of the parameters that are stepped."""
+
     folder: str | None = None
+    """Where parameters of stage 3 are kept between their uses; None: in memory."""
+
     apart: frozenset[int] = frozenset()
+    """Ids of the parameters that get buffers of their own, since the ranks of other pipeline stages
+    own the same parts of them."""
+
+    def flat_parameters(self, named: Named) -> FlatParameters:
+        """A buffer that is whole on every rank, of parameters of one dtype and device."""
+        return FlatParameters(
+            named,
+            rank=self.rank,
+            ranks=self.ranks,
+            bucket_bytes=self.bucket_bytes,
+            device=self.device,
+        )
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give the tensors the values that they have on the first rank. Collective."""
+        group = resolve(self.group, "ZeroOptimizer")
+        if group is not None:
+            broadcast(tensors, group=group)
 
 
-def _by_kind(named: Named, place: Place) -> list[Named]:
+def _by_kind(named: Named, shards: ShardSpec) -> list[Named]:
     """Parameters of one dtype and device together, in the order in which backward reaches them."""
     kinds: dict[tuple[torch.dtype, torch.device, str], Named] = {}
     for name, p in reversed(named):
         key = (
             p.dtype,
-            place.device if p.is_meta else p.device,
-            name if id(p) in place.apart else "",
+            shards.device if p.is_meta else p.device,
+            name if id(p) in shards.apart else "",
         )
         kinds.setdefault(key, []).append((name, p))
     return list(kinds.values())
@@ -88,40 +122,32 @@ def _alone(tensors: Sequence[nn.Parameter], device: torch.device) -> None:
             adopt(p, torch.empty_like(p, device=device, requires_grad=False))
 
 
-def lay_out_whole(
-    model: nn.Module, *, trained: set[int], bucket_bytes: int, place: Place
-) -> Layout:
-    """Stages 0 to 2. trained: ids of the parameters that are stepped."""
+def lay_out_whole(model: nn.Module, shards: ShardSpec) -> Layout:
+    """The buffers of stages 0 to 2."""
     fresh = [m for m in model.modules() if on_meta(m)]
     layout = Layout()
-    for named in _by_kind([(n, p) for n, p in model.named_parameters() if id(p) in trained], place):
-        layout.flats.append(
-            FlatParameters(
-                named,
-                rank=place.rank,
-                ranks=place.ranks,
-                bucket_bytes=bucket_bytes,
-                device=place.device,
-            )
-        )
-    rest = [p for p in model.parameters() if id(p) not in trained]
-    _alone(rest, place.device)
+    for named in _by_kind(
+        [(n, p) for n, p in model.named_parameters() if id(p) in shards.trained], shards
+    ):
+        layout.flats.append(shards.flat_parameters(named))
+    rest = [p for p in model.parameters() if id(p) not in shards.trained]
+    _alone(rest, shards.device)
     for module in fresh:
-        materialise_buffers(module, place.device)
-    initialise_modules(fresh, place.initialise)
-    broadcast([*(flat.data for flat in layout.flats), *rest, *model.buffers()], group=place.group)
+        materialize_buffers(module, shards.device)
+    initialize_modules(fresh, shards.initialize)
+    shards.broadcast([*(flat.data for flat in layout.flats), *rest, *model.buffers()])
     layout._number(model)
     return layout
 
 
-def _sharded(plan: UnitPlan, place: Place) -> ShardedUnit:
+def _sharded(plan: UnitPlan, shards: ShardSpec) -> ShardedUnit:
     flats = [
         ShardedParameters(
             list(reversed(named)),
-            rank=place.rank,
-            ranks=place.ranks,
+            rank=shards.rank,
+            ranks=shards.ranks,
             bucket_bytes=None,
-            device=place.device,
+            device=shards.device,
             label=plan.name,
         )
         for named in plan.parameters.values()
@@ -129,76 +155,67 @@ def _sharded(plan: UnitPlan, place: Place) -> ShardedUnit:
     return ShardedUnit(plan.name, plan.module, is_root=plan.is_root, flats=flats)
 
 
-def _scatter(unit: ShardedUnit, place: Place, file: ParameterFile | None) -> None:
+def _scatter(unit: ShardedUnit, shards: ShardSpec, file: ParameterFile | None) -> None:
     for flat in unit.flats:
-        broadcast([flat.data], group=place.group)
+        shards.broadcast([flat.data])
         flat.scatter(file)
 
 
-def _file(plans: Sequence[UnitPlan], place: Place) -> ParameterFile | None:
+def _file(plans: Sequence[UnitPlan], shards: ShardSpec) -> ParameterFile | None:
     """A file with room for this rank's shards of all units."""
-    if place.folder is None:
+    if shards.folder is None:
         return None
     total = 0
     for plan in plans:
         for (dtype, *_), named in plan.parameters.items():
             tensors = [(name, p.shape) for name, p in reversed(named)]
             numel = Partition.plan(
-                tensors, ranks=place.ranks, item_size=dtype.itemsize, bucket_bytes=None
+                tensors, ranks=shards.ranks, item_size=dtype.itemsize, bucket_bytes=None
             ).layout.numel
-            total += region_bytes(numel // place.ranks * dtype.itemsize)
-    return open_file(place.folder, nbytes=total, group=place.group)
+            total += region_bytes(numel // shards.ranks * dtype.itemsize)
+    return open_file(shards.folder, nbytes=total, group=shards.group)
 
 
 def lay_out_units(
     model: nn.Module,
+    shards: ShardSpec,
     *,
-    trained: set[int],
-    bucket_bytes: int,
-    place: Place,
-    wanted: IsUnit | Sequence[nn.Module] | None,
+    units: IsUnit | Sequence[nn.Module] | None,
     whole_below: int,
 ) -> Layout:
-    """Stage 3. wanted, whole_below: see `find_units`."""
+    """The units and buffers of stage 3. units, whole_below: see ZeroConfig."""
+    trained = shards.trained
     plans, whole = find_units(
-        model, wanted=wanted, trained=trained, whole_below=whole_below, device=place.device
+        model, units, trained=trained, whole_below=whole_below, device=shards.device
     )
-    file = _file(plans, place)
+    file = _file(plans, shards)
     fresh = {id(m) for m in model.modules() if on_meta(m)}
     layout = Layout()
-    for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], place):
-        layout.flats.append(
-            FlatParameters(
-                named,
-                rank=place.rank,
-                ranks=place.ranks,
-                bucket_bytes=bucket_bytes,
-                device=place.device,
-            )
-        )
+    for named in _by_kind([(n, p) for n, p in whole if id(p) in trained], shards):
+        layout.flats.append(shards.flat_parameters(named))
     rest = [p for _, p in whole if id(p) not in trained]
-    _alone(rest, place.device)
+    _alone(rest, shards.device)
     inside = {id(m) for plan in plans[1:] for m in plan.module.modules()}
     for plan in plans:
-        unit = _sharded(plan, place)
+        unit = _sharded(plan, shards)
         modules = [
             m
             for m in plan.module.modules()
             if id(m) in fresh and (not plan.is_root or id(m) not in inside)
         ]
         for module in modules:
-            materialise_buffers(module, place.device)
-        initialise_modules(modules, place.initialise)
+            materialize_buffers(module, shards.device)
+        initialize_modules(modules, shards.initialize)
         layout.units.append(unit)
         if (
             not unit.is_root
         ):  # what units share with one another is the root's, and they may fill it
-            _scatter(unit, place, file)
+            _scatter(unit, shards, file)
         layout.flats += [flat for flat in unit.flats if id(flat.parameters[0]) in trained]
-    _scatter(layout.units[0], place, file)
+    _scatter(layout.units[0], shards, file)
     small: list[Tensor] = [
         flat.data for flat in layout.flats if not isinstance(flat, ShardedParameters)
     ]
-    broadcast([*small, *rest, *model.buffers()], group=place.group)
+    shards.broadcast([*small, *rest, *model.buffers()])
     layout._number(model)
     return layout

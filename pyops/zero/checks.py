@@ -11,94 +11,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.flat import check_free
-from pyops.mesh import check_initialized
+from pyops.mesh import ProcessGroupLike, resolve
 from pyops.offload import Offloaded
 from pyops.ops.memory import require_memory
 from pyops.protocols import ParamGroup
+from pyops.zero.config import ZeroConfig
+from pyops.zero.optimizer_factory import OptimizerFactory
 
-__all__ = ["STAGES", "check_arguments", "check_crossing", "param_groups_of"]
+__all__ = [
+    "check_crossing",
+    "check_model",
+    "check_offload_folder",
+    "check_optimizer",
+    "param_groups_of",
+]
 
-STAGES = (0, 1, 2, 3)
+WHO = "ZeroOptimizer"
 # They look at a whole tensor, of which a rank has a part. pyops' own Adafactor sums over the parts.
 NEED_WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo")
 
 
-def check_arguments(
-    model: Any,
-    optimizer_class: Any,
-    *,
-    stage: Any,
-    bucket_bytes: Any,
-    max_grad_norm: Any,
-    op: Any,
-    overlap: Any,
-    group: Any,
-    offload: Any,
-    optimizer_arguments: Mapping[str, Any],
-) -> None:
-    """TypeError or ValueError for arguments of ZeroOptimizer that make no sense."""
-    who = "ZeroOptimizer"
-    check_initialized(who, group if isinstance(group, dist.ProcessGroup) else None)
+def check_model(model: Any) -> None:
+    """TypeError or ValueError for a model that ZeroOptimizer can't take."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{who}: model is a {type(model).__name__}; expected an nn.Module")
-    if not (
-        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    ):
-        raise TypeError(
-            f"{who}: optimizer_class is {optimizer_class!r}; pass the class itself, such "
-            "as pyops.optim.AdamW"
-        )
-    if isinstance(stage, bool) or stage not in STAGES:
-        raise ValueError(f"{who}: stage is {stage!r}; choose one of {STAGES}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(
-            f"{who}: bucket_bytes is {bucket_bytes!r}; give the bytes of a bucket, such as 25 << 20"
-        )
-    if max_grad_norm is not None and not (
-        isinstance(max_grad_norm, int | float) and max_grad_norm > 0
-    ):
-        raise ValueError(
-            f"{who}: max_grad_norm is {max_grad_norm!r}; give a positive number, or None "
-            "not to clip"
-        )
-    if op not in ("mean", "sum"):
-        raise ValueError(f"{who}: op is {op!r}; choose 'mean' or 'sum'")
-    if not (isinstance(overlap, bool) or overlap == "forward"):
-        raise TypeError(f"{who}: overlap is {overlap!r}; expected True, False or 'forward'")
+        raise TypeError(f"{WHO}: model is a {type(model).__name__}; expected an nn.Module")
     for name, p in model.named_parameters():
         for what, tensor in ((name, p), (f"the gradient of {name}", p.grad)):
             if tensor is not None and tensor.layout == torch.strided and not tensor.is_meta:
-                require_memory(tensor, f"{who}: {what}")
-    if offload is not None and not (
-        offload == "cpu" or (isinstance(offload, str) and os.path.isdir(offload))
-    ):
+                require_memory(tensor, f"{WHO}: {what}")
+
+
+def check_offload_folder(config: ZeroConfig) -> None:
+    """ValueError for a folder that is not there."""
+    if config.offload_target not in (None, "cpu") and not os.path.isdir(config.offload):
         raise ValueError(
-            f"{who}: offload is {offload!r}; give 'cpu' (host memory), a folder that "
-            "exists, or None"
+            f"{WHO}: offload is {config.offload!r}; give 'cpu' (host memory), a folder that "
+            "exists, or 'none'"
         )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{who}: group must be a torch process group or None (all ranks), got {group!r}"
-        )
-    if optimizer_class.__name__ in NEED_WHOLE_TENSORS and not hasattr(
-        optimizer_class, "reduce_sums"
-    ):
+
+
+def check_optimizer(factory: OptimizerFactory) -> None:
+    """ValueError for an inner optimizer that can't step flat parts of tensors."""
+    found = factory.optimizer_class
+    if found.__name__ in NEED_WHOLE_TENSORS and not hasattr(found, "reduce_sums"):
         raise ValueError(
-            f"{who}: {optimizer_class.__module__}.{optimizer_class.__name__} looks at "
-            "whole tensors, and here it is given flat "
-            "parts of them; use it with pyops.data_parallel.DataParallel, or one that "
-            "steps each element by itself, such as "
+            f"{WHO}: optimizer is {found.__module__}.{found.__name__}, which needs whole tensors, "
+            "and here it is given flat parts of them; use it with "
+            "pyops.data_parallel.DataParallel, or one that steps each element by itself, such as "
             "AdamW, or pyops.optim.Adafactor, which sums over the parts"
         )
-    if hasattr(optimizer_class, "num_ranks"):
+    if hasattr(found, "num_ranks"):
         raise ValueError(
-            f"{who}: {optimizer_class.__name__} communicates by itself; use it without ZeRO, with "
-            "pyops.data_parallel.DataParallel"
+            f"{WHO}: optimizer is {found.__name__}, which communicates by itself; use it without "
+            "ZeRO, with pyops.data_parallel.DataParallel"
         )
     for key in ("zero_grad", "differentiable"):
-        if optimizer_arguments.get(key):
+        if factory.arguments.get(key):
             raise ValueError(
-                f"{who}: {key}=True has no meaning here: step() uses the gradients up; leave it out"
+                f"{WHO}: {key}=True has no meaning here: step() uses the gradients up; leave it out"
             )
 
 
@@ -122,16 +92,21 @@ def _listed(params: Iterable[Any]) -> list[ParamGroup]:
 def param_groups_of(
     model: nn.Module,
     params: Iterable[Any] | None,
-    optimizer_class: type[torch.optim.Optimizer],
-    optimizer_arguments: Mapping[str, Any],
+    factory: OptimizerFactory,
+    arguments: Mapping[str, Any],
     *,
-    stage: int,
-    offload: str | None = None,
+    config: ZeroConfig,
     dtype: torch.dtype | None = None,
 ) -> list[ParamGroup]:
     """The groups of trained parameters, checked; parameters that require no gradient are left out.
-    dtype: what they will be cast to."""
-    who = "ZeroOptimizer"
+
+    Args:
+        params: as a user gives them to any optimizer; None: all parameters of the model.
+        factory: of the inner optimizer, which is tried on stand-ins.
+        arguments: of the inner optimizer.
+        dtype: what the parameters will be cast to; None: they stay as they are.
+    """
+    who = WHO
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     groups = _listed([p for p in named.values() if p.requires_grad] if params is None else params)
@@ -152,7 +127,9 @@ def param_groups_of(
             seen.add(id(parameter))
         group["params"] = [p for p in group["params"] if p.requires_grad]
     check_free(
-        named.items() if stage == 3 else [(names[id(p)], p) for g in groups for p in g["params"]],
+        named.items()
+        if config.stage == 3
+        else [(names[id(p)], p) for g in groups for p in g["params"]],
         who=who,
     )
     if not any(group["params"] for group in groups):
@@ -180,24 +157,26 @@ def param_groups_of(
         }
         for group, each in zip(groups, kinds, strict=True)
     ]
-    trial = optimizer_class(stand_ins, **optimizer_arguments)
-    if offload is not None:
-        Offloaded(trial, offload).close()
+    trial = factory.make(stand_ins, arguments)
+    if getattr(trial, "max_grad_norm", None) is not None:
+        raise ValueError(
+            f"{who}: the {type(trial).__name__} has max_grad_norm={trial.max_grad_norm}, which "  # type: ignore[attr-defined]
+            "would be that of this rank's part; leave it out, and write "
+            "ZeroConfig(max_grad_norm=...)"
+        )
+    if config.offload_target is not None:
+        Offloaded(trial, config.offload_target).close()
     return groups
 
 
-def check_crossing(name: str, along: dist.ProcessGroup, group: dist.ProcessGroup | None) -> None:
+def check_crossing(name: str, along: dist.ProcessGroup, group: ProcessGroupLike) -> None:
     """ValueError where `along`, the argument `name`_group, and the data-parallel group share other
     ranks than this one."""
-    rank = dist.get_rank()
-    down = (
-        list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    )
+    rank, everyone = dist.get_rank(), resolve(group, WHO)
+    down = [rank] if everyone is None else dist.get_process_group_ranks(everyone)
     ranks = dist.get_process_group_ranks(along)
     if set(ranks) & set(down) != {rank}:
         raise ValueError(
-            f"ZeroOptimizer: {name}_group is of ranks {ranks}, group of ranks {down}; "
-            f"they must have only rank {rank} in "
-            "common: take both from one pyops.mesh.Mesh, group=mesh.group('dp'), "
-            f"{name}_group=mesh.group('{name}')"
+            f"{WHO}: {name}_group is of ranks {ranks}, group of ranks {down}; they must have only "
+            f"rank {rank} in common: pass one mesh in place of the groups"
         )

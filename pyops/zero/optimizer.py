@@ -13,329 +13,257 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from pyops.comm.agreement import ranks_agree
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
-from pyops.comm.compression.codec import Codec
-from pyops.precision import LossScale, Precision
+from pyops.mesh import Mesh, ProcessGroupLike, resolve
 from pyops.protocols import ParamGroup
-from pyops.zero.agreement import agreed, check_same_model, check_same_options
-from pyops.zero.build import Place, lay_out_units, lay_out_whole
-from pyops.zero.checks import check_arguments, param_groups_of
+from pyops.zero.axis_groups import AxisGroups
+from pyops.zero.build import ShardSpec, lay_out_units, lay_out_whole
+from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
 from pyops.zero.hooks.parameter_ownership import ParameterOwnership
 from pyops.zero.hooks.published_gradients import PublishedGradients, gradients_set_by_hand
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.hooks.unshard_hooks import ShardedUnit, UnshardHooks
-from pyops.zero.layout.materialise import Initialise, check_initialise, device_for
-from pyops.zero.layout.units import IsUnit
-from pyops.zero.layout.wire import check_wire, wire_of
+from pyops.zero.layout.materialize import device_for
+from pyops.zero.layout.quantized_comm import QuantizedComm
+from pyops.zero.optimizer_factory import MakesOptimizer
+from pyops.zero.setup import ZeroSetup, agree_on_setup, validate_on_all_ranks
 from pyops.zero.state.savable import Savable
-from pyops.zero.update.delayed_update import DelayedUpdate, check_delayed
+from pyops.zero.update.delayed_update import DelayedUpdate
 from pyops.zero.update.gradient_squares import squares_by_name
-from pyops.zero.update.one_bit import OneBit, phases_over_shards
-from pyops.zero.update.pipeline_axis import PipelineAxis, agree_over_stages, check_stages
-from pyops.zero.update.precision_plan import make_precision_plan
+from pyops.zero.update.one_bit import OneBit
+from pyops.zero.update.pipeline_axis import PipelineAxis
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 from pyops.zero.update.step_stats import StatsAxes, StepStats, reduce_step_stats
-from pyops.zero.update.tensor_parallel_axis import TensorParallelAxis
 
 __all__ = ["ZeroOptimizer"]
 
+STAGE_2 = ZeroConfig(stage=2)
+
+
+class LifeCycle(Enum):
+    """What a ZeroOptimizer can be asked for."""
+
+    BUILDING = "building"
+    READY = "ready"
+    CLOSED = "closed"
+
 
 class ZeroOptimizer(Savable):
-    """Trains `model` on all ranks of `group`, each with its own part of the batch and 1 / N of the
-    states.
+    """Trains a model on all ranks of data-parallel training, each with its own part of the batch
+    and 1 / N of the states.
 
-    model: the same on every rank up to values; rank 0's are broadcast. optimizer_class: a class of
-    pyops.optim, of torch.optim, or any that steps each element by itself; LAMB, LARS and Adafactor
-    of pyops too, and at stage 1 OneBitAdam: see pyops/zero/update/one_bit.py. optimizer_arguments:
-    its arguments.
-
-    stage: what is spread over the ranks. 0: nothing. 1: states and float32 masters. 2: gradients
-    too. 3: parameters too. offload: where states and masters are: None, beside the parameters;
-    "cpu", in host memory; a folder, in files there, at stage 3 with the parameters.
-    params: as for any optimizer (parameters of the model, or groups with options); None: all that
-    require gradients. bucket_bytes: how much is reduced, and gathered, at a time. tile_bytes: how
-    much of offloaded states is stepped at a time; a folder takes three times as much memory.
-    delayed_update: with offload, apply a step's gradients on a thread while the next step computes,
-    and have the result in the model one step late; from the beginning, or after a number of steps,
-    40 say. `finish_update()` at the end. max_grad_norm: clip the gradients of all ranks, all groups
-    together, to this 2-norm; `grad_norm` then is the norm before, and a step whose gradients hold
-    an inf or a nan changes nothing. overlap: communicate while backward computes; "forward": gather
-    parameters while the next forward computes, too: after step() look at them within forward,
-    `whole_parameters` and state_dict()s only. op: "mean", or "sum" for a loss that is already
-    divided by the global number of samples.
+        ZeroOptimizer(model, pyops.optim.AdamW, ZeroConfig(stage=2), lr=3e-4)
 
     Use it as any optimizer: zero_grad(), backward(), step(); LR schedulers; closures. Between
     backward and step, `.grad` of the parameters is the gradient of all ranks, of which this one has
     a part: torch's clip_grad_norm_, clip_grad_value_ and GradScaler work on it
-    (pyops/zero/hooks/reduced_gradient.py), what needs other ranks' parts raises. step() uses the gradients
-    up. Within `no_sync()` backward adds gradients up locally, whole; without it, backwards before
-    one step add up too, and each is reduced. Parameters that got no gradient on any rank are left
-    alone, as torch.optim leaves those without .grad.
+    (pyops/zero/hooks/reduced_gradient.py); what needs other ranks' parts raises. step() uses the
+    gradients up. Within `no_sync()` backward adds gradients up locally, whole; without it,
+    backwards before one step add up too, and each is reduced. Parameters with no gradient on any
+    rank are skipped, as in torch.optim.
 
-    Stage 3: the parameters of a unit are gathered just before it computes, the next one's
-    meanwhile, and let go of after it; in backward again. units: which modules are units, by (path,
-    module) -> bool or as a list; by default the children of every ModuleList and Sequential. What
-    is in no unit, or in several, is whole from forward to the end of backward. whole_below:
-    parameters of fewer elements stay whole. All ranks must run the same units in the same order. A
-    model built on the meta device is made unit by unit on `device`, with the values that
-    `initialise(module)`, by default module.reset_parameters(), gives on rank 0.
+    At stage 3 the parameters of a unit are gathered just before it computes, those of the next one
+    meanwhile, and freed after it; in backward again. All ranks must run the same units in the same
+    order. A model built on the meta device gets its memory and first values unit by unit.
 
-    tp_group: the ranks that share the model's parameters, where pyops.tensor_parallel has cut them;
-    `group` then is of the ranks that hold the same parts. Partial gradients are summed over it,
-    norms are of the whole parameters. pp_group: the ranks that hold other layers (`model` is of
-    this rank's, named as in the whole); norms, and what is skipped, are of all of them, and the
-    gradient of what several hold is the sum of theirs. Stages 0 and 1 only.
+    With ranks that share parameters (`tp_group`), as pyops.tensor_parallel has cut them, partial
+    gradients are summed over these ranks, and norms are of the whole parameters. With pipeline
+    stages (`pp_group`; `model` is of this rank's layers, named as in the whole) norms, and the
+    decision to skip a step, are of all stages, and the gradient of a parameter that several stages
+    hold is the sum of theirs. Stages 0 and 1 only.
 
-    precision: "fp32", "bf16", "fp16" or a pyops.precision.Precision: parameters and buffers are
-    cast, as by model.to(), inputs are the caller's; None: the model as it is. Where it is scaled,
-    call backward() of `optimizer.scale(loss)`: step() unscales, changes nothing on any rank where a
-    gradient of any is not finite, and sets the next scale. loss_scale: a LossScale with other
-    options. A LossScaler, or torch's GradScaler, that is used instead takes its place.
-
-    gather_codec, reduce_codec, secondary_group: what travels in fewer bits, and where: see
-    pyops/zero/layout/wire.py.
+    With a precision that is scaled, call backward() of `optimizer.scale(loss)`: step() unscales,
+    changes nothing on any rank where a gradient of any is not finite, and sets the next scale. A
+    LossScaler, or torch's GradScaler, that is used instead takes its place.
 
     Bytes for P 16-bit parameters with AdamW on N ranks: 16 P, 4 P + 12 P / N, 2 P + 14 P / N, 16 P
     / N at stages 0 to 3. A step sends 2 (N - 1) / N times the model at stages 1 and 2, as much as
     an all-reduce, and 3 (N - 1) / N times at stage 3.
 
-    Raises ValueError or TypeError, on every rank and before anything is changed, for arguments that
-    make no sense, for ranks that differ in model or options; in backward and step pyops.comm's
-    errors, which name rank and bucket.
+    Args:
+        model: The same on every rank up to values; rank 0's values are broadcast.
+        optimizer: The inner optimizer: a class of pyops.optim, of torch.optim, or any that steps
+            each element by itself; LAMB, LARS and Adafactor of pyops too, and at stage 1 OneBitAdam
+            (pyops/zero/update/one_bit.py). Or a function that makes it of params, such as
+            `functools.partial(AdamW, lr=3e-4)` or a lambda. Fused optimizers keep float32 master
+            weights of 16-bit parameters unless a class or a partial is given master_weights=False.
+        zero: What is spread over the ranks, and how: see `ZeroConfig`.
+        params: As for any optimizer: parameters of the model, or groups with options. None: all
+            that require gradients.
+        mesh: A pyops.mesh.Mesh, or a torch DeviceMesh with dimensions "dp", "tp", "pp", in place of
+            the three groups.
+        group: The data-parallel ranks, which hold the same parameters; see `pyops.mesh.resolve`.
+        tp_group: The ranks that share each parameter; None: it is whole.
+        pp_group: The ranks that hold other layers; None: this one has all.
+        optimizer_arguments: Of the inner optimizer: lr=3e-4, say.
+
+    Attributes:
+        grad_norm: Of the last step, before clipping, with max_grad_norm.
+        loss_scale: The LossScale of a precision that is scaled; else None.
+        config: The ZeroConfig, as given.
+
+    Raises:
+        ValueError, TypeError: On every rank and before anything is changed, for arguments that make
+            no sense and for ranks that differ in model or options. Backward and step raise
+            pyops.comm's errors, which name rank and bucket.
     """
 
     _step_supports_amp_scaling = True
+    _life = LifeCycle.BUILDING
     grad_norm: Tensor | None
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer: MakesOptimizer,
+        zero: ZeroConfig = STAGE_2,
         *,
-        stage: int,
-        group: dist.ProcessGroup | None = None,
+        params: Iterable[Any] | None = None,
+        mesh: Mesh | DeviceMesh | None = None,
+        group: ProcessGroupLike = None,
         tp_group: dist.ProcessGroup | None = None,
         pp_group: dist.ProcessGroup | None = None,
-        params: Iterable[Any] | None = None,
-        offload: str | None = None,
-        bucket_bytes: int = 25 << 20,
-        tile_bytes: int = 32 << 20,
-        delayed_update: bool | int = False,
-        max_grad_norm: float | None = None,
-        overlap: bool | str = True,
-        op: str = "mean",
-        units: IsUnit | Sequence[nn.Module] | None = None,
-        whole_below: int = 0,
-        initialise: Initialise | None = None,
-        device: torch.device | str | None = None,
-        gather_codec: Codec | None = None,
-        reduce_codec: Codec | None = None,
-        secondary_group: dist.ProcessGroup | None = None,
-        precision: Precision | str | None = None,
-        loss_scale: LossScale | None = None,
         **optimizer_arguments: Any,
     ) -> None:
-        error: Exception | None = None
-        groups: list[ParamGroup] = []
-        try:
-            wrong = {
-                "offload": offload,
-                "delayed_update": delayed_update,
-                "reduce_codec": reduce_codec,
-                "tp_group": tp_group,
-            }
-            given, wrong["pp_group"] = (optimizer_class, optimizer_arguments), pp_group
-            phases, optimizer_class, optimizer_arguments = phases_over_shards(
-                *given, model=model, stage=stage, without=wrong
-            )
-            check_arguments(
-                model,
-                optimizer_class,
-                stage=stage,
-                bucket_bytes=bucket_bytes,
-                max_grad_norm=max_grad_norm,
-                op=op,
-                overlap=overlap,
-                group=group,
-                offload=offload,
-                optimizer_arguments=optimizer_arguments,
-            )
-            check_delayed(delayed_update, stage=stage, offload=offload)
-            check_wire(
-                stage=stage,
-                gather_codec=gather_codec,
-                reduce_codec=reduce_codec,
-                secondary_group=secondary_group,
-            )
-            check_initialise(model, initialise)
-            numbers = self.numbers = make_precision_plan(
-                precision, loss_scale, optimizer_class, optimizer_arguments
-            )
-            trial: ParamGroup = {"stage": stage, "offload": offload, "dtype": numbers.dtype}
-            groups = param_groups_of(model, params, optimizer_class, numbers.arguments, **trial)
-            self.tensor_parallel = TensorParallelAxis.of(
-                model, optimizer_class, tp_group=tp_group, group=group
-            )
-            check_stages(pp_group, group=group, stage=stage)
-        except (TypeError, ValueError, OSError) as caught:
-            error = caught
-        agree_over_stages(error, pp_group=pp_group, group=group)
-        check_same_model(model, group=group)
-        self.stages = PipelineAxis.of(model, pp_group=pp_group)
+        groups = AxisGroups.of(mesh, group=group, tp_group=tp_group, pp_group=pp_group)
+        setup = validate_on_all_ranks(
+            model, optimizer, zero, groups=groups, params=params, arguments=optimizer_arguments
+        )
+        quantized_comm = agree_on_setup(setup)
+        self._build(setup, quantized_comm)
+
+    def _build(self, setup: ZeroSetup, quantized_comm: QuantizedComm) -> None:
+        """Lay the parameters out and make the inner optimizer of this rank's pieces."""
+        config, groups = setup.config, setup.groups
+        self.model, self.config, self.group = setup.model, config, groups.dp
+        self.stage, self.max_grad_norm = config.stage, config.max_grad_norm
+        self.stages = PipelineAxis.of(self.model, pp_group=groups.pp)
+        self.tensor_parallel = setup.tensor_parallel
         self._placements = {} if self.tensor_parallel is None else self.tensor_parallel.placements
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        options = {
-            "optimizer_class": optimizer_class.__name__,
-            "stage": stage,
-            "bucket_bytes": bucket_bytes,
-            "op": op,
-            "overlap": overlap,
-            "max_grad_norm": max_grad_norm,
-            "whole_below": whole_below,
-            "optimizer_arguments": numbers.arguments,
-            "gather_codec": gather_codec,
-            "reduce_codec": reduce_codec,
-            "delayed_update": delayed_update,
-            "precision": numbers.described(),
-            "phases": phases and phases.described(),
-            "params": [{**g, "params": [self._names[id(p)] for p in g["params"]]} for g in groups],
-        }
-        check_same_options(options, group=group)
-        numbers.cast(model)
-        self.wire = wire_of(gather_codec, reduce_codec, secondary_group, group=group)
-        self.model, self.stage, self.group, self.max_grad_norm, self.op = (
-            model,
-            stage,
-            group,
-            max_grad_norm,
-            op,
+        self._names, self.wire = setup.names, quantized_comm
+        self.numbers, self.grad_norm = setup.precision, None
+        self.loss_scale = self.numbers.loss_scale
+        self.numbers.cast(self.model)
+        everyone = resolve(groups.dp, "ZeroOptimizer")
+        self.communicator = (
+            None if everyone is None or everyone.size() == 1 else Communicator.of(everyone)
         )
-        self.overlap, self.bucket_bytes = bool(overlap), bucket_bytes
-        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-        comm = self.communicator = None if alone else Communicator.of(group)
-        self.grad_norm, self.loss_scale = None, numbers.loss_scale
-        ranks, rank = (comm.size, comm.rank) if comm is not None and stage else (1, 0)
-        folder = None if stage < 3 or offload == "cpu" else offload
-        self._lay_out(
-            groups,
-            Place(rank, ranks, device_for(model, device), group, initialise, folder),
-            units,
-            whole_below,
-        )
-        self._own(groups, optimizer_class, numbers.arguments, offload, tile_bytes, delayed_update)
+        self._lay_out(setup.param_groups)
+        self._own(setup)
         self.one_bit = (
             None
-            if phases is None
-            else OneBit(phases, self.owned, self.gradients, comm, group, op=op)
+            if setup.phases is None
+            else OneBit(
+                setup.phases,
+                self.owned,
+                self.gradients,
+                self.communicator,
+                everyone,
+                op=config.reduction,
+            )
         )
-        super().__init__(groups, self.owned.optimizer.defaults)
-        self._built = True
+        super().__init__(setup.param_groups, self.owned.optimizer.defaults)
+        self._life = LifeCycle.READY
         self.state = self.owned.optimizer.state
-        self._look_after(late=overlap == "forward")
+        self._watch()
 
-    def _look_after(self, *, late: bool) -> None:
-        """Hooks: what arrives late is waited for, and what somebody moves or replaces is
-        noticed."""
-        self.arriving = OverlappedAllGather(self.model, self.flats, late=late)
+    def _watch(self) -> None:
+        """Hooks: parameters that are still gathered are waited for, and those that somebody moves
+        or replaces are noticed."""
+        self.arriving = OverlappedAllGather(
+            self.model, self.flats, late=self.config.overlap_param_gather
+        )
         self.in_place = ParameterOwnership(self.model, self.flats, self.gathering, self.gradients)
         self._hook = self.model.register_forward_pre_hook(ModuleHook(self.in_place.before_forward))
 
-    def _lay_out(
-        self, groups: list[ParamGroup], place: Place, units: Any, whole_below: int
-    ) -> None:
-        """Put the parameters where they belong, with rank 0's values, and hooks on them."""
-        trained = {id(p) for g in groups for p in g["params"]}
-        if self.stages is not None:
-            place = replace(place, apart=frozenset(self.stages.apart))
-        common: ParamGroup = {"trained": trained, "bucket_bytes": self.bucket_bytes, "place": place}
-        if self.stage < 3:
-            layout = lay_out_whole(self.model, **common)
-        else:
-            layout = lay_out_units(self.model, wanted=units, whole_below=whole_below, **common)
+    def _lay_out(self, param_groups: Sequence[ParamGroup]) -> None:
+        """Put the parameters into buffers or units, with rank 0's values, and hooks on them."""
+        config, comm = self.config, self.communicator
+        offloads_parameters = config.stage == 3 and config.offload_target != "cpu"
+        shared = comm if config.stage else None
+        shards = ShardSpec(
+            rank=0 if shared is None else shared.rank,
+            ranks=1 if shared is None else shared.size,
+            device=device_for(self.model, config.device),
+            group=self.group,
+            initialize=config.initialize,
+            bucket_bytes=config.bucket_bytes,
+            trained=frozenset(id(p) for g in param_groups for p in g["params"]),
+            folder=config.offload_target if offloads_parameters else None,
+            apart=frozenset() if self.stages is None else frozenset(self.stages.apart),
+        )
+        layout = (
+            lay_out_whole(self.model, shards)
+            if config.stage < 3
+            else lay_out_units(
+                self.model, shards, units=config.units, whole_below=config.whole_below
+            )
+        )
         self.flats = layout.flats
         self.gradients = ShardedGradients(
             self.flats,
-            self.communicator,
-            keeps=self.stage < 2,
-            reduction=self.op,
-            overlap=self.overlap,
+            comm,
+            keeps=config.stage < 2,
+            reduction=config.reduction,
+            overlap=config.overlap_grad_reduce,
             positions=layout.positions,
-            automatic=self.stage < 3,
+            automatic=config.stage < 3,
             codec=self.wire.reduce,
         )
         self.gathering = UnshardHooks(
             layout.units,
-            self.communicator,
-            overlap=self.overlap,
+            comm,
+            overlap=config.overlap_grad_reduce,
             reduce=self._reduce_unit,
             wire=self.wire,
         )
-        across = (
-            "tp_group"
-            if self.tensor_parallel is not None
-            else "pp_group"
-            if self.stages is not None
-            else None
-        )
-        why = across and f"with {across} it is summed in step()"
-        axes = [
-            each.communicator for each in (self.tensor_parallel, self.stages) if each is not None
-        ]
+        axes = {"tp_group": self.tensor_parallel, "pp_group": self.stages}
+        names = [name for name, axis in axes.items() if axis is not None]
         self.shown = PublishedGradients(
             self.gradients,
-            self.communicator if self.stage else None,
-            partial_because=why,
-            other_axes=axes,
+            shared,
+            partial_because=f"with {names[0]} it is summed in step()" if names else None,
+            other_axes=[axis.communicator for axis in axes.values() if axis is not None],
         )
 
-    def _own(
-        self,
-        groups: list[ParamGroup],
-        optimizer_class: type[torch.optim.Optimizer],
-        arguments: ParamGroup,
-        offload: str | None,
-        tile_bytes: int,
-        delayed_update: bool | int,
-    ) -> None:
+    def _own(self, setup: ZeroSetup) -> None:
         """The ordinary optimizer over this rank's pieces."""
-        late = delayed_update is not False
+        config = setup.config
+        late = config.delayed_update is not False
         placements = (
             self._placements
             if self.stages is None
             else self.stages.place(self._placements, self.model)
         )
-        self.owned = agreed(  # no room on one rank's disk, say
-            lambda: ShardedOptimizerState(
+        with ranks_agree(self.group):  # no room on one rank's disk, say
+            self.owned = ShardedOptimizerState(
                 self.flats,
-                groups,
-                optimizer_class,
-                arguments,
-                offload=offload,
-                tile_bytes=tile_bytes,
+                setup.param_groups,
+                setup.factory,
+                setup.precision.arguments,
+                offload=config.offload_target,
+                tile_bytes=config.tile_bytes,
                 placements=placements,
                 delayed=late,
-                portion_bytes=self.bucket_bytes,
-            ),
-            group=self.group,
-        )
+                portion_bytes=config.bucket_bytes,
+            )
         for key in ("reduce_norms", "reduce_sums"):
             if self.communicator is not None and hasattr(self.owned.optimizer, key):
                 setattr(self.owned.optimizer, key, self._sum_over_ranks)
-        self.delayed = (
-            DelayedUpdate(self.owned, after=0 if delayed_update is True else int(delayed_update))
-            if late
-            else None
-        )
+        first = 0 if config.delayed_update is True else int(config.delayed_update)
+        self.delayed = DelayedUpdate(self.owned, after=first) if late else None
 
     def _reduce_unit(self, unit: ShardedUnit) -> None:
         for flat in unit.flats:
@@ -345,7 +273,7 @@ class ZeroOptimizer(Savable):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch.optim, while the optimizer is being made; RuntimeError afterwards, when every
         place is given away."""
-        if self.__dict__.get("_built", False):
+        if self._life is not LifeCycle.BUILDING:
             raise RuntimeError(
                 "ZeroOptimizer has shared out its parameters and can take no further "
                 "group; make a new one with all groups "
@@ -363,7 +291,7 @@ class ZeroOptimizer(Savable):
         optimizer takes parameters of the model. At stage 3 a collective; a second time it does
         nothing.
         """
-        if "owned" not in self.__dict__:
+        if self.closed:
             return
         self.gradients.clear()
         if self.delayed is not None:
@@ -379,21 +307,15 @@ class ZeroOptimizer(Savable):
         if self.owned.offloaded is not None:
             self.owned.offloaded.close()
         self.state, self.group, self.communicator = defaultdict(dict), None, None
-        for name in (
-            "owned",
-            "gradients",
-            "shown",
-            "gathering",
-            "arriving",
-            "in_place",
-            "flats",
-            "delayed",
-            "one_bit",
-            "stages",
-            "tensor_parallel",
-            "wire",
-        ):
-            self.__dict__.pop(name)
+        self._life = LifeCycle.CLOSED
+        # Frees gradients, states and buffers also where the closed optimizer itself is kept.
+        del self.owned, self.gradients, self.shown, self.gathering, self.arriving, self.in_place
+        del self.flats, self.delayed, self.one_bit, self.stages, self.tensor_parallel, self.wire
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._life is LifeCycle.CLOSED
 
     # ------------------------------------------------------------------------------------------------
     # gradients
@@ -460,7 +382,7 @@ class ZeroOptimizer(Savable):
         A collective: every rank must call it. DisagreementError, on every rank, for ranks with
         different options.
         """
-        if "owned" not in self.__dict__:
+        if self.closed:
             raise RuntimeError("this ZeroOptimizer is closed; make a new one of the model")
         loss = None
         if closure is not None:
@@ -532,7 +454,7 @@ class ZeroOptimizer(Savable):
         """The results of the last step into the model, on all ranks."""
         self.owned.publish()
         if self.communicator is not None:
-            self.arriving.start(self.communicator, async_op=self.overlap)
+            self.arriving.start(self.communicator, async_op=self.config.overlap_grad_reduce)
 
     @torch.no_grad()
     def finish_update(self) -> None:

@@ -15,8 +15,8 @@ from pyops.offload import Offloaded
 from pyops.ops.library import native
 from pyops.optim import SGD, AdamW
 from pyops.recompute import Arena, Prefetch, checkpoint
-from pyops.zero import ZeroOptimizer
 from tests.conftest import DEVICE
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, rows
 
 pytestmark = [
@@ -143,13 +143,13 @@ def test_zero_on_one_rank(device, tmp_path: Path, stage, options, dtype):
 
     def trained(where: torch.device | str) -> dict[str, Tensor]:
         model = Net(mixed=False).to(where, dtype)
-        zero = ZeroOptimizer(
+        zero = zero_optimizer(
             model,
             AdamW,
             stage=stage,
-            params=groups(model),
             bucket_bytes=2000,
             max_grad_norm=0.2,
+            params=groups(model),
             lr=1e-2,
             **given,
         )

@@ -33,9 +33,9 @@ from pyops.comm.compression.one_bit import OneBit
 from pyops.comm.compression.topk import TopK
 from pyops.data_parallel import DataParallel
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
 from tests.conftest import DEVICE
 from tests.workers import spawn_ranks
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part, rows
 
 pytestmark = pytest.mark.skipif(
@@ -246,14 +246,14 @@ def _zero(
     rank: int, group: Any, device: torch.device, stage: int, max_grad_norm: float | None
 ) -> dict[str, Tensor]:
     model = Net(seed=rank, mixed=False).to(device)
-    optimizer = ZeroOptimizer(
+    optimizer = zero_optimizer(
         model,
         AdamW,
         stage=stage,
-        group=group,
-        params=groups(model),
         bucket_bytes=3000,
         max_grad_norm=max_grad_norm,
+        group=group,
+        params=groups(model),
         **OPTIONS,
     )
     _take_steps(rank, group, device, model, optimizer, optimizer.zero_grad)

@@ -10,7 +10,7 @@ from torch import nn
 from pyops.data_parallel import DataParallel
 from pyops.elastic import Elastic
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -46,7 +46,7 @@ def test_a_second_owner_is_refused_until_the_run_is_closed(second):
         return (
             DataParallel(whole)
             if second == "DataParallel"
-            else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+            else ZeroOptimizer(whole, AdamW, ZeroConfig(stage=1), lr=0.1)
         )
 
     with pytest.raises(ValueError, match=rf"{second}: .* belongs to an Elastic.*close\(\)"):
@@ -63,7 +63,7 @@ def test_layers_of_another_owner_are_refused(first):
     owner = (
         DataParallel(whole)
         if first == "DataParallel"
-        else ZeroOptimizer(whole, AdamW, stage=1, lr=0.1)
+        else ZeroOptimizer(whole, AdamW, ZeroConfig(stage=1), lr=0.1)
     )
     with pytest.raises(ValueError, match=rf"Elastic: .* belongs to a {first}"):
         run_of(layers)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.hf.runs import CLIPPED, gpt2, launched, loss_of, rows
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.cpu_only
 
@@ -33,7 +34,7 @@ def _loop(
             model, torch.optim.AdamW(model.parameters(), lr=3e-2)
         )
     else:
-        zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=3e-2)
+        zero = ZeroOptimizer(model, torch.optim.AdamW, ZeroConfig(stage=stage), lr=3e-2)
         model, optimizer = pyops.hf.prepare(accelerator, model, zero)
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20))
     losses, norms, rates = [], [], []
@@ -91,7 +92,7 @@ def _sent(rank: int, group: Any, stage: int) -> list[int]:
     with launched(rank, group):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
         model = nn.Linear(4, 4)
-        zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+        zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), lr=0.1)
         model, optimizer = prepare(accelerator, model, zero)
         found = []
         for _ in range(3):
@@ -126,7 +127,7 @@ def _refusals(rank: int, group: Any, folder: str) -> list[str]:
             found.append("nothing")
 
     def zero_of(model: nn.Module, **options: Any) -> ZeroOptimizer:
-        return ZeroOptimizer(model, torch.optim.SGD, stage=1, lr=0.1, **options)
+        return zero_optimizer(model, torch.optim.SGD, stage=1, lr=0.1, **options)
 
     with launched(rank, group):
         accelerator = Accelerator(cpu=True)
@@ -135,7 +136,7 @@ def _refusals(rank: int, group: Any, folder: str) -> list[str]:
         refused(lambda: prepare(accelerator, other, zero))
         refused(lambda: prepare(accelerator, other, torch.optim.SGD(other.parameters())))
         refused(lambda: accelerator.prepare(model, zero))
-        refused(lambda: prepare(accelerator, summed, zero_of(summed, op="sum")))
+        refused(lambda: prepare(accelerator, summed, zero_of(summed, reduction="sum")))
         refused(lambda: prepare(accelerator, scaled, zero_of(scaled, precision="fp16")))
         _, optimizer = prepare(accelerator, model, zero)
         refused(lambda: accelerator.save_state(folder))
@@ -153,7 +154,7 @@ def test_what_cannot_work_is_refused_with_what_to_do_instead(world, tmp_path):
         "ValueError: model is a Linear and not the Linear that the ZeroOptimizer is of",
         "TypeError: optimizer is a SGD; expected a pyops.zero.ZeroOptimizer",
         "RuntimeError: the model is wrapped in DistributedDataParallel",
-        "ValueError: ZeroOptimizer: op='sum'",
+        "ValueError: ZeroOptimizer: reduction='sum'",
         "ValueError: ZeroOptimizer: its precision is scaled",
         "RuntimeError: this rank has only its part of the optimizer's states",
         "RuntimeError: Accelerate has no states of a ZeroOptimizer",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.hf.runs import CLIPPED, finished, gpt2, launched, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -22,7 +22,7 @@ def _trained(
     with launched(rank, group):
         for stage in (None, *STAGES):
             run = trainer(
-                folder, gpt2(dtype=dtype), None if stage is None else {"stage": stage}, **options
+                folder, gpt2(dtype=dtype), None if stage is None else ZeroConfig(stage), **options
             )
             run.train()
             found.append(finished(run))
@@ -85,7 +85,7 @@ def _twice(rank: int, group: Any, folder: str) -> list[tuple[bool, bool]]:
             run = trainer(
                 folder,
                 None if made else gpt2(),
-                {"stage": 3},
+                ZeroConfig(3),
                 given={"model_init": lambda: gpt2()} if made else None,
             )
             run.train()
@@ -99,7 +99,7 @@ def _twice(rank: int, group: Any, folder: str) -> list[tuple[bool, bool]]:
 def _given(rank: int, group: Any, folder: str, stage: int) -> str:
     model = gpt2()
     with launched(rank, group):
-        zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-3)
+        zero = ZeroOptimizer(model, torch.optim.AdamW, ZeroConfig(stage=stage), lr=1e-3)
         try:
             trainer(folder, model, None, given={"optimizers": (zero, None)}).train()
         except RuntimeError as error:
@@ -137,33 +137,33 @@ def _refusals(rank: int, group: Any, folder: str) -> list[str]:
         {"lr": 1e-3, "config": pyops.onebit.OneBitConfig(warmup_steps=2)},
     )
     with launched(rank, group):
-        for options in ({}, {"stage": 1, "max_grad_norm": 1.0}, {"stage": 1, "op": "sum"}):
+        for options in ({}, ZeroConfig(1, max_grad_norm=1.0), ZeroConfig(1, reduction="sum")):
             refused(options)
         model = gpt2()
         refused(
-            {"stage": 1}, given={"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+            ZeroConfig(1), given={"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
         )
-        refused({"stage": 1}, auto_find_batch_size=True)
-        refused({"stage": 1}, bf16_full_eval=True)
-        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": one_bit})
-        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": one_bit}, max_grad_norm=0.0)
-        refused({"stage": 1}, given={"optimizer_cls_and_kwargs": (lambda: None, {})})
+        refused(ZeroConfig(1), auto_find_batch_size=True)
+        refused(ZeroConfig(1), bf16_full_eval=True)
+        refused(ZeroConfig(1), given={"optimizer_cls_and_kwargs": one_bit})
+        refused(ZeroConfig(1), given={"optimizer_cls_and_kwargs": one_bit}, max_grad_norm=0.0)
+        refused(ZeroConfig(1), given={"optimizer_cls_and_kwargs": (lambda: None, {})})
     with launched(rank, group):
         args = transformers.Seq2SeqTrainingArguments(
             folder, use_cpu=True, predict_with_generate=True, report_to=[]
         )
         for stage in (2, 3):
-            refused({"stage": stage}, given={"args": args})
+            refused(ZeroConfig(stage), given={"args": args})
     with launched(rank, group):
-        refused({"stage": 1}, torch_compile=True)
+        refused(ZeroConfig(1), torch_compile=True)
     return found
 
 
 def test_what_cannot_work_is_refused_when_the_trainer_is_made(world, tmp_path):
     expected = [
-        "zero is {}; give the options",
-        "zero has max_grad_norm: 1.0; leave it out: TrainingArguments(max_grad_norm=...) clips",
-        "zero has op: 'sum'",
+        "zero is {}; give a pyops.zero.ZeroConfig",
+        "zero has max_grad_norm=1.0; leave it out: TrainingArguments(max_grad_norm=...) clips",
+        "zero has reduction='sum'",
         "ZeroTrainer makes its ZeroOptimizer when the model is on its device; give the class",
         "TrainingArguments(auto_find_batch_size=True)",
         "TrainingArguments(bf16_full_eval=True)",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyops.zero import ZeroConfig
 from tests.hf.runs import finished, gpt2, launched, trainer
 
 pytestmark = pytest.mark.cpu_only
@@ -35,16 +36,16 @@ def _stopped(
     return found
 
 
-BF16 = {"stage": 2, "precision": "bf16"}
+BF16 = ZeroConfig(2, precision="bf16")
 
 
 @pytest.mark.parametrize(
     ("zero", "later"),
     [
-        ({"stage": 1}, {"stage": 1}),
-        ({"stage": 3}, {"stage": 3}),
+        (ZeroConfig(1), ZeroConfig(1)),
+        (ZeroConfig(3), ZeroConfig(3)),
         (BF16, BF16),
-        ({"stage": 3}, {"stage": 2}),
+        (ZeroConfig(3), ZeroConfig(2)),
     ],
     ids=["stage_1", "stage_3", "stage_2_bf16", "stage_3_to_2"],
 )
@@ -63,7 +64,7 @@ def _best(rank: int, group: Any, folder: str, stage: int) -> list[Any]:
         run = trainer(
             folder,
             gpt2(),
-            {"stage": stage},
+            ZeroConfig(stage),
             eval_strategy="steps",
             save_strategy="steps",
             eval_steps=1,
@@ -117,10 +118,10 @@ def _adapted(rank: int, group: Any, folder: str) -> list[Any]:
     with launched(rank, group):
         for stage in (None, 1, 2, 3):
             saves = {"save_strategy": "steps", "save_steps": 2} if stage == 3 else {}
-            run = trainer(folder, adapted(), None if stage is None else {"stage": stage}, **saves)
+            run = trainer(folder, adapted(), None if stage is None else ZeroConfig(stage), **saves)
             run.train()
             found.append(finished(run))
-        run = trainer(folder, adapted(), {"stage": 3})
+        run = trainer(folder, adapted(), ZeroConfig(3))
         run.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         found.append(finished(run))
     return found

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pyops.data_parallel import DataParallel
 from pyops.mesh import ALONE, Axes, Mesh
 from pyops.tensor_parallel import sync_partial_grads
-from pyops.zero import ZeroOptimizer
 from tests.models.families import BATCH, LENGTH, loss_of, make
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
@@ -37,13 +37,13 @@ def curve(
         through = DataParallel(model, group=group, reduction="sum") if dp > 1 else model
         optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIONS)
     else:
-        optimizer = ZeroOptimizer(
+        optimizer = zero_optimizer(
             model,
             torch.optim.AdamW,
             stage=stage,
+            reduction="sum",
             group=group,
             tp_group=tp_group,
-            op="sum",
             **OPTIONS,
         )
     rows = BATCH // dp + (mesh.rank("dp") < BATCH % dp)

@@ -44,7 +44,7 @@ from pyops.tensor_parallel import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.odd_input.rooms import ROOMS
 from tests.odd_input.runs import folder_of_all, go_through
 from tests.odd_input.tensors import ODD, WITHOUT_MEMORY, bits_of
@@ -106,7 +106,7 @@ def _parallel(t: Tensor, *, gradient: bool) -> list[Tensor]:
 
 def _zero(t: Tensor, stage: int) -> list[Tensor]:
     model = _module(t)
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, lr=0.1)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=stage), lr=0.1)
     model(_floats(2, 8)).sum().backward()
     optimizer.step()
     with optimizer.whole_parameters() if stage == 3 else torch.no_grad():

@@ -97,10 +97,11 @@ FLOORS = {
         ["lr_range", "run"],
     ],
     "zero": [
-        ["agreement", "checks", "layout"],
+        ["agreement", "axis_groups", "config", "optimizer_factory"],
+        ["checks", "layout"],
         ["hooks"],
         ["build", "update"],
-        ["state"],
+        ["setup", "state"],
         ["optimizer"],
     ],
 }

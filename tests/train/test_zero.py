@@ -221,12 +221,14 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         ValueError, match=r"zero.stage is 2, which does not take communication.codec 'int8'"
     ):
         config_of(tmp_path, "cpu", codec="int8", stage=2)
-    with pytest.raises(ValueError, match=r"offload is 'cpu', but stage is 0"):
-        ZeroConfig(0, offload="cpu")
-    with pytest.raises(ValueError, match=r"offload is 'gpu'; it must be none, cpu or a folder"):
-        ZeroConfig(1, offload="gpu")
-    with pytest.raises(ValueError, match=r"stage is 4; it must be 0, 1, 2 or 3"):
-        ZeroConfig(4)
+    with pytest.raises(ValueError, match=r"zero.offload is 'cpu', but zero.stage is 0"):
+        Config(zero=ZeroConfig(0, offload="cpu"))
+    with pytest.raises(
+        ValueError, match=r"zero.offload is 'gpu'; it must be 'none', 'cpu' or a folder"
+    ):
+        Config(zero=ZeroConfig(1, offload="gpu"))
+    with pytest.raises(ValueError, match=r"zero.stage is 4; it must be 0, 1, 2 or 3"):
+        Config(zero=ZeroConfig(4))
     with pytest.raises(
         ConfigError, match=r"recompute.modules: no module of the model is 'block.*'"
     ):

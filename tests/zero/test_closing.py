@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, mean_loss, part
 
 
@@ -27,8 +28,8 @@ def hooks_of(model):
 def body(rank, group, stage, options):
     """Train, close, train with plain torch, and with an optimizer of another stage."""
     model = Net(mixed=False)
-    zero = ZeroOptimizer(
-        model, AdamW, stage=stage, group=group, lr=1e-2, bucket_bytes=1 << 10, **options
+    zero = zero_optimizer(
+        model, AdamW, stage=stage, bucket_bytes=1 << 10, group=group, lr=1e-2, **options
     )
     for step in range(2):
         mean_loss(model, *part(step, rank, 2)).backward()
@@ -49,7 +50,9 @@ def body(rank, group, stage, options):
     assert model.blocks[0].inner.weight.grad is not None, "nobody takes the gradient away"
     assert float(model.blocks[0].inner.weight.grad.square().sum()) > 0
     model.zero_grad()
-    after = ZeroOptimizer(model, AdamW, stage=2 if stage < 2 else 0, group=group, lr=1e-2)
+    after = ZeroOptimizer(
+        model, AdamW, ZeroConfig(stage=2 if stage < 2 else 0), group=group, lr=1e-2
+    )
     mean_loss(model, *part(2, rank, 2)).backward()
     after.step()
     moved = {name: not torch.equal(p, values[name]) for name, p in model.named_parameters()}
@@ -61,7 +64,7 @@ def body(rank, group, stage, options):
     ("stage", "options"),
     [
         (0, {}),
-        (1, {"overlap": "forward"}),
+        (1, {"overlap_param_gather": True}),
         (2, {"offload": "cpu", "delayed_update": True}),
         (3, {}),
         (3, {"offload": "cpu"}),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.zero.models import Net, mean_loss, part
 
 pytestmark = pytest.mark.cpu_only
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu_only
 
 def _copied(rank: int, group: Any, stage: int) -> list[str]:
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
     with zero.whole_parameters():
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
         file = io.BytesIO()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pyops.optim
 from pyops.precision import LossScaler
-from pyops.zero import ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import ROWS, Net, groups, mean_loss, rows
 
 pytestmark = pytest.mark.on_device
@@ -62,14 +62,14 @@ def _train(
     cls = getattr(
         torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
     )
-    zero = ZeroOptimizer(
+    zero = zero_optimizer(
         model,
         cls,
         stage=stage,
-        group=group,
-        op="sum",
+        reduction="sum",
         bucket_bytes=bucket_bytes,
         max_grad_norm=_limit(name),
+        group=group,
         **OPTIONS,
     )
     for step in range(STEPS):
@@ -138,14 +138,14 @@ def _scaled(
     cls = getattr(
         torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
     )
-    zero = ZeroOptimizer(
+    zero = zero_optimizer(
         model,
         cls,
         stage=stage,
-        group=group,
-        params=groups(model),
         bucket_bytes=2000,
         max_grad_norm=1.0,
+        group=group,
+        params=groups(model),
         **OPTIONS,
     )
     scaler = LossScaler(group=group, initial=2.0**12, window=2, hysteresis=1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 pytestmark = pytest.mark.cpu_only
 VOCABULARY, LENGTH = 50, 8
@@ -58,7 +58,10 @@ def _wrapped(rank: int, group: Any, stage: int) -> list[str]:
     """What DistributedDataParallel says to a model and to one that contains it; it takes the model
     after close()."""
     model = nn.Linear(3, 3)
-    zero, found = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1), []
+    zero, found = (
+        ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1),
+        [],
+    )
     with zero.whole_parameters():
         for each in (model, _Within(model)):
             try:
@@ -95,7 +98,9 @@ def _peft(rank: int, group: Any, dora: bool) -> list[list[float]]:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer: Any = torch.optim.AdamW(trained, lr=3e-2)
         if stage:
-            optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, group=group, lr=3e-2)
+            optimizer = ZeroOptimizer(
+                model, torch.optim.AdamW, ZeroConfig(stage=stage), group=group, lr=3e-2
+            )
         losses = []
         for step in range(4):
             x = _rows(step).chunk(size)[rank] if stage else _rows(step)

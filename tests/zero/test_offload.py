@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pyops.optim
 from pyops import checkpoint
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -40,13 +40,12 @@ def _run(
         zero = ZeroOptimizer(
             model,
             cls,
-            stage=stage,
+            ZeroConfig(
+                stage=stage, offload=offload or "none", bucket_bytes=2000, max_grad_norm=0.2
+            ),
             group=group,
             params=groups(model),
-            offload=offload,
-            bucket_bytes=2000,
             lr=1e-2,
-            max_grad_norm=0.2,
         )
         return model, zero
 
@@ -90,9 +89,8 @@ def _refuse(rank: int, group: Any, offload: str) -> str:
         ZeroOptimizer(
             Net(mixed=False),
             pyops.optim.LAMB if offload == "cpu" else pyops.optim.AdamW,
-            stage=1,
+            ZeroConfig(stage=1, offload=offload or "none"),
             group=group,
-            offload=offload,
             lr=1e-3,
         )
     except (TypeError, ValueError) as error:

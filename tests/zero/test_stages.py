@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pyops.optim
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, one_process, part
 
 pytestmark = pytest.mark.on_device
@@ -37,7 +38,7 @@ def _train(
     model = Net(seed=rank, mixed=name.startswith("torch."))
     module = torch.optim if name.startswith("torch.") else pyops.optim
     cls = getattr(module, name.removeprefix("torch."))
-    optimizer = ZeroOptimizer(
+    optimizer = zero_optimizer(
         model, cls, stage=stage, group=group, params=groups(model), **zero, **options
     )
     for step in range(steps):
@@ -86,7 +87,7 @@ def expected() -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_equals_one_process(world, expected, size: int, stage: int, bucket_bytes: int):
     for accumulate, mode, overlap in ((1, "", True), (2, "no_sync", False), (2, "sync", True)):
-        zero = {"bucket_bytes": bucket_bytes, "overlap": overlap}
+        zero = {"bucket_bytes": bucket_bytes, "overlap_grad_reduce": overlap}
         _compare(
             world(size).run(_train, stage, "torch.AdamW", OPTIONS, zero, accumulate, mode), expected
         )
@@ -151,8 +152,8 @@ def test_any_optimizer(world, name: str, options: dict[str, Any], max_grad_norm:
 
 def _rounded(rank: int, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:
     model = Net(seed=rank, mixed=False).bfloat16()
-    zero = ZeroOptimizer(
-        model, pyops.optim.AdamW, stage=stage, group=group, bucket_bytes=900, lr=1e-2, **options
+    zero = zero_optimizer(
+        model, pyops.optim.AdamW, stage=stage, bucket_bytes=900, group=group, lr=1e-2, **options
     )
     for step in range(6):
         x, y = part(step, rank, dist.get_world_size(group))
@@ -178,7 +179,9 @@ def test_16_bit_parameters_have_the_same_bits_at_every_stage(world, options: dic
 def _summed(rank: int, group: Any, op: str) -> dict[str, Tensor]:
     size = dist.get_world_size(group)
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, pyops.optim.SGD, stage=2, group=group, op=op, lr=0.1)
+    zero = ZeroOptimizer(
+        model, pyops.optim.SGD, ZeroConfig(stage=2, reduction=op), group=group, lr=0.1
+    )
     (mean_loss(model, *part(0, rank, size)) / (size if op == "sum" else 1)).backward()
     zero.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -194,8 +197,8 @@ def _one_sided(rank: int, group: Any, stage: int) -> dict[str, Tensor]:
     """A layer that only the last rank uses."""
     size = dist.get_world_size(group)
     model = Net(mixed=False)
-    zero = ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage, group=group, bucket_bytes=2000, **OPTIONS
+    zero = zero_optimizer(
+        model, torch.optim.AdamW, stage=stage, bucket_bytes=2000, group=group, **OPTIONS
     )
     for step in range(6):
         mean_loss(model, *part(step, rank, size), sometimes=rank == size - 1).backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,19 +182,16 @@ def make_zero(config: Config, model: GPT, mesh: Mesh, *, device: torch.device) -
     return ZeroOptimizer(
         model,
         _class(options),
-        stage=config.zero.stage,
-        group=mesh.group("dp"),
-        tp_group=mesh.group("tp") if mesh.size("tp") > 1 else None,
-        pp_group=mesh.group("pp") if mesh.size("pp") > 1 else None,
+        replace(
+            config.zero,
+            reduction="sum",
+            bucket_bytes=config.train.bucket_bytes,
+            max_grad_norm=_max_grad_norm(options),
+            device=device,
+            initialize=lambda module: model.initialize(config.train.seed, only=module),
+        ),
+        mesh=mesh,
         params=groups,
-        op="sum",
-        overlap=config.zero.overlap,
-        bucket_bytes=config.train.bucket_bytes,
-        max_grad_norm=_max_grad_norm(options),
-        offload=None if config.zero.offload == "none" else config.zero.offload,
-        tile_bytes=int(config.zero.tile_mib * 2**20),
-        device=device,
-        initialise=lambda module: model.initialize(config.train.seed, only=module),
         **_arguments(options),
     )
 

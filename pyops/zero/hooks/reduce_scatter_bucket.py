@@ -20,7 +20,7 @@ from pyops.torch_private import without_torch_function
 from pyops.zero.hooks.reduced_gradient import ReducedGradient
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
-from pyops.zero.layout.wire import speaks
+from pyops.zero.layout.quantized_comm import takes_dtype
 
 __all__ = ["ReduceScatterBucket"]
 
@@ -164,7 +164,7 @@ class ReduceScatterBucket:
         }
         if self.flat.partition.ranks == 1:  # every rank owns everything
             self.chunk, work = own, all_reduce(self.whole, offset=self._start, **common)
-        elif codec is not None and speaks(codec, self.flat.dtype):
+        elif codec is not None and takes_dtype(codec, self.flat.dtype):
             self.chunk, self._coded = own, True
             found = compressed_reduce_scatter(self.whole, codec=codec, **common)
             self._work = found if async_op else Work(found)

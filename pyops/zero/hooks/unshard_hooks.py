@@ -28,8 +28,8 @@ from pyops.comm.collectives.work import Work
 from pyops.torch_private import after_backward, disable_dynamo, in_backward, storage_address
 from pyops.zero.hooks.module_hook import ModuleHook
 from pyops.zero.hooks.parameter_guard import ParameterGuard
+from pyops.zero.layout.quantized_comm import QuantizedComm
 from pyops.zero.layout.sharded import ShardedParameters
-from pyops.zero.layout.wire import Wire
 
 __all__ = ["ShardedUnit", "UnshardHooks"]
 
@@ -125,7 +125,7 @@ class UnshardHooks:
         *,
         overlap: bool,
         reduce: Callable[[ShardedUnit], None],
-        wire: Wire,
+        wire: QuantizedComm,
     ) -> None:
         self.units, self.communicator, self.overlap, self._reduce = (
             list(units),

@@ -19,7 +19,7 @@ from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather
 from pyops.comm.collectives.work import Work
 from pyops.flat import FlatLayout
-from pyops.zero.layout.materialise import adopt
+from pyops.zero.layout.materialize import adopt
 from pyops.zero.layout.partition import Partition, Piece
 
 __all__ = ["FlatParameters"]

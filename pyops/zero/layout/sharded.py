@@ -23,8 +23,8 @@ from pyops.comm.collectives.work import Work
 from pyops.torch_private import storage_use_count
 from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
+from pyops.zero.layout.quantized_comm import QuantizedComm, coded_all_gather, takes_dtype
 from pyops.zero.layout.stored import Arrival, ParameterFile, Region
-from pyops.zero.layout.wire import Wire, coded_all_gather, speaks
 
 __all__ = ["ShardedParameters"]
 
@@ -78,7 +78,11 @@ class ShardedParameters(FlatParameters):
             self.region.fetch()
 
     def start_gather(
-        self, communicator: Communicator | None, *, async_op: bool, wire: Wire | None = None
+        self,
+        communicator: Communicator | None,
+        *,
+        async_op: bool,
+        wire: QuantizedComm | None = None,
     ) -> Work:
         """Memory for all parameters, and all ranks' chunks on their way into it: as `wire` says,
         None for as they are."""
@@ -93,7 +97,7 @@ class ShardedParameters(FlatParameters):
             return found if async_op else Work(found)
         if self.region is not None:
             self.region.load()
-        if wire is not None and wire.gather is not None and speaks(wire.gather, self.dtype):
+        if wire is not None and wire.gather is not None and takes_dtype(wire.gather, self.dtype):
             work = coded_all_gather(
                 self.shard, self.data, codec=wire.gather, communicator=communicator, **common
             )

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.agreement import agree
+from pyops.comm.agreement import ranks_agree
 from pyops.comm.collectives.work import Work
+from pyops.mesh import ProcessGroupLike
 from pyops.offload import AsyncFile
 from pyops.offload.async_file import Transfer
 
@@ -126,17 +126,10 @@ class ParameterFile:
         return region
 
 
-def open_file(folder: str, *, nbytes: int, group: dist.ProcessGroup | None) -> ParameterFile:
+def open_file(folder: str, *, nbytes: int, group: ProcessGroupLike) -> ParameterFile:
     """A rank's file. A collective; OSError, on every rank, where one has no room."""
-    error: Exception | None = None
-    file: ParameterFile | None = None
-    try:
-        file = ParameterFile(folder, nbytes=nbytes)
-    except (OSError, RuntimeError, ValueError) as caught:
-        error = caught
-    agree(error, group=group)
-    assert file is not None
-    return file
+    with ranks_agree(group):
+        return ParameterFile(folder, nbytes=nbytes)
 
 
 def in_turn(regions: Sequence[Region], *, changed: bool) -> Iterator[int]:

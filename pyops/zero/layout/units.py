@@ -9,7 +9,7 @@ model.norm        |                           |
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,9 +76,9 @@ def _unit_modules(
 
 def find_units(
     model: nn.Module,
-    *,
     wanted: IsUnit | Sequence[nn.Module] | None,
-    trained: set[int],
+    *,
+    trained: Collection[int],
     whole_below: int,
     device: torch.device,
 ) -> tuple[list[UnitPlan], list[tuple[str, nn.Parameter]]]:

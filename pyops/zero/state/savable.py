@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.flat import Placement
+from pyops.mesh import ProcessGroupLike
 from pyops.protocols import ParamGroup
 from pyops.zero.agreement import agreed
+from pyops.zero.config import ZeroConfig
 from pyops.zero.hooks.overlapped_gather import OverlappedAllGather
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.hooks.unshard_hooks import UnshardHooks
@@ -42,9 +43,9 @@ class Savable(torch.optim.Optimizer):
 
     model: nn.Module
     stage: int
-    group: dist.ProcessGroup | None
+    group: ProcessGroupLike
     communicator: Communicator | None
-    overlap: bool
+    config: ZeroConfig
     owned: ShardedOptimizerState
     gradients: ShardedGradients
     gathering: UnshardHooks
@@ -165,6 +166,6 @@ class Savable(torch.optim.Optimizer):
             self.one_bit.load_state_dict(state_dict)
         if self.delayed is None and self.communicator is not None:
             self.arriving.start(
-                self.communicator, async_op=self.overlap
+                self.communicator, async_op=self.config.overlap_grad_reduce
             )  # a state may be ahead of the model it came with
         self.state = self.owned.optimizer.state

@@ -20,32 +20,7 @@ from torch import Tensor
 from pyops.comm.collectives.work import ThreadWork, Worker
 from pyops.zero.update.sharded_optimizer_state import ShardedOptimizerState
 
-__all__ = ["DelayedUpdate", "check_delayed"]
-
-
-def check_delayed(delayed_update: Any, *, stage: int, offload: str | None) -> None:
-    """TypeError or ValueError for an option of ZeroOptimizer that makes no sense."""
-    who = "ZeroOptimizer: delayed_update"
-    if not isinstance(delayed_update, bool | int):
-        raise TypeError(
-            f"{who} is {delayed_update!r}; give True, False, or the number of steps "
-            "before updates are delayed"
-        )
-    if delayed_update is not False and delayed_update < 0:
-        raise ValueError(
-            f"{who} is {delayed_update}; give the number of steps before updates are "
-            "delayed, 0 or more"
-        )
-    if delayed_update is not False and offload is None:
-        raise ValueError(
-            f"{who} is {delayed_update}, but offload is None: what is on the device has "
-            "nothing to wait for"
-        )
-    if delayed_update is not False and stage == 3 and offload != "cpu":
-        raise ValueError(
-            f"{who} is {delayed_update}, but at stage 3 parameters lie in {offload} too; "
-            "use offload='cpu', or stage 2"
-        )
+__all__ = ["DelayedUpdate"]
 
 
 class DelayedUpdate:

@@ -19,6 +19,7 @@ from pyops.comm.agreement import agree, gather
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.failure import lost_peer
 from pyops.flat import Placement, Shard, Shards
+from pyops.mesh import ProcessGroupLike
 from pyops.zero.checks import check_crossing
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
 from pyops.zero.update.sharded_optimizer_state import ParamShard
@@ -33,7 +34,7 @@ def _alone(pp_group: dist.ProcessGroup | None) -> bool:
 
 
 def check_stages(
-    pp_group: dist.ProcessGroup | None, *, group: dist.ProcessGroup | None, stage: int
+    pp_group: dist.ProcessGroup | None, *, group: ProcessGroupLike, stage: int
 ) -> None:
     """ValueError for stage 2 or 3 with a pp_group, or unless the groups meet in this rank alone."""
     if _alone(pp_group) or pp_group is None:
@@ -48,7 +49,7 @@ def check_stages(
 
 
 def agree_over_stages(
-    error: Exception | None, *, pp_group: dist.ProcessGroup | None, group: dist.ProcessGroup | None
+    error: Exception | None, *, pp_group: dist.ProcessGroup | None, group: ProcessGroupLike
 ) -> None:
     """As `agree`, over all ranks of both groups: an error of one stage is raised on all, in all
     copies of the model."""

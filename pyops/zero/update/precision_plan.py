@@ -1,7 +1,7 @@
 """precision=: the dtype a model is cast to before it is shared out, and the loss scale where
 gradients need one.
 
-ZeroOptimizer(model, AdamW, stage=2, precision="fp16")     model.to(float16), float32 masters, LossScale()
+ZeroOptimizer(model, AdamW, ZeroConfig(stage=2, precision="fp16"))     model.to(float16), float32 masters, LossScale()
 optimizer.scale(loss).backward(); optimizer.step()         an inf anywhere: no rank steps, the scale falls
 """
 

@@ -34,6 +34,7 @@ from pyops.zero.layout.parameters import FlatParameters
 from pyops.zero.layout.partition import Piece
 from pyops.zero.layout.stored import in_memory, in_turn
 from pyops.zero.layout.stretch import Stretch
+from pyops.zero.optimizer_factory import OptimizerFactory
 
 __all__ = ["ParamShard", "ShardedOptimizerState", "StateLoaders"]
 
@@ -86,7 +87,7 @@ class ShardedOptimizerState:
         self,
         flats: Sequence[FlatParameters],
         groups: Sequence[ParamGroup],
-        optimizer_class: type[torch.optim.Optimizer],
+        factory: OptimizerFactory,
         arguments: ParamGroup,
         *,
         offload: str | None = None,
@@ -95,7 +96,7 @@ class ShardedOptimizerState:
         delayed: bool = False,
         portion_bytes: int = 25 << 20,
     ) -> None:
-        arguments = dict(arguments)
+        arguments, optimizer_class = dict(arguments), factory.optimizer_class
         fused = issubclass(optimizer_class, FusedOptimizer)
         if fused and not arguments.get("stochastic_rounding", False):
             arguments.setdefault("master_weights", True)
@@ -140,7 +141,7 @@ class ShardedOptimizerState:
                 inner[-1]["offsets"] = (
                     offsets  # so that random rounding draws what one process would
                 )
-        self.optimizer = self._over(inner, optimizer_class, arguments)
+        self.optimizer = self._over(inner, factory, arguments)
         self.offloaded: Offloaded | None = None
         if offload is not None and self.all_pieces():
             targets = {
@@ -153,7 +154,7 @@ class ShardedOptimizerState:
     def _over(
         self,
         groups: Sequence[ParamGroup],
-        optimizer_class: type[torch.optim.Optimizer],
+        factory: OptimizerFactory,
         arguments: ParamGroup,
     ) -> torch.optim.Optimizer:
         """The optimizer over the groups. It is made of stand-ins, for parameters that are in a file
@@ -165,7 +166,7 @@ class ShardedOptimizerState:
             if p.numel() and not p.untyped_storage().nbytes()
         }
         made = [{**g, "params": [kinds.get(id(p), p) for p in g["params"]]} for g in groups]
-        optimizer = optimizer_class(made, **arguments)
+        optimizer = factory.make(made, arguments)
         for group, given in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = given["params"]
         return optimizer

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_reduce
 from pyops.flat import Placement
+from pyops.mesh import ProcessGroupLike
 from pyops.optim.fused.layerwise import LayerwiseOptimizer
 from pyops.zero.checks import check_crossing
 from pyops.zero.hooks.sharded_gradients import ShardedGradients
@@ -39,7 +40,7 @@ class TensorParallelAxis:
         optimizer_class: type,
         *,
         tp_group: dist.ProcessGroup | None,
-        group: dist.ProcessGroup | None,
+        group: ProcessGroupLike,
     ) -> TensorParallelAxis | None:
         """None without a tp_group of several ranks. ValueError unless the groups meet in this rank
         alone."""
@@ -57,7 +58,7 @@ class TensorParallelAxis:
         return cls(model, tp_group=tp_group, group=group)
 
     def __init__(
-        self, model: nn.Module, *, tp_group: dist.ProcessGroup, group: dist.ProcessGroup | None
+        self, model: nn.Module, *, tp_group: dist.ProcessGroup, group: ProcessGroupLike
     ) -> None:
         check_crossing("tp", tp_group, group)
         self.communicator = Communicator.of(tp_group)

@@ -19,7 +19,7 @@ from pyops.elastic import Bound, CacheOptions, Layout
 from pyops.elastic.layout.process_groups import LayoutGroups, make_control_group
 from pyops.optim import AdamW
 from pyops.pipeline import Pipeline, schedule
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.elastic import networks
 from tests.elastic.flat import make_elastic
 
@@ -191,10 +191,9 @@ def train(layout: Layout, layers: list[nn.Module], message, alone) -> list[weakr
     zero = ZeroOptimizer(
         pipeline,
         AdamW,
-        stage=0,
+        ZeroConfig(stage=0, reduction="sum"),
         group=active.dp_group or alone,
         pp_group=active.pp_group,
-        op="sum",
         lr=1e-3,
     )
     x = torch.randn(8, 256)

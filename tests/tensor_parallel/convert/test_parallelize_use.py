@@ -18,10 +18,10 @@ from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
 from pyops.tensor_parallel import parallelize, sync_partial_grads
 from pyops.tensor_parallel.functional.cross_entropy import vocab_parallel_cross_entropy
-from pyops.zero import ZeroOptimizer
 from tests.tensor_parallel.convert.existing_models import V, build
 from tests.tensor_parallel.convert.test_parallelize import SLOW, as_cut
 from tests.tensor_parallel.shared_layers import configured
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
@@ -55,7 +55,7 @@ def on_grid(
     model = copy.deepcopy(alone)
     first = copy.deepcopy(alone.state_dict())
     parallelize(model, group=mesh.group("tp"), sequence_parallel=sp, check=False)
-    optimizer = ZeroOptimizer(
+    optimizer = zero_optimizer(
         model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS
     )
     losses = train(model, optimizer, mesh.rank("dp"), 2)

@@ -31,10 +31,15 @@ ROOT = Path(__file__).resolve().parents[3]
 def as_toml(config: Config) -> str:
     """The configuration as a file that says the same."""
     lines = [f'name = "{config.name}"']
-    for section, options in dataclasses.asdict(config).items():
-        if isinstance(options, dict):
-            lines.append(f"[{section}]")
-            lines += [f"{key} = {_value(value)}" for key, value in options.items()]
+    for each in dataclasses.fields(config):
+        section = getattr(config, each.name)
+        if dataclasses.is_dataclass(section):
+            lines.append(f"[{each.name}]")
+            lines += [
+                f"{option.name} = {_value(getattr(section, option.name))}"
+                for option in dataclasses.fields(section)
+                if option.metadata.get("toml", True)
+            ]
     return "\n".join(lines)
 
 

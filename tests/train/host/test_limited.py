@@ -74,7 +74,7 @@ def large(folder: Path, *, name: str, offload: str, steps: int = 4) -> Config:
     )
     model = dataclasses.replace(config.model, dim=512, num_heads=4, num_layers=3, hidden=1728)
     return dataclasses.replace(
-        config, model=model, zero=ZeroConfig(1, offload=offload, tile_mib=1.0)
+        config, model=model, zero=ZeroConfig(1, offload=offload, tile_bytes=1 << 20)
     )
 
 

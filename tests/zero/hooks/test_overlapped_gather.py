@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.layout.parameters import FlatParameters
 from tests.zero.models import Net, groups, mean_loss, part
 
@@ -28,12 +28,15 @@ def _train(
     zero = ZeroOptimizer(
         model,
         AdamW,
-        stage=stage,
+        ZeroConfig(
+            stage=stage,
+            overlap_grad_reduce=bool(overlap),
+            overlap_param_gather=overlap == "forward",
+            bucket_bytes=900,
+            whole_below=40,
+        ),
         group=group,
         params=groups(model),
-        overlap=overlap,
-        bucket_bytes=900,
-        whole_below=40,
         lr=1e-2,
     )
     seen: list[Any] = []
@@ -77,11 +80,17 @@ def test_the_same_bits_at_every_place_where_they_are_read(world, stage: int, siz
 
 def _refused(rank: int, group: Any) -> str:
     try:
-        ZeroOptimizer(Net(mixed=False), AdamW, stage=2, group=group, overlap="backward", lr=1e-2)
+        ZeroOptimizer(
+            Net(mixed=False),
+            AdamW,
+            ZeroConfig(stage=2, overlap_grad_reduce="backward"),
+            group=group,
+            lr=1e-2,
+        )
     except TypeError as error:
         return str(error)
     return ""
 
 
 def test_another_word_is_refused(world):
-    assert all("overlap is 'backward'" in said for said in world(2).run(_refused))
+    assert all("overlap_grad_reduce is 'backward'" in said for said in world(2).run(_refused))

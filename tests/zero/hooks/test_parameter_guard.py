@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.zero.models import Net, mean_loss, part
 
 WIDTH = 12
@@ -49,7 +49,7 @@ def _looks(model: nn.Module, weight: nn.Parameter) -> dict[str, Callable[[], Any
 
 def _look(rank: int, group: Any) -> tuple[dict[str, str], dict[str, Any]]:
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, AdamW, stage=3, group=group, lr=1e-3)
+    zero = ZeroOptimizer(model, AdamW, ZeroConfig(stage=3), group=group, lr=1e-3)
     weight = model.blocks[1].inner.weight
     said = {}
     for how, look in _looks(model, weight).items():
@@ -139,7 +139,7 @@ class Outside(nn.Module):
 def _outside(rank: int, group: Any, stage: int) -> tuple[list[float], dict[str, Tensor], list[str]]:
     size = dist.get_world_size(group)
     model = Outside()
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
     losses = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, mean_loss, part
 
 STEPS = 3
@@ -56,7 +57,9 @@ def _clipped(rank: int, group: Any, stage: int) -> dict[str, Any]:
     size, found = dist.get_world_size(group), {}
     for how in HOW:
         ours, theirs = Net(mixed=False), Net(mixed=False)
-        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1, momentum=0.9)
+        zero = ZeroOptimizer(
+            ours, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1, momentum=0.9
+        )
         plain = torch.optim.SGD(_trained(theirs), lr=0.1, momentum=0.9)
         norms = []
         for step in range(STEPS):
@@ -105,7 +108,7 @@ def _forgotten(rank: int, group: Any, stage: int) -> list[Any]:
         "lr": 0.1,
         "weight_decay": 0.1,
     }  # what counts no more does not decay either
-    optimizers = [ZeroOptimizer(m, torch.optim.SGD, **options) for m in (model, other)]
+    optimizers = [zero_optimizer(m, torch.optim.SGD, **options) for m in (model, other)]
     (mean_loss(model, *part(0, rank, 2)) * 100).backward()
     model.zero_grad()
     for m in (model, other):
@@ -171,7 +174,7 @@ def _continued(rank: int, group: Any, stage: int) -> dict[str, bool]:
     found, size = {}, dist.get_world_size(group)
     for how, create_graph in (("anew", False), ("graph", True)):
         ours, theirs = Net(mixed=False), Net(mixed=False)
-        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+        zero = ZeroOptimizer(ours, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
         plain = torch.optim.SGD(_trained(theirs), lr=0.1)
         for step in range(2):
             mean_loss(ours, *part(step, rank, size)).backward(create_graph=create_graph)
@@ -206,7 +209,7 @@ def _left_whole(rank: int, group: Any, stage: int) -> list[bool]:
     found, size = [], dist.get_world_size(group)
     for forgotten in ("all", "one"):
         ours, theirs = Net(mixed=False), Net(mixed=False)
-        zero = ZeroOptimizer(ours, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+        zero = ZeroOptimizer(ours, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
         plain = torch.optim.SGD(_trained(theirs), lr=0.1)
         for step in range(3):
             with zero.no_sync() if step == 1 else nullcontext():
@@ -236,7 +239,7 @@ def test_what_is_forgotten_after_a_backward_within_no_sync_counts_no_more(world,
 
 def _changed(rank: int, group: Any) -> tuple[float, float, str]:
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=2, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=2), group=group, lr=0.1)
     mean_loss(model, *part(0, rank, 2)).backward()
     norms = []
     for _ in range(2):
@@ -273,7 +276,7 @@ def _total(gradients: list[Tensor], group: Any, stage: int) -> float:
 def _norms(rank: int, group: Any, stage: int, dtype: torch.dtype) -> list[tuple[float, float]]:
     """(torch's norm of the gradients, what it is) before and after each thing that changes them."""
     model = Net(mixed=False).to(dtype)
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
     found: list[tuple[float, float]] = []
 
     def look() -> None:
@@ -324,7 +327,7 @@ def _overflow(rank: int, group: Any, stage: int) -> list[Any]:
     """torch's GradScaler: one inf, in the part of one rank, skips the step and halves the scale on
     all."""
     model = Net(mixed=False)
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, torch.optim.SGD, ZeroConfig(stage=stage), group=group, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     found: list[Any] = []
     for step in range(3):
@@ -358,7 +361,9 @@ def _partial(rank: int, group: Any) -> tuple[str, str]:
     clamping, before is refused."""
     model = nn.Linear(4, 3)
     alone = dist.new_group([rank], use_local_synchronization=True)
-    zero = ZeroOptimizer(model, torch.optim.SGD, stage=1, group=alone, tp_group=group, lr=0.1)
+    zero = ZeroOptimizer(
+        model, torch.optim.SGD, ZeroConfig(stage=1), group=alone, tp_group=group, lr=0.1
+    )
     model(torch.ones(2, 4)).sum().backward()
     said = []
     for treat in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops.optim
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 
 WIDTH = 512  # a layer is large beside what autograd and Python keep for it
 LAYER = (WIDTH * WIDTH + WIDTH) * 2  # bytes
@@ -70,13 +70,15 @@ def _beyond(
     zero = ZeroOptimizer(
         net,
         cls,
-        stage=stage,
+        ZeroConfig(
+            stage=stage,
+            bucket_bytes=LAYER,
+            tile_bytes=1 << 16,
+            offload=offload or "none",
+            overlap_grad_reduce=overlap,
+            max_grad_norm=1.0,
+        ),
         group=group,
-        bucket_bytes=LAYER,
-        tile_bytes=1 << 16,
-        offload=offload,
-        overlap=overlap,
-        max_grad_norm=1.0,
         lr=1e-3,
     )
     x = torch.randn(1, WIDTH).bfloat16()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from pyops.comm.compression.eight_bit import Int8
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.layout import stored
 from pyops.zero.layout.stored import Region
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 WIDTH, LAYERS = 128, 8
@@ -34,14 +35,14 @@ def _train(
     )
     if small:
         zero = {**zero, "secondary_group": group}
-    optimizer = ZeroOptimizer(
+    optimizer = zero_optimizer(
         model,
         cls,
         stage=3,
+        offload=offload or "none",
+        max_grad_norm=0.5,
         group=group,
         params=groups(model),
-        offload=offload,
-        max_grad_norm=0.5,
         lr=1e-2,
         **zero,
     )
@@ -75,7 +76,7 @@ def _train(
 
 
 CASES: list[tuple[int, dict[str, Any], str, bool]] = [
-    (1, {}, "AdamW", False), (2, {"overlap": False}, "AdamW", False), (3, {"whole_below": 20}, "torch.AdamW", False),
+    (1, {}, "AdamW", False), (2, {"overlap_grad_reduce": False}, "AdamW", False), (3, {"whole_below": 20}, "torch.AdamW", False),
     (2, {"gather_codec": Int8()}, "AdamW", True),
 ]  # fmt: skip
 
@@ -131,7 +132,11 @@ def _memory(rank: int, group: Any, folder: str) -> tuple[dict[str, int], list[bo
         patch.setattr(Region, "load", noted)
         patch.setattr(stored.ParameterFile, "place", placed)
         optimizer = ZeroOptimizer(
-            net, AdamW, stage=3, group=group, offload=folder, initialise=initialise, lr=1e-3
+            net,
+            AdamW,
+            ZeroConfig(stage=3, offload=folder, initialize=initialise),
+            group=group,
+            lr=1e-3,
         )
         for module in net:
             module.register_forward_hook(look)
@@ -174,7 +179,7 @@ def _no_room(rank: int, group: Any, folder: str) -> tuple[str, bool]:
         if rank == 1:
             patch.setattr(stored, "AsyncFile", full)
         try:
-            ZeroOptimizer(model, AdamW, stage=3, group=group, offload=folder, lr=1e-3)
+            ZeroOptimizer(model, AdamW, ZeroConfig(stage=3, offload=folder), group=group, lr=1e-3)
         except OSError as error:
             return str(error), model.first.weight.data_ptr() == start
     return "", False

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.layout.units import find_units
+from tests.zero.making import zero_optimizer
 
 WIDTH = 16
 
@@ -70,7 +71,7 @@ def _step_of(model: nn.Module, x: Tensor, number: int) -> None:
 
 def _run(rank: int, group: Any, stage: int, zero: dict[str, Any]) -> dict[str, Tensor]:
     model = Chain()
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2, **zero)
+    optimizer = zero_optimizer(model, AdamW, stage=stage, group=group, lr=1e-2, **zero)
     for number in range(8):
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(6, WIDTH, generator=generator).chunk(dist.get_world_size(group))[rank]
@@ -81,7 +82,7 @@ def _run(rank: int, group: Any, stage: int, zero: dict[str, Any]) -> dict[str, T
 
 
 ZEROS = [
-    {}, {"overlap": False}, {"whole_below": 20}, {"whole_below": 1 << 20}, {"units": lambda name, module: False},
+    {}, {"overlap_grad_reduce": False}, {"whole_below": 20}, {"whole_below": 1 << 20}, {"units": lambda name, module: False},
     {"units": lambda name, module: isinstance(module, nn.Linear)},
 ]  # fmt: skip
 
@@ -107,7 +108,7 @@ def _sent(rank: int, group: Any) -> tuple[list[int], int]:
     """Bytes sent in each of four steps, the third of which goes through the blocks in another
     order; bytes of the model."""
     model = Chain()
-    optimizer = ZeroOptimizer(model, AdamW, stage=3, group=group, lr=1e-2)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=3), group=group, lr=1e-2)
     comm, sent = Communicator.of(group), []
     for order in ((0, 1, 2, 3), (0, 1, 2, 3), (2, 1, 3, 0), (0, 1, 2, 3)):
         before = comm.bytes_sent
@@ -125,7 +126,7 @@ def test_a_changed_order_only_costs_traffic(world):
 
 def _fail(rank: int, group: Any) -> list[str]:
     model = Chain()
-    optimizer = ZeroOptimizer(model, AdamW, stage=3, group=group, lr=1e-2)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=3), group=group, lr=1e-2)
     said = []
     for action in (
         model.state_dict,
@@ -188,7 +189,7 @@ def _meta(rank: int, group: Any, stage: int) -> bool:
             nn.Linear(WIDTH, 5),
         )
         model[3].weight = model[0].weight
-    optimizer = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2)
+    optimizer = ZeroOptimizer(model, AdamW, ZeroConfig(stage=stage), group=group, lr=1e-2)
     model(torch.tensor([1, 2, 3])).square().mean().backward()
     optimizer.step()
     with optimizer.whole_parameters():

@@ -13,7 +13,7 @@ from torch import nn
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.hooks.reduced_gradient import (
     ReducedGradient,
 )  # without memory: its elements are in the chunks, which count
@@ -51,7 +51,9 @@ def _measure(rank: int, group: Any, stage: int, cls_name: str) -> tuple[float, f
     net = model()
     numel = sum(p.numel() for p in net.parameters())
     cls = AdamW if cls_name == "AdamW" else torch.optim.AdamW
-    optimizer = ZeroOptimizer(net, cls, stage=stage, group=group, bucket_bytes=200_000, lr=1e-3)
+    optimizer = ZeroOptimizer(
+        net, cls, ZeroConfig(stage=stage, bucket_bytes=200_000), group=group, lr=1e-3
+    )
     x = torch.randn(4, WIDTH).bfloat16()
 
     def backward() -> None:
@@ -99,7 +101,7 @@ def _whole_gradients(rank: int, group: Any, stage: int, bucket_bytes: int) -> in
     """The most bytes of whole gradients that were alive at once in a backward."""
     net = model()
     optimizer = ZeroOptimizer(
-        net, AdamW, stage=stage, group=group, bucket_bytes=bucket_bytes, lr=1e-3
+        net, AdamW, ZeroConfig(stage=stage, bucket_bytes=bucket_bytes), group=group, lr=1e-3
     )
     most = 0
 
@@ -142,7 +144,11 @@ def _whole_parameters(rank: int, group: Any, overlap: bool) -> list[int]:
         look()
 
     optimizer = ZeroOptimizer(
-        net, torch.optim.SGD, stage=3, group=group, overlap=overlap, initialise=initialise, lr=1e-3
+        net,
+        torch.optim.SGD,
+        ZeroConfig(stage=3, overlap_grad_reduce=overlap, initialize=initialise),
+        group=group,
+        lr=1e-3,
     )
     most[0] -= sum(unit.flats[0].shard.nbytes for unit in optimizer.gathering.units if unit.flats)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import pyops.optim
 from pyops import checkpoint
 from pyops.flat import Shard
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -30,12 +30,10 @@ def _make(model: Net, group: Any, stage: int, name: str, bucket_bytes: int) -> Z
     return ZeroOptimizer(
         model,
         cls,
-        stage=stage,
+        ZeroConfig(stage=stage, bucket_bytes=bucket_bytes, max_grad_norm=1.0),
         group=group,
         params=groups(model),
-        bucket_bytes=bucket_bytes,
         lr=1e-2,
-        max_grad_norm=1.0,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import pyops.optim
 from pyops import checkpoint
 from pyops.zero import ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -60,14 +61,14 @@ def _optimizer(model: Net, name: str, group: Any, **options: Any) -> ZeroOptimiz
     cls = getattr(
         torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
     )
-    return ZeroOptimizer(
+    return zero_optimizer(
         model,
         cls,
+        bucket_bytes=2000,
+        max_grad_norm=0.2,
         group=group,
         params=groups(model),
-        bucket_bytes=2000,
         lr=1e-2,
-        max_grad_norm=0.2,
         **options,
     )
 
@@ -185,7 +186,7 @@ def _loss(rank: int, group: Any, delayed: bool | int) -> tuple[float, float]:
     """Before and after 80 steps on one batch."""
     model = Net(mixed=False)
     options: dict[str, Any] = {"offload": "cpu", "delayed_update": delayed} if delayed else {}
-    zero = ZeroOptimizer(
+    zero = zero_optimizer(
         model, pyops.optim.AdamW, stage=1, params=groups(model), lr=1e-2, **options
     )
     x, y = part(0, 0, 1)
@@ -209,7 +210,7 @@ def test_it_learns_about_as_well(world):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"delayed_update": True}, ValueError, "offload is None"),
+        ({"delayed_update": True}, ValueError, "offload is .none."),
         ({"delayed_update": True, "stage": 3, "offload": "."}, ValueError, "stage 2"),
         ({"delayed_update": -1, "offload": "cpu"}, ValueError, "0 or more"),
         ({"delayed_update": "yes", "offload": "cpu"}, TypeError, "number of steps"),
@@ -217,4 +218,4 @@ def test_it_learns_about_as_well(world):
 )
 def test_refuses(options: dict[str, Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
-        ZeroOptimizer(Net(mixed=False), pyops.optim.AdamW, **{"stage": 1, "lr": 1e-3, **options})
+        zero_optimizer(Net(mixed=False), pyops.optim.AdamW, **{"stage": 1, "lr": 1e-3, **options})

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from pyops.elastic import Meter
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.zero.models import Net, mean_loss, part, rows
 
 pytestmark = pytest.mark.on_device
@@ -23,7 +23,9 @@ def squares_body(rank, group, stage, quiet):
     ends = []
     for asks in (True, False):
         model = Net(mixed=stage < 2)
-        zero = ZeroOptimizer(model, AdamW, stage=stage, group=group, lr=1e-2, bucket_bytes=1 << 10)
+        zero = ZeroOptimizer(
+            model, AdamW, ZeroConfig(stage=stage, bucket_bytes=1 << 10), group=group, lr=1e-2
+        )
         for step in range(2):
             with zero.no_sync() if quiet else contextlib.nullcontext():
                 mean_loss(model, *part(step, rank, 2), sometimes=step == 0).backward()
@@ -83,7 +85,7 @@ def test_are_those_of_one_process(world, stage, quiet):
 
 def meter_body(rank, group):
     model = Net()
-    zero = ZeroOptimizer(model, AdamW, stage=0, group=group, lr=1e-2)
+    zero = ZeroOptimizer(model, AdamW, ZeroConfig(stage=0), group=group, lr=1e-2)
     meter = Meter(
         [
             [name for name, _ in block.named_parameters(prefix=f"blocks.{i}")]

@@ -16,8 +16,9 @@ import pyops.optim
 from pyops import checkpoint
 from pyops.comm.compression.one_bit import OneBit
 from pyops.onebit import OneBitConfig
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.layout.partition import Partition
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -43,13 +44,13 @@ def _gradients(model: Net, step: int, rank: int, size: int, dtype: torch.dtype) 
 def _make(
     model: Net, group: Any, *, frozen_beta2: float | None = None, **options: Any
 ) -> ZeroOptimizer:
-    return ZeroOptimizer(
+    return zero_optimizer(
         model,
         pyops.optim.OneBitAdam,
         stage=1,
+        bucket_bytes=BUCKET,
         group=group,
         params=groups(model),
-        bucket_bytes=BUCKET,
         lr=LR,
         weight_decay=0.1,
         config=OneBitConfig(warmup_steps=WARMUP, codec=CODEC, frozen_beta2=frozen_beta2),
@@ -225,7 +226,7 @@ def test_the_bits_of_all_ranks_in_one_process(
     world, size: int, dtype: torch.dtype, op: str, slow: float
 ):
     expected = _played(size, dtype, op=op, slow=slow)
-    for found in world(size).run(_run, dtype, {"op": op, "frozen_beta2": slow}):
+    for found in world(size).run(_run, dtype, {"reduction": op, "frozen_beta2": slow}):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             assert [n for n, p in theirs.items() if not torch.equal(ours[n], p)] == [], (
                 f"step {step}"
@@ -268,13 +269,13 @@ def _trained(rank: int, group: Any, name: str, steps: int) -> dict[str, Any]:
     options = (
         {"config": OneBitConfig(warmup_steps=10)} if name == "OneBitAdam" else {"weight_decay": 0.0}
     )
-    zero = ZeroOptimizer(
+    zero = zero_optimizer(
         model,
         getattr(pyops.optim, name),
         stage=1,
+        max_grad_norm=1.0,
         group=group,
         lr=2e-3,
-        max_grad_norm=1.0,
         **options,
     )
     assert zero.communicator is not None
@@ -326,7 +327,7 @@ def _skipped(rank: int, group: Any) -> list[bool]:
     zero = ZeroOptimizer(
         model,
         pyops.optim.OneBitAdam,
-        stage=1,
+        ZeroConfig(stage=1),
         group=group,
         lr=1e-3,
         config=OneBitConfig(warmup_steps=1),
@@ -358,7 +359,7 @@ def _resumed(rank: int, group: Any, folder: str, saved_at: int, alone: bool) -> 
         return model, ZeroOptimizer(
             model,
             pyops.optim.OneBitAdam,
-            stage=1,
+            ZeroConfig(stage=1),
             group=mine,
             lr=1e-3,
             config=OneBitConfig(warmup_steps=4),
@@ -417,14 +418,14 @@ def test_goes_on_from_a_checkpoint(world, tmp_path: Path, saved_at: int, alone: 
 def test_refused(options: dict[str, Any], words: str):
     given = {"stage": 1, "config": OneBitConfig(warmup_steps=2)} | options
     with pytest.raises(ValueError, match=words):
-        ZeroOptimizer(Wide(), pyops.optim.OneBitAdam, **given)
+        zero_optimizer(Wide(), pyops.optim.OneBitAdam, **given)
     with pytest.raises(ValueError, match="ZeroOneAdam"):
-        ZeroOptimizer(Wide(), pyops.optim.ZeroOneAdam, stage=1)
+        ZeroOptimizer(Wide(), pyops.optim.ZeroOneAdam, ZeroConfig(stage=1))
 
 
 def _stepped(cls: Any, steps: int, **options: Any) -> tuple[Wide, ZeroOptimizer]:
     model = Wide()
-    zero = ZeroOptimizer(model, cls, stage=1, lr=1e-3, **options)
+    zero = zero_optimizer(model, cls, stage=1, lr=1e-3, **options)
     for step in range(steps):
         _wide_loss(model, step, 0, 1).backward()
         zero.step()

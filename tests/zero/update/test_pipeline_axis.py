@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pyops.mesh import Axes, Mesh
 from pyops.optim import AdamW
 from pyops.pipeline import Action, Pipeline, schedule
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from tests.pipeline.reference import batch, mlp
 
 pytestmark = pytest.mark.cpu_only
@@ -58,13 +58,10 @@ def by_hand(rank: int, group: Any, stage: int, bucket_bytes: int) -> None:
     optimizer = ZeroOptimizer(
         part,
         AdamW,
-        stage=stage,
+        ZeroConfig(stage=stage, max_grad_norm=LIMIT, reduction="sum", bucket_bytes=bucket_bytes),
         group=mesh.group("dp"),
         pp_group=mesh.group("pp"),
-        max_grad_norm=LIMIT,
-        op="sum",
         lr=0.1,
-        bucket_bytes=bucket_bytes,
     )
     pipeline = Pipeline(
         layers,
@@ -112,14 +109,16 @@ def refused(rank: int, group: Any) -> list[str]:
     mesh = Mesh(Axes(pp=2))
     for stage, other in ((2, mesh.group("dp")), (1, None)):
         try:
-            ZeroOptimizer(mlp(1)[0], AdamW, stage=stage, group=other, pp_group=mesh.group("pp"))
+            ZeroOptimizer(
+                mlp(1)[0], AdamW, ZeroConfig(stage=stage), group=other, pp_group=mesh.group("pp")
+            )
         except ValueError as error:
             found.append(str(error))
     try:  # of one rank alone
         ZeroOptimizer(
             nn.Linear(2, 2),
             AdamW,
-            stage=1 + 3 * rank,
+            ZeroConfig(stage=1 + 3 * rank),
             group=mesh.group("dp"),
             pp_group=mesh.group("pp"),
         )

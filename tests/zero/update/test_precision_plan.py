@@ -13,7 +13,8 @@ from torch import Tensor
 
 import pyops.optim
 from pyops.precision import PRECISIONS, LossScale, LossScaler, Precision
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 from tests.zero.models import Net, groups, mean_loss, part
 
 pytestmark = pytest.mark.on_device
@@ -25,13 +26,13 @@ def _optimizer(model: Net, stage: int, name: str, group: Any, **options: Any) ->
     cls = getattr(
         torch.optim if name.startswith("torch.") else pyops.optim, name.removeprefix("torch.")
     )
-    return ZeroOptimizer(
+    return zero_optimizer(
         model,
         cls,
         stage=stage,
+        bucket_bytes=2000,
         group=group,
         params=groups(model),
-        bucket_bytes=2000,
         lr=1e-2,
         **options,
     )
@@ -180,7 +181,9 @@ def test_no_masters_where_the_precision_says_so():
 def test_a_model_on_meta_is_made_in_the_dtype():
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
-    zero = ZeroOptimizer(model, pyops.optim.AdamW, stage=3, precision="bf16", device="cpu")
+    zero = ZeroOptimizer(
+        model, pyops.optim.AdamW, ZeroConfig(stage=3, precision="bf16", device="cpu")
+    )
     with zero.whole_parameters():
         assert all(
             p.dtype == torch.bfloat16 and bool(p.abs().max() > 0) for p in model.parameters()

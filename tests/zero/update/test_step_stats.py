@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from pyops import optim
 from pyops.precision import LossScale
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
 from pyops.zero.update import step_stats
 from pyops.zero.update.step_stats import StepStats
+from tests.zero.making import zero_optimizer
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def train(group: dist.ProcessGroup | None, rank: int, **options: Any) -> list[Te
     """Parameters and norms after every step; a gradient of the third is not finite on one rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    zero = ZeroOptimizer(model, optim.AdamW, group=group, lr=0.1, max_grad_norm=0.5, **options)
+    zero = zero_optimizer(model, optim.AdamW, group=group, lr=0.1, max_grad_norm=0.5, **options)
     found = []
     for step in range(5):
         torch.manual_seed(10 * step + rank)
@@ -111,7 +112,9 @@ def test_a_loss_scale_of_its_own_is_what_the_host_waits_for():
     wrong = AssertionError("the host must know whether the step is skipped")
     model = nn.Linear(3, 2)
     scale = LossScale(initial=4.0, hysteresis=1)
-    zero = ZeroOptimizer(model, optim.AdamW, stage=1, lr=0.1, precision="fp16", loss_scale=scale)
+    zero = ZeroOptimizer(
+        model, optim.AdamW, ZeroConfig(1, precision="fp16", loss_scale=scale), lr=0.1
+    )
     zero.scale(model(torch.full((1, 3), math.inf).half()).float().sum()).backward()
     with (
         mock.patch.object(step_stats, "_is_host", return_value=False),
@@ -124,7 +127,7 @@ def test_a_loss_scale_of_its_own_is_what_the_host_waits_for():
 def differing(rank: int, group: dist.ProcessGroup) -> str:
     """The error of ranks with different options, before a parameter has changed."""
     model = nn.Linear(3, 2)
-    zero = ZeroOptimizer(model, optim.AdamW, stage=1, group=group, lr=0.1)
+    zero = ZeroOptimizer(model, optim.AdamW, ZeroConfig(1), group=group, lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
     zero.param_groups[0]["lr"] = 0.1 + rank
     model(torch.ones(1, 3)).sum().backward()

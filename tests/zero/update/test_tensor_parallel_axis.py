@@ -16,7 +16,8 @@ from pyops.comm import all_reduce
 from pyops.flat import Placement
 from pyops.mesh import Axes, Mesh
 from pyops.optim import LAMB, AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
@@ -111,7 +112,7 @@ def _on_grid(
 ) -> list[float]:
     mesh = Mesh(Axes(dp=dp, tp=tp))
     model = Cut(mesh.group("tp"))
-    optimizer = ZeroOptimizer(
+    optimizer = zero_optimizer(
         model, AdamW, stage=stage, group=mesh.group("dp"), tp_group=mesh.group("tp"), **OPTIONS
     )
     path = Path(folder)
@@ -185,7 +186,9 @@ def _refused(rank: int, group: Any) -> list[str]:
     for cls, dp in ((LAMB, mesh.group("dp")), (AdamW, None)):
         model = Cut(mesh.group("tp"))
         with pytest.raises(ValueError) as caught:
-            ZeroOptimizer(model, cls, stage=1, group=dp, tp_group=mesh.group("tp"), lr=1e-2)
+            ZeroOptimizer(
+                model, cls, ZeroConfig(stage=1), group=dp, tp_group=mesh.group("tp"), lr=1e-2
+            )
         messages.append(str(caught.value))
     return messages
 
@@ -204,7 +207,7 @@ def _overflow_on_one_rank(rank: int, group: Any, stage: int) -> list[float]:
     zero = ZeroOptimizer(
         model,
         torch.optim.SGD,
-        stage=stage,
+        ZeroConfig(stage=stage),
         group=mesh.group("dp"),
         tp_group=mesh.group("tp"),
         lr=0.1,

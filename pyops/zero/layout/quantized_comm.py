@@ -13,6 +13,7 @@ Wang et al., ZeRO++, arXiv:2306.10209: qwZ, hpZ and qgZ (with one quantisation o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,93 +21,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyops.comm.agreement import gather
 from pyops.comm.collectives.communicator import Communicator
 from pyops.comm.collectives.functional import all_gather
 from pyops.comm.collectives.work import Work
 from pyops.comm.compression.codec import Codec
-from pyops.comm.compression.eight_bit import FP8, Int8
-from pyops.comm.compression.floats import BF16
+from pyops.mesh import ProcessGroupLike, resolve
+from pyops.zero.config import ZeroConfig
 
-__all__ = ["Wire", "check_wire", "coded_all_gather", "speaks", "wire_of"]
+__all__ = ["QuantizedComm", "coded_all_gather", "quantized_comm_of", "ranks_of", "takes_dtype"]
 
 LINE = 64  # bytes: payloads begin at multiples of it
 
 
 @dataclass(frozen=True)
-class Wire:
-    """gather, reduce: codecs of parameters and of gradients, None for numbers as they are.
-    secondary: of the small group."""
+class QuantizedComm:
+    """How parameters and gradients are sent."""
 
     gather: Codec | None = None
+    """Of parameters; None: as they are."""
+
     reduce: Codec | None = None
+    """Of gradients; None: as they are."""
+
     secondary: Communicator | None = None
+    """Of the ranks among which backward gathers; None: all of them."""
 
 
-def speaks(codec: Codec | None, dtype: torch.dtype) -> bool:
+def takes_dtype(codec: Codec | None, dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype go through the codec; others, float64 say, travel as they
     are."""
     return codec is not None and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_wire(*, stage: int, gather_codec: Any, reduce_codec: Any, secondary_group: Any) -> None:
-    """TypeError or ValueError for arguments of ZeroOptimizer that make no sense."""
-    who = "ZeroOptimizer"
-    for name, codec, stages in (
-        ("gather_codec", gather_codec, (3,)),
-        ("reduce_codec", reduce_codec, (1, 2, 3)),
-    ):
-        if codec is None:
-            continue
-        if not isinstance(codec, Int8 | FP8 | BF16):
-            raise TypeError(
-                f"{who}: {name} is {codec!r}; give pyops.comm.Int8(), FP8() or BF16(), or None"
-            )
-        if getattr(codec, "stochastic_rounding", False) and name == "gather_codec":
-            raise ValueError(
-                f"{who}: {name} rounds at random, and gathers of a step must agree; use "
-                f"{type(codec).__name__}()"
-            )
-        if stage not in stages:
-            raise ValueError(
-                f"{who}: {name} has no meaning at stage {stage}; it is for stage "
-                f"{' and '.join(map(str, stages))}"
-            )
-    if secondary_group is None:
-        return
-    if not isinstance(secondary_group, dist.ProcessGroup):
-        raise TypeError(
-            f"{who}: secondary_group is {secondary_group!r}; give the process group of "
-            "this rank's node, or None"
-        )
-    if stage != 3:
-        raise ValueError(
-            f"{who}: secondary_group has no meaning at stage {stage}; it is for stage 3, "
-            "which gathers parameters"
-        )
+def ranks_of(config: ZeroConfig) -> list[int] | None:
+    """The ranks of the secondary group; None without one."""
+    group = config.secondary_group
+    return None if group is None else sorted(dist.get_process_group_ranks(group))
 
 
-def wire_of(
-    gather_codec: Codec | None,
-    reduce_codec: Codec | None,
-    secondary_group: dist.ProcessGroup | None,
-    *,
-    group: dist.ProcessGroup | None,
-) -> Wire:
-    """The wire of checked arguments. A collective; ValueError, on every rank, unless the small
-    groups divide the large one."""
-    mine = (
-        None if secondary_group is None else sorted(dist.get_process_group_ranks(secondary_group))
-    )
-    everyone = gather(mine, group=group)
-    if all(members is None for members in everyone):
-        return Wire(gather_codec, reduce_codec)
-    ranks = (
-        list(range(1))
-        if not dist.is_initialized()
-        else dist.get_process_group_ranks(group or dist.group.WORLD)
-    )
-    of = dict(zip(ranks, everyone, strict=True))
+def quantized_comm_of(
+    config: ZeroConfig, secondary_ranks: Sequence[list[int] | None], *, group: ProcessGroupLike
+) -> QuantizedComm:
+    """The codecs and the secondary group of a checked config.
+
+    Args:
+        config: this rank's.
+        secondary_ranks: the ranks of each rank's secondary group, in the order of `group`.
+        group: all data-parallel ranks.
+
+    Raises:
+        ValueError: on every rank, unless the secondary groups divide `group` evenly.
+    """
+    if all(members is None for members in secondary_ranks):
+        return QuantizedComm(config.gather_codec, config.reduce_codec)
+    everyone = resolve(group, "ZeroOptimizer")
+    ranks = [0] if everyone is None else dist.get_process_group_ranks(everyone)
+    of = dict(zip(ranks, secondary_ranks, strict=True))
     for rank, members in of.items():
         if (
             members is None
@@ -114,17 +84,18 @@ def wire_of(
             or any(of.get(other) != members for other in members)
         ):
             raise ValueError(
-                f"ZeroOptimizer: secondary_group of rank {rank} is {members}; the small "
-                "groups must divide the ranks of "
-                f"`group`, {ranks}, among them: pass the one that each rank is in"
+                f"ZeroOptimizer: secondary_group of rank {rank} is {members}; the secondary groups "
+                f"must divide the ranks of the data-parallel group, {ranks}, among them: pass the "
+                "one that each rank is in"
             )
         if len(members) != len(of[ranks[0]] or ()):
             raise ValueError(
                 f"ZeroOptimizer: secondary_group has {len(members)} ranks on rank {rank} "
-                f"and {len(of[ranks[0]] or ())} on rank "
-                f"{ranks[0]}; the small groups must be equally large"
+                f"and {len(of[ranks[0]] or ())} on rank {ranks[0]}; the secondary groups must be "
+                "equally large"
             )
-    return Wire(gather_codec, reduce_codec, Communicator.of(secondary_group))
+    secondary = Communicator.of(config.secondary_group)
+    return QuantizedComm(config.gather_codec, config.reduce_codec, secondary)
 
 
 class _Decoding(Work):

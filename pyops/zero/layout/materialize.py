@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Initialise",
+    "Initialize",
     "adopt",
     "device_for",
-    "initialise_modules",
-    "materialise_buffers",
+    "initialize_modules",
+    "materialize_buffers",
     "on_meta",
 ]
 
-Initialise = Callable[[nn.Module], None]
+Initialize = Callable[[nn.Module], None]
 
 
 def on_meta(module: nn.Module) -> bool:
@@ -41,16 +41,16 @@ def device_for(model: nn.Module, device: torch.device | str | None) -> torch.dev
     return real[0] if real else torch.device("cpu")
 
 
-def check_initialise(model: nn.Module, initialise: Initialise | None) -> None:
+def check_initialize(model: nn.Module, initialize: Initialize | None) -> None:
     """ValueError for a module on meta that nothing gives values to."""
-    if initialise is not None:
+    if initialize is not None:
         return
     for name, module in model.named_modules():
         if on_meta(module) and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"ZeroOptimizer: {name or 'the model'} ({type(module).__name__}) is on "
                 "the meta device and has no "
-                "reset_parameters(); pass initialise=, a function of a module that fills "
+                "reset_parameters(); pass initialize=, a function of a module that fills "
                 "its own parameters and buffers"
             )
 
@@ -73,17 +73,17 @@ def adopt(parameter: nn.Parameter, view: Tensor) -> None:
         parameter.grad = before.contiguous()
 
 
-def materialise_buffers(module: nn.Module, device: torch.device) -> None:
+def materialize_buffers(module: nn.Module, device: torch.device) -> None:
     """Memory for the module's own buffers on meta."""
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def initialise_modules(modules: Iterable[nn.Module], initialise: Initialise | None) -> None:
+def initialize_modules(modules: Iterable[nn.Module], initialize: Initialize | None) -> None:
     """First values of modules that were on meta and have memory now."""
     for module in modules:
-        if initialise is not None:
-            initialise(module)
+        if initialize is not None:
+            initialize(module)
         else:
-            module.reset_parameters()  # type: ignore[operator]  # check_initialise saw it
+            module.reset_parameters()  # type: ignore[operator]  # check_initialize saw it

@@ -16,7 +16,8 @@ from pyops.comm.compression.eight_bit import FP8, Int8
 from pyops.comm.compression.floats import BF16
 from pyops.comm.compression.one_bit import OneBit
 from pyops.optim import AdamW
-from pyops.zero import ZeroOptimizer
+from pyops.zero import ZeroConfig, ZeroOptimizer
+from tests.zero.making import zero_optimizer
 
 pytestmark = pytest.mark.on_device
 
@@ -49,7 +50,11 @@ def _gathered(
     the first layer."""
     net = model(dtype)
     zero = ZeroOptimizer(
-        net, AdamW, stage=3, group=group, gather_codec=codec, overlap=False, lr=1e-2
+        net,
+        AdamW,
+        ZeroConfig(stage=3, gather_codec=codec, overlap_grad_reduce=False),
+        group=group,
+        lr=1e-2,
     )
     exact = [p.detach().clone() for p in model(dtype)[0].parameters()]
     shard = zero.gathering.units[1].flats[0].shard.clone()
@@ -124,7 +129,11 @@ def _reduced(
     cards beside them)"""
     net = model(torch.float32)
     zero = ZeroOptimizer(
-        net, AdamW, stage=stage, group=group, reduce_codec=codec, bucket_bytes=40_000, lr=1e-2
+        net,
+        AdamW,
+        ZeroConfig(stage=stage, reduce_codec=codec, bucket_bytes=40_000),
+        group=group,
+        lr=1e-2,
     )
     comm = Communicator.of(group)
     net(batch(0, rank)[0]).square().mean().backward()  # whatever is measured the first time
@@ -178,8 +187,8 @@ def _train(
     """(parameters after a few steps, bytes sent in the last step in the group and in the small one,
     bytes of a gather)"""
     net, small = model(dtype), small_group(group, secondary) if secondary else None
-    optimizer = ZeroOptimizer(
-        net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero
+    optimizer = zero_optimizer(
+        net, AdamW, stage=3, secondary_group=small, group=group, lr=3e-3, **zero
     )
     comms = [Communicator.of(group), *([Communicator.of(small)] if small is not None else [])]
     sent: list[int] = []
@@ -203,7 +212,9 @@ def _train(
         )
 
 
-@pytest.mark.parametrize("zero", [{}, {"overlap": False}, {"gather_codec": Int8()}], ids=str)
+@pytest.mark.parametrize(
+    "zero", [{}, {"overlap_grad_reduce": False}, {"gather_codec": Int8()}], ids=str
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_small_group_gathers_for_backward_with_the_same_bits(
     world, zero: dict[str, Any], accumulate: int
@@ -229,8 +240,8 @@ def _loss(rank: int, group: Any, zero: dict[str, Any], secondary: int) -> list[f
         for p in teacher.parameters():
             p.mul_(1.5)
     small = small_group(group, secondary) if secondary else None
-    optimizer = ZeroOptimizer(
-        net, AdamW, stage=3, group=group, secondary_group=small, lr=3e-3, **zero
+    optimizer = zero_optimizer(
+        net, AdamW, stage=3, secondary_group=small, group=group, lr=3e-3, **zero
     )
     losses = []
     for step in range(50):
@@ -257,11 +268,8 @@ def _overflow(rank: int, group: Any) -> bool:
     zero = ZeroOptimizer(
         net,
         AdamW,
-        stage=3,
+        ZeroConfig(stage=3, gather_codec=Int8(), reduce_codec=Int8(), max_grad_norm=1.0),
         group=group,
-        gather_codec=Int8(),
-        reduce_codec=Int8(),
-        max_grad_norm=1.0,
         lr=1e-2,
     )
     with zero.whole_parameters():
@@ -300,7 +308,7 @@ def _refused(rank: int, group: Any, case: str) -> str:
     net = model()
     start = net[0][0].weight.data_ptr()
     try:
-        ZeroOptimizer(net, AdamW, group=group, lr=1e-3, **zero)
+        zero_optimizer(net, AdamW, group=group, lr=1e-3, **zero)
     except (TypeError, ValueError) as error:
         assert net[0][0].weight.data_ptr() == start, "nothing is changed"
         return str(error)
