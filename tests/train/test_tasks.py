@@ -255,7 +255,7 @@ def test_characters_fill_their_images_and_look_like_what_they_are():
 
 def test_copies_differ_a_little_and_stay_the_same(cache):
     task, plain = (
-        make_task(config_of(cache, "digits", **options)) for options in ({"copies": 5}, {})
+        make_task(config_of(cache, "digits", **options)) for options in ({"num_copies": 5}, {})
     )
     assert task.samples == 5 * plain.samples
     inputs, target, _ = task.batch(torch.arange(500))
@@ -276,7 +276,7 @@ def test_copies_differ_a_little_and_stay_the_same(cache):
 def test_copies_of_passages_follow_each_passage_and_have_its_label(cache):
     task, plain = (
         make_task(config_of(cache, "passages", **options))
-        for options in ({"copies": 3, "passages": 40}, {})
+        for options in ({"num_copies": 3, "num_passages": 40}, {})
     )
     config = config_of(cache, "passages")
     every = prepare_passages(
@@ -397,16 +397,16 @@ def test_images_have_the_dtype_of_the_model(cache):
             'data.path is .*/tmp.*, but .* set it to "stdlib"',
         ),
         ("text", {"task": {"kind": "poems"}}, "kind is 'poems'; it must be one of text, digits"),
-        ("text", {"task": {"epochs": -1}}, "epochs is -1; it must be 0 or more"),
-        ("digits", {"task": {"copies": 0}}, "copies is 0; it must be 1 or more"),
+        ("text", {"task": {"num_epochs": -1}}, "num_epochs is -1; it must be 0 or more"),
+        ("digits", {"task": {"num_copies": 0}}, "num_copies is 0; it must be 1 or more"),
         (
             "text",
-            {"task": {"copies": 2}},
+            {"task": {"num_copies": 2}},
             "task.num_copies is 2, but task.kind is 'text', .* set it to 1",
         ),
         (
             "passages",
-            {"task": {"copies": 4096}},
+            {"task": {"num_copies": 4096}},
             "task.num_copies is 4096, but bert.sequence_length is .* set it to that or less",
         ),
     ],
