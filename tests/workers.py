@@ -40,7 +40,7 @@ from torch.multiprocessing import reductions
 from pyops.comm.collectives.communicator import Communicator, release
 from pyops.comm.collectives.probe import Cost
 
-__all__ = ["Outcome", "Pool", "RankError", "spawn_ranks", "world"]
+__all__ = ["Outcome", "Pool", "RankError", "fork_server", "spawn_ranks", "world"]
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_TIMEOUT = 30.0  # seconds; of the workers' process group
@@ -115,7 +115,8 @@ for _cls in (torch.Tensor, torch.nn.Parameter):
     ForkingPickler.register(_cls, _reduce)
 
 
-def _context() -> Any:
+def fork_server() -> Any:
+    """The context of multiprocessing whose processes have imported what ranks use."""
     # The fork server has imported what workers use but started no thread, so a worker is ready in a
     # tenth of a second instead of six. torch imports torch._dynamo at an optimizer's first use,
     # which alone takes two seconds of each process.
@@ -181,7 +182,7 @@ class Pool:
         self.failed = False
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory()
-        context = _context()
+        context = fork_server()
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

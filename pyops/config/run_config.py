@@ -8,6 +8,7 @@ from pathlib import Path
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import ConfigError
 from pyops.config.parallel_config import ParallelConfig
+from pyops.config.sample_rules import check_elastic
 from pyops.config.task_config import KINDS, TaskConfig, check_task
 from pyops.config.training_sections import (
     CommunicationConfig,
@@ -61,7 +62,7 @@ class Config:
             )
         check_task(self.task, data=self.data, vit=self.vit, bert=self.bert)
         if self.elastic.on:
-            self._check_elastic()
+            check_elastic(self)
         self._check_sharing()
         if self.optimizer.layer_decay < 1 and not self.over_samples:
             raise ValueError(
@@ -128,67 +129,6 @@ class Config:
                 f"train.compile is true, but parallel.pp is {pp}, whose stages are not "
                 "compiled; set it to false"
             )
-
-    def _check_elastic(self) -> None:
-        """What doesn't go with [elastic]: what a change of layout does not carry over, or can't."""
-        parallel, carried = self.parallel, "which a change of layout does not carry over"
-        stages = (
-            f"{parallel.schedule!r}, which has {parallel.num_stages} stages on {parallel.pp} "
-            "ranks, but ranks are halved"
-        )
-        problems = (
-            (
-                "zero.stage",
-                self.zero.stage > 0,
-                f"{self.zero.stage}: it shares out states, {carried}",
-                "0",
-            ),
-            (
-                "recompute.offload",
-                self.recompute.offload != "none",
-                f"{self.recompute.offload!r}, {carried}",
-                '"none"',
-            ),
-            ("parallel.tp", parallel.tp > 1, f"{parallel.tp}: it cuts layers, {carried}", "1"),
-            (
-                "parallel.schedule",
-                parallel.num_stages != parallel.pp,
-                stages,
-                '"1f1b", and parallel.v to 1',
-            ),
-            (
-                "model.tied_head",
-                self.task.kind == "text" and self.model.tied_head,
-                "true: the head goes on training, but has the weights of the embedding, "
-                "which is frozen",
-                "false",
-            ),
-            (
-                "train.compile",
-                self.train.compile,
-                "true: each change of layout would compile anew",
-                "false",
-            ),
-            (
-                "optimizer.name",
-                self.optimizer.communicates,
-                f"{self.optimizer.name!r}: it keeps errors, {carried}",
-                '"adamw"',
-            ),
-            (
-                "communication.codec",
-                self.communication.codec != "none",
-                f"{self.communication.codec!r}, {carried}",
-                '"none"',
-            ),
-        )
-        for key, wrong, text, fix in problems:
-            if wrong:
-                raise ValueError(
-                    f"elastic.freeze is {self.elastic.freeze!r}, but {key} is {text}; "
-                    f"set {key} to {fix}, or elastic.freeze to "
-                    '"none"'
-                )
 
     @property
     def num_blocks(self) -> int:

@@ -3,11 +3,11 @@ sharing, recomputing, steps."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from pyops.comm.compression.names import parse
 from pyops.config.config_error import require
+from pyops.optim.lr_scheduler import cosine_ratio
 from pyops.precision import PRECISIONS
 
 __all__ = [
@@ -90,11 +90,12 @@ class OptimizerConfig:
         """The learning rate of step 0, 1, ..., num_steps - 1, or of what lies between two."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
-        return self.lr * (
-            self.final_lr_ratio
-            + (1 - self.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+        ratio = cosine_ratio(
+            step - self.warmup_steps,
+            steps=num_steps - self.warmup_steps,
+            final=self.final_lr_ratio,
         )
+        return self.lr * ratio
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def warmup_ratio(step: int, *, steps: int, kind: str = "linear") -> float:
     return (step + 1) / steps if kind == "linear" else math.log(step + 2) / math.log(steps + 1)
 
 
-def cosine_ratio(step: int, *, steps: int, final: float = 0.0) -> float:
+def cosine_ratio(step: float, *, steps: int, final: float = 0.0) -> float:
     """Half a cosine from 1 at step 0 to `final` at step `steps`, where it stays."""
     progress = min(1.0, step / max(1, steps))
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -8,7 +8,6 @@ frozen.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import nn
 from pyops.checkpoint import load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config, ConfigError
+from pyops.config.sample_rules import check_samples
 from pyops.config.task_config import KINDS
 from pyops.elastic import (
     Elastic,
@@ -69,7 +69,7 @@ class SampleTraining(Training):
         Raises:
             ConfigError: On every rank alike, for what the user can put right.
         """
-        _check(config)
+        check_samples(config)
         self.config, self.device = config, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.task = make_task(config)
@@ -468,40 +468,3 @@ class SampleTraining(Training):
 def _layers(model: Any) -> list[nn.Module]:
     found: list[nn.Module] = model.layers()
     return found
-
-
-def _check(config: Config) -> None:
-    """ConfigError for what a run over samples has not."""
-    kind, parallel = config.task.kind, config.parallel
-    problems: tuple[tuple[str, Any, Any], ...] = (
-        ("zero.stage", config.zero.stage, 0),
-        ("parallel.tp", parallel.tp, 1),
-        ("parallel.num_microbatches", parallel.num_microbatches, 0),
-        ("parallel.recompute", parallel.recompute, "never"),
-        ("train.compile", config.train.compile, False),
-        ("train.micro_batch", config.train.micro_batch, 0),
-        ("recompute.modules", config.recompute.modules, ()),
-        ("communication.codec", config.communication.codec, "none"),
-    )
-    for key, value, wanted in problems:
-        if value != wanted:
-            raise ConfigError(
-                f"{key} is {json.dumps(value)}, which task.kind {kind!r} with numbered "
-                "samples has not; set it to "
-                f"{json.dumps(wanted)}"
-            )
-    if parallel.schedule not in ("1f1b", "gpipe"):
-        raise ConfigError(
-            f"parallel.schedule is {parallel.schedule!r}; with task.kind {kind!r} set it "
-            "to 1f1b or gpipe"
-        )
-    if config.optimizer.communicates:
-        raise ConfigError(
-            f"optimizer.name is {config.optimizer.name!r}, which communicates; with "
-            f"task.kind {kind!r} set adamw"
-        )
-    if PRECISIONS[config.precision.dtype].scaled:
-        raise ConfigError(
-            f"precision.dtype is {config.precision.dtype!r}; with task.kind {kind!r} set "
-            "fp32 or bf16"
-        )

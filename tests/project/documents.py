@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.workers import ROOT, _context
+from tests.workers import ROOT, fork_server
 
 __all__ = [
     "Blocks",
@@ -224,7 +224,7 @@ class Ranks:
     them alone."""
 
     def __init__(self, size: int) -> None:
-        context = _context()
+        context = fork_server()
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

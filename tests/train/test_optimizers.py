@@ -60,18 +60,18 @@ def test_it_learns_alone(tmp_path, device, name):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", LOCAL)
-def test_ranks_do_not_change_it(world, tmp_path, name):
+def test_ranks_do_not_change_it(world, tmp_path, name, reference):
     one, two = of(tmp_path, "cpu", name, name="one"), of(tmp_path, "cpu", name, name="two")
-    train(one)
+    one = reference(one)
     world(2).run(train_on_rank, two)
     assert same(losses(one), losses(two), within=1e-4)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("name", ONE_BIT)
-def test_one_bit_optimizers_on_ranks(world, tmp_path, name):
+def test_one_bit_optimizers_on_ranks(world, tmp_path, name, reference):
     plain, config = of(tmp_path, "cpu", "adamw"), of(tmp_path, "cpu", name)
-    world(2).run(train_on_rank, plain)
+    plain = reference(plain, ranks=2)
     world(2).run(train_on_rank, config)
     ours = losses(config)
     assert ours[-1] < ours[0] - 0.8
@@ -89,12 +89,12 @@ def test_one_bit_optimizers_on_ranks(world, tmp_path, name):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("codec", ["bf16", "int8", "onebit"])
-def test_codecs_on_ranks(world, tmp_path, codec):
+def test_codecs_on_ranks(world, tmp_path, codec, reference):
     plain, config = (
         config_of(tmp_path, "cpu", name="plain"),
         config_of(tmp_path, "cpu", name=codec, codec=codec),
     )
-    world(2).run(train_on_rank, plain)
+    plain = reference(plain, ranks=2)
     world(2).run(train_on_rank, config)
     assert losses(config) != losses(plain), "nothing was compressed"
     assert losses(config)[-1] == pytest.approx(
@@ -112,7 +112,7 @@ def test_codecs_on_ranks(world, tmp_path, codec):
     [("adamw", "onebit"), ("adafactor", "none"), *((name, "none") for name in ONE_BIT)],
 )
 @pytest.mark.parametrize("stop", ["before", "after"])
-def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
+def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop, reference):
     """Stopped in step 7: with the switch at step 5 or 10. Phase, schedule and errors are part of
     the checkpoint."""
     straight = of(tmp_path, "cpu", name, name="straight", codec=codec)
@@ -122,7 +122,7 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
         )
         straight = dataclasses.replace(straight, optimizer=warmup)
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     first, _ = world(2).run(train_and_stop_rank_1, broken)
     assert 7 < first.steps < 10
     world(2).run(train_on_rank, broken, True)
@@ -136,14 +136,14 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, name, codec, stop):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("name", "codec"), [("adamw", "int8"), ("onebit_adam", "none")])
-def test_errors_of_two_ranks_resume_on_one(world, tmp_path, name, codec):
+def test_errors_of_two_ranks_resume_on_one(world, tmp_path, name, codec, reference):
     straight = of(tmp_path, "cpu", name, name="straight", codec=codec)
     if name in COMMUNICATING:
         straight = dataclasses.replace(
             straight, optimizer=dataclasses.replace(straight.optimizer, compression_warmup_steps=4)
         )
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     world(2).run(train_and_stop_rank_1, broken)
     train(broken, resume=True)
     assert losses(broken)[-1] == pytest.approx(losses(straight)[-1], abs=0.3)

@@ -10,7 +10,6 @@ import torch
 
 from pyops.checkpoint import load
 from pyops.config import Config, ConfigError, OptimizerConfig, ParallelConfig, ZeroConfig
-from pyops.train import train
 from tests.train.test_resume import train_and_stop_rank_1
 from tests.train.tiny_run import STEPS, config_of, losses, norms, same, train_on_rank
 
@@ -34,11 +33,11 @@ def final_model(config: Config) -> dict[str, torch.Tensor]:
     [(2, 2, 0, False), (4, 2, 1, True), (4, 2, 2, False), (4, 2, 3, True)],
 )
 def test_neither_losses_nor_norms_nor_weights_change(
-    world, tmp_path, ranks, tp, stage, sequence_parallel
+    world, tmp_path, ranks, tp, stage, sequence_parallel, reference
 ):
     plain = config_of(tmp_path, "cpu", name="plain", dropout=0.1, micro_batch=2)
     config = cut(plain, "cut", tp=tp, stage=stage, sequence_parallel=sequence_parallel)
-    train(plain)
+    plain = reference(plain)
     outcomes = world(ranks).run(train_on_rank, config)
     assert [outcome.steps for outcome in outcomes] == [STEPS] * ranks, outcomes
     assert same(losses(config), losses(plain))
@@ -56,9 +55,9 @@ def test_neither_losses_nor_norms_nor_weights_change(
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 2, 0), (1, 1, 0)), ((2, 1, 0), (2, 2, 1)), ((4, 2, 2), (2, 1, 3))]
 )
-def test_a_checkpoint_of_one_layout_goes_on_in_another(world, tmp_path, before, after):
+def test_a_checkpoint_of_one_layout_goes_on_in_another(world, tmp_path, before, after, reference):
     straight = config_of(tmp_path, "cpu", name="straight")
-    train(straight)
+    straight = reference(straight)
     ranks, tp, stage = before
     broken = cut(straight, "broken", tp=tp, stage=stage)
     world(ranks).run(train_and_stop_rank_1, broken)

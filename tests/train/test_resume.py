@@ -17,10 +17,10 @@ from tests.train.tiny_run import STEPS, config_of, losses, same, stop_before, tr
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precision):
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, device, monkeypatch, precision, reference):
     straight = config_of(tmp_path, device, name="straight", dropout=0.2, precision=precision)
     broken = config_of(tmp_path, device, name="broken", dropout=0.2, precision=precision)
-    train(straight)
+    straight = reference(straight)
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         stop_before(patch, 7)
@@ -66,12 +66,12 @@ def test_random_numbers_continue_too(tmp_path, device, monkeypatch):
     assert drawn == [torch.rand((), device=device).item() for _ in range(10)]
 
 
-def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch):
+def test_steps_after_the_checkpoint_are_done_again(tmp_path, device, monkeypatch, reference):
     """Killed at step 9, the last checkpoint from step 5: rows 5 to 8 are dropped, and come out the
     same."""
     straight = config_of(tmp_path, device, name="straight", checkpoint_every=5)
     broken = config_of(tmp_path, device, name="broken", checkpoint_every=5)
-    train(straight)
+    straight = reference(straight)
     inner = TextTraining.train_step
 
     def dying(self: TextTraining, *, stop: bool = False) -> Any:
@@ -96,10 +96,10 @@ def train_and_stop_rank_1(rank: int, group: object, config: Config) -> Any:
 
 
 @pytest.mark.cpu_only
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(world, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(world, tmp_path, reference):
     straight = config_of(tmp_path, "cpu", name="straight", dropout=0.2)
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     first, second = world(2).run(train_and_stop_rank_1, broken)
     assert first.steps == second.steps
     assert 7 < first.steps < 10
@@ -109,10 +109,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(world, tmp_path):
 
 
 @pytest.mark.cpu_only
-def test_a_run_of_two_ranks_resumes_on_one(world, tmp_path):
+def test_a_run_of_two_ranks_resumes_on_one(world, tmp_path, reference):
     straight = config_of(tmp_path, "cpu", name="straight")
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     world(2).run(train_and_stop_rank_1, broken)
     train(broken, resume=True)
     assert same(losses(broken), losses(straight))

@@ -109,10 +109,10 @@ def test_what_a_run_leaves(tmp_path, device, capsys):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("num_ranks", "dropout"), [(2, 0.0), (2, 0.2), (4, 0.2)])
-def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout):
+def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout, reference):
     one = config_of(tmp_path, "cpu", name="one", dropout=dropout)
     many = dataclasses.replace(one, name="many")
-    train(one)
+    one = reference(one)
     outcomes = world(num_ranks).run(train_on_rank, many)
     assert losses(one)[0] - losses(one)[-1] > 0.5, "it learns nothing, so this shows nothing"
     assert same(losses(one), losses(many))
@@ -121,18 +121,19 @@ def test_ranks_do_not_change_the_losses(world, tmp_path, num_ranks, dropout):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_micro_batches_do_not_change_the_losses(tmp_path, device, micro_batch):
+def test_micro_batches_do_not_change_the_losses(tmp_path, device, micro_batch, reference):
     whole = config_of(tmp_path, device, name="whole", dropout=0.2)
     parts = config_of(tmp_path, device, name="parts", dropout=0.2, micro_batch=micro_batch)
-    train(whole), train(parts)
+    whole = reference(whole)
+    train(parts)
     assert same(losses(whole), losses(parts))
     assert norms(whole) == pytest.approx(norms(parts), rel=1e-4)
 
 
 @pytest.mark.cpu_only
-def test_micro_batches_on_ranks(world, tmp_path):
+def test_micro_batches_on_ranks(world, tmp_path, reference):
     one = config_of(tmp_path, "cpu", name="one")
-    train(one)
+    one = reference(one)
     many = config_of(tmp_path, "cpu", name="many", micro_batch=2)
     world(2).run(train_on_rank, many)
     assert same(losses(one), losses(many))

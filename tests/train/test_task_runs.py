@@ -36,15 +36,6 @@ pytestmark = pytest.mark.cpu_only
 EPOCHS, STEPS = 4, 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are small: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config_of(
     folder: Path, *, name: str = "run", freeze: str = "bound", pp: int = 1, **elastic: Any
 ) -> Config:
@@ -101,7 +92,7 @@ def same_states(ours: dict[str, Any], theirs: dict[str, Any], *, within: float) 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, one_thread) -> Config:
+def alone(tmp_path_factory) -> Config:
     config = config_of(tmp_path_factory.mktemp("alone"), name="alone", cache="off")
     outcome = train(config)
     assert outcome.steps == EPOCHS * STEPS

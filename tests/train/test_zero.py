@@ -30,11 +30,11 @@ def final_model(config: Config) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision):
+def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision, reference):
     given: dict[str, Any] = {"precision": precision, "dropout": 0.1, "micro_batch": 2}
     plain = config_of(tmp_path, "cpu", name="plain", **given)
     config = config_of(tmp_path, "cpu", name="zero", stage=stage, **given)
-    world(2).run(train_on_rank, plain)
+    plain = reference(plain, ranks=2)
     outcomes = world(2).run(train_on_rank, config)
     assert outcomes[0].steps == STEPS
     assert same(losses(config), losses(plain), within=1e-5 if precision == "fp32" else 2e-2)
@@ -44,21 +44,21 @@ def test_the_stage_does_not_change_the_losses(world, tmp_path, stage, precision)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_alone_too(tmp_path, device, stage):
+def test_alone_too(tmp_path, device, stage, reference):
     plain, config = (
         config_of(tmp_path, device, name="plain"),
         config_of(tmp_path, device, name="zero", stage=stage),
     )
-    train(plain)
+    plain = reference(plain)
     train(config)
     assert same(losses(config), losses(plain))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage):
+def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage, reference):
     straight = config_of(tmp_path, "cpu", name="straight", stage=stage)
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     first, _ = world(2).run(train_and_stop_rank_1, broken)
     assert 7 < first.steps < STEPS
     world(2).run(train_on_rank, broken, True)
@@ -70,13 +70,13 @@ def test_a_stopped_run_resumes_bit_for_bit(world, tmp_path, stage):
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where):
+def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where, reference):
     straight = config_of(tmp_path, "cpu", name="straight", stage=2)
     folder = tmp_path / "states"
     folder.mkdir()
     zero = ZeroConfig(2, offload="cpu" if where == "cpu" else str(folder))
     broken = dataclasses.replace(straight, name="broken", zero=zero)
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     world(2).run(train_and_stop_rank_1, broken)
     world(2).run(train_on_rank, broken, True)
     assert losses(broken) == losses(straight)
@@ -86,34 +86,34 @@ def test_states_elsewhere_give_the_same_bits_and_resume(world, tmp_path, where):
 @pytest.mark.parametrize(
     ("before", "after", "ranks"), [(0, 3, 2), (3, 0, 2), (2, 1, 3), (1, 3, 1), (3, 2, 1)]
 )
-def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after, ranks):
+def test_another_stage_and_number_of_ranks_go_on(world, tmp_path, before, after, ranks, reference):
     straight = config_of(tmp_path, "cpu", name="straight", batch=6)
     broken = dataclasses.replace(straight, name="broken", zero=ZeroConfig(before))
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     world(2).run(train_and_stop_rank_1, broken)
     world(ranks).run(train_on_rank, dataclasses.replace(broken, zero=ZeroConfig(after)), True)
     assert same(losses(broken), losses(straight))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage):
+def test_recomputed_blocks_give_the_same_bits(world, tmp_path, stage, reference):
     plain = config_of(tmp_path, "cpu", name="plain", dropout=0.1, stage=stage)
     config = config_of(
         tmp_path, "cpu", name="again", dropout=0.1, stage=stage, recompute=("blocks.*",)
     )
-    world(2).run(train_on_rank, plain)
+    plain = reference(plain, ranks=2)
     world(2).run(train_on_rank, config)
     assert losses(config) == losses(plain)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_fp16_with_a_loss_scale(world, tmp_path, stage):
+def test_fp16_with_a_loss_scale(world, tmp_path, stage, reference):
     """The scale begins where gradients overflow, comes down, and the run then goes as in fp32."""
     plain = config_of(tmp_path, "cpu", name="plain", num_steps=30)
     options = {"initial_scale": 2.0**20, "hysteresis": 1, "scale_window": 9}
     config = config_of(tmp_path, "cpu", name="half", stage=stage, num_steps=30)
     config = dataclasses.replace(config, precision=PrecisionConfig("fp16", **options))
-    world(2).run(train_on_rank, plain)
+    plain = reference(plain, ranks=2)
     world(2).run(train_on_rank, config)
     rows = read_rows(config.folder / "metrics.jsonl")
     scale = LossScale(initial=2.0**20, hysteresis=1, window=9)
@@ -128,14 +128,14 @@ def test_fp16_with_a_loss_scale(world, tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_fp16_run_resumes_bit_for_bit(world, tmp_path, stage):
+def test_an_fp16_run_resumes_bit_for_bit(world, tmp_path, stage, reference):
     straight = config_of(tmp_path, "cpu", name="straight", stage=stage)
     straight = dataclasses.replace(
         straight,
         precision=PrecisionConfig("fp16", initial_scale=2.0**24, hysteresis=1, scale_window=4),
     )
     broken = dataclasses.replace(straight, name="broken")
-    world(2).run(train_on_rank, straight)
+    straight = reference(straight, ranks=2)
     world(2).run(train_and_stop_rank_1, broken)
     world(2).run(train_on_rank, broken, True)
     assert losses(broken) == losses(straight)

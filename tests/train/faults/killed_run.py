@@ -1,8 +1,8 @@
-"""`pyops train` with a rank that is killed once: python killed_run.py CONFIG.toml FOLDER WHERE
-STEP, under torchrun.
+"""A run with a rank that is killed once: python killed_run.py CONFIG.toml WHERE STEP, under
+torchrun, or `train_and_die` on a rank of a test.
 
-WHERE   "step": before its forward; "gather": when stage 3 has asked for a block's parameters; "save": when a file of the first
-        checkpoint after that step is half written
+WHERE   "step": before its forward; "gather": when stage 3 has asked for a block's parameters;
+        "save": when a file of the first checkpoint after that step is half written
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pyops.checkpoint import writing
-from pyops.config import load_config
+from pyops.config import Config, load_config
 from pyops.train import TextTraining, train
 from pyops.zero.hooks.unshard_hooks import UnshardHooks
 
@@ -26,14 +26,10 @@ def die(marker: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    config_path, folder, where, step = (
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        sys.argv[3],
-        int(sys.argv[4]),
-    )
-    marker, now = folder / "killed", {"step": -1}
+def train_and_die(rank: int, group: object, config: Config, where: str, step: int) -> Any:
+    """Train; rank 1 is killed at the first time that it comes there."""
+    os.environ["RANK"] = str(rank)
+    marker, now = Path(config.train.folder) / "killed", {"step": -1}
     inner_step, inner_need = TextTraining.train_step, UnshardHooks._start
     inner_write = writing.write_tensors
 
@@ -57,7 +53,12 @@ def main() -> None:
     TextTraining.train_step = train_step  # type: ignore[method-assign]
     UnshardHooks._start = start  # type: ignore[method-assign]
     writing.write_tensors = write
-    train(load_config(config_path), resume=True)
+    return train(config, resume=True)
+
+
+def main() -> None:
+    path, where, step = sys.argv[1:]
+    train_and_die(int(os.environ["RANK"]), None, load_config(path), where, int(step))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from pyops.checkpoint import load
+from pyops.checkpoint import Checkpoints, load
 from pyops.comm.failure import CommunicationError
 from pyops.config import Config
 from pyops.train import text_training, train
-from tests.train.tiny_run import STEPS, config_of, losses, same
+from tests.train.faults.killed_run import train_and_die
+from tests.train.tiny_run import STEPS, config_of, losses, same, train_on_rank
 from tests.workers import spawn_ranks
 
 pytestmark = pytest.mark.cpu_only
@@ -51,43 +52,15 @@ def _value(value: object) -> str:
     return repr(value)
 
 
-@pytest.mark.parametrize(("where", "stage"), [("step", 2), ("gather", 3), ("save", 3)])
-def test_a_killed_rank(tmp_path, where, stage):
+def broken_and_straight(folder: Path, stage: int, reference: Any) -> tuple[Config, Config]:
     given = {"stage": stage, "checkpoint_every": 5, "num_checkpoints": 3}
-    straight, broken = (
-        config_of(tmp_path, "cpu", name=name, **given) for name in ("straight", "broken")
-    )
-    train(straight)
-    (tmp_path / "run.toml").write_text(as_toml(broken))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
-    command += [
-        str(Path(__file__).with_name("killed_run.py")),
-        str(tmp_path / "run.toml"),
-        str(tmp_path),
-        where,
-        "12",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    assert (tmp_path / "killed").exists(), "no rank was killed"
-    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
-    assert len(resumed) == 1, told
-    assert int(resumed[0]) in (5, 10), (
-        "10 may not have been whole yet, it is written in the background"
-    )
+    broken = config_of(folder, "cpu", name="broken", **given)
+    return broken, reference(dataclasses.replace(broken, name="straight"))
+
+
+def check_resumed(broken: Config, straight: Config) -> None:
+    """The run that went on is as if no rank had been killed."""
+    assert (broken.folder.parent / "killed").exists(), "no rank was killed"
     assert same(losses(broken), losses(straight)), "not as without the fault"
     whole = [
         load(broken.folder / "checkpoints" / f"step-{step:08}")[0]["step"]
@@ -95,6 +68,43 @@ def test_a_killed_rank(tmp_path, where, stage):
     ]
     assert whole == [10, 15, STEPS]
     assert not list((broken.folder / "checkpoints").glob("*.tmp"))
+
+
+def test_torchrun_starts_a_killed_rank_again(tmp_path, reference):
+    broken, straight = broken_and_straight(tmp_path, 2, reference)
+    (tmp_path / "run.toml").write_text(as_toml(broken))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("killed_run.py")
+    command = [
+        *(sys.executable, *torchrun, "--max-restarts", "1"),
+        *(str(script), str(tmp_path / "run.toml"), "step", "12"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    resumed = re.findall(r"resumed from \S*step-(\d+)", told)
+    assert len(resumed) == 1, told
+    assert int(resumed[0]) in (5, 10), (
+        "10 may not have been whole yet, it is written in the background"
+    )
+    check_resumed(broken, straight)
+
+
+@pytest.mark.parametrize("where", ["gather", "save"])
+def test_a_killed_rank(world, tmp_path, reference, where):
+    broken, straight = broken_and_straight(tmp_path, 3, reference)
+    first, second = spawn_ranks(2, train_and_die, broken, where, 12, group_timeout=10)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.error is not None
+    assert "CommunicationError" in first.error
+    latest = Checkpoints(broken.folder / "checkpoints").latest()
+    assert latest is not None
+    assert latest.name in ("step-00000005", "step-00000010")
+    world(2).run(train_on_rank, broken, True)
+    check_resumed(broken, straight)
 
 
 def _killed_before_losses_are_summed(rank: int, group: Any, config: Config) -> str:

@@ -9,17 +9,22 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from pyops.cli import main
 from pyops.config import Config, ZeroConfig
 from pyops.config.parallel_config import ParallelConfig
 from pyops.train import train
 from pyops.train.report.metrics import read_rows
 from tests.train.faults.test_faults import ROOT, as_toml
 from tests.train.tiny_run import STEPS, config_of, losses, same
+from tests.workers import fork_server
 
 pytestmark = pytest.mark.cpu_only
 
@@ -46,7 +51,36 @@ def start(folder: Path, name: str, *command: str, **environment: str) -> subproc
         )
 
 
-def ends(processes: list[subprocess.Popen[bytes]], folder: Path) -> tuple[list[int], str]:
+class Rank:
+    """`pyops train run.toml` in a process that the tests' fork server starts, which has imported
+    pyops already."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        log = folder / f"said-by-{environment['RANK']}"
+        given = (str(folder), str(log), {"OMP_NUM_THREADS": "1", **environment})
+        self._process = fork_server().Process(target=_main, args=given)
+        self._process.start()
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit code."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _main(folder: str, log: str, environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(["train", "run.toml"]))
+
+
+def ends(processes: Sequence[Any], folder: Path) -> tuple[list[int], str]:
     """Exit codes, and what was said."""
     try:
         codes = [each.wait(timeout=300) for each in processes]
@@ -138,23 +172,8 @@ def test_a_rank_that_is_not_needed_waits(tmp_path, straight):
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    codes, told = ends(
-        [
-            start(
-                tmp_path,
-                str(rank),
-                "-m",
-                "pyops",
-                "train",
-                "run.toml",
-                RANK=str(rank),
-                WORLD_SIZE="3",
-                **where,
-            )
-            for rank in range(3)
-        ],
-        tmp_path,
-    )
+    ranks = [Rank(tmp_path, RANK=str(rank), WORLD_SIZE="3", **where) for rank in range(3)]
+    codes, told = ends(ranks, tmp_path)
     assert codes == [0, 0, 0], told
     assert (
         "tp 1 x pp 1 x dp 2: as asked for; 1 of 3 ranks waits, as 3 models can't share a batch of 8"

@@ -1,0 +1,109 @@
+"""What a run over numbered samples, and one that freezes layers, does not go with.
+
+| | over samples | with elastic.freeze |
+|---|---|---|
+| states, layers or gradients that are shared out or compressed, compiled models | refused | refused |
+| micro-batches, recomputing, fp16, other schedules | refused when the run begins | not judged |
+| a head that has the embedding's weights, stages that ranks have several of | not judged | refused |
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pyops.config.config_error import ConfigError
+from pyops.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from pyops.config.run_config import Config
+
+__all__ = ["check_elastic", "check_samples"]
+
+LAYOUT = "which a change of layout does not carry over"
+SCHEDULES = ("1f1b", "gpipe")
+
+
+def _shared_rules(config: Config) -> tuple[tuple[str, Any, Any, str], ...]:
+    """(key, its value, the value that is taken, why a run that freezes layers takes no other)."""
+    optimizer = config.optimizer
+    return (
+        ("zero.stage", config.zero.stage, 0, f": it shares out states, {LAYOUT}"),
+        ("parallel.tp", config.parallel.tp, 1, f": it cuts layers, {LAYOUT}"),
+        (
+            "train.compile",
+            config.train.compile,
+            False,
+            ": each change of layout would compile anew",
+        ),
+        (
+            "optimizer.name",
+            optimizer.name,
+            "adamw" if optimizer.communicates else optimizer.name,
+            f": it communicates, and keeps errors, {LAYOUT}",
+        ),
+        ("communication.codec", config.communication.codec, "none", f", {LAYOUT}"),
+    )
+
+
+def check_samples(config: Config) -> None:
+    """Refuse what a run over numbered samples does not have; to be called with the layout that the
+    ranks were given.
+
+    Raises:
+        ConfigError: An option has another value than such a run takes.
+    """
+    parallel, dtype = config.parallel, config.precision.dtype
+    rules = [
+        *((key, value, taken) for key, value, taken, _ in _shared_rules(config)),
+        ("parallel.num_microbatches", parallel.num_microbatches, 0),
+        ("parallel.recompute", parallel.recompute, "never"),
+        (
+            "parallel.schedule",
+            parallel.schedule,
+            parallel.schedule if parallel.schedule in SCHEDULES else SCHEDULES[0],
+        ),
+        ("train.micro_batch", config.train.micro_batch, 0),
+        ("recompute.modules", config.recompute.modules, ()),
+        ("precision.dtype", dtype, "bf16" if PRECISIONS[dtype].scaled else dtype),
+    ]
+    for key, value, taken in rules:
+        if value != taken:
+            raise ConfigError(
+                f"{key} is {json.dumps(value)}, which a run over numbered samples (task.kind "
+                f"{config.task.kind!r}) does not have; set it to {json.dumps(taken)}"
+            )
+
+
+def check_elastic(config: Config) -> None:
+    """Refuse what a run that freezes layers does not go with.
+
+    Raises:
+        ValueError: An option has another value than such a run takes.
+    """
+    parallel, tied = config.parallel, config.task.kind == "text" and config.model.tied_head
+    several = parallel.num_stages != parallel.pp
+    rules = [
+        *_shared_rules(config),
+        ("recompute.offload", config.recompute.offload, "none", f", {LAYOUT}"),
+        (
+            "parallel.schedule",
+            parallel.schedule,
+            "1f1b" if several else parallel.schedule,
+            f", which has {parallel.num_stages} stages on {parallel.pp} ranks, but ranks are "
+            "halved; leave parallel.v at 1",
+        ),
+        (
+            "model.tied_head",
+            tied,
+            False,
+            ": the head goes on training, but has the weights of the embedding, which is frozen",
+        ),
+    ]
+    for key, value, taken, why in rules:
+        if value != taken:
+            shown = repr(value) if isinstance(value, str) else json.dumps(value)
+            raise ValueError(
+                f"elastic.freeze is {config.elastic.freeze!r}, but {key} is {shown}{why}; set "
+                f'{key} to {json.dumps(taken)}, or elastic.freeze to "none"'
+            )
