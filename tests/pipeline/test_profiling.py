@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyops.comm.agreement import gather
 from pyops.deferred import is_marked
 from pyops.pipeline import Costs, LayerCosts, Profile, balance, profile, schedule, simulate, skip
-from pyops.pipeline.runtime import execute
+from pyops.pipeline.runtime import executor
 
 pytestmark = pytest.mark.cpu_only
 
@@ -145,7 +145,7 @@ class Takes(nn.Module):
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, rounds: int):
     clock = Clock()
-    monkeypatch.setattr(execute, "time", clock)
+    monkeypatch.setattr(executor, "time", clock)
     layers = [Takes(clock, 1, 2, 4), Takes(clock, 8, 16, 32), Takes(clock, 64, 128, 256)]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from functools import cache
 
 from pyops.pipeline.partition.balance import places
 from pyops.pipeline.partition.layer_costs import Profile
-from pyops.pipeline.partition.plan import Levels, Plan, PlannedStage, check_levels, ring
+from pyops.pipeline.partition.pipeline_plan import Levels, Plan, PlannedStage, check_levels, ring
 
 __all__ = ["plan_pipedream"]
 

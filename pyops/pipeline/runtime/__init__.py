@@ -3,10 +3,10 @@
 | file | what it does |
 |---|---|
 | pipeline.py | Pipeline: what users call |
-| agreed.py, microbatch.py | what the ranks agree on; how a batch is cut |
-| execute.py, stage.py | the actions of a rank, in order; forward and backward of a stage |
+| setup_agreement.py, microbatch.py | what the ranks agree on; how a batch is cut |
+| executor.py, stage.py | the actions of a rank, in order; forward and backward of a stage |
 | tied.py, batch_norm.py, skips.py | tied weights, batch statistics, skip connections between stages
 |
-| versions.py, stepping.py, stream.py | asynchronous schedules: weight versions and optimizer steps
+| weight_versions.py, stage_optimizer.py, async_steps.py | asynchronous schedules: weight versions and optimizer steps
 within the schedule |
 """

@@ -29,13 +29,13 @@ from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError, PeerError, lost_peer
 from pyops.flat import InPlace
 from pyops.mesh import check_initialized
-from pyops.pipeline.runtime.agreed import agreed, raise_together
+from pyops.pipeline.runtime.async_steps import Stream
 from pyops.pipeline.runtime.batch_norm import Statistics
-from pyops.pipeline.runtime.execute import Feed, Runner, timeline_of
+from pyops.pipeline.runtime.executor import Feed, Runner, timeline_of
 from pyops.pipeline.runtime.microbatch import cut, portions, rows_of
+from pyops.pipeline.runtime.setup_agreement import agreed, raise_together
 from pyops.pipeline.runtime.stage import Loss, Stage, named_arguments
-from pyops.pipeline.runtime.stepping import MakeOptimizer, Remedies
-from pyops.pipeline.runtime.stream import Stream
+from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, Remedies
 from pyops.pipeline.runtime.tied import Ties, tied_names
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.orders import Orders

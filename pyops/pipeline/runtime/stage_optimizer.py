@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyops.pipeline.runtime.stage import Stage
-from pyops.pipeline.runtime.versions import Corrected, Stashed, Versions
+from pyops.pipeline.runtime.weight_versions import Corrected, Stashed, Versions
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
 
@@ -37,7 +37,7 @@ class Remedies:
         by delay ** (1 - min(k / anneal, 1)); by nothing where delay is less than 1. 0: none.
     decay: T2, for schedules of weights "newest": backward meets an estimate of the weights that
     forward met, see
-        `pyops.pipeline.runtime.versions.Corrected`; the paper has exp(-2). None: the newest weights as they are.
+        `pyops.pipeline.runtime.weight_versions.Corrected`; the paper has exp(-2). None: the newest weights as they are.
     synchronous: T3: so many calls of `step` at the beginning have no micro-batch under way during a
     step; math.inf: all.
         Steps of theirs don't count for anneal.

@@ -28,7 +28,7 @@ from pyops.comm.agreement import gather
 from pyops.comm.failure import PeerError
 from pyops.pipeline.runtime.skips import Passed
 from pyops.pipeline.runtime.stage import Stage, detached, tensors_of
-from pyops.pipeline.runtime.stepping import Stepping
+from pyops.pipeline.runtime.stage_optimizer import Stepping
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.orders import Orders, Transfer
 from pyops.pipeline.schedules.schedule import Schedule

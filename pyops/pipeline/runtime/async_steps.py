@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from pyops.comm.agreement import agree
 from pyops.pipeline.runtime.microbatch import portions
 from pyops.pipeline.runtime.stage import Stage
-from pyops.pipeline.runtime.stepping import MakeOptimizer, Remedies, Stepping
+from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, Remedies, Stepping
 from pyops.pipeline.schedules.asynchronous import step_groups, synchronous
 from pyops.pipeline.schedules.schedule import Schedule
 
