@@ -24,7 +24,7 @@ from benchmarks.bench_data_parallel import LAYERS, LENGTH, VOCABULARY, WIDTH, Mo
 from benchmarks.harness import Case, Row
 from benchmarks.ranks import measure_on_ranks
 from pyops.pipeline import Costs, Pipeline, Schedule, profile, schedule, simulate
-from pyops.pipeline.transport.channel import Incoming
+from pyops.pipeline.transport.channel import ReceiveChannel
 
 __all__ = ["run"]
 
@@ -342,7 +342,7 @@ def _slow(part: float, *, device: torch.device) -> Case:
             [Sleeps() for _ in range(SLOW)], made, nn.functional.mse_loss, x, target, steps=False
         )
         for channel in ours.pipeline.incoming_channels():
-            assert isinstance(channel, Incoming)
+            assert isinstance(channel, ReceiveChannel)
             channel.delay_ns = round(part * SLEEP * 1e9)
         several.append(ours)
         expected.append(

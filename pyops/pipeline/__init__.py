@@ -22,12 +22,12 @@ from pyops.pipeline.partition.balance import balance
 from pyops.pipeline.partition.dapple_planner import plan_dapple
 from pyops.pipeline.partition.layer_costs import LayerCosts, Profile
 from pyops.pipeline.partition.pipedream_planner import plan_pipedream
-from pyops.pipeline.partition.pipeline_plan import Plan, PlannedStage
+from pyops.pipeline.partition.pipeline_plan import PipelinePlan, PlannedStage
 from pyops.pipeline.post_validation import PostValidation
 from pyops.pipeline.profiling import profile
 from pyops.pipeline.runtime.pipeline import Pipeline
 from pyops.pipeline.runtime.skips import skip, skip_pairs
-from pyops.pipeline.runtime.stage_optimizer import Remedies
+from pyops.pipeline.runtime.stage_optimizer import PipeMareOptions
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.draw import draw, text, trace
 from pyops.pipeline.schedules.names import NAMES, custom, schedule
@@ -40,12 +40,12 @@ __all__ = [
     "Action",
     "Costs",
     "LayerCosts",
+    "PipeMareOptions",
     "Pipeline",
-    "Plan",
+    "PipelinePlan",
     "PlannedStage",
     "PostValidation",
     "Profile",
-    "Remedies",
     "Schedule",
     "Timeline",
     "Transfer",

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from pyops.comm.agreement import agree, gather
 from pyops.pipeline.partition.layer_costs import LayerCosts, Profile, Sizes
-from pyops.pipeline.runtime.microbatch import rows_of
+from pyops.pipeline.runtime.microbatch import num_rows
 from pyops.pipeline.runtime.pipeline import Pipeline
 from pyops.pipeline.runtime.skips import skip_pairs
 from pyops.pipeline.runtime.stage import Loss, Stage, tensors_of
@@ -140,7 +140,7 @@ class _Run:
         )
         self.loss: Loss | None = _total if target is None else loss
         self.target: Any = (
-            torch.zeros(rows_of(inputs) or 1, device="cpu") if target is None else target
+            torch.zeros(num_rows(inputs) or 1, device="cpu") if target is None else target
         )
         self.device = next(
             (t.device for t in (*self.owned(), *tensors_of(inputs))), torch.device("cpu")
@@ -227,11 +227,13 @@ class _Run:
         """
         seen = [_Seen(layer, i) for i, layer in enumerate(self.layers)]
         now: list[_Seen] = []
-        put_off: dict[int, int] = {}
+        deferred_weight_grad: dict[int, int] = {}
 
         def look(action: Action) -> None:
             if action.kind == "I":
-                put_off[action.stage] = made.stages[action.stage]._put_off[0].nbytes
+                deferred_weight_grad[action.stage] = (
+                    made.stages[action.stage]._deferred_weight_grads[0].nbytes
+                )
 
         def keep(tensor: Tensor) -> Tensor:
             if now:
@@ -261,7 +263,7 @@ class _Run:
                 "kept": _sizes(one.saved, ours, numbers),
                 "taken": _sizes(one.taken, ours, numbers),
                 "activation": one.activation,
-                "put_off": put_off[i],
+                "deferred_weight_grad": deferred_weight_grad[i],
             }
             for i, one in enumerate(seen)
         ]

@@ -164,7 +164,7 @@ def test_every_layer_is_given_its_own_time(monkeypatch: pytest.MonkeyPatch, roun
     assert [layer.backward for layer in found.layers] == [4, 48, 384]  # the batch wants no gradient
     assert [layer.input_gradient for layer in found.layers] == [0, 16, 128]
     assert [layer.weight_gradient for layer in found.layers] == [4, 32, 256]
-    assert [layer.put_off for layer in found.layers] == [
+    assert [layer.deferred_weight_grad for layer in found.layers] == [
         2 * 3 * 2 * 4
     ] * 3  # x and dy of the Linear
 
@@ -208,13 +208,13 @@ def test_costs_are_sums_over_stages():
         weight_gradient=[1.0, 2, 3, 4],
         activation=[10, 20, 30, 40],
         kept=[100, 200, 300, 400],
-        put_off=[50, 60, 70, 80],
+        deferred_weight_grad=[50, 60, 70, 80],
         weights=[8, 8, 8, 8],
         parameters=[2, 2, 2, 2],
     )
     costs = found.costs([0, 1, 4], split=True, latency=0.5, bandwidth=2.0)
     assert (costs.forward, costs.input_gradient, costs.weight_gradient) == ([1, 10], [1, 9], [1, 9])
-    assert costs.put_off == [50, 210]
+    assert costs.deferred_weight_grad == [50, 210]
     assert (costs.activation, costs.kept, costs.weights) == ([10, 40], [100, 900], [32, 96])
     assert (costs.latency, costs.bandwidth) == (0.5, 2.0)
     whole = found.costs([0, 1, 4])

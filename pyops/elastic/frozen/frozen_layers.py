@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from pyops import random
 from pyops.elastic.frozen.activation_cache import ActivationCache
 from pyops.elastic.layout.padded_batch import PADDING, indices_of
-from pyops.pipeline.runtime.microbatch import rows_of
+from pyops.pipeline.runtime.microbatch import num_rows
 from pyops.pipeline.runtime.stage import named_arguments
 
 __all__ = ["FrozenLayers"]
@@ -113,7 +113,7 @@ class FrozenLayers(nn.Module):
         samples: [n] int64, the number of each row in the cache; PADDING gets zeros. None: nothing
         is read or kept.
         """
-        rows = rows_of(inputs)
+        rows = num_rows(inputs)
         if not rows:
             raise ValueError(
                 "the frozen layers were given no rows; give tensors [n, ...] with n of 1 or more"

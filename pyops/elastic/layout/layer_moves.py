@@ -31,7 +31,7 @@ from pyops.comm.collectives.transport import Pending, ProcessGroupTransport
 from pyops.comm.failure import PeerError, lost_peer
 from pyops.elastic.layout.rank_layout import Layout
 from pyops.mesh import check_initialized
-from pyops.pipeline.transport.message import HEADER, Described, describe, moved, pack, unpack
+from pyops.pipeline.transport.message import HEADER, MessageLayout, lay_out, pack, to_device, unpack
 
 __all__ = ["LayerMove", "LayerState", "carry", "moves", "transition"]
 
@@ -127,7 +127,7 @@ def carry(
     check_initialized("carry", group)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    described: dict[int, Described] = {}
+    described: dict[int, MessageLayout] = {}
     plan: tuple[LayerMove, ...] = ()
     error: Exception | None = None
     try:
@@ -136,7 +136,7 @@ def carry(
         _check(state, rank, old)
         plan = moves(old, new)
         described = {
-            move.layer: describe(
+            move.layer: lay_out(
                 _needed(state[move.layer], move.layer, new), what=f"the state of layer {move.layer}"
             )
             for move in plan
@@ -159,7 +159,7 @@ def carry(
         parcels = [(move, cards[move.source][2][move.layer]) for move in plan]
         for layer, message in _passed_on(parcels, described, rank, group).items():
             view = message.numpy().data
-            after[layer] = moved(
+            after[layer] = to_device(
                 unpack(message, view, HEADER.unpack_from(view)), torch.device(device)
             )
         gather(
@@ -170,7 +170,7 @@ def carry(
 
 def _passed_on(
     parcels: Sequence[tuple[LayerMove, int]],
-    described: Mapping[int, Described],
+    described: Mapping[int, MessageLayout],
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> dict[int, Tensor]:

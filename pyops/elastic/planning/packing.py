@@ -20,7 +20,7 @@ from typing import Any
 
 from pyops.elastic.planning.packing_config import RENAMED, Machine, PackingConfig
 from pyops.pipeline import Costs, LayerCosts, Profile, balance, schedule, simulate
-from pyops.pipeline.partition.balance import places
+from pyops.pipeline.partition.balance import stage_starts
 from pyops.renamed import refuse_renamed
 
 __all__ = ["Machine", "Packing", "frozen_share", "pack"]
@@ -95,7 +95,7 @@ class _Problem:
     @property
     def places(self) -> int:
         """The most stages that there are layers for."""
-        return len(places(len(self.profile), **self.tied))
+        return len(stage_starts(len(self.profile), **self.tied))
 
     def replicas(self, stages: int) -> int:
         """Pipelines of so many stages."""
@@ -367,7 +367,7 @@ def _frozen(profile: Profile, frozen: int, share: float | None, cached: bool) ->
             "backward": 0.0,
             "input_gradient": 0.0,
             "weight_gradient": 0.0,
-            "put_off": 0,
+            "deferred_weight_grad": 0,
         }
         if (
             share is None

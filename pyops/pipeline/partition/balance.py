@@ -18,7 +18,7 @@ from torch import nn
 
 from pyops.pipeline.partition.layer_costs import Profile, layer_costs
 
-__all__ = ["balance", "places"]
+__all__ = ["balance", "stage_starts"]
 
 
 def balance(
@@ -54,7 +54,7 @@ def balance(
             raise ValueError(f"the cost of layer {i} is {weight}; it must be a number, 0 or more")
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ValueError(f"num_stages is {num_stages!r}; it must be a whole number, 1 or more")
-    begins = places(len(weights), together=together, same_stage=same_stage)
+    begins = stage_starts(len(weights), together=together, same_stage=same_stage)
     if len(begins) < num_stages:
         layers = len(weights)
         tied = (
@@ -87,7 +87,7 @@ def balance(
     return _cheapest(edges, num_stages, cost)
 
 
-def places(
+def stage_starts(
     layers: int,
     *,
     together: Iterable[tuple[int, int]] = (),

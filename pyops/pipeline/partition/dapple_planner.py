@@ -28,9 +28,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from pyops.pipeline.partition.balance import places
+from pyops.pipeline.partition.balance import stage_starts
 from pyops.pipeline.partition.layer_costs import Profile
-from pyops.pipeline.partition.pipeline_plan import Levels, Plan, PlannedStage, check_levels, ring
+from pyops.pipeline.partition.pipeline_plan import (
+    Levels,
+    PipelinePlan,
+    PlannedStage,
+    check_levels,
+    ring,
+)
 
 __all__ = ["PLACEMENTS", "plan_dapple", "take"]
 
@@ -64,7 +70,7 @@ def plan_dapple(
     together: Iterable[tuple[int, int]] = (),
     same_stage: Iterable[Sequence[int]] = (),
     most_bytes: float | None = None,
-) -> Plan:
+) -> PipelinePlan:
     """The plan of least time for a step of num_microbatches micro-batches, by the model above; it
     may leave devices idle.
 
@@ -83,7 +89,7 @@ def plan_dapple(
         raise ValueError(f"placements is {placements!r}; choose some of {', '.join(PLACEMENTS)}")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; it must be 1 or more")
-    begins = places(len(profile), together=together, same_stage=same_stage)
+    begins = stage_starts(len(profile), together=together, same_stage=same_stage)
     if not begins:
         raise ValueError("the profile has no layers")
     search = _Search(
@@ -102,7 +108,7 @@ def plan_dapple(
         on = tuple((machine, count) for machine, count in enumerate(tail.group) if count)
         stages.append(PlannedStage(tail.first, end, sum(tail.group), on))
         tail = tail.next
-    return Plan(tuple(stages), best.step)
+    return PipelinePlan(tuple(stages), best.step)
 
 
 def take(free: Devices, count: int, policy: str) -> Devices:

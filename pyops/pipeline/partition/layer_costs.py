@@ -33,7 +33,7 @@ class LayerCosts:
     """One layer, of one micro-batch. Seconds: forward; backward, in one; forward_apart,
     input_gradient and weight_gradient, forward and both parts of backward when these are computed
     apart. Bytes: activation, that travels to the next layer; kept, the storages that autograd keeps
-    from forward to backward; taken, those of the layer's input; put_off, what is kept from
+    from forward to backward; taken, those of the layer's input; deferred_weight_grad, what is kept from
     input_gradient to weight_gradient; weights, its parameters. parameters: how many numbers.
     """
 
@@ -44,7 +44,7 @@ class LayerCosts:
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
     activation: int = 0
-    put_off: int = 0
+    deferred_weight_grad: int = 0
     parameters: int = 0
     kept: Sizes = ()
     taken: Sizes = ()
@@ -140,7 +140,9 @@ class Profile:
             kept=[float(self.kept(a, b)) for a, b in itertools.pairwise(bounds)],
             kept_input=[float(_bytes([self.layers[a].taken])) if a else 0.0 for a in bounds[:-1]],
             skipped=self._skipped(bounds),
-            put_off=[float(sum(layer.put_off for layer in stage)) for stage in stages],
+            deferred_weight_grad=[
+                float(sum(layer.deferred_weight_grad for layer in stage)) for stage in stages
+            ],
             weights=[
                 self.weights(a, b, optimizer_bytes=optimizer_bytes)
                 for a, b in itertools.pairwise(bounds)

@@ -25,9 +25,15 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from pyops.pipeline.partition.balance import places
+from pyops.pipeline.partition.balance import stage_starts
 from pyops.pipeline.partition.layer_costs import Profile
-from pyops.pipeline.partition.pipeline_plan import Levels, Plan, PlannedStage, check_levels, ring
+from pyops.pipeline.partition.pipeline_plan import (
+    Levels,
+    PipelinePlan,
+    PlannedStage,
+    check_levels,
+    ring,
+)
 
 __all__ = ["plan_pipedream"]
 
@@ -42,7 +48,7 @@ def plan_pipedream(
     levels: Levels,
     together: Iterable[tuple[int, int]] = (),
     same_stage: Iterable[Sequence[int]] = (),
-) -> Plan:
+) -> PipelinePlan:
     """The plan of least time a mini-batch over all devices of `levels`, by the model above.
 
     levels: (parts, bytes a second between them) from the innermost, such as [(8, 3e11), (2, 1e10)].
@@ -52,7 +58,7 @@ def plan_pipedream(
     ValueError: no layers, levels that are none.
     """
     check_levels(levels)
-    begins = places(len(profile), together=together, same_stage=same_stage)
+    begins = stage_starts(len(profile), together=together, same_stage=same_stage)
     if not begins:
         raise ValueError("the profile has no layers")
     edges = [*begins, len(profile)]
@@ -63,7 +69,7 @@ def plan_pipedream(
         PlannedStage(edges[a], edges[b], n)
         for a, b, n in search.flat(top, 0, len(begins), levels[-1][0])
     ]
-    return Plan(tuple(stages), seconds)
+    return PipelinePlan(tuple(stages), seconds)
 
 
 class _Search:

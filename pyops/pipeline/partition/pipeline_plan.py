@@ -1,7 +1,7 @@
-"""Plan: stages of layers, each on one or several devices; what the planners give, and the cluster
+"""PipelinePlan: stages of layers, each on one or several devices; what the planners give, and the cluster
 that they are given.
 
-layers 0-9 on 6 devices | 10-11 on 2           Plan.boundaries [0, 10, 12]     Plan.replicas (6, 2)
+layers 0-9 on 6 devices | 10-11 on 2           PipelinePlan.boundaries [0, 10, 12]     PipelinePlan.replicas (6, 2)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Levels", "Plan", "PlannedStage", "check_levels", "ring"]
+__all__ = ["Levels", "PipelinePlan", "PlannedStage", "check_levels", "ring"]
 
 # How many parts a whole has, and the bytes a second between them, from the innermost: [(8, 3e11),
 # (2, 1e10)] are two machines of eight devices.
@@ -29,7 +29,7 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """time: seconds, of what the planner's model says it takes."""
 
     stages: tuple[PlannedStage, ...]

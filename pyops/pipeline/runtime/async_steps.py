@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from pyops.comm.agreement import agree
-from pyops.pipeline.runtime.microbatch import portions
+from pyops.pipeline.runtime.microbatch import loss_weights
 from pyops.pipeline.runtime.stage import Stage
-from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, Remedies, Stepping
+from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, PipeMareOptions, StageOptimizer
 from pyops.pipeline.schedules.asynchronous import step_groups, synchronous
 from pyops.pipeline.schedules.schedule import Schedule
 
@@ -39,12 +39,12 @@ class Stream:
         stages: Mapping[int, Stage],
         *,
         optimizer: MakeOptimizer | None,
-        remedies: Remedies | None,
+        remedies: PipeMareOptions | None,
         tied: Sequence[Sequence[str]],
         group: dist.ProcessGroup | None,
     ) -> None:
         self.name = schedule.name
-        self.stepping: dict[int, Stepping] = {}
+        self.stepping: dict[int, StageOptimizer] = {}
         self.groups: list[tuple[int, ...]] = []
         error: Exception | None = None
         try:
@@ -52,8 +52,8 @@ class Stream:
             self.groups = step_groups(schedule)
             if optimizer is not None:
                 for index, stage in stages.items():
-                    self.stepping[index] = Stepping(
-                        stage, schedule, optimizer=optimizer, remedies=remedies or Remedies()
+                    self.stepping[index] = StageOptimizer(
+                        stage, schedule, optimizer=optimizer, remedies=remedies or PipeMareOptions()
                     )
         except Exception as caught:
             error = caught
@@ -112,7 +112,7 @@ class Stream:
             return found
         for group in self.groups:
             for number, portion in zip(
-                group, portions([counted[n] for n in group], count), strict=True
+                group, loss_weights([counted[n] for n in group], count), strict=True
             ):
                 found[number] = portion
         return found
@@ -148,7 +148,7 @@ class Stream:
 def _check(
     schedule: Schedule,
     optimizer: MakeOptimizer | None,
-    remedies: Remedies | None,
+    remedies: PipeMareOptions | None,
     tied: Sequence[Sequence[str]],
 ) -> None:
     if not schedule.takes_steps:

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyops.pipeline.runtime.stage import Stage
 
-__all__ = ["Statistics"]
+__all__ = ["BatchNormStatistics"]
 
 
 class Tally:
@@ -46,7 +46,7 @@ class Tally:
         self.count = total
 
 
-class Statistics:
+class BatchNormStatistics:
     """The running statistics of all torch.nn BatchNorm layers in `stages`, whose `forward` is
     replaced on the instance.
 
@@ -65,9 +65,9 @@ class Statistics:
             if (
                 known
                 and module.running_mean is not None
-                and (own is None or isinstance(own, _Forward))
+                and (own is None or isinstance(own, _BatchNormForward))
             ):
-                module.forward = _Forward(module, self)  # type: ignore[method-assign,arg-type]
+                module.forward = _BatchNormForward(module, self)  # type: ignore[method-assign,arg-type]
 
     def remove(self) -> None:
         """Give the layers their own forward again."""
@@ -75,7 +75,7 @@ class Statistics:
             module for stage in self.stages for layer in stage.layers for module in layer.modules()
         ):
             own = module.__dict__.get("forward")
-            if isinstance(own, _Forward) and own.statistics is self:
+            if isinstance(own, _BatchNormForward) and own.statistics is self:
                 del module.forward
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class Statistics:
             return _BatchNorm.forward(norm, x)
         norm._check_input_dim(x)
         assert isinstance(norm.running_mean, Tensor)
-        # Statistics that move all the way are the micro-batch's: no second pass over x.
+        # BatchNormStatistics that move all the way are the micro-batch's: no second pass over x.
         mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean)
         y = functional.batch_norm(x, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
         if not any(stage.recomputing for stage in self.stages):
@@ -106,10 +106,10 @@ class Statistics:
         return y
 
 
-class _Forward:
+class _BatchNormForward:
     """Stands in for the forward of a layer."""
 
-    def __init__(self, norm: _BatchNorm, statistics: Statistics) -> None:
+    def __init__(self, norm: _BatchNorm, statistics: BatchNormStatistics) -> None:
         self.norm, self.statistics = norm, statistics
 
     def __call__(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runner: one process's part of a schedule, action after action in its order, with a channel to
+"""ScheduleExecutor: one process's part of a schedule, action after action in its order, with a channel to
 every rank it talks to.
 
     order      0F0        0F1        0B0                     values of neighbouring stages of this process go by reference,
@@ -26,23 +26,23 @@ from torch.utils._pytree import tree_map
 
 from pyops.comm.agreement import gather
 from pyops.comm.failure import PeerError
-from pyops.pipeline.runtime.skips import Passed
+from pyops.pipeline.runtime.skips import SkipTensors
 from pyops.pipeline.runtime.stage import Stage, detached, tensors_of
-from pyops.pipeline.runtime.stage_optimizer import Stepping
+from pyops.pipeline.runtime.stage_optimizer import StageOptimizer
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.orders import Orders, Transfer
 from pyops.pipeline.schedules.schedule import Schedule
 from pyops.pipeline.schedules.simulate import Timeline
-from pyops.pipeline.transport.channel import FAILED, Edge, Incoming, Outgoing
+from pyops.pipeline.transport.channel import FAILED, Edge, ReceiveChannel, SendChannel
 from pyops.pipeline.transport.interrupt import Interrupt
 
-__all__ = ["Feed", "Runner", "Times", "timeline_of"]
+__all__ = ["ScheduleExecutor", "StepInputs", "Times", "gather_timeline"]
 
 Times = dict[Any, tuple[float, float]]  # seconds, begin and end of an action or transfer
 
 
 @dataclass
-class Feed:
+class StepInputs:
     """What a step starts with, micro-batch by micro-batch.
 
     inputs: of the first stage. named: named arguments of the layers. targets: of the last stage.
@@ -61,7 +61,7 @@ class Feed:
 
 
 @dataclass
-class Runner:
+class ScheduleExecutor:
     """Runs `actions`, all those of `orders` that are this process's, at its `stages`.
 
     incoming[transfer.edge]: the channel on which such values come from another process; outgoing:
@@ -72,11 +72,11 @@ class Runner:
     actions: Sequence[Action]
     stages: Mapping[int, Stage]
     orders: Orders
-    incoming: Mapping[Edge, Incoming] = field(default_factory=dict)
-    outgoing: Mapping[Edge, Outgoing] = field(default_factory=dict)
+    incoming: Mapping[Edge, ReceiveChannel] = field(default_factory=dict)
+    outgoing: Mapping[Edge, SendChannel] = field(default_factory=dict)
     recomputed: frozenset[tuple[int, int]] = frozenset()
     on_action: Callable[[Action], Any] | None = None
-    stepping: Mapping[int, Stepping] = field(default_factory=dict)
+    stepping: Mapping[int, StageOptimizer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.last = self.orders.num_stages - 1
@@ -102,7 +102,7 @@ class Runner:
         self.failed = False
         self.where: Action | None = None
 
-    def run(self, feed: Feed | None) -> list[Any]:
+    def run(self, feed: StepInputs | None) -> list[Any]:
         """What the last stage returned of each micro-batch, if it is here: losses, where there are
         targets.
 
@@ -142,14 +142,17 @@ class Runner:
             sending.finish()
         return [results[number] for number in sorted(results)]
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tell all ranks that wait for this one that nothing more will come."""
         for channel in dict.fromkeys(self.outgoing.values()):
-            channel.give_up()
+            channel.abort()
 
     def close(self) -> None:
         """Let go of the channels, and of all values."""
-        channels: list[Incoming | Outgoing] = [*self.incoming.values(), *self.outgoing.values()]
+        channels: list[ReceiveChannel | SendChannel] = [
+            *self.incoming.values(),
+            *self.outgoing.values(),
+        ]
         for channel in dict.fromkeys(channels):
             if channel.direct is not None:
                 channel.direct.group.shutdown()
@@ -159,17 +162,17 @@ class Runner:
         self._values.clear()
 
     def _take_action(
-        self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]
+        self, action: Action, given: list[Any], feed: StepInputs, results: dict[int, Any]
     ) -> list[Any]:
         stepping = self.stepping[action.stage]
         if action.kind == "U":
             stepping.step(action)
             return []
-        with stepping.versions.met_by(action):
+        with stepping.versions.weights_for(action):
             return self._compute(action, given, feed, results)
 
     def _compute(
-        self, action: Action, given: list[Any], feed: Feed, results: dict[int, Any]
+        self, action: Action, given: list[Any], feed: StepInputs, results: dict[int, Any]
     ) -> list[Any]:
         """The values that leave, given those that arrive."""
         index, kind, number = action
@@ -195,16 +198,16 @@ class Runner:
         if kind == "W":
             stage.weights(number)
         elif kind == "R":
-            stage.again(number)
+            stage.recompute(number)
         return []
 
     def _forward(
-        self, index: int, number: int, given: list[Any], feed: Feed, results: dict[int, Any]
+        self, index: int, number: int, given: list[Any], feed: StepInputs, results: dict[int, Any]
     ) -> list[Any]:
         stage = self.stages[index]
         x = given[0] if index else feed.inputs[number]
         if len(given) > 1:
-            x = Passed(x, tuple(given[1:]))
+            x = SkipTensors(x, tuple(given[1:]))
             if feed.scale is not None:
                 self._wanting[index, number] = [
                     sum(t.requires_grad for t in tensors_of(value)) for value in given
@@ -222,14 +225,14 @@ class Runner:
             if feed.scale is not None:
                 _check_loss(y)
             results[number] = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y)
-        return [y.value, *y.skipped] if type(y) is Passed else [y]
+        return [y.value, *y.skipped] if type(y) is SkipTensors else [y]
 
     def _fail(self, error: BaseException, action: Action) -> None:
         self.error, self.where, self.failed = error, action, True
         for stage in self.stages.values():
             stage.forget()
 
-    def _take(self, transfer: Transfer, channel: Incoming | None) -> Any:
+    def _take(self, transfer: Transfer, channel: ReceiveChannel | None) -> Any:
         if channel is not None:
             while transfer not in self._values:
                 found, value, made = channel.receive()
@@ -244,7 +247,7 @@ class Runner:
         return value
 
     def _give(
-        self, transfer: Transfer, channel: Outgoing | None, value: Any, action: Action
+        self, transfer: Transfer, channel: SendChannel | None, value: Any, action: Action
     ) -> None:
         if channel is None:
             self._values[transfer] = (
@@ -279,7 +282,9 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def timeline_of(schedule: Schedule, runner: Runner, *, group: dist.ProcessGroup | None) -> Timeline:
+def gather_timeline(
+    schedule: Schedule, runner: ScheduleExecutor, *, group: dist.ProcessGroup | None
+) -> Timeline:
     """What all ranks did when in their last run, from its beginning on. A collective."""
     assert runner.times is not None
     several = gather(runner.times, group=group) if group is not None else [runner.times]

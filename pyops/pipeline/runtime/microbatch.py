@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["cut", "portions", "rows_of"]
+__all__ = ["cut", "loss_weights", "num_rows"]
 
 
-def rows_of(batch: Any) -> int | None:
+def num_rows(batch: Any) -> int | None:
     """The size of the first dim of the tensors in `batch`; None where there is none. ValueError
     where they differ."""
     sizes = {
@@ -45,7 +45,7 @@ def cut(batch: Any, microbatches: int, *, rows: int | None = None) -> list[Any]:
         _check(batch.shape[0] if batch.dim() else 0, microbatches)
         return list(batch.tensor_split(microbatches))
     leaves, structure = tree_flatten(batch)
-    rows = rows_of(batch) if rows is None else rows
+    rows = num_rows(batch) if rows is None else rows
     if rows is not None:
         _check(rows, microbatches)
     parts: list[Sequence[Any]] = [
@@ -57,7 +57,7 @@ def cut(batch: Any, microbatches: int, *, rows: int | None = None) -> list[Any]:
     return [tree_unflatten([part[m] for part in parts], structure) for m in range(microbatches)]
 
 
-def portions(targets: Sequence[Any], count: Callable[[Any], Any] | None) -> list[float]:
+def loss_weights(targets: Sequence[Any], count: Callable[[Any], Any] | None) -> list[float]:
     """How much each micro-batch counts in the mean: by its rows, or by what `count` says of its
     target. They sum to 1.
 
@@ -66,7 +66,7 @@ def portions(targets: Sequence[Any], count: Callable[[Any], Any] | None) -> list
     counts = (
         [float(count(target)) for target in targets]
         if count
-        else [float(rows_of(target) or 1) for target in targets]
+        else [float(num_rows(target) or 1) for target in targets]
     )
     total = sum(counts)
     if not all(each >= 0 for each in counts) or not total > 0:

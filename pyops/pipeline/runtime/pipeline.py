@@ -24,25 +24,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyops.comm.buckets.grad_norm import grad_norm
 from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import CommunicationError, PeerError, lost_peer
 from pyops.flat import InPlace
 from pyops.mesh import check_initialized
 from pyops.pipeline.runtime.async_steps import Stream
-from pyops.pipeline.runtime.batch_norm import Statistics
-from pyops.pipeline.runtime.executor import Feed, Runner, timeline_of
-from pyops.pipeline.runtime.microbatch import cut, portions, rows_of
-from pyops.pipeline.runtime.setup_agreement import agreed, raise_together
+from pyops.pipeline.runtime.batch_norm import BatchNormStatistics
+from pyops.pipeline.runtime.executor import ScheduleExecutor, StepInputs, gather_timeline
+from pyops.pipeline.runtime.microbatch import cut, loss_weights, num_rows
+from pyops.pipeline.runtime.setup_agreement import agreed, raise_first_error
 from pyops.pipeline.runtime.stage import Loss, Stage, named_arguments
-from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, Remedies
-from pyops.pipeline.runtime.tied import Ties, tied_names
+from pyops.pipeline.runtime.stage_optimizer import MakeOptimizer, PipeMareOptions
+from pyops.pipeline.runtime.tied import TiedParameters, norm_of, tied_names
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.orders import Orders
 from pyops.pipeline.schedules.schedule import Schedule
 from pyops.pipeline.schedules.simulate import Timeline
-from pyops.pipeline.transport.channel import Edge, Incoming, Outgoing
-from pyops.pipeline.transport.interrupt import Interrupt, interrupts_held
+from pyops.pipeline.transport.channel import Edge, ReceiveChannel, SendChannel
+from pyops.pipeline.transport.interrupt import Interrupt, defer_interrupts
 from pyops.pipeline.transport.links import open_channels
 
 __all__ = ["Pipeline"]
@@ -97,7 +96,7 @@ class Pipeline(nn.Module):
         before: Callable[[Stage, int], None] | None = None,
         tied: Sequence[Sequence[str]] | None = (),
         optimizer: MakeOptimizer | None = None,
-        remedies: Remedies | None = None,
+        remedies: PipeMareOptions | None = None,
     ) -> None:
         check_initialized("Pipeline", group)
         super().__init__()
@@ -129,11 +128,11 @@ class Pipeline(nn.Module):
                 self.add_module(str(stage.first + i), layer)
             if schedule.splits_backward:
                 stage.defer()
-        self._statistics = Statistics(self.stages.values())
+        self._statistics = BatchNormStatistics(self.stages.values())
         self.tied = (
             () if tied is None else tied_names(layers, self.boundaries, declared=tied, group=group)
         )
-        self._ties = Ties(
+        self._tied_parameters = TiedParameters(
             dict(self.named_parameters(remove_duplicate=False)),
             self.tied,
             self.boundaries,
@@ -141,7 +140,7 @@ class Pipeline(nn.Module):
             group=group,
             tag=tag + 24,
         )
-        self._ties.make_equal()
+        self._tied_parameters.make_equal()
         self.stream = Stream(
             schedule,
             self.stages,
@@ -199,7 +198,7 @@ class Pipeline(nn.Module):
         """
         feed, problem = self._feed(batch, target, named, scale=scale)
         runner = self._early if self.stream.early else self._train
-        with interrupts_held() as interrupt, self._statistics.of_one_batch():
+        with defer_interrupts() as interrupt, self._statistics.of_one_batch():
             with self.stream.stretch():
                 results = self._run(runner, feed, interrupt)
             loss = self._conclude(runner, feed, results, problem)
@@ -212,7 +211,7 @@ class Pipeline(nn.Module):
         layer returns for the batch, on the rank of the last stage, and None on the others. Whether
         layers train is up to `train()` and `eval()`."""
         feed, problem = self._feed(batch, target, named, scale=None)
-        with interrupts_held() as interrupt, self._statistics.of_one_batch():
+        with defer_interrupts() as interrupt, self._statistics.of_one_batch():
             results = self._run(self._evaluate, feed, interrupt)
             loss = self._conclude(
                 self._evaluate, feed if target is not None else None, results, problem
@@ -227,15 +226,13 @@ class Pipeline(nn.Module):
         return [
             parameter
             for parameter in self.parameters()
-            if id(parameter) not in self._ties.elsewhere
+            if id(parameter) not in self._tied_parameters.elsewhere
         ]
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole pipeline, a float32 scalar on the CPU; every
         rank calls it, all get it."""
-        gradients = [p.grad for p in self.counted() if p.grad is not None]
-        groups = [] if self.group is None else [self.group]
-        return grad_norm(gradients, groups=groups, device="cpu").float()
+        return norm_of(self.counted(), group=self.group)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients such that `grad_norm` is at most `max_norm`, as
@@ -257,10 +254,10 @@ class Pipeline(nn.Module):
         for stage in self.stages.values():
             stage.close()
         self._statistics.remove()
-        self._ties.close()
+        self._tied_parameters.close()
         self.group = None
 
-    def incoming_channels(self) -> list[Incoming]:
+    def incoming_channels(self) -> list[ReceiveChannel]:
         """The channels by which a step's values come from other ranks."""
         return list(dict.fromkeys(self._train.incoming.values()))
 
@@ -282,7 +279,7 @@ class Pipeline(nn.Module):
 
     def _feed(
         self, batch: Any, target: Any, named: dict[str, Any], *, scale: float | None
-    ) -> tuple[Feed | None, Exception | None]:
+    ) -> tuple[StepInputs | None, Exception | None]:
         """What the step starts with on this rank, or what is wrong with it. scale: None where
         nothing is differentiated."""
         several = self.schedule.num_microbatches
@@ -290,7 +287,7 @@ class Pipeline(nn.Module):
         try:
             if scale is not None and (moved := self._in_place.problem()) is not None:
                 raise moved
-            if self.has_first and rows_of(batch) is None:
+            if self.has_first and num_rows(batch) is None:
                 raise ValueError("the rank of the first stage needs a batch of tensors [rows, ...]")
             if self.has_last and scale is not None and target is None and self.loss is not None:
                 raise ValueError("the rank of the last stage needs the target of the step")
@@ -299,7 +296,7 @@ class Pipeline(nn.Module):
                     f"no layer's forward names {strange[0]!r}; layers name "
                     f"{', '.join(sorted(self._accepted)) or 'nothing'}"
                 )
-            rows = next((n for n in map(rows_of, (batch, target, named)) if n is not None), None)
+            rows = next((n for n in map(num_rows, (batch, target, named)) if n is not None), None)
             inputs = cut(batch, several) if self.has_first else nothing
             targets = (
                 nothing if target is None or not self.has_last else cut(target, several, rows=rows)
@@ -310,32 +307,36 @@ class Pipeline(nn.Module):
             if self.has_last:
                 counted = targets if target is not None else some if named else inputs
                 weights = (
-                    [1.0] * several if self.reduction == "sum" else portions(counted, self.count)
+                    [1.0] * several
+                    if self.reduction == "sum"
+                    else loss_weights(counted, self.count)
                 )
                 seeds = weights
                 if scale is not None and self.stream.groups:
                     seeds = self.stream.seeds(
                         counted, self.count, scale=scale, reduction=self.reduction
                     )
-            return Feed(inputs, some, targets, weights, seeds, scale, self.before), None
+            return StepInputs(inputs, some, targets, weights, seeds, scale, self.before), None
         except Exception as error:
             return None, error
 
-    def _run(self, runner: Runner, feed: Feed | None, interrupt: Interrupt) -> list[Any]:
+    def _run(
+        self, runner: ScheduleExecutor, feed: StepInputs | None, interrupt: Interrupt
+    ) -> list[Any]:
         if self._broken:
             raise RuntimeError(self._broken)
         runner.interrupt, runner.times = interrupt, {} if self._recorded is not None else None
         try:
             if runner is not self._train:
                 return runner.run(feed)
-            self._ties.begin()
+            self._tied_parameters.begin()
             results = runner.run(feed)
-            self._ties.sum(failed=runner.failed)
+            self._tied_parameters.sum(failed=runner.failed)
             return results
         except PeerError as error:
             assert self.group is not None
             self._broken = LOST
-            runner.give_up()
+            runner.abort()
             raise lost_peer(
                 "a step of the pipeline", group=self.group, cause=error, sequence=self._steps
             ) from error
@@ -344,11 +345,15 @@ class Pipeline(nn.Module):
                 "an earlier step of this pipeline was interrupted between two ranks; make a "
                 "new Pipeline"
             )
-            runner.give_up()
+            runner.abort()
             raise
 
     def _conclude(
-        self, runner: Runner, feed: Feed | None, results: list[Any], problem: Exception | None
+        self,
+        runner: ScheduleExecutor,
+        feed: StepInputs | None,
+        results: list[Any],
+        problem: Exception | None,
     ) -> Tensor:
         """The loss, on every rank; raises what any rank raised."""
         self._steps += 1
@@ -365,17 +370,17 @@ class Pipeline(nn.Module):
                 self._broken = LOST
                 raise
         if ends[1]:
-            raise_together(problem or runner.error, runner.where, group=self.group)
+            raise_first_error(problem or runner.error, runner.where, group=self.group)
         if self._recorded is not None and runner is not self._evaluate:
             plan = self.schedule if runner is self._train else self.stream.synchronous
-            self._recorded.append(timeline_of(plan or self.schedule, runner, group=self.group))
+            self._recorded.append(gather_timeline(plan or self.schedule, runner, group=self.group))
         return ends[0].float()
 
-    def _runner(self, orders: Orders, tag: int) -> Runner:
+    def _runner(self, orders: Orders, tag: int) -> ScheduleExecutor:
         """What runs this process's part of `orders`. tag: the first of eight that its messages have
         for themselves."""
-        incoming: dict[Edge, Incoming] = {}
-        outgoing: dict[Edge, Outgoing] = {}
+        incoming: dict[Edge, ReceiveChannel] = {}
+        outgoing: dict[Edge, SendChannel] = {}
         if self.group is not None:
             incoming, outgoing = open_channels(
                 orders, group=self.group, tag=tag, device=self.device
@@ -387,7 +392,7 @@ class Pipeline(nn.Module):
             plan = orders if isinstance(orders, Schedule) else self.schedule
             actions = tuple(each for each, _ in plan.order if each in several)
         again = frozenset((each.stage, each.number) for each in actions if each.kind == "R")
-        return Runner(
+        return ScheduleExecutor(
             actions,
             self.stages,
             orders,

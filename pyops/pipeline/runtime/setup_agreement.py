@@ -16,12 +16,12 @@ from torch import nn
 
 from pyops.comm.agreement import agree, gather
 from pyops.pipeline.partition.balance import balance
-from pyops.pipeline.runtime.skips import Edges, edges_of, skip_pairs
+from pyops.pipeline.runtime.skips import SkipEdges, skip_edges, skip_pairs
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
 from pyops.torch_private import group_store
 
-__all__ = ["agreed", "raise_together"]
+__all__ = ["agreed", "raise_first_error"]
 
 TAGS = 0x506970  # the first tag of the first pipeline of a group
 REDUCTIONS = ("mean", "sum")
@@ -33,14 +33,14 @@ def agreed(
     boundaries: Sequence[int] | None,
     reduction: str,
     group: dist.ProcessGroup | None,
-) -> tuple[int, list[int], Edges]:
+) -> tuple[int, list[int], SkipEdges]:
     """The first tag of this pipeline's messages, the boundaries, and what skips stages.
 
     ValueError on every rank for what is wrong on any.
     """
     error: Exception | None = None
     found: list[int] = []
-    edges: Edges = {}
+    edges: SkipEdges = {}
     try:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
@@ -51,7 +51,7 @@ def agreed(
                 f"num_stages={dist.get_world_size(group)}"
             )
         found = _boundaries(layers, boundaries, schedule.num_stages)
-        edges = edges_of(skip_pairs(layers), found)
+        edges = skip_edges(skip_pairs(layers), found)
     except Exception as caught:
         error = caught
     agree(error, group=group) if group is not None else _raise_if(error)
@@ -100,7 +100,7 @@ def _raise_if(error: Exception | None) -> None:
         raise error
 
 
-def raise_together(
+def raise_first_error(
     error: BaseException | None, where: Action | None, *, group: dist.ProcessGroup | None
 ) -> None:
     """Raise this rank's error, or that of the first rank that has one. where: the action that

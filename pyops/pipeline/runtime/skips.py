@@ -16,15 +16,23 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-__all__ = ["Edges", "Passed", "Skips", "edges_of", "skip", "skip_pairs", "skips_of"]
+__all__ = [
+    "SkipEdges",
+    "SkipTensors",
+    "StageSkips",
+    "skip",
+    "skip_edges",
+    "skip_pairs",
+    "stage_skips",
+]
 
-Edges = Mapping[
+SkipEdges = Mapping[
     tuple[int, int], tuple[str, ...]
 ]  # (stage, later stage): the names of what goes from one to the other
 M = TypeVar("M", bound=nn.Module)
 
 
-class Passed(NamedTuple):
+class SkipTensors(NamedTuple):
     """What a stage is given or gives where some of it skips stages: the value of the neighbour, and
     a dict for each edge."""
 
@@ -32,7 +40,7 @@ class Passed(NamedTuple):
     skipped: tuple[dict[str, Any], ...]
 
 
-class Skips(NamedTuple):
+class StageSkips(NamedTuple):
     """Of one stage. stashes, pops: of each layer; leaving: for each edge to a later stage, what
     goes along it."""
 
@@ -82,7 +90,7 @@ def skip_pairs(layers: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     return {name: (layer, popped[name]) for name, layer in stashed.items()}
 
 
-def edges_of(
+def skip_edges(
     pairs: Mapping[str, tuple[int, int]], boundaries: Sequence[int]
 ) -> dict[tuple[int, int], tuple[str, ...]]:
     """{(stage, later stage): the names that go from one to the other}, in rising order, for what
@@ -98,14 +106,16 @@ def edges_of(
     return dict(sorted(found.items()))
 
 
-def skips_of(layers: Sequence[nn.Module], stage: int, edges: Edges) -> Skips | None:
+def stage_skips(layers: Sequence[nn.Module], stage: int, edges: SkipEdges) -> StageSkips | None:
     """Of the stage with these layers; None where nothing is stashed or popped."""
     stashes, pops = (
         [tuple(getattr(layer, what, ())) for layer in layers] for what in ("stashes", "pops")
     )
     if not any(stashes) and not any(pops):
         return None
-    return Skips(stashes, pops, [names for (source, _), names in edges.items() if source == stage])
+    return StageSkips(
+        stashes, pops, [names for (source, _), names in edges.items() if source == stage]
+    )
 
 
 def _places(layers: Sequence[nn.Module], what: str) -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from pyops import random
 from pyops.deferred import Deferred, linears
-from pyops.pipeline.runtime.skips import Edges, Passed, Skips, skips_of
+from pyops.pipeline.runtime.skips import SkipEdges, SkipTensors, StageSkips, stage_skips
 from pyops.random import RandomStates
 
 __all__ = ["Stage", "detached", "named_arguments", "tensors_of"]
@@ -31,7 +31,7 @@ __all__ = ["Stage", "detached", "named_arguments", "tensors_of"]
 Loss = Callable[[Any, Any], Tensor]
 
 
-class Graph(NamedTuple):
+class SavedGraph(NamedTuple):
     """What a backward needs. leaves: of x, which get gradients. roots: where y's graph begins, None
     for what has none."""
 
@@ -39,7 +39,7 @@ class Graph(NamedTuple):
     roots: list[Any]
 
 
-class Again(NamedTuple):
+class RecomputeInputs(NamedTuple):
     """What a second forward needs: the arguments, the random states of the first, and whether its
     results want gradients."""
 
@@ -57,7 +57,7 @@ class Stage:
     Layers are called one after the other with what the one before returned, a tuple as several
     arguments; named arguments go to those whose forward names them. loss: on the last stage, (what
     the last layer returned, target) -> a scalar tensor. edges: the names of what skips stages, for
-    each edge of the pipeline. Where this stage has some, x and y are `Passed`.
+    each edge of the pipeline. Where this stage has some, x and y are `SkipTensors`.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Stage:
         *,
         first: int,
         loss: Loss | None = None,
-        edges: Edges | None = None,
+        edges: SkipEdges | None = None,
     ) -> None:
         self.index, self.layers, self.first, self.loss = index, list(layers), first, loss
-        self.skips = skips_of(self.layers, index, edges or {})
+        self.skips = stage_skips(self.layers, index, edges or {})
         self.accepted = [named_arguments(layer) for layer in self.layers]
         self.recomputing = False
         self._works_in_place = any(
             getattr(m, "inplace", False) is True for layer in self.layers for m in layer.modules()
         )
-        self._graphs: dict[int, Graph] = {}
-        self._again: dict[int, Again] = {}
-        self._put_off: dict[int, Any] = {}
+        self._graphs: dict[int, SavedGraph] = {}
+        self._recompute_inputs: dict[int, RecomputeInputs] = {}
+        self._deferred_weight_grads: dict[int, Any] = {}
         self._queue: Deferred | None = None
 
     def defer(self) -> None:
@@ -90,13 +90,13 @@ class Stage:
     @property
     def kept(self) -> int:
         """How many micro-batches are between forward and backward."""
-        return len(self._graphs.keys() | self._again.keys())
+        return len(self._graphs.keys() | self._recompute_inputs.keys())
 
     def forget(self) -> None:
         """Let go of everything that is kept for a backward."""
         self._graphs.clear()
-        self._again.clear()
-        self._put_off.clear()
+        self._recompute_inputs.clear()
+        self._deferred_weight_grads.clear()
 
     def close(self) -> None:
         """Let go of what is kept, and take off the parameters what puts their gradients off."""
@@ -116,7 +116,7 @@ class Stage:
         wants = any(t.requires_grad for t in tensors_of(x))
         trained = wants or any(p.requires_grad for layer in self.layers for p in layer.parameters())
         dropout = [each for layer in self.layers for each in random.states_of(layer)]
-        self._again[number] = Again(
+        self._recompute_inputs[number] = RecomputeInputs(
             x, named, target, dropout, RandomStates(cuda_devices_of(x)), trained
         )
         with torch.no_grad():
@@ -140,9 +140,11 @@ class Stage:
             x = layer(*x, **some) if type(x) is tuple else layer(x, **some)
         return self.loss(x, target) if self.loss is not None and target is not None else x
 
-    def _call_with_skips(self, skips: Skips, x: Any, named: dict[str, Any], target: Any) -> Any:
+    def _call_with_skips(
+        self, skips: StageSkips, x: Any, named: dict[str, Any], target: Any
+    ) -> Any:
         held: dict[str, Any] = {}
-        if type(x) is Passed:
+        if type(x) is SkipTensors:
             x, skipped = x
             for some in skipped:
                 held |= some
@@ -155,7 +157,9 @@ class Stage:
         if target is not None and self.loss is not None:
             return self.loss(x, target)
         return (
-            Passed(x, tuple({name: held.pop(name) for name in names} for names in skips.leaving))
+            SkipTensors(
+                x, tuple({name: held.pop(name) for name in names} for names in skips.leaving)
+            )
             if skips.leaving
             else x
         )
@@ -171,9 +175,9 @@ class Stage:
         held.update(zip(names, y[-len(names) :], strict=True))
         return rest[0] if len(rest) == 1 else rest
 
-    def again(self, number: int) -> None:
+    def recompute(self, number: int) -> None:
         """Forward once more, so that `backward` can follow."""
-        kept = self._again.pop(number)
+        kept = self._recompute_inputs.pop(number)
         self.recomputing = True
         try:
             with kept.seeds.restored(), random.with_states(kept.dropout), torch.enable_grad():
@@ -205,12 +209,12 @@ class Stage:
         assert self._queue is not None
         with self._queue.collecting():
             found = self.backward(number, gradients)
-        self._put_off[number] = self._queue.take()
+        self._deferred_weight_grads[number] = self._queue.take()
         return found
 
     def weights(self, number: int) -> None:
         """The weight gradients that `inputs` put off."""
-        self._put_off.pop(number).accumulate()
+        self._deferred_weight_grads.pop(number).accumulate()
 
     def _keep(self, number: int, x: Any, y: Any, wanted: list[bool]) -> None:
         leaves = [t for t in tensors_of(x) if t.requires_grad and t.is_leaf] if self.index else []
@@ -219,7 +223,7 @@ class Stage:
             for t, wants in zip(tensors_of(y), wanted, strict=True)
             if wants
         ]
-        self._graphs[number] = Graph(leaves, roots)
+        self._graphs[number] = SavedGraph(leaves, roots)
 
 
 def cuda_devices_of(value: Any) -> set[int]:

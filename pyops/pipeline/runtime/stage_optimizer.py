@@ -1,4 +1,4 @@
-"""Stepping: the optimizer of a stage whose steps are actions of the schedule, and PipeMare's
+"""StageOptimizer: the optimizer of a stage whose steps are actions of the schedule, and PipeMare's
 remedies for stale weights.
 
     schedule   ... 0B3 0U1 0F6 0B4 ...          U: gradients since the last U -> optimizer.step() -> gradients gone
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyops.pipeline.runtime.stage import Stage
-from pyops.pipeline.runtime.weight_versions import Corrected, Stashed, Versions
+from pyops.pipeline.runtime.weight_versions import CorrectedWeights, StashedWeights, WeightVersions
 from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
 
-__all__ = ["MakeOptimizer", "Remedies", "Stepping"]
+__all__ = ["MakeOptimizer", "PipeMareOptions", "StageOptimizer"]
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Remedies:
+class PipeMareOptions:
     """What is done about weights that are older than the step that their gradient makes (PipeMare's
     T1, T2, T3).
 
@@ -37,7 +37,7 @@ class Remedies:
         by delay ** (1 - min(k / anneal, 1)); by nothing where delay is less than 1. 0: none.
     decay: T2, for schedules of weights "newest": backward meets an estimate of the weights that
     forward met, see
-        `pyops.pipeline.runtime.weight_versions.Corrected`; the paper has exp(-2). None: the newest weights as they are.
+        `pyops.pipeline.runtime.weight_versions.CorrectedWeights`; the paper has exp(-2). None: the newest weights as they are.
     synchronous: T3: so many calls of `step` at the beginning have no micro-batch under way during a
     step; math.inf: all.
         Steps of theirs don't count for anneal.
@@ -64,7 +64,7 @@ class Remedies:
             )
 
 
-class Stepping:
+class StageOptimizer:
     """What makes the steps of one stage. optimizer: None for a stage without parameters to train.
 
     steps: how many were taken while micro-batches were under way. names: of the parameters, in the
@@ -72,7 +72,12 @@ class Stepping:
     """
 
     def __init__(
-        self, stage: Stage, schedule: Schedule, *, optimizer: MakeOptimizer, remedies: Remedies
+        self,
+        stage: Stage,
+        schedule: Schedule,
+        *,
+        optimizer: MakeOptimizer,
+        remedies: PipeMareOptions,
     ) -> None:
         named = {
             f"{stage.first + i}.{name}": p
@@ -93,7 +98,7 @@ class Stepping:
             else None
         )
         self.versions = _versions(parameters, schedule, stage.index, remedies)
-        if isinstance(self.versions, Stashed):
+        if isinstance(self.versions, StashedWeights):
             _check_apart(self.names, parameters)
         self.steps = 0
         self._delay, self._anneal = max(1.0, schedule.delay(stage.index)), remedies.anneal
@@ -147,7 +152,7 @@ class Stepping:
         found: dict[str, Any] = {"names": list(self.names), "steps": self.steps}
         if self.optimizer is not None:
             found["optimizer"] = self.optimizer.state_dict()
-        if isinstance(self.versions, Corrected):
+        if isinstance(self.versions, CorrectedWeights):
             found["drift"] = [drift.clone() for drift in self.versions.drift]
         return found
 
@@ -170,7 +175,7 @@ class Stepping:
         self.steps = int(state["steps"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-        if isinstance(self.versions, Corrected):
+        if isinstance(self.versions, CorrectedWeights):
             drifts = state.get("drift") or [drift.new_zeros(()) for drift in self.versions.drift]
             for drift, value in zip(self.versions.drift, drifts, strict=True):
                 drift.copy_(value)
@@ -200,13 +205,13 @@ def _made(optimizer: MakeOptimizer, stage: int, named: dict[str, Tensor]) -> Opt
 
 
 def _versions(
-    parameters: list[Tensor], schedule: Schedule, stage: int, remedies: Remedies
-) -> Versions:
+    parameters: list[Tensor], schedule: Schedule, stage: int, remedies: PipeMareOptions
+) -> WeightVersions:
     if schedule.weights == "newest" and remedies.decay is not None and parameters:
-        return Corrected(parameters, schedule, stage, decay=remedies.decay)
+        return CorrectedWeights(parameters, schedule, stage, decay=remedies.decay)
     if schedule.weights in ("flush", "newest") or not parameters:
-        return Versions(parameters)
-    return Stashed(parameters, schedule, stage)
+        return WeightVersions(parameters)
+    return StashedWeights(parameters, schedule, stage)
 
 
 def _check_apart(names: list[str], parameters: list[Tensor]) -> None:

@@ -20,15 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyops.comm.agreement import agree, gather
+from pyops.comm.collectives.functional import all_reduce
 from pyops.comm.failure import PeerError
+from pyops.ops.optimizers.grad_norm import squared_norm
 from pyops.pipeline.schedules.orders import Orders
 
-__all__ = ["Ties", "tied_names"]
+__all__ = ["TiedParameters", "norm_of", "squares_of", "tied_names"]
 
 Names = tuple[str, ...]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Tie(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter and the ranks that hold a copy, in the order of their first stages that do."""
 
     parameter: nn.Parameter
@@ -86,7 +89,7 @@ def tied_names(
     return across
 
 
-class Ties:
+class TiedParameters:
     """The tied parameters of which this process has a copy.
 
     named: the process's parameters by their names; names: from `tied_names`. tag: of messages that
@@ -106,7 +109,7 @@ class Ties:
     ) -> None:
         self.group, self.tag = group, tag
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.ties: list[Tie] = []
+        self.ties: list[TiedParameter] = []
         error: Exception | None = None
         for each in names:
             copies = {id(named[name]): named[name] for name in each if name in named}
@@ -120,7 +123,9 @@ class Ties:
                 ranks = [
                     orders.rank_of[_stage_of(int(name.split(".")[0]), boundaries)] for name in each
                 ]
-                self.ties.append(Tie(next(iter(copies.values())), list(dict.fromkeys(ranks))))
+                self.ties.append(
+                    TiedParameter(next(iter(copies.values())), list(dict.fromkeys(ranks)))
+                )
                 if hasattr(self.ties[-1].parameter, "main_grad"):
                     error = ValueError(
                         f"{each[0]} is tied and has a main_grad, which is not summed "
@@ -187,7 +192,7 @@ class Ties:
         self._before = []
 
     @torch.no_grad()
-    def _sum(self, tie: Tie, has: Mapping[int, bool], before: Tensor | None) -> None:
+    def _sum(self, tie: TiedParameter, has: Mapping[int, bool], before: Tensor | None) -> None:
         parameter, holders = tie
         if not any(has.values()):
             if before is not None and parameter.grad is not None:
@@ -231,6 +236,36 @@ class Ties:
                 work.wait()
             except RuntimeError as error:
                 raise PeerError(peer, error) from error
+
+
+def norm_of(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None) -> Tensor:
+    """The 2-norm of the gradients of these and of all other ranks' parameters: a float32 scalar on
+    the CPU, the same on all."""
+    total = squares_of(parameters)
+    if group is not None:
+        all_reduce(total, group=group)
+    return total.sqrt().float()
+
+
+def squares_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of their gradients: a float64 scalar on the CPU."""
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    fast: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not gradient.numel():
+            continue
+        if (
+            gradient.device.type == "cpu"
+            and gradient.dtype in KERNEL_DTYPES
+            and gradient.is_contiguous()
+        ):
+            fast.append(gradient)
+        else:
+            total += gradient.detach().double().square().sum().cpu()
+    if fast:
+        total += squared_norm(fast)[0]
+    return total
 
 
 def _agree(error: Exception | None, group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Versions: which weights the micro-batches of a stage meet, where steps are taken while others are
+"""WeightVersions: which weights the micro-batches of a stage meet, where steps are taken while others are
 under way.
 
     stage 0 of 3, pipedream    0F0   0F1   0F2   0B0   0U0   0F3   0B1   0U1   0F4   0B2   ...
@@ -27,10 +27,10 @@ from pyops.pipeline.schedules.action import Action
 from pyops.pipeline.schedules.schedule import Schedule
 from pyops.torch_private import preserve_version_counter
 
-__all__ = ["Corrected", "Stashed", "Versions"]
+__all__ = ["CorrectedWeights", "StashedWeights", "WeightVersions"]
 
 
-class Versions:
+class WeightVersions:
     """One version, which steps change in place: forward and backward meet whatever is newest
     then."""
 
@@ -50,7 +50,7 @@ class Versions:
         """The stretch is over, or has failed: the newest version is in place."""
 
     @contextlib.contextmanager
-    def met_by(self, action: Action) -> Iterator[None]:
+    def weights_for(self, action: Action) -> Iterator[None]:
         """Within, the parameters are as an F, B, I, W or R meets them."""
         yield
 
@@ -62,7 +62,7 @@ class Versions:
             yield
 
 
-class Stashed(Versions):
+class StashedWeights(WeightVersions):
     """Every micro-batch meets the version that the schedule says; a version is kept until nobody
     needs it."""
 
@@ -93,7 +93,7 @@ class Stashed(Versions):
         self._memory = {}
 
     @contextlib.contextmanager
-    def met_by(self, action: Action) -> Iterator[None]:
+    def weights_for(self, action: Action) -> Iterator[None]:
         if self._synchronous:
             yield
             return
@@ -131,7 +131,7 @@ class Stashed(Versions):
         torch.clear_autocast_cache()  # which knows parameters, not their memory
 
 
-class Corrected(Versions):
+class CorrectedWeights(WeightVersions):
     """One version, and in backward an estimate of the one that forward met: w - age * drift
     (PipeMare's T2).
 
@@ -176,7 +176,7 @@ class Corrected(Versions):
         self._newest = []
 
     @contextlib.contextmanager
-    def met_by(self, action: Action) -> Iterator[None]:
+    def weights_for(self, action: Action) -> Iterator[None]:
         age = 0 if self._synchronous else self._age.get(action, 0)
         if not age:
             yield

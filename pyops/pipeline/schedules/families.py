@@ -79,7 +79,7 @@ def zb1p(ranks: int, microbatches: int) -> Schedule:
     for s in range(ranks):
         forwards = [Action(s, "F", m) for m in range(microbatches)]
         inputs = [Action(s, "I", m) for m in range(microbatches)]
-        orders.append(_defer(alternate(forwards, inputs, ranks - s), put_off=s))
+        orders.append(_defer(alternate(forwards, inputs, ranks - s), deferred_weight_grad=s))
     return _schedule("zb1p", microbatches, orders, range(ranks))
 
 
@@ -97,7 +97,10 @@ def interleaved(ranks: int, microbatches: int, *, v: int = 2) -> Schedule:
 def interleaved_zb(ranks: int, microbatches: int, *, v: int = 2) -> Schedule:
     """`interleaved` with W put off as in `zb1p`."""
     orders = [
-        _defer(_interleave(ranks, microbatches, v, rank, backward="I", eager=1), put_off=rank)
+        _defer(
+            _interleave(ranks, microbatches, v, rank, backward="I", eager=1),
+            deferred_weight_grad=rank,
+        )
         for rank in range(ranks)
     ]
     return _schedule(
@@ -131,8 +134,8 @@ def alternate(forwards: Order, backwards: Order, depth: int) -> Order:
     return order + backwards[len(forwards) - depth :]
 
 
-def _defer(order: Order, *, put_off: int) -> Order:
-    """With a W after each I, but `put_off` of them later; from the last forward on, as early as
+def _defer(order: Order, *, deferred_weight_grad: int) -> Order:
+    """With a W after each I, but `deferred_weight_grad` of them later; from the last forward on, as early as
     that allows."""
     made: Order = []
     due: Order = []
@@ -140,7 +143,7 @@ def _defer(order: Order, *, put_off: int) -> Order:
         made.append(action)
         if action.kind == "I":
             due.append(Action(action.stage, "W", action.number))
-            if len(due) > put_off:
+            if len(due) > deferred_weight_grad:
                 made.append(due.pop(0))
     return made + due
 

@@ -32,7 +32,7 @@ class Costs:
     long as a forward. step: of the optimizer. latency: until what was sent arrives. activation:
     bytes that travel from a stage to the next, and back as a gradient; bandwidth: bytes a second,
     of each channel. kept: bytes that a micro-batch keeps at a stage between forward and backward;
-    kept_input: where it is recomputed; put_off: between I and W, None if as before. skipped: bytes
+    kept_input: where it is recomputed; deferred_weight_grad: between I and W, None if as before. skipped: bytes
     that travel along a skip, or {(stage, later stage): bytes}. weights: bytes of a stage's weights,
     gradients and states.
     """
@@ -46,7 +46,7 @@ class Costs:
     bandwidth: float = math.inf
     kept: PerStage = 1.0
     kept_input: PerStage = 0.0
-    put_off: PerStage | None = None
+    deferred_weight_grad: PerStage | None = None
     skipped: float | Mapping[tuple[int, int], float] = 0.0
     weights: PerStage = 0.0
 
@@ -164,7 +164,9 @@ def _check(costs: Costs, schedule: Schedule) -> None:
         "weights",
     ]
     for stage in range(schedule.num_stages):
-        for what in parts if costs.put_off is None else [*parts, "put_off"]:
+        for what in (
+            parts if costs.deferred_weight_grad is None else [*parts, "deferred_weight_grad"]
+        ):
             if not costs.of(what, stage) >= 0:
                 raise ValueError(
                     f"costs.{what} of stage {stage} is {costs.of(what, stage)}; it must "
@@ -185,7 +187,9 @@ def _peak(schedule: Schedule, rank: int, costs: Costs) -> float:
     for action in schedule.ranks[rank]:
         stage, recomputed = action.stage, (action.stage, action.number) in again
         whole, small = costs.of("kept", stage), costs.of("kept_input", stage)
-        put_off = whole if costs.put_off is None else costs.of("put_off", stage)
+        deferred_weight_grad = (
+            whole if costs.deferred_weight_grad is None else costs.of("deferred_weight_grad", stage)
+        )
         if action.kind == "F":
             # A forward that keeps only its input still makes all of its activations, one after the
             # other.
@@ -194,9 +198,9 @@ def _peak(schedule: Schedule, rank: int, costs: Costs) -> float:
             now += whole - small
         peak = max(peak, now)
         if action.kind == "I":
-            now += put_off - whole
+            now += deferred_weight_grad - whole
         elif action.kind == "W":
-            now -= put_off
+            now -= deferred_weight_grad
         elif action.kind == "B":
             now -= whole
         peak = max(peak, now)

@@ -12,7 +12,7 @@ So shapes may change at any time, and cost one message when they grow.
 Where both ranks are on one host, messages that were short the last time go through shared memory
 (see `Mailboxes`): the group takes longer to tell of a message than these take to be copied.
 
-Where the two ranks have a group for the tensors of this channel alone (`Direct`, for NCCL), a
+Where the two ranks have a group for the tensors of this channel alone (`DeviceGroup`, for NCCL), a
 message holds the shape only, and the tensors follow by that group, from device to device; else
 those of a GPU are copied to the host and back.
 
@@ -34,20 +34,20 @@ from torch import Tensor
 from pyops.comm.failure import PeerError
 from pyops.pipeline.transport.message import (
     HEADER,
-    Described,
-    describe,
-    empty_like_described,
-    moved,
+    MessageLayout,
+    empty_tensors,
+    lay_out,
     pack,
     restore,
+    to_device,
     unpack,
 )
 
-__all__ = ["FAILED", "Direct", "Edge", "Incoming", "Outgoing"]
+__all__ = ["FAILED", "DeviceGroup", "Edge", "ReceiveChannel", "SendChannel"]
 
 Edge = tuple[str, int, int]  # kind, source stage, target stage
 
-NOTHING, LONGER, APART, GIVEN_UP = 1, 2, 4, 8  # flags of a message
+NOTHING, LONGER, SEPARATE, ABORTED = 1, 2, 4, 8  # flags of a message
 SMALLEST = 256  # bytes of the messages of a first step
 SHORT = 1 << 16  # bytes of messages that go through shared memory where there is some
 AHEAD = 2  # receives that are posted before their time
@@ -61,7 +61,7 @@ class Failed:
 FAILED = Failed()
 
 
-class Direct(NamedTuple):
+class DeviceGroup(NamedTuple):
     """How tensors go from device to device: by a group of the channel's two ranks that carries
     nothing else, which is torch's backend itself; the peer in it."""
 
@@ -69,7 +69,7 @@ class Direct(NamedTuple):
     peer: int
 
 
-class Outgoing:
+class SendChannel:
     """The sending side: `length` messages a step to group rank `peer`. mailbox: this side's end of
     one, or None."""
 
@@ -81,7 +81,7 @@ class Outgoing:
         tag: int,
         length: int,
         mailbox: Any = None,
-        direct: Direct | None = None,
+        direct: DeviceGroup | None = None,
     ) -> None:
         self.group, self.peer, self.tag, self.mailbox, self.direct = (
             group,
@@ -99,16 +99,16 @@ class Outgoing:
     def send(self, value: Any, *, what: str) -> None:
         """Start sending; `value` may be changed afterwards. TypeError, which names `what`, for one
         that can't be sent."""
-        described = describe(value, what=what)
-        tensors = described.tensors
+        layout = lay_out(value, what=what)
+        tensors = layout.tensors
         if self.direct is not None:
-            described = Described(described.shape, [])
-        size, room = described.end, self.sizes[self.place]
+            layout = MessageLayout(layout.shape, [])
+        size, room = layout.end, self.sizes[self.place]
         short = self.mailbox is not None and room <= SHORT
         if size <= (SHORT if short else room):
-            self._start(self._packed(described, size if short else room), short=short)
+            self._start(self._packed(layout, size if short else room), short=short)
         else:
-            message = self._packed(described, size)  # before anything is on its way: this may fail
+            message = self._packed(layout, size)  # before anything is on its way: this may fail
             self._start(_header(LONGER, size, HEADER.size if short else room), short=short)
             self._post(message, self.tag + 1)
         if self.direct is not None:
@@ -126,10 +126,10 @@ class Outgoing:
         self._start(_header(NOTHING, 0, HEADER.size if short else room), short=short)
         self._next(0)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Tell a peer that waits at its mailbox that nothing more will come. The group tells the
         others, by closing."""
-        message = _header(GIVEN_UP, 0, HEADER.size)
+        message = _header(ABORTED, 0, HEADER.size)
         if (
             self.mailbox is not None
         ):  # which is read to its end first, and what found no room there is not needed any more
@@ -174,8 +174,8 @@ class Outgoing:
         while self._under_way and self._under_way[0][0].is_completed():
             self._wait()
 
-    def _packed(self, described: Described, room: int) -> Tensor:
-        return pack(described, room=room, flags=0 if self.direct is None else APART)
+    def _packed(self, layout: MessageLayout, room: int) -> Tensor:
+        return pack(layout, room=room, flags=0 if self.direct is None else SEPARATE)
 
     def _wait(self) -> None:
         work, _ = self._under_way.popleft()
@@ -185,7 +185,7 @@ class Outgoing:
             raise PeerError(self.peer, error) from error
 
 
-class Incoming:
+class ReceiveChannel:
     """The receiving side: as many messages a step from group rank `peer` as there are `transfers`.
 
     mailbox: this side's end of one, or None. timeout: seconds after which a message there is late.
@@ -203,7 +203,7 @@ class Incoming:
         mailbox: Any = None,
         timeout: float = 1800.0,
         flush: Callable[[], bool] = lambda: True,
-        direct: Direct | None = None,
+        direct: DeviceGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.group, self.peer, self.tag, self.mailbox, self.direct = (
@@ -233,7 +233,7 @@ class Incoming:
         message = self._mailed() if short else self._waited(self._posted.popleft())
         view = message.numpy().data
         flags, size, _, made = head = HEADER.unpack_from(view)
-        if flags & GIVEN_UP:
+        if flags & ABORTED:
             raise PeerError(self.peer, "it gave up")
         if flags & LONGER:  # comes under a tag of its own, past the receives that are posted
             message = self._waited(self._post(size, self.tag + 1))
@@ -247,15 +247,19 @@ class Incoming:
             time.sleep(max(0, made + self.delay_ns - time.monotonic_ns()) / 1e9)
         if flags & NOTHING:
             return transfer, FAILED, made
-        if flags & APART:
-            return transfer, self._apart(bytes(view[HEADER.size : HEADER.size + head[2]])), made
+        if flags & SEPARATE:
+            return (
+                transfer,
+                self._receive_separate(bytes(view[HEADER.size : HEADER.size + head[2]])),
+                made,
+            )
         value = unpack(message, view, head)
-        return transfer, value if self.device.type == "cpu" else moved(value, self.device), made
+        return transfer, value if self.device.type == "cpu" else to_device(value, self.device), made
 
-    def _apart(self, shape: bytes) -> Any:
+    def _receive_separate(self, shape: bytes) -> Any:
         """The value of a message whose tensors come from device to device."""
         assert self.direct is not None
-        tensors = empty_like_described(shape, self.device)
+        tensors = empty_tensors(shape, self.device)
         try:
             works = [
                 self.direct.group.recv([t], self.direct.peer, self.tag)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Interrupt", "interrupts_held"]
+__all__ = ["Interrupt", "defer_interrupts"]
 
 
 class Interrupt:
@@ -39,7 +39,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def interrupts_held() -> Iterator[Interrupt]:
+def defer_interrupts() -> Iterator[Interrupt]:
     """Within, SIGINT is noted; what nobody has raised by the end is raised then. Only on the main
     thread, where Python raises it, and only where it would: a handler of somebody's own is left
     alone."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pyops.comm.collectives.communicator import Communicator
 from pyops.pipeline.schedules.orders import Orders
-from pyops.pipeline.transport.channel import Direct, Edge, Incoming, Outgoing
+from pyops.pipeline.transport.channel import DeviceGroup, Edge, ReceiveChannel, SendChannel
 from pyops.pipeline.transport.mailboxes import Name, open_mailboxes
 from pyops.torch_private import group_store, set_timeout
 
@@ -34,14 +34,14 @@ MARKS = MappingProxyType({"F": 0, "B": 2, "FS": 4, "BS": 6})  # each kind has tw
 
 def open_channels(
     orders: Orders, *, group: dist.ProcessGroup, tag: int, device: torch.device
-) -> tuple[dict[Edge, Incoming], dict[Edge, Outgoing]]:
+) -> tuple[dict[Edge, ReceiveChannel], dict[Edge, SendChannel]]:
     """{edge: channel} of what comes for this rank's stages, and of what leaves them. A collective.
 
     tag: the first of eight that are free. device: that of this rank's layers; of one kind on all
     ranks.
     """
-    incoming: dict[Edge, Incoming] = {}
-    outgoing: dict[Edge, Outgoing] = {}
+    incoming: dict[Edge, ReceiveChannel] = {}
+    outgoing: dict[Edge, SendChannel] = {}
     rank = dist.get_rank(group)
     mailboxes = open_mailboxes(orders.transfers, group=group)
     directs = _directs(orders.transfers, group=group, device=device, tag=tag)
@@ -54,7 +54,7 @@ def open_channels(
             "direct": directs.get(name),
         }
         if target == rank:
-            channel = Incoming(
+            channel = ReceiveChannel(
                 group,
                 source,
                 transfers=transfers,
@@ -65,19 +65,19 @@ def open_channels(
             )
             incoming |= {each.edge: channel for each in transfers}
         elif source == rank:
-            sending = Outgoing(group, target, length=len(transfers), **carriers)
+            sending = SendChannel(group, target, length=len(transfers), **carriers)
             outgoing |= {each.edge: sending for each in transfers}
     return incoming, outgoing
 
 
-def _flushed(outgoing: Mapping[Edge, Outgoing]) -> bool:
+def _flushed(outgoing: Mapping[Edge, SendChannel]) -> bool:
     # All of them: one that is behind must not keep another from being looked at.
     return all([channel.flush() for channel in outgoing.values()])
 
 
 def _directs(
     channels: Iterable[Name], *, group: dist.ProcessGroup, device: torch.device, tag: int
-) -> dict[Name, Direct]:
+) -> dict[Name, DeviceGroup]:
     """A group of two for each of this rank's channels, where `group` carries GPU tensors by
     NCCL."""
     if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
@@ -87,19 +87,21 @@ def _directs(
 
 def _pairs(
     channels: Iterable[Name], *, group: dist.ProcessGroup, backend: str, tag: int
-) -> dict[Name, Direct]:
+) -> dict[Name, DeviceGroup]:
     # Not by dist.new_group: that is for all ranks there are, or names a group after how many others
     # its ranks are in, which the two ends of a channel need not have alike. A place in the group's
     # store, under a tag that is used once, is their own.
     rank, store = dist.get_rank(group), group_store(group)
     timeout = timedelta(seconds=Communicator.of(group).timeout(torch.device("cpu")))
-    found: dict[Name, Direct] = {}
+    found: dict[Name, DeviceGroup] = {}
     for name in sorted(channels):  # in one order on all ranks: both of a pair wait for each other
         source, target, kind = name
         if rank in (source, target):
             place = int(rank == target)
             own = dist.PrefixStore(f"pyops/channel {tag} {source} {target} {kind}", store)
-            found[name] = Direct(_pair(own, place, backend=backend, timeout=timeout), 1 - place)
+            found[name] = DeviceGroup(
+                _pair(own, place, backend=backend, timeout=timeout), 1 - place
+            )
     return found
 
 

@@ -27,13 +27,13 @@ from pyops.ops.memory import require_memory
 
 __all__ = [
     "HEADER",
-    "Described",
-    "Head",
-    "describe",
-    "empty_like_described",
-    "moved",
+    "Header",
+    "MessageLayout",
+    "empty_tensors",
+    "lay_out",
     "pack",
     "restore",
+    "to_device",
     "unpack",
 ]
 
@@ -41,10 +41,10 @@ HEADER = struct.Struct("<4q")
 ALIGNMENT = 64
 PLAIN = (bool, int, float, str)
 
-Head = tuple[int, int, int, int]  # flags, payload bytes, shape bytes, nanoseconds
+Header = tuple[int, int, int, int]  # flags, payload bytes, shape bytes, nanoseconds
 
 
-class Described:
+class MessageLayout:
     """A value taken apart. shape: JSON, as bytes; tensors: in its order; offsets: where each begins
     in a message; end."""
 
@@ -61,23 +61,23 @@ class Described:
         self.end = at
 
 
-def describe(value: Any, *, what: str) -> Described:
+def lay_out(value: Any, *, what: str) -> MessageLayout:
     """Take a value apart. TypeError, which names `what`, for one that can't be sent, ValueError for
     one without memory."""
     if type(value) is Tensor and value.layout == torch.strided:  # the usual case, and the fast one
         require_memory(value, what)
-        return Described(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
+        return MessageLayout(_shape_of_one(value.dtype, value.shape, value.requires_grad), [value])
     tensors: list[Tensor] = []
-    return Described(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
+    return MessageLayout(json.dumps(_take_apart(value, tensors, what)).encode(), tensors)
 
 
-def pack(described: Described, *, room: int | None = None, flags: int = 0) -> Tensor:
+def pack(layout: MessageLayout, *, room: int | None = None, flags: int = 0) -> Tensor:
     """The message (1-D uint8 on the CPU) of `room` bytes, by default as many as it needs."""
-    message = torch.empty(described.end if room is None else room, dtype=torch.uint8, device="cpu")
-    shape, view = described.shape, message.numpy().data
-    HEADER.pack_into(view, 0, flags, described.end, len(shape), time.monotonic_ns())
+    message = torch.empty(layout.end if room is None else room, dtype=torch.uint8, device="cpu")
+    shape, view = layout.shape, message.numpy().data
+    HEADER.pack_into(view, 0, flags, layout.end, len(shape), time.monotonic_ns())
     view[HEADER.size : HEADER.size + len(shape)] = shape
-    for tensor, at in zip(described.tensors, described.offsets, strict=True):
+    for tensor, at in zip(layout.tensors, layout.offsets, strict=True):
         if tensor.numel():
             message[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(
                 tensor.detach()
@@ -90,14 +90,14 @@ def restore(shape: bytes, tensors: list[Tensor]) -> Any:
     return _put_together(_parsed(shape), iter(tensors))
 
 
-def empty_like_described(shape: bytes, device: torch.device) -> list[Tensor]:
+def empty_tensors(shape: bytes, device: torch.device) -> list[Tensor]:
     """Tensors as those of a shape, for what is received apart from it."""
     return [
         torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes, _, _ in _tensors_of(shape)
     ]
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on a device; those that want a gradient are leaves there."""
     return tree_map(
         lambda t: (
@@ -107,7 +107,7 @@ def moved(value: Any, device: torch.device) -> Any:
     )
 
 
-def unpack(message: Tensor, view: memoryview, head: Head) -> Any:
+def unpack(message: Tensor, view: memoryview, head: Header) -> Any:
     """The value in a message (1-D uint8, of which `view` is a view), whose tensors are views of
     it."""
     shape = bytes(view[HEADER.size : HEADER.size + head[2]])

@@ -12,7 +12,7 @@ import pytest
 from pyops.pipeline import (
     Costs,
     LayerCosts,
-    Plan,
+    PipelinePlan,
     Profile,
     plan_dapple,
     plan_pipedream,
@@ -180,7 +180,9 @@ def every_plan(
                     yield bounds, placed(levels, counts, policies)
 
 
-def check_plan(plan: Plan, profile: Profile, levels: list[tuple[int, float]], m: int) -> None:
+def check_plan(
+    plan: PipelinePlan, profile: Profile, levels: list[tuple[int, float]], m: int
+) -> None:
     """Its time is that of its stages, and no device is used twice."""
     machines = levels[1][0] if len(levels) > 1 else 1
     groups = [

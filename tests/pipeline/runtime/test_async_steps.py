@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyops import checkpoint
-from pyops.pipeline import Pipeline, Remedies, Schedule, custom, schedule
+from pyops.pipeline import Pipeline, PipeMareOptions, Schedule, custom, schedule
 from tests.pipeline.reference import batch, mlp
 
 pytestmark = pytest.mark.cpu_only
@@ -37,10 +37,10 @@ def weights_of(layers: list[nn.Module]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "remedies"),
-    [("pipedream", None), ("pipemare", Remedies(decay=0.1, anneal=9, synchronous=1))],
+    [("pipedream", None), ("pipemare", PipeMareOptions(decay=0.1, anneal=9, synchronous=1))],
 )
 def test_a_saved_run_goes_on_as_if_it_had_not_stopped(
-    tmp_path, name: str, remedies: Remedies | None
+    tmp_path, name: str, remedies: PipeMareOptions | None
 ):
     x, target = batch(12)
 
@@ -201,9 +201,9 @@ def test_what_does_not_go_together_is_refused():
         "remedies is given, but the schedule 'gpipe'",
         schedule=made("gpipe", 2, 4),
         optimizer=None,
-        remedies=Remedies(),
+        remedies=PipeMareOptions(),
     )
-    refused("decay is 0.1, but the schedule 'pipedream'", remedies=Remedies(decay=0.1))
+    refused("decay is 0.1, but the schedule 'pipedream'", remedies=PipeMareOptions(decay=0.1))
     refused("made a list for stage 0", optimizer=list)
     refused(
         r"optimizer of stage 0 lacks 0.0.bias", optimizer=lambda some: torch.optim.SGD(some[:1])
@@ -236,7 +236,7 @@ def test_what_does_not_go_together_is_refused():
         {"synchronous": math.nan},
     ):
         with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
-            Remedies(**options)
+            PipeMareOptions(**options)
 
 
 def wrong_ranks(rank: int, group: Any) -> list[str]:

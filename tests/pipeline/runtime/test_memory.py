@@ -74,12 +74,17 @@ class Watch:
             for leaf in graph.leaves
         ]
         kept += [
-            again.x for index, stage in stages.items() if index for again in stage._again.values()
+            again.x
+            for index, stage in stages.items()
+            if index
+            for again in stage._recompute_inputs.values()
         ]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
         found = sum(size for address, size in storages.items() if address not in self.owned)
         found += sum(
-            pieces.nbytes for stage in stages.values() for pieces in stage._put_off.values()
+            pieces.nbytes
+            for stage in stages.values()
+            for pieces in stage._deferred_weight_grads.values()
         )
         self.most[rank] = max(self.most[rank], found)
 

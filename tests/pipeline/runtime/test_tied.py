@@ -18,7 +18,7 @@ WIDTH, WORDS = 8, 12
 WIDE = 1024  # enough elements for the order of a sum to show
 
 
-class Head(nn.Module):
+class Header(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight, self.scale = weight, nn.Parameter(torch.ones(WIDTH))
@@ -35,7 +35,7 @@ def language_model(*, seed: int = 7, copies: bool = False) -> list[nn.Module]:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
     blocks[3][0].bias = blocks[1][0].bias
     weight = nn.Parameter(embedding.weight.detach().clone()) if copies else embedding.weight
-    return [embedding, *blocks, Head(weight)]
+    return [embedding, *blocks, Header(weight)]
 
 
 def batch(rows: int = 10) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pyops.optim
-from pyops.pipeline import Action, Pipeline, Remedies, Schedule, custom, schedule
+from pyops.pipeline import Action, Pipeline, PipeMareOptions, Schedule, custom, schedule
 from tests.pipeline import emulation
 from tests.pipeline.reference import batch, mlp
 from tests.pipeline.runtime.test_skips import Plain, unet, without_dropout
@@ -39,7 +39,7 @@ RULES: dict[str, tuple[str, dict[str, Any], Callable[[int], emulation.Rule]]] = 
 }
 
 
-def rows_of(microbatches: int, rows: int) -> tuple[Tensor, Tensor, Any, Any]:
+def num_rows(microbatches: int, rows: int) -> tuple[Tensor, Tensor, Any, Any]:
     x, target = batch(rows)
     return x, target, x.tensor_split(microbatches), target.tensor_split(microbatches)
 
@@ -60,7 +60,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
     name, options, make_rule = RULES[rule]
     for k, m in ((1, 7), (2, 11), (3, 15), (4, 19), (4, 2)) if optimizer == "sgd" else ((3, 15),):
-        x, target, xs, targets = rows_of(
+        x, target, xs, targets = num_rows(
             m, 40
         )  # uneven micro-batches, and an uneven number for the last step
         plan = schedule(name, num_stages=k, num_microbatches=len(xs), **options)
@@ -88,7 +88,7 @@ def test_stashed_versions_follow_their_papers_rule(rule: str, optimizer: str):
 @pytest.mark.parametrize("decay", [None, math.exp(-2)])
 def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: float | None):
     for k, accumulate, anneal in ((1, 1, 0), (4, 1, 9), (2, 2, 0)):
-        x, target, xs, targets = rows_of(16, 32)
+        x, target, xs, targets = num_rows(16, 32)
         plan = schedule(
             "pipemare", num_stages=k, num_microbatches=16, warmup=warmup, accumulate=accumulate
         )
@@ -102,7 +102,7 @@ def test_pipemare_follows_its_papers_rule(optimizer: str, warmup: str, decay: fl
             schedule=plan,
             loss=mse,
             optimizer=OPTIMIZERS[optimizer],
-            remedies=Remedies(decay=decay, anneal=anneal),
+            remedies=PipeMareOptions(decay=decay, anneal=anneal),
         )
         pipeline.step(x, target)
         emulation.pipemare(
@@ -135,9 +135,9 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x * self.scale) + self.table(torch.arange(len(x)) % 4)
-        return checkpoint(self._again, y, use_reentrant=False)
+        return checkpoint(self._recompute_inputs, y, use_reentrant=False)
 
-    def _again(self, y: Tensor) -> Tensor:
+    def _recompute_inputs(self, y: Tensor) -> Tensor:
         return torch.tanh(self.linear(y) * self.scale[:1])
 
 
@@ -152,7 +152,7 @@ def odd(layers: int = 3) -> list[nn.Module]:
 )
 def test_any_layer_meets_the_right_version(rule: str, recompute: str):
     name, options, make_rule = RULES[rule]
-    x, target, xs, targets = rows_of(8, 16)
+    x, target, xs, targets = num_rows(8, 16)
     plan = made(name, 3, 8, **options).with_recompute(recompute)
     ours, theirs = odd(), odd()
     pipeline = Pipeline(ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["momentum"])
@@ -174,7 +174,7 @@ def test_any_layer_meets_the_right_version(rule: str, recompute: str):
 
 
 def test_autocast_takes_no_copies_of_old_weights():
-    x, target, xs, targets = rows_of(8, 32)
+    x, target, xs, targets = num_rows(8, 32)
     for name, options, make_rule in RULES.values():
         ours, theirs = mlp(), mlp()
         plan = made(name, 3, 8, **options)
@@ -207,7 +207,7 @@ def test_autocast_takes_no_copies_of_old_weights():
 def test_a_version_is_kept_as_long_as_it_is_needed_and_no_longer(rule: str):
     name, options, _ = RULES[rule]
     k = 4
-    x, target, _, _ = rows_of(6 * k, 6 * k)
+    x, target, _, _ = num_rows(6 * k, 6 * k)
     plan = made(name, k, 6 * k, **options)
     pipeline = Pipeline(mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"])
     most = [0] * k
@@ -314,7 +314,7 @@ def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
             boundaries=[0, 1, 2, 3],
             loss=lambda y, _: y.sum(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
-            remedies=Remedies(decay=decay),
+            remedies=PipeMareOptions(decay=decay),
         )
         x = torch.ones(60, 1, dtype=torch.float64)
         pipeline.step(x, x)
@@ -328,7 +328,7 @@ def test_a_correction_finds_the_weights_of_forward_where_they_drift_evenly():
 def test_the_learning_rate_anneals_to_its_base_value():
     k, x, target = 4, *batch(12)
     plan = made("pipemare", k, 12, warmup="b")
-    remedies = Remedies(anneal=10, synchronous=1)
+    remedies = PipeMareOptions(anneal=10, synchronous=1)
     pipeline = Pipeline(
         mlp(), schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=remedies
     )
@@ -361,7 +361,7 @@ def test_without_end_synchronous_calls_are_gpipe(name: str):
         schedule=made(name, k, 12, **options),
         loss=mse,
         optimizer=OPTIMIZERS["adam"],
-        remedies=Remedies(synchronous=math.inf, anneal=5),
+        remedies=PipeMareOptions(synchronous=math.inf, anneal=5),
     )
     plain = Pipeline(theirs, schedule=made("gpipe", k, accumulate), loss=mse)
     optimizers = [
@@ -384,14 +384,14 @@ def staged(pipeline: Pipeline) -> list[list[nn.Module]]:
 
 
 def test_a_warm_up_ends():
-    x, target, xs, targets = rows_of(8, 16)
+    x, target, xs, targets = num_rows(8, 16)
     ours, theirs = mlp(), mlp()
     pipeline = Pipeline(
         ours,
         schedule=made("pipedream", 3, 8),
         loss=mse,
         optimizer=OPTIMIZERS["sgd"],
-        remedies=Remedies(synchronous=2),
+        remedies=PipeMareOptions(synchronous=2),
     )
     rules = [lambda t, s: t, lambda t, s: t, emulation.pipedream(3)]
     for rule in rules:
@@ -441,7 +441,7 @@ def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | N
             schedule=plan,
             loss=mse,
             optimizer=OPTIMIZERS["sgd"],
-            remedies=Remedies(decay=decay),
+            remedies=PipeMareOptions(decay=decay),
         ).step(x, target)
         found.append(weights_of(layers))
     assert same(*found)
@@ -450,11 +450,15 @@ def test_a_split_backward_meets_the_same_versions(weights: str, decay: float | N
 @pytest.mark.parametrize("rule", RULES)
 def test_what_skips_stages_meets_the_same_versions(rule: str):
     name, options, make_rule = RULES[rule]
-    x, target, xs, targets = rows_of(10, 20)
+    x, target, xs, targets = num_rows(10, 20)
     plan = made(name, 3, 10, **options)
     ours, theirs = without_dropout(unet()), without_dropout(unet())
     pipeline = Pipeline(
-        ours, schedule=plan, loss=mse, optimizer=OPTIMIZERS["sgd"], remedies=Remedies(synchronous=1)
+        ours,
+        schedule=plan,
+        loss=mse,
+        optimizer=OPTIMIZERS["sgd"],
+        remedies=PipeMareOptions(synchronous=1),
     )
     for each in (lambda t, s: t, make_rule(3)):
         pipeline.step(x, target)
@@ -481,9 +485,9 @@ def test_what_skips_stages_meets_the_same_versions(rule: str):
 def over_ranks(rank: int, group: Any, rule: str, k: int) -> dict[str, Any]:
     name, options, _ = (RULES | {"pipemare": ("pipemare", {"warmup": "b"}, None)})[rule]
     remedies = (
-        Remedies(decay=0.1, anneal=9, synchronous=1)
+        PipeMareOptions(decay=0.1, anneal=9, synchronous=1)
         if name == "pipemare"
-        else Remedies(synchronous=1)
+        else PipeMareOptions(synchronous=1)
     )
     x, target = batch(20)
     both = []

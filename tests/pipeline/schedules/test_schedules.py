@@ -329,10 +329,10 @@ def test_every_name_makes_any_size():
 def test_memory_between_the_two_parts_of_a_backward():
     made = custom(["0F0 0I0 0F1 0I1 0W0 0W1"])
     assert simulate(made, Costs(kept=10.0)).memory == (20.0,)
-    assert simulate(made, Costs(kept=10.0, put_off=3.0)).memory == (13.0,)
-    assert simulate(made, Costs(kept=10.0, put_off=30.0)).memory == (60.0,)
-    assert simulate(custom(["0F0 0I0 0W0 0F1 0I1 0W1"]), Costs(kept=10.0, put_off=30.0)).memory == (
-        30.0,
-    )
-    with pytest.raises(ValueError, match=r"costs\.put_off of stage 0 is -1"):
-        simulate(made, Costs(put_off=-1.0))
+    assert simulate(made, Costs(kept=10.0, deferred_weight_grad=3.0)).memory == (13.0,)
+    assert simulate(made, Costs(kept=10.0, deferred_weight_grad=30.0)).memory == (60.0,)
+    assert simulate(
+        custom(["0F0 0I0 0W0 0F1 0I1 0W1"]), Costs(kept=10.0, deferred_weight_grad=30.0)
+    ).memory == (30.0,)
+    with pytest.raises(ValueError, match=r"costs\.deferred_weight_grad of stage 0 is -1"):
+        simulate(made, Costs(deferred_weight_grad=-1.0))
